@@ -1,0 +1,1 @@
+from htp_export.exporter import export, tagging

@@ -1,0 +1,1 @@
+"""What runs while PyTorch exports: every module's call, and every operation with the call that made it."""

@@ -1,0 +1,188 @@
+"""Capture under ``dynamo=True``: FX module stacks say who ran what, onnx_ir says what became of it.
+
+The exporter first translates the FX graph into ONNX node by node; at that moment every node knows its call
+exactly. What follows (version conversion, constant folding, rewriting, common-subexpression elimination) replaces
+values by others, always through two methods of onnx_ir. Watching those gives, for every tensor of the first graph,
+the tensor of the last graph that holds the same value, whatever the optimiser did in between.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from htp_export.capture.calls import NO_CALL, CallLog
+from htp_export.capture.record import Key, Node, Operation, Record
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+# Results that tell the sizes of a tensor, and nothing of what is in it.
+SHAPE_OPERATORS = frozenset({"Shape", "Size"})
+
+_STAMP = "htp.stamp"
+
+
+class DynamoCapture:
+    """One export through ``torch.export``, as it happens.
+
+    Args:
+        paths: For each module of the model, ``id(module.__dict__)`` → its path (torch wraps modules in proxies that
+            share their ``__dict__``). Empty for an ``ExportedProgram``.
+        aliases: Every name under which a module is registered → the first of its names.
+    """
+
+    def __init__(self, paths: dict[int, str], aliases: dict[str, str]) -> None:
+        self.log = CallLog()
+        self.aliases = aliases
+        self.classes: dict[str, str] = {}
+        self._paths = paths
+        self._root_name: str | None = None
+        self._by_name: dict[tuple[str, int], int] = {}
+        self._name_counts: collections.Counter[str] = collections.Counter()
+        self._graph: ir.Graph | None = None
+        self._first: list[Operation] = []
+        self._inputs: list[ir.Value] = []
+        self._outputs: list[ir.Value] = []
+        self._replaced: dict[ir.Value, ir.Value] = {}
+
+    # --- while the model runs -----------------------------------------------------------------
+
+    def call(self, module: Any, name: str | None, run: Callable[[], Any], given: Any) -> Any:
+        """Run a module's call, noting it; ``name`` is the tracer's name of the module."""
+        path = self._paths.get(id(module.__dict__))
+        if path is None or name is None:
+            return run()
+        if not self.log.stack:  # a new attempt at tracing starts from nothing
+            self.log, self._root_name = CallLog(), name
+            self._by_name.clear()
+            self._name_counts.clear()
+        index = self.log.enter(path)
+        self._by_name[name, self._name_counts[name]] = index
+        self._name_counts[name] += 1
+        result = run()
+        self.log.leave(given, result)
+        return result
+
+    # --- the first ONNX graph -------------------------------------------------------------------
+
+    def translated(self, model: ir.Model) -> None:
+        """Note the ONNX graph as it was translated, before anything changed it."""
+        self._graph = model.graph
+        self._first = [
+            Operation(self._call_of(node), _reads(node), tuple(node.outputs), node.op_type in SHAPE_OPERATORS)
+            for node in all_nodes(model.graph)
+        ]
+        self._inputs, self._outputs = list(model.graph.inputs), list(model.graph.outputs)
+        for function in model.functions.values():
+            for node in all_nodes(function):
+                call = self._call_of(node)
+                if call != NO_CALL:
+                    node.metadata_props[_STAMP] = str(call)  # outlives inlining, which copies nodes
+
+    def _call_of(self, node: ir.Node) -> int:
+        fx_node = node.meta.get("node")
+        stack = fx_node.meta.get("nn_module_stack") if fx_node is not None else None
+        if not stack:
+            return NO_CALL
+        call = NO_CALL
+        for key, (name, cls) in stack.items():
+            call = self._call_of_scope(key, name, cls, call)
+        return call
+
+    def _call_of_scope(self, key: str, name: str, cls: Any, parent: int) -> int:
+        _, at, count = key.rpartition("@")
+        nth = int(count) if at and count.isdigit() else 0
+        name = name.rpartition("@")[0] if "@" in name and name.rpartition("@")[2].isdigit() else name
+        full = name if self._root_name is None else f"{self._root_name}.{name}" if name else self._root_name
+        found = self._by_name.get((full, nth))
+        if found is None:  # no Python call was seen: torch.export's strict mode, or an ExportedProgram
+            path = self.aliases.get(name, name)
+            self.classes.setdefault(path, cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}")
+            found = self._by_name[full, nth] = self.log.add(path, parent)
+        return found
+
+    # --- while it is optimised --------------------------------------------------------------------
+
+    def replaced(self, old: ir.Value | None, new: ir.Value | None) -> None:
+        """Note that ``new`` now stands where ``old`` stood."""
+        if self._graph is not None and old is not None and new is not None and old is not new:
+            self._replaced[old] = new
+
+    def converted(self, model: ir.Model) -> None:
+        """Note that the graph may have been read back from bytes: tensors are found again by name."""
+        if self._graph is None or model.graph is self._graph:
+            return
+        named = {value.name: value for value in _values(model.graph)}
+        for value in [*self._inputs, *self._outputs, *(v for made in self._first for v in made.outputs)]:  # type: ignore[list-item]
+            last = self._last(value, ())
+            if last.name in named:
+                self.replaced(last, named[last.name])
+        self._graph = model.graph
+
+    def _last(self, value: ir.Value, stop: Any) -> ir.Value:
+        seen = set()
+        while value not in stop and value in self._replaced and value not in seen:
+            seen.add(value)
+            value = self._replaced[value]
+        return value
+
+    # --- the result -------------------------------------------------------------------------------
+
+    def finish(self, model: ir.Model) -> tuple[Record, list[ir.Node]]:
+        """What is known of the exported model, and its nodes in the order of ``Record.nodes``."""
+        self.converted(model)
+        nodes = list(all_nodes(model.graph))
+        for function in model.functions.values():
+            nodes.extend(all_nodes(function))
+        alive = set(_values(model.graph))
+        record = Record(self.log)
+        record.operations = self._first
+        record.inputs, record.outputs = set(self._inputs), list(self._outputs)
+        keys: list[Key] = [*self._inputs, *self._outputs]
+        keys.extend(output for operation in self._first for output in operation.outputs)
+        for key in keys:
+            last = self._last(key, alive)  # type: ignore[arg-type]
+            if last in alive:
+                record.final[key] = last
+        for node in nodes:
+            stamp = node.metadata_props.pop(_STAMP, None)
+            hint = int(stamp) if stamp is not None else NO_CALL
+            record.nodes.append(Node(_reads(node), tuple(node.outputs), hint, node.op_type in SHAPE_OPERATORS))
+        record.graph_inputs = {v for v in model.graph.inputs if v.name not in model.graph.initializers}
+        record.graph_outputs = set(model.graph.outputs)
+        return record, nodes
+
+
+def _bodies(node: ir.Node) -> Iterator[ir.Graph]:
+    import onnx_ir as ir
+
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield attribute.value
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            yield from attribute.value
+
+
+def all_nodes(graph: Any) -> Iterator[ir.Node]:
+    """Nodes of a graph or function, those of a node's bodies before the node: producers before consumers."""
+    for node in graph:
+        for body in _bodies(node):
+            yield from all_nodes(body)
+        yield node
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in all_nodes(graph):
+        yield from node.outputs
+
+
+def _reads(node: ir.Node) -> tuple[ir.Value, ...]:
+    """What a node reads; for one with bodies, also what its bodies return."""
+    reads = [value for value in node.inputs if value is not None]
+    for body in _bodies(node):
+        reads.extend(body.outputs)
+    return tuple(reads)

@@ -1,0 +1,29 @@
+"""The names of a model's modules, as the captures need them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from htp_export.hierarchy import Hierarchy
+
+
+class ModuleNames:
+    """A model's modules under every name that leads to them.
+
+    Attributes:
+        paths: ``id(module.__dict__)`` → module path. torch's tracer wraps modules in objects that share their
+            ``__dict__``, and a module registered under several names has the first of them.
+        aliases: Every name under which a module is registered → its path.
+        hierarchy: The module tree, in the order of ``named_modules()``; None for what is no ``nn.Module``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        import torch
+
+        self.paths: dict[int, str] = {}
+        self.aliases: dict[str, str] = {}
+        self.hierarchy: Hierarchy | None = None
+        if isinstance(model, torch.nn.Module):
+            for name, module in model.named_modules(remove_duplicate=False):
+                self.aliases[name] = self.paths.setdefault(id(module.__dict__), name)
+            self.hierarchy = Hierarchy.from_module(model)

@@ -1,0 +1,117 @@
+"""Errors of htp_export, as a tree; each carries the file, module or node at fault.
+
+    HtpExportError
+    ├── InputError               what the caller gave cannot be used (the command line exits with status 2)
+    │   ├── FileError            a file is missing, unreadable, not ONNX, or cannot be written
+    │   ├── UnknownModuleError   a module path that the model does not have
+    │   ├── SelectorError        a selector that cannot be read, or that matches nothing
+    │   ├── UntaggedModelError   the work needs tags, and the file has none
+    │   └── ModelSourceError     a model cannot be made from what was named (hub id, folder, type, entry)
+    └── TorchChangedError        a private part of torch that htp_export relies on is not there
+
+A failed export is not in the tree: it raises torch's own error, with a note that says which module was running.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = [
+    "FileError",
+    "HtpExportError",
+    "InputError",
+    "ModelSourceError",
+    "SelectorError",
+    "TorchChangedError",
+    "UnknownModuleError",
+    "UntaggedModelError",
+]
+
+
+class HtpExportError(Exception):
+    """Base of every error that htp_export raises itself."""
+
+
+class InputError(HtpExportError):
+    """What the caller gave cannot be used; nothing was written."""
+
+
+class FileError(InputError):
+    """A file that cannot be read or written.
+
+    Args:
+        path: The file at fault.
+        problem: What is wrong with it, and what to do.
+    """
+
+    def __init__(self, path: str | Path, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = Path(path)
+        self.problem = problem
+
+
+class UnknownModuleError(InputError, KeyError):
+    """A module path that the model does not have; the message names the nearest ones.
+
+    Args:
+        path: The path that was asked for.
+        known: The paths that there are.
+    """
+
+    def __init__(self, path: str, known: Iterable[str]) -> None:
+        self.path = path
+        self.nearest = tuple(difflib.get_close_matches(path, list(known), n=3, cutoff=0.5))
+        hint = f"; nearest: {', '.join(map(repr, self.nearest))}" if self.nearest else ""
+        super().__init__(f"no module {path!r} in this model{hint}")
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class SelectorError(InputError):
+    """A selector that cannot be read, or that matches nothing.
+
+    Args:
+        pattern: The pattern at fault.
+        problem: What is wrong with it, and what to do.
+    """
+
+    def __init__(self, pattern: str, problem: str) -> None:
+        super().__init__(f"selector {pattern!r}: {problem}")
+        self.pattern = pattern
+
+
+class UntaggedModelError(InputError):
+    """The work needs module tags, and the model has none."""
+
+
+class ModelSourceError(InputError):
+    """A model cannot be made from what was named.
+
+    Args:
+        source: The hub id, folder, model type or entry point.
+        problem: What is wrong with it, and what to do.
+    """
+
+    def __init__(self, source: str, problem: str) -> None:
+        super().__init__(f"{source}: {problem}")
+        self.source = source
+
+
+class TorchChangedError(HtpExportError):
+    """A private part of torch that htp_export relies on is not there.
+
+    Args:
+        what: The dotted name of the part.
+    """
+
+    def __init__(self, what: str) -> None:
+        import torch
+
+        super().__init__(
+            f"torch {torch.__version__} has no {what}, which htp_export needs to see modules during an export; "
+            "install a torch version that htp_export supports (see its pyproject.toml)"
+        )
+        self.what = what

@@ -1,0 +1,1 @@
+"""From what was captured to each node's owners, and to each module's fate."""

@@ -1,0 +1,107 @@
+"""The tensors that enter and leave each module: as PyTorch ran it, and as the exported graph has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from htp_export import tags
+from htp_export.capture.record import Key, Node, Record
+from htp_export.owners.assign import Ownership, needed, varying
+
+
+@dataclass
+class Boundary:
+    """The tensors that enter and leave one module, in order of first use and of production."""
+
+    inputs: dict[Key, None] = field(default_factory=dict)
+    outputs: dict[Key, None] = field(default_factory=dict)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.inputs or key in self.outputs
+
+
+def true_boundaries(record: Record) -> dict[str, Boundary]:
+    """For each module that ran, the captured tensors that passed in and out of its calls.
+
+    Only tensors whose values depend on the model's inputs, and that the result depends on.
+    """
+    log, found = record.log, {call.path: Boundary() for call in record.log.calls}
+    live, maker = varying(record.operations, record.inputs), dict.fromkeys(record.inputs, frozenset[int]())
+    chains: dict[int, frozenset[int]] = {}
+
+    def chain(call: int) -> frozenset[int]:
+        if call not in chains:
+            chains[call] = frozenset(log.chain(call))
+        return chains[call]
+
+    def passes(key: Key, reader: frozenset[int]) -> None:
+        source = maker.get(key)
+        if source is None or source is reader or key not in live:
+            return
+        for call in reader - source:
+            found[log.calls[call].path].inputs[key] = None
+        for call in source - reader:
+            found[log.calls[call].path].outputs[key] = None
+
+    wanted = needed(record.operations, record.outputs)
+    for operation, is_wanted in zip(record.operations, wanted, strict=True):
+        if is_wanted:
+            here = chain(operation.call)
+            for key in operation.inputs:
+                passes(key, here)
+            maker.update(dict.fromkeys(operation.outputs, here))
+    for key in record.outputs:
+        passes(key, frozenset())
+    return found
+
+
+class Regions:
+    """Which nodes of the exported graph belong to which module, and what crosses between them."""
+
+    def __init__(self, record: Record, owners: Sequence[Ownership]) -> None:
+        self.nodes, self.owners = record.nodes, owners
+        self.live = varying(record.nodes, record.graph_inputs)
+        self.graph_outputs = record.graph_outputs
+        self.maker: dict[Key, int] = {}
+        self.readers: dict[Key, list[int]] = {}
+        self.by_path: dict[str, list[int]] = {}
+        above: dict[tuple[str, ...], list[str]] = {}
+        for index, node in enumerate(record.nodes):
+            self.maker.update(dict.fromkeys(node.outputs, index))
+            for key in node.inputs:
+                self.readers.setdefault(key, []).append(index)
+            paths = owners[index].paths
+            if paths not in above:
+                above[paths] = list(dict.fromkeys(up for path in paths for up in tags.ancestors(path)))
+            for path in above[paths]:
+                self.by_path.setdefault(path, []).append(index)
+
+    def region(self, paths: Iterable[str]) -> set[int]:
+        """Indices of the nodes that have an owner at or below one of ``paths``."""
+        return {index for path in paths for index in self.by_path.get(path, ())}
+
+    def crossings(self, paths: Sequence[str]) -> Iterable[tuple[Key, int, bool]]:
+        """``(tensor, node on the other side or -1, whether it leaves)`` for what crosses the region's border."""
+        region = self.region(paths)
+        for index in sorted(region):
+            node, inside = self.nodes[index], region
+            others = [
+                owner
+                for owner in self.owners[index].paths
+                if not any(tags.is_under(owner, path) or tags.is_under(path, owner) for path in paths)
+            ]
+            if others:
+                inside = region | self.region(others)
+            for key in node.outputs:
+                if key not in self.live:
+                    continue
+                if key in self.graph_outputs:
+                    yield key, -1, True
+                for reader in self.readers.get(key, ()):
+                    if reader not in inside:
+                        yield key, reader, True
+            for key in node.inputs:
+                source = self.maker.get(key, -1)
+                if key in self.live and source not in region:
+                    yield key, source, False

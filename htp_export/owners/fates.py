@@ -1,0 +1,108 @@
+"""What became of each module: computed, identity, fused, constant, dead or uncalled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from htp_export.capture.record import Key, Record
+from htp_export.owners.assign import Ownership, needed, varying
+from htp_export.owners.boundaries import Boundary, Regions, true_boundaries
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of one module.
+
+    Attributes:
+        name: One of `htp_export.hierarchy.FATES`.
+        fused_with: For ``fused``, the modules with which it can be cut out as a whole.
+    """
+
+    name: str
+    fused_with: tuple[str, ...] = ()
+
+
+class Fates:
+    """Finds the fate of every module that ran.
+
+    Attributes:
+        contamination: ``(module, tensor, leaves)`` for border tensors of computed modules that PyTorch does not know.
+    """
+
+    def __init__(self, record: Record, owners: Sequence[Ownership]) -> None:
+        self.record = record
+        self.true = true_boundaries(record)
+        self.regions = Regions(record, owners)
+        self.live = varying(record.operations, record.inputs)
+        self.contamination: list[tuple[str, Key, bool]] = []
+        self._useful = self._modules_that_count()
+
+    def _modules_that_count(self) -> dict[str, bool]:
+        """Path → whether the result depends on something that the module computed; absent if it computed nothing."""
+        log, useful = self.record.log, {}
+        wanted = needed(self.record.operations, self.record.outputs)
+        marks: dict[int, bool] = {}
+        for operation, is_wanted in zip(self.record.operations, wanted, strict=True):
+            marks[operation.call] = marks.get(operation.call, False) or is_wanted
+        for call, is_wanted in marks.items():
+            for up in log.chain(call):
+                path = log.calls[up].path
+                useful[path] = useful.get(path, False) or is_wanted
+        return useful
+
+    def of(self, path: str) -> Fate:
+        """The fate of one module."""
+        if not self.record.log.count(path):
+            return Fate("uncalled")
+        if path not in self._useful:
+            return Fate("identity" if self.record.log.returned_inputs.get(path, True) else "constant")
+        if not self._useful[path]:
+            return Fate("dead")
+        boundary, final = self.true[path], self.record.final
+        lost = any(key not in final for side in (boundary.inputs, boundary.outputs) for key in side)
+        if path in self.regions.by_path:
+            if lost:
+                group = self._whole([path])
+                return Fate("fused", group) if group else Fate("computed")
+            known = self._known([path])
+            self.contamination.extend(
+                (path, key, leaves) for key, _, leaves in self.regions.crossings([path]) if key not in known
+            )
+            return Fate("computed")
+        if not boundary.outputs:
+            return Fate("constant")
+        entering = {final.get(key) for key in boundary.inputs}
+        if all(final.get(key) in entering for key in boundary.outputs if key in final) and not lost:
+            return Fate("identity")
+        group = self._whole([path, *self._neighbours(boundary)])
+        return Fate("fused", group) if group else Fate("constant")
+
+    def _known(self, group: Sequence[str]) -> set[Key]:
+        final = self.record.final
+        sides = [side for path in group if path in self.true for side in (self.true[path].inputs, self.true[path].outputs)]
+        return {final[key] for side in sides for key in side if key in final}
+
+    def _neighbours(self, boundary: Boundary) -> list[str]:
+        """Owners of the nodes that make what the module reads, or read what it made."""
+        found: dict[str, None] = {}
+        for key in (*boundary.inputs, *boundary.outputs):
+            here = self.record.final.get(key)
+            if here is not None and here in self.regions.maker:
+                found.update(dict.fromkeys(self.regions.owners[self.regions.maker[here]].paths))
+            for reader in self.regions.readers.get(here, ()):
+                found.update(dict.fromkeys(self.regions.owners[reader].paths))
+        return list(found)
+
+    def _whole(self, group: list[str]) -> tuple[str, ...]:
+        """The modules that must be taken along for every tensor at the border to be one that PyTorch knows."""
+        first, group = group[0], list(dict.fromkeys(group))
+        while True:
+            known, more = self._known(group), dict[str, None]()
+            for key, other, _ in self.regions.crossings(group):
+                if key not in known:
+                    more.update(dict.fromkeys(self.regions.owners[other].paths if other >= 0 else ("",)))
+            fresh = [path for path in more if path not in group]
+            if not fresh:
+                return tuple(path for path in group if path != first)
+            group.extend(fresh)

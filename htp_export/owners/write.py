@@ -1,0 +1,78 @@
+"""Owners and fates into the model: node metadata, and the module tree in the model's metadata."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from htp_export import tags
+from htp_export.capture.record import Record
+from htp_export.hierarchy import Hierarchy, ModuleInfo
+from htp_export.owners.assign import Ownership, assign
+from htp_export.owners.fates import Fates
+
+def node_metadata(record: Record, owners: Sequence[Ownership], hierarchy: Hierarchy) -> list[dict[str, str]]:
+    """The metadata of each node, in the order of ``record.nodes``."""
+    called = hierarchy.called
+
+    @lru_cache(maxsize=None)
+    def fixed(paths: tuple[str, ...], reason: str) -> dict[str, str]:
+        module = paths[0] if len(paths) == 1 else tags.common_ancestor(paths)
+        entry = {tags.MODULE: module, tags.REASON: reason, tags.NAMESPACE: tags.namespace(module, called)}
+        if len(paths) > 1:
+            entry[tags.OWNERS] = json.dumps(paths, separators=(",", ":"), ensure_ascii=False)
+        return entry
+
+    result = []
+    for owner in owners:
+        entry = fixed(owner.paths, owner.reason)
+        if len(owner.paths) == 1 and owner.calls and record.log.count(owner.paths[0]) > 1:
+            nth = next((c.nth for c in map(record.log.calls.__getitem__, owner.calls) if c.path == owner.paths[0]), 0)
+            entry = {**entry, tags.CALL: str(nth)}
+        result.append(entry)
+    return result
+
+
+def model_metadata(record: Record, fates: Fates, hierarchy: Hierarchy) -> tuple[Hierarchy, dict[str, str]]:
+    """The module tree with calls and fates, and the model's metadata that holds it.
+
+    Args:
+        record: What the export told.
+        fates: What became of the modules.
+        hierarchy: The module tree without calls and fates; modules that ran and are not in it are added.
+    """
+    infos = []
+    for path in dict.fromkeys((*hierarchy, *(call.path for call in record.log.calls))):
+        fate = fates.of(path)
+        class_name = hierarchy[path].class_name if path in hierarchy else ""
+        infos.append(ModuleInfo(path, class_name, record.log.count(path), fate.name, fate.fused_with))
+    tree = Hierarchy(infos)
+    metadata = {tags.FORMAT: tags.VERSION, tags.MODULES: tree.to_json()}
+    if fates.contamination:
+        listed = [[path, str(getattr(key, "name", key)), leaves] for path, key, leaves in fates.contamination]
+        metadata[tags.CONTAMINATION] = json.dumps(listed, separators=(",", ":"))
+    return tree, metadata
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Everything that is written into one exported model.
+
+    Attributes:
+        nodes: Metadata of each node, in the order of the record's nodes.
+        model: Metadata of the model.
+        graph_name: The main graph's name: the root's class.
+    """
+
+    nodes: list[dict[str, str]]
+    model: dict[str, str]
+    graph_name: str
+
+
+def make_tags(record: Record, hierarchy: Hierarchy) -> Tags:
+    """Find owners and fates, and say them in the file format's words."""
+    owners = assign(record)
+    tree, metadata = model_metadata(record, Fates(record, owners), hierarchy)
+    return Tags(node_metadata(record, owners, tree), metadata, tree.root.simple_class)

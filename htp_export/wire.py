@@ -1,0 +1,180 @@
+"""Rewrites the nodes and metadata of a serialized ONNX model without touching its weights.
+
+The TorchScript exporter hands over a whole model as bytes, weights included. Parsing that, changing the nodes and
+serializing it again would copy every weight twice. This reads only the outermost fields of the message (a tag and a
+length each, see https://protobuf.dev/programming-guides/encoding/), parses the nodes, and gives the file back as
+chunks: new nodes and metadata between untouched slices of the old bytes.
+
+Field numbers are those of ``onnx.proto``, where they can never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import onnx
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+_MODEL_IR_VERSION, _MODEL_GRAPH, _MODEL_METADATA, _MODEL_FUNCTIONS = 1, 7, 14, 25
+_GRAPH_NODE, _GRAPH_NAME, _GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT = 1, 2, 5, 11, 12
+_TENSOR_NAME = 8
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    byte = data[at]
+    if byte < 0x80:
+        return byte, at + 1
+    value, shift = byte & 0x7F, 7
+    while True:
+        at += 1
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at + 1
+        shift += 7
+
+
+def _encode_varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _field(number: int, payload: bytes) -> bytes:
+    return _encode_varint(number << 3 | _BYTES) + _encode_varint(len(payload)) + payload
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """One field of a message: its number, where it begins, and where its payload begins and ends."""
+
+    number: int
+    start: int
+    payload: int
+    end: int
+
+
+def _fields(data: memoryview, at: int, end: int) -> Iterator[_Slice]:
+    while at < end:
+        start = at
+        tag, at = _varint(data, at)
+        kind, payload = tag & 7, at
+        if kind == _BYTES:
+            length, payload = _varint(data, at)
+            at = payload + length
+        elif kind == _VARINT:
+            _, at = _varint(data, at)
+        elif kind in (_FIXED64, _FIXED32):
+            at += 8 if kind == _FIXED64 else 4
+        else:
+            raise ValueError(f"not an ONNX model: wire type {kind} at byte {start}")
+        if at > end:
+            raise ValueError(f"not an ONNX model: a field that begins at byte {start} runs past the end")
+        yield _Slice(tag >> 3, start, payload, at)
+
+
+@dataclass
+class SerializedModel:
+    """A serialized model whose nodes can be changed.
+
+    Args:
+        data: The bytes of a ``ModelProto``.
+
+    Attributes:
+        nodes: The nodes of the main graph, parsed; change them in place.
+        functions: The model's functions, parsed; change them in place.
+        inputs: Names of the graph's inputs.
+        outputs: Names of the graph's outputs.
+        initializers: Names of the initializers.
+        ir_version: The file's IR version; set it to write another.
+        graph_name: The graph's name; set it to write another.
+        metadata: Model metadata to add; keys that the file has already must not be among them.
+
+    Raises:
+        ValueError: The bytes are no ``ModelProto``.
+    """
+
+    data: bytes
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    functions: list[onnx.FunctionProto] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    initializers: set[str] = field(default_factory=set)
+    ir_version: int = 0
+    graph_name: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._view = memoryview(self.data)
+        self._model = list(_fields(self._view, 0, len(self.data)))
+        self._graph: list[_Slice] = []
+        for part in self._model:
+            if part.number == _MODEL_GRAPH:
+                self._graph = list(_fields(self._view, part.payload, part.end))
+            elif part.number == _MODEL_IR_VERSION:
+                self.ir_version = _varint(self._view, part.payload)[0]
+            elif part.number == _MODEL_FUNCTIONS:
+                self.functions.append(onnx.FunctionProto.FromString(self.data[part.payload : part.end]))
+        for part in self._graph:
+            self._read(part)
+
+    def _read(self, part: _Slice) -> None:
+        if part.number == _GRAPH_NODE:
+            self.nodes.append(onnx.NodeProto.FromString(self.data[part.payload : part.end]))
+        elif part.number == _GRAPH_NAME:
+            self.graph_name = self._text(part)
+        elif part.number == _GRAPH_INITIALIZER:
+            inner = _fields(self._view, part.payload, part.end)
+            self.initializers.update(self._text(piece) for piece in inner if piece.number == _TENSOR_NAME)
+        elif part.number in (_GRAPH_INPUT, _GRAPH_OUTPUT):
+            name = onnx.ValueInfoProto.FromString(self.data[part.payload : part.end]).name
+            (self.inputs if part.number == _GRAPH_INPUT else self.outputs).append(name)
+
+    def _text(self, part: _Slice) -> str:
+        return self.data[part.payload : part.end].decode()
+
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """The changed model, in pieces to be written one after the other."""
+        graph = _merged(self._graph_pieces())
+        functions = iter(self.functions)
+        for part in self._model:
+            if part.number == _MODEL_GRAPH:
+                size = sum(len(piece) for piece in graph)
+                yield _encode_varint(_MODEL_GRAPH << 3 | _BYTES) + _encode_varint(size)
+                yield from graph
+            elif part.number == _MODEL_IR_VERSION:
+                yield _encode_varint(_MODEL_IR_VERSION << 3 | _VARINT) + _encode_varint(self.ir_version)
+            elif part.number == _MODEL_FUNCTIONS:
+                yield _field(_MODEL_FUNCTIONS, next(functions).SerializeToString())
+            else:
+                yield self._view[part.start : part.end]
+        for key, value in self.metadata.items():
+            yield _field(_MODEL_METADATA, onnx.StringStringEntryProto(key=key, value=value).SerializeToString())
+
+    def _graph_pieces(self) -> Iterator[bytes | memoryview]:
+        nodes = iter(self.nodes)
+        for part in self._graph:
+            if part.number == _GRAPH_NODE:
+                yield _field(_GRAPH_NODE, next(nodes).SerializeToString())
+            elif part.number == _GRAPH_NAME:
+                yield _field(_GRAPH_NAME, self.graph_name.encode())
+            else:
+                yield self._view[part.start : part.end]
+
+
+def _merged(pieces: Iterator[bytes | memoryview]) -> list[bytes | memoryview]:
+    """Small neighbouring pieces joined, large ones (the weights) left where they are."""
+    result: list[bytes | memoryview] = []
+    small: list[bytes | memoryview] = []
+    for piece in pieces:
+        if len(piece) < 65536:
+            small.append(piece)
+            continue
+        result.extend((b"".join(small), piece) if small else (piece,))
+        small = []
+    return [*result, b"".join(small)] if small else result
