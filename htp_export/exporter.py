@@ -42,7 +42,7 @@ class _Exporter:
 
     def torchscript(self, export: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         names = ModuleNames(model)
-        capture = TorchScriptCapture(names.paths, torch_internals.state_size(model))
+        capture = TorchScriptCapture(names.paths, torch_internals.scope_names(names.paths), torch_internals.state_size(model))
         self.names=names
         token = torch_internals.script_capture.set(capture)
         try:

@@ -163,6 +163,25 @@ class Hierarchy(Mapping[str, ModuleInfo]):
             modules.append(replace(module, calls=calls.get(path, module.calls), fate=fate, fused_with=merged))
         return Hierarchy(modules)
 
+    def including(self, calls: Mapping[str, int], classes: Mapping[str, str] | None = None) -> Hierarchy:
+        """A new tree that has these modules, and what lies above them, too; for files that name more than they list.
+
+        Args:
+            calls: Path of a module that computes something → how many times it ran. Known modules stay as they are.
+            classes: Classes of the new modules, as far as they are known.
+
+        Example:
+            >>> tree = Hierarchy([ModuleInfo("", "net.Net", 1, "computed")]).including({"layer.0": 2})
+            >>> [(path, module.calls) for path, module in tree.items()]
+            [('', 1), ('layer', 1), ('layer.0', 2)]
+        """
+        modules = dict(self._modules)
+        for path in calls:
+            for up in reversed(list(tags.ancestors(path))):
+                if up not in modules:
+                    modules[up] = ModuleInfo(up, (classes or {}).get(up, ""), calls.get(up, 1), "computed")
+        return Hierarchy(modules.values())
+
     def __getitem__(self, path: str) -> ModuleInfo:
         return self._modules[path]
 

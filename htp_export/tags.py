@@ -151,14 +151,14 @@ def owners_of(metadata: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str]:
-    """The module paths that a selector names.
+    r"""The module paths that a selector names.
 
     ==================  ===============================================================================
     ``encoder.layer.*``  a glob on paths: ``*``, ``?`` and ``[...]`` stay within one part of a path
     ``encoder.**``       ``**`` is any number of parts, none too: ``encoder`` and everything below it
     ``.`` or ``""``      the root
     ``class:LayerNorm``  a glob on the class, by its simple or its full name
-    ``re:.*\\.(q|k)``     a regular expression that matches the whole path; it may hold commas
+    ``re:.*\.(q|k)``      a regular expression that matches the whole path; it may hold commas
     ``a,b`` or a list    the union
     ``!dropout``         not these, wherever it stands; with nothing but exclusions, all others
     ==================  ===============================================================================
@@ -252,7 +252,7 @@ def _term(text: str) -> _Term:
     elif not rest:
         raise SelectorError(text, f"nothing after '{kind}:'")
     try:
-        regex = re.compile({"class": fnmatch.translate, "re": str, "glob": _glob_regex}[kind](rest))
+        regex = re.compile(fnmatch.translate(rest) if kind == "class" else rest if kind == "re" else _glob_regex(rest))
     except (re.error, ValueError) as error:
         raise SelectorError(text, str(error)) from error
     return _Term(text, excludes, kind, regex)

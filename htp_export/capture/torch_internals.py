@@ -160,19 +160,8 @@ def _run_symbolic(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(graph, block, node, inputs, *rest)
         capture = script_capture.get()
         if capture is not None:
-            capture.translated_node(node, inputs, result)
+            capture.translated_node(node, result)
         return result
-
-    return wrapper
-
-
-def _friendly_names(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(graph: Any, params: Any) -> Any:
-        capture = script_capture.get()
-        if capture is not None:
-            capture.optimized(graph)
-        return original(graph, params)
 
     return wrapper
 
@@ -226,6 +215,13 @@ class ScriptPasses:
         translated = self._passes._jit_pass_onnx(graph, *args)
         capture.translated(translated)
         return translated
+
+    def _jit_pass_canonicalize(self, graph: Any) -> Any:
+        copied = self._passes._jit_pass_canonicalize(graph)
+        capture = script_capture.get()
+        if capture is not None:
+            capture.renumbered(graph, copied)
+        return copied
 
     def _jit_pass_onnx_assign_scoped_names_for_node_and_value(self, graph: Any) -> None:
         self._passes._jit_pass_onnx_assign_scoped_names_for_node_and_value(graph)
@@ -297,7 +293,6 @@ DYNAMO = Patches(
 TORCHSCRIPT = Patches(
     Patch(_SCRIPT, "_trace_and_get_graph_from_model", _traced),
     Patch(_SCRIPT, "_run_symbolic_function", _run_symbolic),
-    Patch(_SCRIPT, "_apply_friendly_debug_names", _friendly_names),
     Patch(_SCRIPT, "_C", ScriptPasses),
     Patch(_SCRIPT_PROTO, "_add_onnxscript_fn", _add_functions),
     Patch(_SCRIPT_PROTO, "_export_file", _export_file),
@@ -318,18 +313,6 @@ def attention_fast_path_off() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def last_value(tracing_state: Any) -> int:
-    """Number of the newest value in the graph that is being traced; numbers only grow."""
-    node = tracing_state.graph().return_node().prev()
-    while True:
-        outputs = list(node.outputs())
-        if outputs:
-            return int(outputs[-1].unique())
-        if node.kind() == "prim::Return" or node.kind() == "prim::Param":
-            return -1
-        node = node.prev()
-
-
 def tracing_state() -> Any:
     """The state of the TorchScript trace that runs in this thread; None where none does."""
     import torch
@@ -342,3 +325,23 @@ def state_size(model: Any) -> int:
     import torch
 
     return len(torch.jit._unique_state_dict(model))
+
+
+class _ScopeNames(dict[str, str]):
+    """Module path → the name of its scope in the trace; filled when the exporter has made its map."""
+
+    def __init__(self, paths: dict[int, str]) -> None:
+        self._paths = paths
+
+    def get(self, path: str, default: Any = None) -> Any:
+        if not self:
+            import torch
+
+            modules = torch.jit._trace._trace_module_map or {}
+            self.update((self._paths.get(id(module.__dict__), ""), name) for module, name in modules.items())
+        return super().get(path, default)
+
+
+def scope_names(paths: dict[int, str]) -> dict[str, str]:
+    """Module path → the name that the tracer of the running export gives the module's scope."""
+    return _ScopeNames(paths)

@@ -1,9 +1,9 @@
-"""Capture under ``dynamo=False``: the order of traced values says who ran what, their names say what became of it.
+"""Capture under ``dynamo=False``: the tracer's blocks say who ran what, the values' numbers what became of it.
 
-While PyTorch traces, values are numbered as they are made, so that a module's call is an interval of numbers. The
-exporter then rewrites the graph in place (merging equal work, removing no-ops), translates it into ONNX operators,
-and rewrites again; values keep their numbers within a stage, and the names set here carry them from one to the next.
-Where a value is gone, the nodes that used to read it tell which value stands in its place.
+While PyTorch traces, each module's call has a block of nodes of its own. The exporter then dissolves the blocks,
+rewrites the graph in place (merging equal work, removing no-ops), translates it into ONNX operators, and rewrites
+again. Values keep their numbers while a graph is rewritten; where one is gone, the nodes that used to read it tell
+which value stands in its place. Nothing of the graph is changed here, so that the file stays torch's own.
 """
 
 from __future__ import annotations
@@ -43,6 +43,25 @@ def read(graph: Any, key: Callable[[Any], Key]) -> list[Step]:
     return steps
 
 
+def _sizes(graph: Any) -> Iterator[int]:
+    """For each node of a JIT graph, how many steps `read` makes of it."""
+    for node in graph.nodes():
+        yield 1 + sum(sum(_sizes(block)) for block in node.blocks())
+
+
+def _subsequence(traced: list[tuple[str, str, int]], kept: list[tuple[str, str]]) -> tuple[list[int], set[int]]:
+    """The calls of the nodes that were kept of what was traced, and those of the nodes that were dropped as dead."""
+    calls, dropped, at = [], set(), 0
+    for kind, scope in kept:
+        while at < len(traced) and traced[at][:2] != (kind, scope):
+            if traced[at][0] != "prim::Constant":
+                dropped.add(traced[at][2])
+            at += 1
+        calls.append(traced[at][2] if at < len(traced) else NO_CALL)
+        at += 1
+    return calls, dropped.union(call for kind, _, call in traced[at:] if kind != "prim::Constant")
+
+
 def follow(before: list[Step], after: list[Step], ends: Iterable[tuple[Key, Key]]) -> dict[Key, Key | None]:
     """Where a rewriting of a graph in place left each tensor: the tensor that now holds its value, None if none does.
 
@@ -72,17 +91,17 @@ def follow(before: list[Step], after: list[Step], ends: Iterable[tuple[Key, Key]
             queue.extend((a, b) for a, b in zip(gone.inputs, kept.inputs, strict=True) if a != b)
     moved: dict[Key, Key | None] = dict(became)
     for old_key, new_key in became.items():
-        if _took_over(old_key, new_key, made_before, made_after):
-            moved[new_key] = None  # the node that made it now makes what was computed from it
+        made, remade = made_before.get(new_key), made_after.get(new_key)
+        if made and remade and new_key in made_before[old_key].inputs and _changed(made, remade, became):
+            moved[new_key] = None  # the node that made it does the work of the next node too, and makes its result
     return moved
 
 
-def _took_over(old: Key, new: Key, before: dict[Key, Step], after: dict[Key, Step]) -> bool:
-    """Whether ``new``, from which ``old`` was computed, is now made by a changed node: it does both nodes' work."""
-    made, remade = before.get(new), after.get(new)
-    if made is None or remade is None or new not in before[old].inputs:
-        return False
-    return made.inputs != remade.inputs or made.kind != remade.kind
+def _changed(made: Step, remade: Step, became: dict[Key, Key]) -> bool:
+    """Whether a node reads other tensors than before, or is another operation."""
+    if made.kind != remade.kind or len(made.inputs) != len(remade.inputs):
+        return True
+    return any(a != b and became.get(a) != b for a, b in zip(made.inputs, remade.inputs, strict=True))
 
 
 class TorchScriptCapture:
@@ -90,135 +109,135 @@ class TorchScriptCapture:
 
     Args:
         paths: For each module of the model, ``id(module.__dict__)`` → its path.
+        scope_names: Module path → the name that the tracer gives its scope (``Linear::query``).
         parameters: How many of the traced graph's inputs, the last ones, are parameters and buffers.
     """
 
-    def __init__(self, paths: dict[int, str], parameters: int) -> None:
+    def __init__(self, paths: dict[int, str], scope_names: dict[str, str], parameters: int) -> None:
         self.log = CallLog()
         self.file: SerializedModel | None = None
         self._paths = paths
         self._parameters = parameters
-        self._events: list[tuple[int, int]] = []  # (newest value's number, call that runs from there on)
+        self._scope_names = scope_names
+        self._next_call = 0
+        self._traced_nodes: list[tuple[str, str, int]] = []
         self._operations: list[Operation] = []
         self._user_inputs = 0
         self._outputs: list[Key] = []
-        self._last_outputs: list[Key] = []
+        self._ends: list[Key] = []
         self._steps: list[Step] = []
         self._stages: list[dict[Key, Key | None]] = []
-        self._same: dict[Key, Key] = {}
-        self._numbers: dict[int, Key] = {}
+        self._translation: dict[Key, Key] = {}
         self._names: dict[Key, Key] = {}
 
     # --- while the model runs -----------------------------------------------------------------
 
     def call(self, module: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a module's call, noting it and what is traced meanwhile."""
-        from htp_export.capture.torch_internals import last_value, tracing_state
+        """Run a module's call, noting it."""
+        from htp_export.capture.torch_internals import tracing_state
 
         path, state = self._paths.get(id(module.__dict__)), tracing_state()
         if path is None or state is None:
             return run(module, *args, **kwargs)
         if not self.log.stack:
-            self.log, self._events = CallLog(), []
-        index = self.log.enter(path)
-        self._events.append((last_value(state), index))
+            self.log = CallLog()
+        self.log.enter(path)
         result = run(module, *args, **kwargs)
         self.log.leave((args, kwargs), result)
-        self._events.append((last_value(state), self.log.stack[-1] if self.log.stack else NO_CALL))
+        if not self.log.stack:
+            self._traced_nodes = list(self._in_order(state.graph().nodes(), NO_CALL))
         return result
+
+    def _in_order(self, nodes: Any, call: int) -> Iterator[tuple[str, str, int]]:
+        """Kind, scope and call of every traced node, in order.
+
+        The tracer puts what a module's call does into a block of its own, whose node names the module as the trace
+        module map does; once tracing is over the blocks are dissolved. Blocks stand in the order of the calls.
+        """
+        for node in nodes:
+            kind = node.kind()
+            if kind != "prim::TracedModuleForward":
+                yield kind, node.scopeName(), call
+                continue
+            name, inner = node.s("scope"), call
+            for later in range(self._next_call, len(self.log.calls)):
+                if self._scope_names.get(self.log.calls[later].path) == name:
+                    inner, self._next_call = later, later + 1
+                    break
+            for block in node.blocks():
+                yield from self._in_order(block.nodes(), inner)
 
     # --- the traced graph -----------------------------------------------------------------------
 
     def traced(self, graph: Any) -> None:
         """Note the graph as it was traced."""
         self._user_inputs = len(list(graph.inputs())) - self._parameters
-        self._steps, self._outputs = self._read(graph, lambda value: value.unique())
-        events, at, call = self._events, 0, NO_CALL
-        for step in self._steps:
-            newest = step.outputs[-1] if step.outputs else -1
-            while at < len(events) and events[at][0] < newest:
-                call, at = events[at][1], at + 1
-            self._operations.append(Operation(call, step.inputs, step.outputs, step.kind in SHAPE_KINDS))
+        self._steps, self._outputs = self._read(graph)
+        self._ends = self._outputs
+        nodes = list(graph.nodes())
+        kept, dropped = _subsequence(self._traced_nodes, [(node.kind(), node.scopeName()) for node in nodes])
+        calls = [call for call, size in zip(kept, _sizes(graph), strict=True) for _ in range(size)]
+        self._operations = [
+            Operation(call, step.inputs, step.outputs, step.kind in SHAPE_KINDS)
+            for step, call in zip(self._steps, calls, strict=True)
+        ]
+        self._operations.extend(Operation(call, (), ()) for call in dropped)
 
-    def _read(self, graph: Any, name: Callable[[Any], Key]) -> tuple[list[Step], list[Key]]:
+    def _read(self, graph: Any) -> tuple[list[Step], list[Key]]:
         users = {value.unique(): ("input", place) for place, value in zip(range(self._user_inputs), graph.inputs())}
 
         def key(value: Any) -> Key:
-            return users.get(value.unique()) or name(value)
+            number = value.unique()
+            return users.get(number, number)
 
         return read(graph, key), [key(value) for value in graph.outputs()]
 
-    def _stage(self, graph: Any, name: Callable[[Any], Key]) -> None:
-        """Note where a rewriting in place left the tensors of the stage before."""
-        steps, outputs = self._read(graph, name)
+    def _rewritten(self, graph: Any) -> None:
+        """Note where a rewriting in place left the tensors."""
+        steps, outputs = self._read(graph)
         there = {key for step in steps for key in step.outputs}
-        moved = follow(self._steps, steps, zip(self._last_outputs, outputs, strict=False))
-        self._stages.append({key: moved.get(key, key if key in there else None) for s in self._steps for key in s.outputs})
-        self._steps, self._last_outputs = steps, outputs
+        moved = follow(self._steps, steps, zip(self._ends, outputs, strict=False))
+        keys = (key for step in self._steps for key in step.outputs)
+        self._stages.append({key: moved.get(key, key if key in there else None) for key in keys})
+        self._steps, self._ends = steps, outputs
 
     # --- its translation --------------------------------------------------------------------------
 
     def before_translation(self, graph: Any) -> None:
-        """Note what became of traced values, and name them so that they are known after the translation."""
-        if not self._steps:
-            return
-        self._last_outputs = self._outputs
-        self._stage(graph, lambda value: value.unique())
-        for node in _nodes(graph):
-            for value in node.outputs():
-                value.setDebugName(f"htp{value.unique()}_")
+        """Note what became of the traced graph before it is translated into another."""
+        if self._steps:
+            self._rewritten(graph)
 
-    def translated_node(self, node: Any, inputs: Any, result: Any) -> None:
-        """Note the tensors that a translation gave back unchanged (dropout in eval mode, casts to the same type)."""
+    def translated_node(self, node: Any, result: Any) -> None:
+        """Note which tensors of the new graph stand for those of one traced node."""
         results = result if isinstance(result, (tuple, list)) else (result,)
-        for value, output in zip(results, node.outputs(), strict=False):
-            if value is not None and any(value is given for given in inputs):
-                self._same[output.debugName()] = value.debugName()
+        for output, value in zip(node.outputs(), results, strict=False):
+            if hasattr(value, "unique"):
+                self._translation[output.unique()] = value.unique()
 
     def translated(self, graph: Any) -> None:
-        """Note the ONNX graph as it was translated, and name its values to follow them further."""
-        if not self._steps:
-            return
-        for node in _nodes(graph):
-            for value in node.outputs():
-                if not value.debugName().startswith("htp"):
-                    value.setDebugName(f"htpn{value.unique()}_")
-        inputs = {value.debugName(): ("input", place) for place, value in zip(range(self._user_inputs), graph.inputs())}
-        before = self._steps
-        self._steps, self._last_outputs = self._read(graph, lambda value: value.debugName())
-        there = {key for step in self._steps for key in step.outputs}
-        stage: dict[Key, Key | None] = {}
-        for step in before:
-            for key in step.outputs:
-                name: Key = f"htp{key}_"
-                seen = set()
-                while name not in there and name in self._same and name not in seen:
-                    seen.add(name)
-                    name = self._same[name]
-                stage[key] = name if name in there else inputs.get(name)
-        self._stages.append(stage)
+        """Note the ONNX graph as it was translated."""
+        if self._steps:
+            self._steps, self._ends = self._read(graph)
+            users = {value.unique(): ("input", i) for i, value in zip(range(self._user_inputs), graph.inputs())}
+            self._stages.append({old: users.get(new, new) for old, new in self._translation.items()})
 
-    def optimized(self, graph: Any) -> None:
-        """Note what became of the ONNX graph's values, and take the names off again."""
-        if not self._steps:
-            return
-        self._stage(graph, lambda value: value.debugName())
-        for node in _nodes(graph):
-            for value in node.outputs():
-                name = value.debugName()
-                if name.startswith("htp"):
-                    self._numbers[value.unique()] = name
-                    value.setDebugName("")
+    def renumbered(self, before: Any, after: Any) -> None:
+        """Note that a graph was copied node by node, with new numbers."""
+        if self._steps:
+            self._rewritten(before)
+            old, (self._steps, self._ends) = self._steps, self._read(after)
+            pairs = zip(old, self._steps, strict=True)
+            self._stages.append({a: b for was, now in pairs for a, b in zip(was.outputs, now.outputs, strict=True)})
 
     def named(self, graph: Any) -> None:
-        """Note the names that values have in the file."""
-        for place, value in zip(range(self._user_inputs), graph.inputs()):
-            self._names["input", place] = value.debugName()
-        for node in _nodes(graph):
-            for value in node.outputs():
-                number = value.unique()
-                if number in self._numbers:
-                    self._names[self._numbers[number]] = value.debugName()
+        """Note what became of the ONNX graph, and the names that its tensors have in the file."""
+        if self._steps:
+            self._rewritten(graph)
+            for place, value in zip(range(self._user_inputs), graph.inputs()):
+                self._names["input", place] = value.debugName()
+            for node in _nodes(graph):
+                self._names.update((value.unique(), value.debugName()) for value in node.outputs())
 
     # --- the file -----------------------------------------------------------------------------------
 

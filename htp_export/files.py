@@ -1,0 +1,216 @@
+"""ONNX files, read without their weights and written whole.
+
+External data stays external: reading opens no data file, and writing streams it, tensor by tensor, only where it has
+to move. Everything is written to a temporary name beside its target and renamed; a failure leaves what was there.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import onnx
+import onnx_ir as ir
+
+from htp_export.errors import FileError
+
+__all__ = ["read_model", "write_model"]
+
+_SMALL_BYTES = 256
+"""Tensors up to this size stay in the ONNX file, as onnx and onnx_ir have it: shape inference reads them."""
+
+_LARGE_BYTES = 1_800_000_000
+"""Models with more in them get external data; protobuf refuses messages of 2 GiB."""
+
+
+def read_model(path: str | os.PathLike[str]) -> ir.Model:
+    """Read an ONNX file; external data is left where it is until somebody asks for its values.
+
+    Args:
+        path: The file. Its extension says the format, as in ``onnx.load``.
+
+    Raises:
+        FileError: If it is missing, cannot be read, is not ONNX, or names external data outside its folder.
+    """
+    file = Path(path)
+    try:
+        proto = onnx.load(file, load_external_data=False)
+        model = ir.from_proto(proto) if proto.ir_version and proto.HasField("graph") else None
+    except OSError as error:
+        raise FileError(file, f"cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # parsers of four formats raise whatever they like on bytes that are not theirs
+        raise FileError(file, f"not an ONNX model: {error}") from error
+    if model is None:  # what protobuf makes of an empty file, and of some that are not ONNX
+        raise FileError(file, "not an ONNX model")
+    folder = file.parent.absolute()
+    checked: set[str] = set()
+    for slot in _slots(model):
+        if isinstance(slot.tensor, ir.ExternalTensor):
+            slot.tensor.base_dir = os.fspath(folder)
+            location = os.fspath(slot.tensor.location)
+            if location not in checked and not (folder / location).resolve().is_relative_to(folder.resolve()):
+                raise FileError(file, f"its external data {location!r} lies outside its folder; it will not be read")
+            checked.add(location)
+    return model
+
+
+def write_model(model: ir.Model, path: str | os.PathLike[str], external_data: str | None = None) -> None:
+    """Write an ONNX file whole, and its external data.
+
+    Weights that are external already stay where they are if that is the folder of ``path``; else they are streamed
+    into ``<name>.data`` beside it. Weights in memory go into the file, unless together they are too large for one.
+
+    Args:
+        model: The model; left as it was, except that weights whose file is overwritten are read from the new one.
+        path: The file to write; its extension says the format, as in ``onnx.save``.
+        external_data: Name of a file beside ``path`` that takes all weights of more than 256 bytes.
+
+    Raises:
+        FileError: If either file cannot be written, or external data cannot be read; what was there is untouched.
+    """
+    target = Path(path)
+    if external_data is not None and (Path(external_data).name != external_data or external_data == target.name):
+        raise FileError(target, f"external data goes into another file in the same folder, not {external_data!r}")
+    if target.is_dir():
+        raise FileError(target, "is a folder")
+    if any(slot.external and _same_file(slot.path, target) for slot in _slots(model)):
+        raise FileError(target, "holds the weights of this model; write the model under another name")
+    data = target.with_name(external_data or f"{target.name}.data")
+    moving = [slot for slot in _slots(model) if slot.tensor.dtype != ir.DataType.STRING]
+    if external_data is None:
+        moving = _must_move(moving, target.parent)
+    else:
+        moving = [slot for slot in moving if slot.external or (slot.initializer and slot.tensor.nbytes > _SMALL_BYTES)]
+    new_data = _beside(data) if moving else None
+    new_file = _beside(target)
+    overwritten = any(slot.external and _same_file(slot.path, data) for slot in moving)
+    placed = False
+    try:
+        if new_data is not None:
+            with new_data.open("xb") as stream:
+                moved = _stream(moving, stream, data)
+            for slot, tensor in zip(moving, moved, strict=True):
+                slot.put(tensor)
+        onnx.save_model(ir.to_proto(model), new_file)
+        if new_data is not None:
+            new_data.replace(data)
+            placed = True
+        new_file.replace(target)
+    except Exception as error:  # whatever it was, the caller's files are as they were
+        raise FileError(target, f"cannot be written: {error}") from error
+    finally:
+        if not (placed and overwritten):
+            for slot in moving:
+                slot.put(slot.tensor)
+        for left in (new_data, new_file):
+            if left is not None:
+                left.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A place in a model that holds a tensor, and the way to put another one there."""
+
+    tensor: ir.TensorProtocol
+    put: Callable[[ir.TensorProtocol], None]
+    initializer: bool
+
+    @property
+    def external(self) -> bool:
+        return isinstance(self.tensor, ir.ExternalTensor)
+
+    @property
+    def path(self) -> str:
+        return self.tensor.path if isinstance(self.tensor, ir.ExternalTensor) else ""
+
+
+def _slots(model: ir.Model) -> Iterator[_Slot]:
+    """Every tensor of a model: initializers of all its graphs, and tensors in node attributes."""
+    graphs = [*model.graphs(), *(graph for function in model.functions.values() for graph in function.subgraphs())]
+    for graph in graphs:
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield _Slot(value.const_value, _setter(value), True)
+    for nodes in (model.graph.all_nodes(), *(function.all_nodes() for function in model.functions.values())):
+        for node in nodes:
+            for attribute in list(node.attributes.values()):
+                if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+                    yield _Slot(attribute.as_tensor(), _attribute_setter(node, attribute.name), False)
+
+
+def _setter(value: ir.Value) -> Callable[[ir.TensorProtocol], None]:
+    def put(tensor: ir.TensorProtocol) -> None:
+        value.const_value = tensor
+
+    return put
+
+
+def _attribute_setter(node: ir.Node, name: str) -> Callable[[ir.TensorProtocol], None]:
+    def put(tensor: ir.TensorProtocol) -> None:
+        node.attributes[name] = ir.AttrTensor(name, tensor)
+
+    return put
+
+
+def _must_move(slots: list[_Slot], folder: Path) -> list[_Slot]:
+    """The tensors that need a new place in a file written to ``folder``: all external ones, or none of them."""
+    home = folder.resolve()
+    external = [slot for slot in slots if slot.external]
+    moving = []
+    if any(
+        isinstance(slot.tensor, ir.ExternalTensor) and Path(slot.tensor.base_dir).resolve() != home for slot in external
+    ):
+        moving = external
+    large = [slot for slot in slots if slot.initializer and not slot.external and slot.tensor.nbytes > _SMALL_BYTES]
+    if sum({id(slot.tensor): slot.tensor.nbytes for slot in large}.values()) > _LARGE_BYTES:
+        moving = [*external, *large]  # into one new file, which may bear the name of the one that the others are in
+    return moving
+
+
+def _stream(slots: list[_Slot], stream: IO[bytes], data: Path) -> list[ir.ExternalTensor]:
+    """Write tensors one after another, those that share their storage once; the same tensors as external ones."""
+    places: dict[object, tuple[int, int]] = {}
+    moved = []
+    for slot in slots:
+        tensor = slot.tensor
+        key: object = id(tensor)
+        if isinstance(tensor, ir.ExternalTensor):
+            key = (tensor.path, tensor.offset, tensor.length)
+        if key not in places:
+            start = stream.tell()
+            _write_tensor(tensor, stream)
+            places[key] = (start, stream.tell() - start)
+        offset, length = places[key]
+        moved.append(
+            ir.ExternalTensor(
+                data.name,
+                offset,
+                length,
+                tensor.dtype,
+                shape=ir.Shape(tensor.shape.numpy()),
+                name=tensor.name or "",
+                doc_string=tensor.doc_string,
+                base_dir=os.fspath(data.parent.absolute()),
+            )
+        )
+    return moved
+
+
+def _write_tensor(tensor: ir.TensorProtocol, stream: IO[bytes]) -> None:
+    if hasattr(tensor, "tofile"):  # not in the protocol, but every tensor of onnx_ir and torch has it
+        tensor.tofile(stream)
+    else:
+        stream.write(tensor.tobytes())
+
+
+def _beside(path: Path) -> Path:
+    """A temporary name in the same folder, with the same extension."""
+    return path.with_name(f".{path.stem}.{uuid.uuid4().hex[:12]}{path.suffix}")
+
+
+def _same_file(one: str, other: Path) -> bool:
+    return Path(one).resolve() == other.resolve()

@@ -1,0 +1,1 @@
+"""Drawing of results; nothing is computed here."""
