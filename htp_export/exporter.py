@@ -40,14 +40,14 @@ class _Exporter:
         program.model.ir_version = max(program.model.ir_version, IR_VERSION)
         return program
 
-    def torchscript(self, export: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def torchscript(self, export: Callable[[], Any], model: Any, names_inputs: bool) -> Any:
         names = ModuleNames(model)
-        capture = TorchScriptCapture(names.paths, torch_internals.scope_names(names.paths), torch_internals.state_size(model))
+        capture = TorchScriptCapture(names.paths, torch_internals.scope_names(names.paths), torch_internals.state_size(model), names_inputs)
         self.names=names
         token = torch_internals.script_capture.set(capture)
         try:
             with torch_internals.TORCHSCRIPT.held(), torch_internals.attention_fast_path_off():
-                return export(args)
+                return export()
         finally:
             torch_internals.script_capture.reset(token)
 

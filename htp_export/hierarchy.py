@@ -167,19 +167,22 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         """A new tree that has these modules, and what lies above them, too; for files that name more than they list.
 
         Args:
-            calls: Path of a module that computes something → how many times it ran. Known modules stay as they are.
+            calls: Path of a module that ran → how many times. Known modules stay as they are, and what is not named
+                but lies above counts as a container, which never runs.
             classes: Classes of the new modules, as far as they are known.
 
         Example:
             >>> tree = Hierarchy([ModuleInfo("", "net.Net", 1, "computed")]).including({"layer.0": 2})
             >>> [(path, module.calls) for path, module in tree.items()]
-            [('', 1), ('layer', 1), ('layer.0', 2)]
+            [('', 1), ('layer', 0), ('layer.0', 2)]
         """
         modules = dict(self._modules)
         for path in calls:
             for up in reversed(list(tags.ancestors(path))):
                 if up not in modules:
-                    modules[up] = ModuleInfo(up, (classes or {}).get(up, ""), calls.get(up, 1), "computed")
+                    ran = calls.get(up, 0)
+                    fate = "computed" if ran else "uncalled"
+                    modules[up] = ModuleInfo(up, (classes or {}).get(up, ""), ran, fate)
         return Hierarchy(modules.values())
 
     def __getitem__(self, path: str) -> ModuleInfo:

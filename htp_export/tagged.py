@@ -195,7 +195,8 @@ def _tagged(model: ir.Model) -> TaggedModel:
         for owner in tags.owners_of(node.metadata_props):
             calls[owner] = max(calls.get(owner, 1), int(call) + 1 if call.isdecimal() else 1)
     if calls:
-        return TaggedModel(model, hierarchy.including(calls), "htp")
+        above = {up: 1 for path in calls for up in tags.ancestors(path)}  # what ran inside them says that they ran
+        return TaggedModel(model, hierarchy.including({**above, **calls}), "htp")
     classes = dict(scope for node in all_nodes(model) for scope in scopes_of(node))
     if not classes:
         return TaggedModel(model, hierarchy, "none")

@@ -69,18 +69,12 @@ class ModuleTree:
     def __str__(self) -> str:
         header = ("module", "class", "calls", "fate", "nodes", "own nodes", "parameters")
         body = [
-            (r.path or "(root)", r.simple_class, str(r.calls), r.fate, str(r.nodes), str(r.own_nodes), f"{r.parameters:,}")
+            (r.path or "(root)", r.simple_class, r.calls, r.fate, r.nodes, r.own_nodes, f"{r.parameters:,}")
             for r in self.rows
         ]
-        widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
-        left = 4  # columns of words; the rest are numbers, which stand on the right
-        lines = (
-            "  ".join(
-                cell.ljust(width) if k < left and k != 2 else cell.rjust(width)
-                for k, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            ).rstrip()
-            for cells in (header, *body)
-        )
+        widths = [max(len(str(cell)) for cell in column) for column in zip(header, *body, strict=True)]
+        layout = "{:<%d}  {:<%d}  {:>%d}  {:<%d}  {:>%d}  {:>%d}  {:>%d}" % tuple(widths)  # noqa: UP031 - braces stay
+        lines = (layout.format(*cells) for cells in (header, *body))
         note = (f"{self.untagged} nodes belong to no module",) if self.untagged else ()
         return "\n".join((*lines, *note))
 
@@ -90,8 +84,8 @@ def tree_rows(tagged: TaggedModel, depth: int | None = None, select: str | Seque
 
     Args:
         tagged: The model.
-        depth: Leave out modules more than so many levels below the root, whose depth is 0; all where it is None. A
-            level is a module, so that ``layer.0`` is one below ``layer``.
+        depth: Leave out modules more than so many levels below the root, whose depth is 0; all where it is None.
+            Containers that never run (``nn.ModuleList``) are no level: they are as deep as what they hold.
         select: Only the modules that this selector names, and those above them, which say where they are.
 
     Raises:
@@ -106,7 +100,8 @@ def tree_rows(tagged: TaggedModel, depth: int | None = None, select: str | Seque
     level: dict[str, int] = {}
     for path in tagged.paths:  # a module stands after those above it
         parent = tagged.hierarchy.parent(path)
-        level[path] = 0 if parent is None else level.get(parent, 0) + 1
+        above = 0 if parent is None else level.get(parent, 0)
+        level[path] = above + (parent is not None and (parent in tagged.hierarchy.called or not parent))
     rows = tuple(
         _row(tagged, path) for path in tagged.paths if path in shown and (depth is None or level[path] <= depth)
     )

@@ -41,6 +41,8 @@ class DynamoCapture:
         self._root_name: str | None = None
         self._by_name: dict[tuple[str, int], int] = {}
         self._name_counts: collections.Counter[str] = collections.Counter()
+        self._made_something: set[int] = set()
+        self._needed: set[int] = set()
         self._graph: ir.Graph | None = None
         self._first: list[Operation] = []
         self._inputs: list[ir.Value] = []
@@ -49,7 +51,9 @@ class DynamoCapture:
 
     # --- while the model runs -----------------------------------------------------------------
 
-    def call(self, module: Any, name: str | None, run: Callable[[], Any], given: Any) -> Any:
+    def call(
+        self, module: Any, name: str | None, run: Callable[[], Any], given: Any, nodes_so_far: Callable[[], int]
+    ) -> Any:
         """Run a module's call, noting it; ``name`` is the tracer's name of the module."""
         path = self._paths.get(id(module.__dict__))
         if path is None or name is None:
@@ -58,12 +62,26 @@ class DynamoCapture:
             self.log, self._root_name = CallLog(), name
             self._by_name.clear()
             self._name_counts.clear()
+            self._made_something.clear()
         index = self.log.enter(path)
         self._by_name[name, self._name_counts[name]] = index
         self._name_counts[name] += 1
+        before = nodes_so_far()
         result = run()
+        if nodes_so_far() > before:
+            self._made_something.add(index)
         self.log.leave(given, result)
         return result
+
+    # --- the FX graph -----------------------------------------------------------------------------
+
+    def exported(self, program: Any) -> None:
+        """Note which calls did something that the model's result needs, before anything is decomposed away."""
+        wanted: set[Any] = set()
+        for node in reversed(program.graph.nodes):
+            if node.op == "output" or node in wanted or node.is_impure():
+                wanted.update(node.all_input_nodes)
+                self._needed.update(self.log.chain(self._call_of_stack(node.meta.get("nn_module_stack"))))
 
     # --- the first ONNX graph -------------------------------------------------------------------
 
@@ -83,11 +101,11 @@ class DynamoCapture:
 
     def _call_of(self, node: ir.Node) -> int:
         fx_node = node.meta.get("node")
-        stack = fx_node.meta.get("nn_module_stack") if fx_node is not None else None
-        if not stack:
-            return NO_CALL
+        return self._call_of_stack(fx_node.meta.get("nn_module_stack") if fx_node is not None else None)
+
+    def _call_of_stack(self, stack: dict[str, tuple[str, Any]] | None) -> int:
         call = NO_CALL
-        for key, (name, cls) in stack.items():
+        for key, (name, cls) in (stack or {}).items():
             call = self._call_of_scope(key, name, cls, call)
         return call
 
@@ -139,6 +157,7 @@ class DynamoCapture:
         alive = set(_values(model.graph))
         record = Record(self.log)
         record.operations = self._first
+        record.dead = self._made_something - self._needed
         record.inputs, record.outputs = set(self._inputs), list(self._outputs)
         keys: list[Key] = [*self._inputs, *self._outputs]
         keys.extend(output for operation in self._first for output in operation.outputs)
@@ -146,6 +165,8 @@ class DynamoCapture:
             last = self._last(key, alive)  # type: ignore[arg-type]
             if last in alive:
                 record.final[key] = last
+        for first, last in zip(self._outputs, model.graph.outputs, strict=True):
+            record.final.setdefault(first, last)
         for node in nodes:
             stamp = node.metadata_props.pop(_STAMP, None)
             hint = int(stamp) if stamp is not None else NO_CALL

@@ -56,6 +56,7 @@ class Record:
     Attributes:
         log: The calls.
         operations: What PyTorch ran, in order.
+        dead: Calls that did something which the captured graph does not have, because nothing needed it.
         inputs: Keys of the captured graph's inputs whose values the user gives.
         outputs: Keys of the tensors that the captured graph returns.
         final: For a captured tensor, its key in the exported graph; absent where no tensor of it is left.
@@ -66,6 +67,7 @@ class Record:
 
     log: CallLog
     operations: list[Operation] = field(default_factory=list)
+    dead: set[int] = field(default_factory=set)
     inputs: set[Key] = field(default_factory=set)
     outputs: list[Key] = field(default_factory=list)
     final: dict[Key, Key] = field(default_factory=dict)

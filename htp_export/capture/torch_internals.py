@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from htp_export.capture.root_call import RootCall
 from htp_export.errors import TorchChangedError
 
 if TYPE_CHECKING:
@@ -34,8 +36,11 @@ class Exporter(Protocol):
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
         """Run torch's dynamo exporter and tag its result."""
 
-    def torchscript(self, export: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def torchscript(self, export: Callable[[], Any], model: Any, names_inputs: bool) -> Any:
         """Run torch's TorchScript exporter and tag the file it writes."""
+
+    def tagged_file(self, model_bytes: bytes) -> Iterable[bytes | memoryview]:
+        """The file that the TorchScript exporter would write, with tags, in pieces."""
 
 
 exporter: ContextVar[Exporter | None] = ContextVar("htp_export_exporter", default=None)
@@ -67,7 +72,19 @@ def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
             name = self.path_of_module(module)
         except Exception:  # a module that is no submodule of the model: torch runs through it as well
             name = None
-        return capture.call(module, name, lambda: original(self, module, forward, args, kwargs), (args, kwargs))
+        run = functools.partial(original, self, module, forward, args, kwargs)
+        return capture.call(module, name, run, (args, kwargs), lambda: len(self.graph.nodes))
+
+    return wrapper
+
+
+def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(exported_program: Any, *args: Any, **kwargs: Any) -> Any:
+        capture = dynamo_capture.get()
+        if capture is not None:
+            capture.exported(exported_program)
+        return original(exported_program, *args, **kwargs)
 
     return wrapper
 
@@ -121,12 +138,15 @@ def _replace_all_uses_with(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _script_export(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
-    def wrapper(model: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         active = exporter.get()
         if active is None or script_capture.get() is not None:
-            return original(model, args, *rest, **kwargs)
-        return active.torchscript(lambda a: original(model, a, *rest, **kwargs), model, args, kwargs)
+            return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        return active.torchscript(lambda: original(*args, **kwargs), given["model"], bool(given.get("input_names")))
 
     return wrapper
 
@@ -138,6 +158,20 @@ def _module_call(original: Callable[..., Any]) -> Callable[..., Any]:
         if capture is None:
             return original(self, *args, **kwargs)
         return capture.call(self, original, args, kwargs)
+
+    return wrapper
+
+
+def _input_format(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(model: Any, args: Any) -> Any:
+        import torch
+
+        capture = script_capture.get()
+        if capture is None or isinstance(model, torch.jit.ScriptModule) or not isinstance(model, torch.nn.Module):
+            return original(model, args)
+        capture.root_call = RootCall(model, args, in_signature_order=capture.names_inputs)
+        return capture.root_call.traced
 
     return wrapper
 
@@ -283,6 +317,7 @@ class Patches:
 ENTRIES = Patches(Patch(_CORE, "export", _core_export), Patch(_SCRIPT, "_export", _script_export))
 
 DYNAMO = Patches(
+    Patch(_CORE, "_prepare_exported_program_for_export", _prepare),
     Patch(_CORE, "_exported_program_to_onnx_program", _translate),
     Patch("torch.fx.experimental.proxy_tensor", "_ModuleStackTracer.call_module", _call_module),
     Patch("torch.onnx", "ONNXProgram.optimize", _optimize),
@@ -292,6 +327,7 @@ DYNAMO = Patches(
 
 TORCHSCRIPT = Patches(
     Patch(_SCRIPT, "_trace_and_get_graph_from_model", _traced),
+    Patch(_SCRIPT, "_decide_input_format", _input_format),
     Patch(_SCRIPT, "_run_symbolic_function", _run_symbolic),
     Patch(_SCRIPT, "_C", ScriptPasses),
     Patch(_SCRIPT_PROTO, "_add_onnxscript_fn", _add_functions),

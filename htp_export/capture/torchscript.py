@@ -16,6 +16,7 @@ import onnx
 
 from htp_export.capture.calls import NO_CALL, CallLog
 from htp_export.capture.record import Key, Node, Operation, Record
+from htp_export.capture.root_call import RootCall
 from htp_export.wire import SerializedModel
 
 # Operations on shapes alone: traced as integers, or ONNX's own.
@@ -111,15 +112,19 @@ class TorchScriptCapture:
         paths: For each module of the model, ``id(module.__dict__)`` → its path.
         scope_names: Module path → the name that the tracer gives its scope (``Linear::query``).
         parameters: How many of the traced graph's inputs, the last ones, are parameters and buffers.
+        names_inputs: Whether the user names the graph's inputs, counting on torch's order of them.
     """
 
-    def __init__(self, paths: dict[int, str], scope_names: dict[str, str], parameters: int) -> None:
+    def __init__(self, paths: dict[int, str], scope_names: dict[str, str], parameters: int, names_inputs: bool) -> None:
         self.log = CallLog()
         self.file: SerializedModel | None = None
+        self.root_call: RootCall | None = None
+        self.names_inputs = names_inputs
         self._paths = paths
         self._parameters = parameters
         self._scope_names = scope_names
         self._next_call = 0
+        self._dead: set[int] = set()
         self._traced_nodes: list[tuple[str, str, int]] = []
         self._operations: list[Operation] = []
         self._user_inputs = 0
@@ -142,7 +147,10 @@ class TorchScriptCapture:
         if not self.log.stack:
             self.log = CallLog()
         self.log.enter(path)
-        result = run(module, *args, **kwargs)
+        if self.root_call is not None and len(self.log.stack) == 1:
+            result = self.root_call.run(lambda *a, **k: run(module, *a, **k), args)
+        else:
+            result = run(module, *args, **kwargs)
         self.log.leave((args, kwargs), result)
         if not self.log.stack:
             self._traced_nodes = list(self._in_order(state.graph().nodes(), NO_CALL))
@@ -181,7 +189,7 @@ class TorchScriptCapture:
             Operation(call, step.inputs, step.outputs, step.kind in SHAPE_KINDS)
             for step, call in zip(self._steps, calls, strict=True)
         ]
-        self._operations.extend(Operation(call, (), ()) for call in dropped)
+        self._dead = dropped
 
     def _read(self, graph: Any) -> tuple[list[Step], list[Key]]:
         users = {value.unique(): ("input", place) for place, value in zip(range(self._user_inputs), graph.inputs())}
@@ -250,7 +258,7 @@ class TorchScriptCapture:
         """What is known of the exported model, and its nodes in the order of ``Record.nodes``."""
         assert self.file is not None
         record = Record(self.log)
-        record.operations = self._operations
+        record.operations, record.dead = self._operations, self._dead
         record.inputs = {("input", place) for place in range(self._user_inputs)}
         record.outputs = self._outputs
         protos = list(_protos(self.file.nodes))

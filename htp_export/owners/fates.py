@@ -45,7 +45,7 @@ class Fates:
         marks: dict[int, bool] = {}
         for operation, is_wanted in zip(self.record.operations, wanted, strict=True):
             marks[operation.call] = marks.get(operation.call, False) or is_wanted
-        for call, is_wanted in marks.items():
+        for call, is_wanted in (*dict.fromkeys(self.record.dead, False).items(), *marks.items()):
             for up in log.chain(call):
                 path = log.calls[up].path
                 useful[path] = useful.get(path, False) or is_wanted

@@ -48,11 +48,12 @@ def render(tree: ModuleTree, *, fold: bool = True) -> RenderableType:
 
     Example:
         >>> from rich.console import Console
-        >>> rows = [ModuleRow("", "net.Net", 1, "computed", 2, 0, 8), ModuleRow("fc", "nn.Linear", 1, "computed", 2, 2, 8)]
-        >>> Console(width=60, force_terminal=False).print(render(ModuleTree(tuple(rows))))
-        module    class    nodes   parameters   fate
-        (root)    Net          2            8
-        └── fc    Linear       2            8
+        >>> net = ModuleRow("", "net.Net", 1, "computed", 2, 0, 8)
+        >>> fc = ModuleRow("fc", "nn.Linear", 1, "computed", 2, 2, 8)
+        >>> Console(width=60).print(render(ModuleTree((net, fc))))  # doctest: +NORMALIZE_WHITESPACE
+        module   class    nodes   parameters   fate
+        (root)   Net          2            8
+        └── fc   Linear       2            8
     """
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
     table.add_column("module", overflow="fold")
@@ -60,20 +61,22 @@ def render(tree: ModuleTree, *, fold: bool = True) -> RenderableType:
     table.add_column("nodes", justify="right", no_wrap=True)
     table.add_column("parameters", justify="right", no_wrap=True)
     table.add_column("fate", style="yellow", no_wrap=True)
-    for root in _branches(tree, fold):
-        for guide, branch in _lines(root):
-            row = branch.row
-            fate = "" if row.fate == "computed" else row.fate
-            name = Text.assemble((guide, "dim"), branch.name)
-            table.add_row(name, Text(row.simple_class), str(row.nodes), f"{row.parameters:,}", Text(fate))
+    for guide, branch in _lines(_branches(tree, fold)):
+        row = branch.row
+        name = Text.assemble((guide, "dim"), branch.name)
+        fate = "" if row.fate == "computed" else row.fate
+        table.add_row(name, Text(row.simple_class), str(row.nodes), f"{row.parameters:,}", Text(fate))
     if not tree.untagged:
         return table
     return Group(table, Text(f"{tree.untagged} nodes belong to no module", style="yellow"))
 
 
-def _branches(tree: ModuleTree, fold: bool) -> list[_Branch]:
+def _branches(tree: ModuleTree, fold: bool) -> tuple[_Branch, ...]:
     """The rows as trees; there is one, unless the rows have no root."""
-    rows = {row.path: row for row in tree.rows}
+    every = {row.path for row in tree.rows}
+    holding = {up for path in every for up in tags.ancestors(path) if up != path}
+    # A container, which holds what runs and never ran itself, is no line: its name stands before those of its children.
+    rows = {row.path: row for row in tree.rows if row.calls or not row.nodes or row.path not in holding}
     below: dict[str | None, list[str]] = {None: [], **{path: [] for path in rows}}
     for path in rows:
         below[next((up for up in tags.ancestors(path) if up != path and up in rows), None)].append(path)
@@ -83,7 +86,7 @@ def _branches(tree: ModuleTree, fold: bool) -> list[_Branch]:
         grown = tuple(grow(child, path) for child in below[path])
         return _Branch(rows[path], name or "(root)", _folded(grown) if fold else grown)
 
-    return [grow(path, "") for path in below[None]]
+    return tuple(grow(path, "") for path in below[None])
 
 
 def _folded(branches: tuple[_Branch, ...]) -> tuple[_Branch, ...]:
@@ -96,7 +99,7 @@ def _folded(branches: tuple[_Branch, ...]) -> tuple[_Branch, ...]:
         else:
             runs.append([branch])
     return tuple(
-        run[0] if len(run) == 1 else replace(run[0], name=f"{run[0].name} … {run[-1].name} × {len(run)}")
+        run[0] if len(run) == 1 else replace(run[0], name=f"{run[0].name} … {run[-1].name} × {len(run)}")  # noqa: RUF001 - "times"
         for run in runs
     )
 
@@ -108,13 +111,9 @@ def _follows(name: str, following: str) -> bool:
     return stem == other and number.isdecimal() and successor.isdecimal() and int(successor) == int(number) + 1
 
 
-def _lines(branch: _Branch, before: str = "") -> Iterator[tuple[str, _Branch]]:
-    """Every branch of a tree with the guide lines in front of it."""
-    if not before:
-        yield "", branch
-    for position, child in enumerate(branch.below):
-        last = position == len(branch.below) - 1
-        yield before + ("└── " if last else "├── "), child
-        yield from (
-            (guide, deeper) for guide, deeper in _lines(child, before + ("    " if last else "│   ")) if deeper is not child
-        )
+def _lines(branches: tuple[_Branch, ...], before: str | None = None) -> Iterator[tuple[str, _Branch]]:
+    """Every branch with the guide lines in front of it; those at the top have none."""
+    for position, branch in enumerate(branches):
+        last = position == len(branches) - 1
+        yield "" if before is None else before + ("└── " if last else "├── "), branch
+        yield from _lines(branch.below, "" if before is None else before + ("    " if last else "│   "))
