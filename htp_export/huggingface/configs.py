@@ -1,0 +1,129 @@
+"""Changes to transformers configs: overrides by dotted key, and no key-value cache."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from htp_export.errors import ModelSourceError
+
+__all__ = ["apply_overrides", "find", "nearest", "sub_configs", "without_cache"]
+
+
+def sub_configs(config: Any) -> Iterator[Any]:
+    """The configs inside a config: of its text tower, its backbone."""
+    for name in getattr(config, "sub_configs", None) or {}:
+        inner = getattr(config, name, None)
+        if hasattr(inner, "to_dict"):
+            yield inner
+
+
+def find(config: Any, *names: str) -> Any:
+    """The first of these settings that is there: in the config itself, else in a sub-config; None without any.
+
+    Example:
+        >>> from transformers import CLIPConfig
+        >>> find(CLIPConfig(), "image_size"), find(CLIPConfig(), "num_mel_bins")
+        (224, None)
+    """
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return next((found for inner in sub_configs(config) if (found := find(inner, *names)) is not None), None)
+
+
+def without_cache(config: Any) -> Any:
+    """The config, told at all its levels to keep no key-value cache, which no ONNX file can give back."""
+    for level in (config, *sub_configs(config)):
+        if level is not config:
+            without_cache(level)
+        elif hasattr(level, "use_cache"):
+            level.use_cache = False
+    return config
+
+
+def apply_overrides(source: str, config: Any, overrides: Mapping[str, object]) -> Any:
+    """A config of the same class with other values, so that what is derived from them is derived anew.
+
+    Args:
+        source: What the config was made of, for messages.
+        config: The config; not changed.
+        overrides: Key → value; dots lead into sub-configs.
+
+    Raises:
+        ModelSourceError: If there is no such key, or the config refuses a value.
+
+    Example:
+        >>> from transformers import CLIPConfig
+        >>> apply_overrides("clip", CLIPConfig(), {"text_config.num_hidden_layers": 2}).text_config.num_hidden_layers
+        2
+    """
+    if not overrides:
+        return config
+    for key in overrides:
+        _check_key(source, config, key)
+    values = _with(config, overrides)
+    values.pop("model_type", None)
+    try:
+        return type(config)(**values)
+    except Exception as error:  # configs check themselves, each in its way
+        message = " ".join(str(error).split())
+        raise ModelSourceError(source, f"its config refuses {_shown(overrides)}: {message}") from error
+
+
+def nearest(name: str, known: Iterable[str], what: str) -> str:
+    """A hint for a message: the known names nearest to one that is not known."""
+    found = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+    return f"; nearest {what}: {', '.join(found)}" if found else ""
+
+
+def _with(config: Any, overrides: Mapping[str, object]) -> dict[str, Any]:
+    """Arguments that build a config again: what differs from its defaults, and the overrides."""
+    values = _not_default(config)
+    inner: dict[str, dict[str, object]] = {}
+    for key, value in overrides.items():
+        first, _, rest = key.partition(".")
+        if rest:
+            inner.setdefault(first, {})[rest] = value
+        else:
+            values[(getattr(config, "attribute_map", None) or {}).get(first, first)] = value
+    for name, changes in inner.items():
+        level = getattr(config, name)
+        values[name] = {**level, **changes} if isinstance(level, dict) else _with(level, changes)
+    return values
+
+
+def _not_default(config: Any) -> dict[str, Any]:
+    values: dict[str, Any] = config.to_dict()
+    try:
+        default: dict[str, Any] = type(config)().to_dict()
+    except Exception:  # a config that cannot be built without arguments has no defaults  # noqa: BLE001
+        default = {}
+    kept = {name: value for name, value in values.items() if name not in default or default[name] != value}
+    kept.pop("transformers_version", None)
+    if getattr(config, "model_type", ""):
+        kept["model_type"] = config.model_type
+    return kept
+
+
+def _check_key(source: str, config: Any, key: str) -> None:
+    level, above = config, ""
+    for part in key.split("."):
+        known = set(level if isinstance(level, dict) else (*level.to_dict(), *(level.attribute_map or {}), "num_labels"))
+        if part not in known and not (above == "" and "." not in key and _is_setting(level, part)):
+            where = f" in {above}" if above else ""
+            raise ModelSourceError(source, f"its config has no {part!r}{where}" + nearest(part, known, "keys"))
+        level = level[part] if isinstance(level, dict) else getattr(level, part, None)
+        above = f"{above}.{part}" if above else part
+        if above != key and not (isinstance(level, dict) or hasattr(level, "to_dict")):
+            raise ModelSourceError(source, f"{above!r} in its config has no keys below it, so there is no {key!r}")
+
+
+def _is_setting(config: Any, name: str) -> bool:
+    return not name.startswith("_") and hasattr(config, name) and not callable(getattr(config, name))
+
+
+def _shown(overrides: Mapping[str, object]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in overrides.items())

@@ -1,0 +1,311 @@
+"""Example inputs for a transformers model, from its ``forward`` signature and its config."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from htp_export.errors import InputError
+from htp_export.huggingface.configs import find, nearest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["dynamic_shapes", "example_inputs"]
+
+_LENGTH = 16  # of texts, in tokens
+_PADDING = 3  # of those, at the end: without padding, models make no mask in eager mode, and tracing one does
+_SAMPLES = 16_000  # of sound: a second
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """A tensor to make: its shape, and its dtype by torch's name for it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def example_inputs(
+    model: nn.Module,
+    *,
+    task: str | None = None,
+    shapes: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    batch: int = 1,
+) -> dict[str, torch.Tensor]:
+    """Keyword arguments for one call of a transformers model, in the order of ``forward``'s signature.
+
+    Texts are 16 tokens long, the last 3 of them padding, images as large as the config says, sound is a second long or
+    as long as the config says.
+
+    Args:
+        model: The model, or any module with a ``config`` and a ``main_input_name``.
+        task: The task the model was made for; ``"feature-extraction"`` and others change nothing, and ``None`` neither:
+            what is made follows ``forward``.
+        shapes: Input → shape, as ``[2, 16]`` or as ``{"shape": [2, 16], "dtype": "int64"}``, for inputs that should be
+            otherwise; None leaves an input out. The others follow the batch and length of the main input.
+        seed: Of the values. Torch's own generator is left as it was.
+        batch: Examples in one call.
+
+    Raises:
+        InputError: If ``shapes`` names what ``forward`` does not take or is no shape, or if ``forward`` needs an input
+            that its config does not describe.
+
+    Example:
+        >>> from htp_export.huggingface import load_model
+        >>> model = load_model("vit", random_weights=True, overrides={"image_size": 32, "num_hidden_layers": 1})
+        >>> {name: tuple(tensor.shape) for name, tensor in example_inputs(model).items()}
+        {'pixel_values': (1, 3, 32, 32)}
+    """
+    import torch
+
+    parameters = inspect.signature(model.forward).parameters
+    wanted = {name: _wanted(name, given) for name, given in (shapes or {}).items() if given is not None}
+    unknown = [name for name in shapes or {} if name not in parameters]
+    if unknown:
+        raise InputError(f"the model takes no input {unknown[0]!r}" + nearest(unknown[0], parameters, "inputs"))
+    specs = _Describer(model, parameters, wanted, batch).specs()
+    specs = {name: spec for name, spec in specs.items() if (shapes or {}).get(name, ()) is not None}
+    missing = [name for name, spec in parameters.items() if _required(spec) and name not in specs]
+    if missing:
+        raise InputError(
+            f"{type(model).__name__} needs {missing[0]!r}, which its config does not describe; give its shape (--inputs)"
+        )
+    if not specs:
+        raise InputError(f"the config of {type(model).__name__} describes none of its inputs; give shapes (--inputs)")
+    generator = torch.Generator().manual_seed(seed)
+    fill = _Filler(model, generator)
+    return {name: fill(name, specs[name]) for name in parameters if name in specs}
+
+
+def dynamic_shapes(inputs: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, dict[int, str]]:
+    """Which dimensions of which inputs may vary; the same for ``dynamic_shapes`` and ``dynamic_axes`` of torch.
+
+    ==========================  ====================================================================
+    ``batch``                   the first dimension of every input
+    ``sequence``                the second of texts and their masks; a decoder's is ``decoder_sequence``
+    ``height``, ``width``       the last two of images
+    ==========================  ====================================================================
+
+    Args:
+        inputs: The example inputs.
+        names: Which of the names above.
+
+    Returns:
+        Input → dimension → name; an input of which nothing varies has an empty entry.
+
+    Raises:
+        InputError: If a name is not known, or no input has such a dimension.
+
+    Example:
+        >>> import torch
+        >>> dynamic_shapes({"input_ids": torch.ones(2, 8, dtype=torch.int64)}, ["batch", "sequence"])
+        {'input_ids': {0: 'batch', 1: 'sequence'}}
+    """
+    found: dict[str, dict[int, str]] = {name: {} for name in inputs}
+    for axis in names:
+        if axis not in _AXES:
+            raise InputError(f"no dynamic axis {axis!r}; there are {', '.join(_AXES)}")
+        places = {name: _AXES[axis](name, tensor) for name, tensor in inputs.items()}
+        if all(place is None for place in places.values()):
+            raise InputError(f"no input has an axis {axis!r}; the inputs are {', '.join(inputs)}")
+        for name, place in places.items():
+            if place is not None:
+                decoder = axis == "sequence" and name.startswith("decoder_")
+                found[name][place] = "decoder_sequence" if decoder else axis
+    return {name: dict(sorted(axes.items())) for name, axes in found.items()}
+
+
+def _batch_axis(name: str, tensor: torch.Tensor) -> int | None:
+    return 0 if tensor.dim() else None
+
+
+def _text_axis(name: str, tensor: torch.Tensor) -> int | None:
+    is_text = tensor.dim() >= 2 and not tensor.is_floating_point() and not name.startswith("pixel")
+    return 1 if is_text else None
+
+
+def _height_axis(name: str, tensor: torch.Tensor) -> int | None:
+    return tensor.dim() - 2 if name.startswith("pixel") and tensor.dim() >= 3 else None
+
+
+def _width_axis(name: str, tensor: torch.Tensor) -> int | None:
+    return tensor.dim() - 1 if name.startswith("pixel") and tensor.dim() >= 3 else None
+
+
+_AXES: dict[str, Callable[[str, torch.Tensor], int | None]] = {
+    "batch": _batch_axis,
+    "sequence": _text_axis,
+    "height": _height_axis,
+    "width": _width_axis,
+}
+
+
+class _Describer:
+    """What shape each input has that ``forward`` takes and the config describes."""
+
+    def __init__(self, model: Any, parameters: Iterable[str], wanted: Mapping[str, _Spec], batch: int) -> None:
+        self.config = model.config
+        self.main = getattr(model, "main_input_name", "")
+        self.modalities = getattr(model, "input_modalities", ()) or ()
+        self.float = str(getattr(model, "dtype", "float32")).removeprefix("torch.")
+        self.parameters = frozenset(parameters)
+        self.wanted = wanted
+        leading = wanted.get(self.main) or wanted.get("input_ids")
+        self.batch = leading.shape[0] if leading and leading.shape else batch
+        text = wanted.get("input_ids")
+        longest = find(self._text_config, "max_position_embeddings") or _LENGTH + 2
+        # Some count positions from behind the padding's: two fewer than there are.
+        self.length = text.shape[-1] if text and text.shape else max(1, min(_LENGTH, longest - 2))
+
+    def specs(self) -> dict[str, _Spec]:
+        """Input → shape and dtype."""
+        specs: dict[str, _Spec] = {}
+        for name in ("input_ids", "pixel_values", "input_features", "input_values"):
+            spec = getattr(self, f"_{name}")() if name in self.parameters and self._needed(name) else None
+            if spec is not None:
+                specs[name] = spec
+        text = self.wanted.get("input_ids") or specs.get("input_ids")
+        if text is not None:
+            if "attention_mask" in self.parameters:
+                specs["attention_mask"] = text
+            if "token_type_ids" in self.parameters and find(self._text_config, "type_vocab_size"):
+                specs["token_type_ids"] = text
+        if "decoder_input_ids" in self.parameters and getattr(self.config, "is_encoder_decoder", False):
+            specs["decoder_input_ids"] = _Spec((self.batch, max(2, self.length // 2)), "int64")
+        return {**specs, **{name: self._typed(name, spec) for name, spec in self.wanted.items()}}
+
+    @property
+    def _text_config(self) -> Any:
+        get = getattr(self.config, "get_text_config", None)
+        return get() if get is not None else self.config
+
+    def _needed(self, name: str) -> bool:
+        if name == self.main or self.main not in self.parameters:
+            return True
+        if name == "input_ids":
+            return "text" in self.modalities and "decoder_input_ids" not in self.parameters
+        # Where images or sounds take the places of special tokens, a text without those tokens comes with none.
+        placed = find(self.config, "image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
+        kind = "image" if name == "pixel_values" else "audio"
+        return kind in self.modalities and placed is None and not getattr(self.config, "is_encoder_decoder", False)
+
+    def _typed(self, name: str, spec: _Spec) -> _Spec:
+        if spec.dtype:
+            return spec
+        whole = name.endswith(("_ids", "_mask", "_labels", "_positions")) or name in {"bbox", "labels", "timesteps"}
+        return _Spec(spec.shape, "int64" if whole else self.float)
+
+    def _input_ids(self) -> _Spec:
+        return _Spec((self.batch, self.length), "int64")
+
+    def _pixel_values(self) -> _Spec:
+        size = find(self.config, "image_size") or 224
+        if isinstance(size, dict):
+            size = (size.get("height", 224), size.get("width", 224))
+        height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+        channels = find(self.config, "num_channels", "in_channels", "in_chans") or 3
+        frames = find(self.config, "num_frames")
+        time = (frames,) if frames else ()
+        return _Spec((self.batch, *time, channels, height, width), self.float)
+
+    def _input_features(self) -> _Spec | None:
+        mel, positions = find(self.config, "num_mel_bins"), find(self.config, "max_source_positions")
+        if mel and positions:
+            return _Spec((self.batch, mel, 2 * positions), self.float)  # the first layers halve the time
+        channels = find(self.config, "input_feat_per_channel", "feature_projection_input_dim")
+        return _Spec((self.batch, 128, channels), self.float) if channels else None
+
+    def _input_values(self) -> _Spec:
+        mel, longest = find(self.config, "num_mel_bins"), find(self.config, "max_length")
+        if mel and longest and not find(self.config, "conv_kernel"):
+            return _Spec((self.batch, longest, mel), self.float)  # a spectrogram
+        channels = find(self.config, "audio_channels")
+        return _Spec((self.batch, *((channels,) if channels else ()), _SAMPLES), self.float)
+
+
+class _Filler:
+    """Values for an input: tokens within the vocabulary, masks with padding at the end, noise for all else."""
+
+    def __init__(self, model: Any, generator: torch.Generator) -> None:
+        config = model.config
+        self.generator = generator
+        self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.decoder = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+    def __call__(self, name: str, spec: _Spec) -> torch.Tensor:
+        import torch
+
+        dtype = getattr(torch, spec.dtype)
+        if dtype.is_floating_point:
+            return torch.randn(spec.shape, generator=self.generator).to(dtype)
+        if name == "decoder_input_ids":
+            return self._decoder_ids(spec.shape).to(dtype)
+        if name.endswith("input_ids"):
+            return self._ids(spec.shape).to(dtype)
+        if name.endswith("mask"):
+            mask = torch.ones(spec.shape, dtype=dtype)
+            if name == "attention_mask" and spec.shape:
+                mask[..., self._visible(spec.shape) :] = 0
+            return mask
+        if name == "token_type_ids":
+            types = torch.zeros(spec.shape, dtype=dtype)
+            types[..., spec.shape[-1] // 2 :] = min(1, (find(self.config, "type_vocab_size") or 1) - 1)
+            return types
+        return torch.zeros(spec.shape, dtype=dtype)
+
+    @staticmethod
+    def _visible(shape: Sequence[int]) -> int:
+        return max(1, shape[-1] - _PADDING) if shape[-1] > 1 else 1
+
+    def _random_ids(self, config: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        """Tokens that are none of the special ones, as far as the config names those."""
+        import torch
+
+        vocabulary = find(config, "vocab_size") or 2
+        special = {getattr(config, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos", "mask")}
+        usual = [token for token in range(min(3, vocabulary - 1), min(vocabulary, 10_000)) if token not in special]
+        picked = torch.randint(0, len(usual) or 1, shape, generator=self.generator)
+        return torch.tensor(usual or [0])[picked]
+
+    def _ids(self, shape: tuple[int, ...]) -> torch.Tensor:
+        ids = self._random_ids(self.config, shape)
+        vocabulary = find(self.config, "vocab_size") or 2
+        end, padding = (getattr(self.config, f"{kind}_token_id", None) for kind in ("eos", "pad"))
+        if shape and isinstance(end, int) and 0 <= end < vocabulary:
+            ids[..., self._visible(shape) - 1] = end
+        if shape and isinstance(padding, int) and 0 <= padding < vocabulary:
+            ids[..., self._visible(shape) :] = padding
+        return ids
+
+    def _decoder_ids(self, shape: tuple[int, ...]) -> torch.Tensor:
+        ids = self._random_ids(self.decoder, shape)
+        start = getattr(self.decoder, "decoder_start_token_id", None)
+        if isinstance(start, int):
+            ids[..., 0] = start
+        return ids
+
+
+def _required(parameter: inspect.Parameter) -> bool:
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and parameter.kind not in variadic
+
+
+def _wanted(name: str, given: Any) -> _Spec:
+    """One entry of the user's shapes, checked."""
+    import torch
+
+    shape, dtype = (given.get("shape"), given.get("dtype", "")) if isinstance(given, Mapping) else (given, "")
+    extra = set(given) - {"shape", "dtype"} if isinstance(given, Mapping) else set()
+    if extra:
+        raise InputError(f"input {name!r}: has {sorted(extra)[0]!r}; only 'shape' and 'dtype' are known")
+    sizes = list(shape) if isinstance(shape, (list, tuple)) else [None]
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise InputError(f"input {name!r}: its shape is a list of positive numbers, not {shape!r}")
+    if dtype and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+        raise InputError(f"input {name!r}: torch has no dtype {dtype!r}")
+    return _Spec(tuple(sizes), str(dtype))

@@ -1,0 +1,220 @@
+"""A transformers model from what a user names: hub id, local folder, or model type."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from htp_export.errors import ModelSourceError
+from htp_export.huggingface.configs import apply_overrides, nearest, without_cache
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["load_model", "spread_parameters", "tasks"]
+
+_log = logging.getLogger(__name__)
+
+_MORE_TASKS = {
+    # Names in wide use that transformers' pipelines no longer have, or never had.
+    "summarization": ("AutoModelForSeq2SeqLM",),
+    "text2text-generation": ("AutoModelForSeq2SeqLM",),
+    "translation": ("AutoModelForSeq2SeqLM",),
+    "semantic-segmentation": ("AutoModelForSemanticSegmentation",),
+    "question-answering": ("AutoModelForQuestionAnswering",),
+    "visual-question-answering": ("AutoModelForVisualQuestionAnswering",),
+}
+
+
+def load_model(
+    source: str,
+    *,
+    task: str | None = None,
+    random_weights: bool = False,
+    overrides: Mapping[str, object] | None = None,
+    dtype: str | torch.dtype | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """A transformers model in eval mode, that keeps no key-value cache.
+
+    Args:
+        source: A local folder with a ``config.json``, a model type (``"bert"``), or a hub id (``"owner/name"``); looked
+            for in this order.
+        task: What the model is for, named as in transformers' pipelines: ``"fill-mask"``. Without it, a model type gives
+            the base model, and anything else the class that its config names under ``architectures``.
+        random_weights: Build the model from its config alone. Its parameters are spread apart, see
+            ``spread_parameters``.
+        overrides: Config key → value; dots lead into sub-configs: ``{"text_config.num_hidden_layers": 2}``.
+        dtype: Of the weights, ``"float16"`` or ``torch.float16``. Without it, as in the checkpoint, or float32.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Run the Python code that comes with the model.
+        attn_implementation: ``"eager"``, ``"sdpa"``; transformers' own choice where it is None.
+        seed: Of the random weights. Torch's own generator is left as it was.
+
+    Raises:
+        ModelSourceError: If there is no such model, or it cannot be built as asked.
+
+    Example:
+        >>> model = load_model("bert", random_weights=True, overrides={"num_hidden_layers": 1, "hidden_size": 24})
+        >>> type(model).__name__, len(model.encoder.layer), model.training
+        ('BertModel', 1, False)
+    """
+    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config = without_cache(_config(source, overrides or {}, random_weights, hub))
+    options: dict[str, Any] = {"dtype": _dtype(source, dtype), "attn_implementation": attn_implementation}
+    options = {name: value for name, value in options.items() if value is not None}
+    model_class = _model_class(source, config, task, hub)
+    if random_weights:
+        model = _random(source, model_class, config, options, seed)
+    else:
+        model = _pretrained(source, model_class, config, options | hub)
+    return model.eval()
+
+
+def tasks() -> dict[str, tuple[str, ...]]:
+    """Task → names of the Auto classes that can make a model for it, best first."""
+    from transformers.pipelines import SUPPORTED_TASKS
+
+    known = {name: tuple(auto.__name__ for auto in entry["pt"]) for name, entry in SUPPORTED_TASKS.items()}
+    return {**_MORE_TASKS, **known}
+
+
+def spread_parameters(model: nn.Module, generator: torch.Generator, scale: float = 0.02) -> None:
+    """Give every parameter and running statistic values of its own, as training would.
+
+    Freshly built models are full of equal tensors (zeros, ones), which exporters merge.
+
+    Args:
+        model: The model, changed in place.
+        generator: Where the noise comes from.
+        scale: Standard deviation of what is added to parameters. Running variances are drawn from 0.5 to 1.5, running
+            means from -0.5 to 0.5.
+    """
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator) * scale
+                parameter.add_(noise.to(parameter.dtype))
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_var"):
+                buffer.uniform_(0.5, 1.5, generator=generator)
+            elif name.endswith("running_mean"):
+                buffer.uniform_(-0.5, 0.5, generator=generator)
+
+
+def _config(source: str, overrides: Mapping[str, object], random_weights: bool, hub: dict[str, Any]) -> Any:
+    """The config of the model that ``source`` names."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    folder = Path(source)
+    is_folder = folder.is_dir()
+    if is_folder and not (folder / "config.json").is_file():
+        raise ModelSourceError(source, "the folder has no config.json")
+    if not is_folder and (source.startswith((".", "/", "~")) or folder.exists()):
+        raise ModelSourceError(source, "is no folder; give a folder with a config.json, a hub id or a model type")
+    try:
+        if not is_folder and source in CONFIG_MAPPING:
+            if not random_weights:
+                problem = "is a model type and has no weights; add --random-weights (random_weights=True), "
+                raise ModelSourceError(source, problem + "or name a hub id (owner/name) or a folder")
+            config = AutoConfig.for_model(source)
+        else:
+            config = AutoConfig.from_pretrained(source, **hub)
+    except ModelSourceError:
+        raise
+    except Exception as error:  # transformers and its hub client raise dozens of kinds, some of them bare
+        hint = "" if is_folder or "/" in source else nearest(source, CONFIG_MAPPING.keys(), "model types")
+        raise ModelSourceError(source, f"no model found: {_first_line(error)}{hint}") from error
+    return apply_overrides(source, config, overrides)
+
+
+def _model_class(source: str, config: Any, task: str | None, hub: dict[str, Any]) -> Any:
+    """The class with ``from_pretrained`` and, for configs, ``from_config`` or ``_from_config``."""
+    import transformers
+
+    if task is not None:
+        return _class_for_task(source, config, task)
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+        if not (getattr(config, "auto_map", None) and hub["trust_remote_code"]):
+            raise ModelSourceError(source, f"transformers has no class {name!r}, which its config names; name a --task")
+    auto_map = getattr(config, "auto_map", None) or {}
+    if type(config) not in transformers.AutoModel._model_mapping and "AutoModel" not in auto_map:
+        raise ModelSourceError(source, f"there is no base model for {config.model_type!r}" + _task_hint(config))
+    return transformers.AutoModel
+
+
+def _class_for_task(source: str, config: Any, task: str) -> Any:
+    import transformers
+
+    known = tasks()
+    if task not in known:
+        raise ModelSourceError(source, f"unknown task {task!r}" + nearest(task, known, "tasks"))
+    for name in known[task]:
+        if _makes(name, config):
+            return getattr(transformers, name)
+    raise ModelSourceError(source, f"a {config.model_type!r} model cannot do {task!r}" + _task_hint(config))
+
+
+def _makes(auto_name: str, config: Any) -> bool:
+    """Whether an Auto class has a model for a config."""
+    import transformers
+
+    auto = getattr(transformers, auto_name, None)
+    in_code = auto_name in (getattr(config, "auto_map", None) or {})
+    return in_code or (auto is not None and type(config) in auto._model_mapping)
+
+
+def _task_hint(config: Any) -> str:
+    possible = sorted(task for task, names in tasks().items() if any(_makes(name, config) for name in names))
+    return f"; its tasks: {', '.join(possible)}" if possible else "; it has no task that htp-export knows"
+
+
+def _random(source: str, model_class: Any, config: Any, options: dict[str, Any], seed: int) -> Any:
+    import torch
+
+    build = getattr(model_class, "from_config", None) or model_class._from_config
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            model = build(config, **options)
+    except Exception as error:  # whatever a model's own code raises on numbers that do not fit together
+        raise ModelSourceError(source, f"the model cannot be built: {_first_line(error)}") from error
+    spread_parameters(model, torch.Generator().manual_seed(seed))
+    return model
+
+
+def _pretrained(source: str, model_class: Any, config: Any, options: dict[str, Any]) -> Any:
+    try:
+        model, loading = model_class.from_pretrained(source, config=config, output_loading_info=True, **options)
+    except Exception as error:  # as in _config
+        hint = "; add --random-weights to go without them" if isinstance(error, OSError) else ""
+        raise ModelSourceError(source, f"the weights cannot be loaded: {_first_line(error)}{hint}") from error
+    if loading["missing_keys"]:
+        missing = ", ".join(sorted(loading["missing_keys"])[:5])
+        _log.warning("%s: %d parameters are not in the checkpoint and random: %s ...", source, len(loading["missing_keys"]), missing)
+    return model
+
+
+def _dtype(source: str, dtype: str | torch.dtype | None) -> torch.dtype | None:
+    import torch
+
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None or (isinstance(found, torch.dtype) and found.is_floating_point):
+        return found
+    raise ModelSourceError(source, f"no floating-point dtype: {dtype!r}; one of float32, float16, bfloat16")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}" if lines else type(error).__name__

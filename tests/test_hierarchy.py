@@ -1,0 +1,133 @@
+"""The module tree and its JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from torch import nn
+
+from htp_export.hierarchy import FATES, Hierarchy, ModuleInfo
+
+
+class Tied(nn.Module):
+    """One Linear under two names, and one in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2, 2)
+        self.layers = nn.ModuleList([nn.Linear(2, 2)])
+        self.head = self.embed
+
+
+@pytest.fixture
+def tree() -> Hierarchy:
+    return Hierarchy(
+        [
+            ModuleInfo("", "net.Net", 1, "computed"),
+            ModuleInfo("conv", "torch.nn.modules.conv.Conv2d", 1, "computed"),
+            ModuleInfo("bn", "torch.nn.modules.batchnorm.BatchNorm2d", 1, "fused", ("conv",)),
+            ModuleInfo("head", "net.Head", 2, "computed"),
+            ModuleInfo("head.fc", "torch.nn.modules.linear.Linear", 4, "computed"),
+            ModuleInfo("unused", "net.Head"),
+        ]
+    )
+
+
+def test_every_module_is_listed_once_in_order_under_its_first_name() -> None:
+    tree = Hierarchy.from_module(Tied())
+    assert dict(tree.classes) == {
+        "": f"{Tied.__module__}.Tied",
+        "embed": "torch.nn.modules.linear.Linear",
+        "layers": "torch.nn.modules.container.ModuleList",
+        "layers.0": "torch.nn.modules.linear.Linear",
+    }
+    assert list(tree) == ["", "embed", "layers", "layers.0"]
+    assert {(module.calls, module.fate) for module in tree.values()} == {(0, "uncalled")}
+
+
+def test_parents_and_children_are_the_nearest_modules(tree: Hierarchy) -> None:
+    assert tree.children("") == ("conv", "bn", "head", "unused")
+    assert tree.children("head") == ("head.fc",)
+    assert tree.parent("head.fc") == "head"
+    assert tree.parent("head.gone.deep") == "head"
+    assert tree.parent("") is None
+    with pytest.raises(KeyError):
+        tree.children("nowhere")
+
+
+def test_called_modules_are_those_that_ran(tree: Hierarchy) -> None:
+    assert tree.called == {"", "conv", "bn", "head", "head.fc"}
+    assert tree.root.simple_class == "Net"
+
+
+def test_json_is_the_file_format_and_comes_back_the_same(tree: Hierarchy) -> None:
+    text = tree.to_json()
+    assert json.loads(text)["bn"] == {
+        "class": "torch.nn.modules.batchnorm.BatchNorm2d",
+        "calls": 1,
+        "fate": "fused",
+        "with": ["conv"],
+    }
+    assert "with" not in json.loads(text)["conv"]
+    assert " " not in text
+    assert list(Hierarchy.from_json(text).items()) == list(tree.items())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "not a JSON object"),
+        ("{}", "no root module"),
+        ('{"": 3}', "module '' is not a JSON object"),
+        ('{"": {"calls": 1, "fate": "computed"}}', "'class' is not a string"),
+        ('{"": {"class": "a", "calls": -1, "fate": "computed"}}', "'calls' is not a count: -1"),
+        ('{"": {"class": "a", "calls": true, "fate": "computed"}}', "'calls' is not a count: True"),
+        ('{"": {"class": "a", "calls": 1, "fate": "eaten"}}', "'fate' is none of computed"),
+        ('{"": {"class": "a", "calls": 1, "fate": ["computed"]}}', "'fate' is none of computed"),
+        ('{"": {"class": "a", "calls": 1, "fate": "fused", "with": [1]}}', "'with' is not a list"),
+    ],
+)
+def test_malformed_json_is_refused_with_what_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Hierarchy.from_json(text)
+
+
+def test_results_make_a_new_tree_and_leave_the_old_one(tree: Hierarchy) -> None:
+    new = tree.with_results(
+        calls={"unused": 3}, fates={"unused": "fused", "bn": "computed"}, fused_with={"unused": ["conv", "head"]}
+    )
+    assert new["unused"] == ModuleInfo("unused", "net.Head", 3, "fused", ("conv", "head"))
+    assert new["bn"].fused_with == ()
+    assert tree["unused"].calls == 0
+    assert list(new) == list(tree)
+
+
+def test_results_that_cannot_be_are_refused(tree: Hierarchy) -> None:
+    with pytest.raises(ValueError, match="no module 'nowhere'"):
+        tree.with_results(calls={"nowhere": 1})
+    with pytest.raises(ValueError, match="fate 'gone' is none of"):
+        tree.with_results(fates={"conv": "gone"})
+    with pytest.raises(ValueError, match="merged with others, but its fate is 'computed'"):
+        tree.with_results(fused_with={"conv": ["bn"]})
+
+
+def test_a_tree_has_one_root_and_every_path_once() -> None:
+    with pytest.raises(ValueError, match="no root"):
+        Hierarchy([ModuleInfo("a", "net.A")])
+    with pytest.raises(ValueError, match="twice"):
+        Hierarchy([ModuleInfo("", "net.A"), ModuleInfo("", "net.B")])
+
+
+def test_modules_that_only_nodes_name_are_added_below_what_is_known(tree: Hierarchy) -> None:
+    new = tree.including({"conv": 7, "tail.0.fc": 2}, {"tail.0.fc": "net.Fc"})
+    assert new["conv"].calls == 1
+    assert new["tail.0.fc"] == ModuleInfo("tail.0.fc", "net.Fc", 2, "computed")
+    assert new["tail"] == ModuleInfo("tail", "", 0, "uncalled")
+    assert new.children("tail") == ("tail.0",)
+
+
+def test_the_words_for_fates_are_those_of_the_format() -> None:
+    assert FATES == ("computed", "identity", "fused", "constant", "dead", "uncalled")

@@ -1,0 +1,138 @@
+"""The module tree of a file: its rows, and how they are drawn."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from htp_export.analyze.tree import ModuleRow, ModuleTree, tree_rows
+from htp_export.errors import SelectorError
+from htp_export.show.tree import render
+from htp_export.tagged import load
+from tests.handmade import encoder
+
+
+def drawn(tree: ModuleTree, *, fold: bool = True) -> list[str]:
+    """The lines that come out of a pipe."""
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(render(tree, fold=fold))
+    return [line.rstrip() for line in stream.getvalue().splitlines()]
+
+
+def test_rows_count_nodes_and_parameters_per_module() -> None:
+    tree = tree_rows(load(encoder()))
+    counts = {row.path: (row.nodes, row.own_nodes, row.parameters) for row in tree.rows}
+    assert counts == {
+        "": (7, 1, 32),
+        "layer": (6, 0, 32),
+        "layer.0": (4, 2, 16),
+        "layer.0.fc": (2, 2, 16),
+        "layer.1": (3, 2, 16),
+        "layer.1.fc": (1, 1, 16),
+        "dropout": (0, 0, 0),
+    }
+    assert {row.path: row.fate for row in tree.rows}["dropout"] == "identity"
+
+
+def test_depth_counts_modules_that_ran_and_not_their_containers() -> None:
+    paths = [row.path for row in tree_rows(load(encoder()), depth=1).rows]
+    assert paths == ["", "layer", "layer.0", "layer.1", "dropout"]
+    assert [row.path for row in tree_rows(load(encoder()), depth=0).rows] == [""]
+    with pytest.raises(ValueError, match="depth"):
+        tree_rows(load(encoder()), depth=-1)
+
+
+def test_a_selection_shows_what_lies_above_it_too() -> None:
+    paths = [row.path for row in tree_rows(load(encoder()), select="layer.1.fc").rows]
+    assert paths == ["", "layer", "layer.1", "layer.1.fc"]
+    with pytest.raises(SelectorError):
+        tree_rows(load(encoder()), select="nowhere")
+
+
+def test_the_tree_prints_as_a_table_and_is_plain_data() -> None:
+    tree = tree_rows(load(encoder()), select="dropout")
+    assert str(tree).splitlines() == [
+        "module   class    calls  fate      nodes  own nodes  parameters",
+        "(root)   Net          1  computed      7          1          32",
+        "dropout  Dropout      1  identity      0          0           0",
+    ]
+    assert tree.to_dict() == {
+        "modules": {
+            "": {
+                "class_name": "net.Net",
+                "calls": 1,
+                "fate": "computed",
+                "nodes": 7,
+                "own_nodes": 1,
+                "parameters": 32,
+            },
+            "dropout": {
+                "class_name": "torch.nn.modules.dropout.Dropout",
+                "calls": 1,
+                "fate": "identity",
+                "nodes": 0,
+                "own_nodes": 0,
+                "parameters": 0,
+            },
+        },
+        "untagged": 0,
+    }
+
+
+def row(path: str, class_name: str = "net.Block", calls: int = 1, nodes: int = 2, fate: str = "computed") -> ModuleRow:
+    return ModuleRow(path, class_name, calls, fate, nodes, nodes, 1000)
+
+
+def layers(count: int, nodes: int = 2) -> list[ModuleRow]:
+    return [
+        module
+        for k in range(count)
+        for module in (row(f"layer.{k}", nodes=nodes), row(f"layer.{k}.fc", "net.Fc", nodes=nodes))
+    ]
+
+
+def test_equal_layers_are_drawn_once_and_the_container_before_their_name() -> None:
+    tree = ModuleTree((row("", "net.Net"), row("layer", "ModuleList", 0, fate="uncalled"), *layers(12), row("head")))
+    assert drawn(tree) == [
+        "module                        class   nodes   parameters   fate",
+        "(root)                        Net         2        1,000",
+        "├── layer.0 … layer.11 × 12   Block       2        1,000",  # noqa: RUF001 - "times"
+        "│   └── fc                    Fc          2        1,000",
+        "└── head                      Block       2        1,000",
+    ]
+
+
+def test_every_layer_is_drawn_where_folding_is_off() -> None:
+    tree = ModuleTree((row(""), row("layer", "ModuleList", 0), *layers(3)))
+    names = [line.split("   ")[0] for line in drawn(tree, fold=False) if "layer." in line]
+    assert names == ["├── layer.0", "├── layer.1", "└── layer.2"]
+
+
+def test_a_layer_that_differs_anywhere_below_is_not_folded() -> None:
+    different = [row("layer.3"), row("layer.3.fc", "net.Fc", nodes=3)]
+    tree = ModuleTree((row(""), row("layer", "ModuleList", 0), *layers(3), *different, row("layer.5")))
+    names = [line.strip("│├└─ ").split("  ")[0] for line in drawn(tree) if "layer." in line]
+    assert names == ["layer.0 … layer.2 × 3", "layer.3", "layer.5"]  # noqa: RUF001 - "times"
+
+
+def test_names_that_look_like_markup_are_drawn_as_they_are() -> None:
+    tree = ModuleTree((row(""), row("[red]x[/]", "net.[bold]"), row(":smile:")))
+    text = "\n".join(drawn(tree))
+    assert "[red]x[/]" in text
+    assert "[bold]" in text
+    assert ":smile:" in text
+
+
+def test_fates_are_drawn_where_a_module_is_not_computed_and_untagged_nodes_are_said() -> None:
+    tree = ModuleTree((row(""), row("drop", fate="identity", nodes=0), row("unused", calls=0, nodes=0)), untagged=2)
+    lines = drawn(tree)
+    assert lines[2].endswith("identity")
+    assert lines[1].endswith("1,000")
+    assert lines[-1] == "2 nodes belong to no module"
+
+
+def test_a_module_that_never_ran_keeps_its_line_above_what_it_holds() -> None:
+    tree = ModuleTree((row(""), row("unused", calls=0, nodes=0), row("unused.fc", calls=0, nodes=0)))
+    assert [line.split("   Block")[0].rstrip() for line in drawn(tree)[2:]] == ["└── unused", "    └── fc"]
