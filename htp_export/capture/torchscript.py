@@ -25,11 +25,19 @@ SHAPE_KINDS = frozenset({"aten::size", "aten::dim", "aten::numel", "aten::len", 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One node of a JIT graph at one moment."""
+    """One node of a JIT graph at one moment.
+
+    Attributes:
+        kind: What it does, ``aten::linear``.
+        inputs: Keys of what it reads, what its blocks return included.
+        outputs: Keys of what it makes.
+        returned: For a node whose one block makes its outputs, the block's; empty for others.
+    """
 
     kind: str
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
+    returned: tuple[Key, ...] = ()
 
 
 def read(graph: Any, key: Callable[[Any], Key]) -> list[Step]:
@@ -37,10 +45,14 @@ def read(graph: Any, key: Callable[[Any], Key]) -> list[Step]:
     steps: list[Step] = []
     for node in graph.nodes():
         reads = [key(value) for value in node.inputs()]
+        outputs = tuple([key(value) for value in node.outputs()])
+        returned: list[Key] = []
         for block in node.blocks():
             steps.extend(read(block, key))
-            reads.extend(key(value) for value in block.outputs())
-        steps.append(Step(node.kind(), tuple(reads), tuple(key(value) for value in node.outputs())))
+            returned.extend(key(value) for value in block.outputs())
+        kind = node.kind().removesuffix("_")  # an operation in place, and the one that is put in its place
+        one_to_one = tuple(returned) if len(returned) == len(outputs) else ()
+        steps.append(Step(kind, (*reads, *returned), outputs, one_to_one))
     return steps
 
 
@@ -72,7 +84,7 @@ def follow(before: list[Step], after: list[Step], ends: Iterable[tuple[Key, Key]
         ends: Pairs of graph outputs, before and after.
 
     A node that is in both graphs and reads another tensor in a place shows what that place's tensor became. From
-    there backwards: two equal operations of which one was dropped had equal inputs.
+    there backwards: where one operation stands in for another of its kind, so do the tensors that they read.
     """
     made_before = {key: step for step in before for key in step.outputs}
     made_after = {key: step for step in after for key in step.outputs}
@@ -87,15 +99,24 @@ def follow(before: list[Step], after: list[Step], ends: Iterable[tuple[Key, Key]
         if old_key in made_after or old_key in became or old_key not in made_before:
             continue
         became[old_key] = new_key
-        gone, kept = made_before[old_key], made_before.get(new_key)
+        gone, kept = made_before[old_key], made_before.get(new_key) or made_after.get(new_key)
         if kept is not None and gone.kind == kept.kind and len(gone.inputs) == len(kept.inputs):
             queue.extend((a, b) for a, b in zip(gone.inputs, kept.inputs, strict=True) if a != b)
-    moved: dict[Key, Key | None] = dict(became)
+    moved: dict[Key, Key | None] = {key: _last(key, became, made_after) for key in became}
     for old_key, new_key in became.items():
         made, remade = made_before.get(new_key), made_after.get(new_key)
         if made and remade and new_key in made_before[old_key].inputs and _changed(made, remade, became):
             moved[new_key] = None  # the node that made it does the work of the next node too, and makes its result
     return moved
+
+
+def _last(key: Key, became: dict[Key, Key], stop: dict[Key, Step]) -> Key:
+    """Where a chain of replacements ends."""
+    seen = set()
+    while key not in stop and key in became and key not in seen:
+        seen.add(key)
+        key = became[key]
+    return key
 
 
 def _changed(made: Step, remade: Step, became: dict[Key, Key]) -> bool:
@@ -226,6 +247,10 @@ class TorchScriptCapture:
     def translated(self, graph: Any) -> None:
         """Note the ONNX graph as it was translated."""
         if self._steps:
+            for step in self._steps:  # a block that was dissolved: torch.autograd.Function
+                for output, inner in zip(step.outputs, step.returned, strict=bool(step.returned)):
+                    if output not in self._translation and inner in self._translation:
+                        self._translation[output] = self._translation[inner]
             self._steps, self._ends = self._read(graph)
             users = {value.unique(): ("input", i) for i, value in zip(range(self._user_inputs), graph.inputs())}
             self._stages.append({old: users.get(new, new) for old, new in self._translation.items()})

@@ -6,16 +6,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from htp_export import tags
+from htp_export.capture.calls import NO_CALL
 from htp_export.capture.record import Key, Node, Record
 from htp_export.owners.assign import Ownership, needed, varying
 
 
 @dataclass
 class Boundary:
-    """The tensors that enter and leave one module, in order of first use and of production."""
+    """The tensors that enter and leave one module, in order of first use and of production.
 
-    inputs: dict[Key, None] = field(default_factory=dict)
-    outputs: dict[Key, None] = field(default_factory=dict)
+    Attributes:
+        inputs: Tensors made outside the module's calls and read inside → calls outside that made them.
+        outputs: Tensors made inside and read outside → calls outside that read them.
+    """
+
+    inputs: dict[Key, set[int]] = field(default_factory=dict)
+    outputs: dict[Key, set[int]] = field(default_factory=dict)
 
     def __contains__(self, key: Key) -> bool:
         return key in self.inputs or key in self.outputs
@@ -27,32 +33,28 @@ def true_boundaries(record: Record) -> dict[str, Boundary]:
     Only tensors whose values depend on the model's inputs, and that the result depends on.
     """
     log, found = record.log, {call.path: Boundary() for call in record.log.calls}
-    live, maker = varying(record.operations, record.inputs), dict.fromkeys(record.inputs, frozenset[int]())
-    chains: dict[int, frozenset[int]] = {}
+    live, maker = varying(record.operations, record.inputs), dict.fromkeys(record.inputs, NO_CALL)
 
-    def chain(call: int) -> frozenset[int]:
-        if call not in chains:
-            chains[call] = frozenset(log.chain(call))
-        return chains[call]
-
-    def passes(key: Key, reader: frozenset[int]) -> None:
+    def passes(key: Key, reader: int) -> None:
         source = maker.get(key)
-        if source is None or source is reader or key not in live:
+        if source is None or source == reader or key not in live:
             return
-        for call in reader - source:
-            found[log.calls[call].path].inputs[key] = None
-        for call in source - reader:
-            found[log.calls[call].path].outputs[key] = None
+        inside, outside = log.chain(reader), log.chain(source)
+        for call in inside:
+            if call not in outside:
+                found[log.calls[call].path].inputs.setdefault(key, set()).add(source)
+        for call in outside:
+            if call not in inside:
+                found[log.calls[call].path].outputs.setdefault(key, set()).add(reader)
 
     wanted = needed(record.operations, record.outputs)
     for operation, is_wanted in zip(record.operations, wanted, strict=True):
         if is_wanted:
-            here = chain(operation.call)
             for key in operation.inputs:
-                passes(key, here)
-            maker.update(dict.fromkeys(operation.outputs, here))
+                passes(key, operation.call)
+            maker.update(dict.fromkeys(operation.outputs, operation.call))
     for key in record.outputs:
-        passes(key, frozenset())
+        passes(key, NO_CALL)
     return found
 
 

@@ -60,43 +60,40 @@ class Fates:
         if not self._useful[path]:
             return Fate("dead")
         boundary, final = self.true[path], self.record.final
-        lost = any(key not in final for side in (boundary.inputs, boundary.outputs) for key in side)
+        lost = self._beyond(boundary, [key for key in (*boundary.inputs, *boundary.outputs) if key not in final])
+        if lost:
+            return Fate("fused", self._whole([path, *lost]))
         if path in self.regions.by_path:
-            if lost:
-                group = self._whole([path])
-                return Fate("fused", group) if group else Fate("computed")
             known = self._known([path])
             self.contamination.extend(
                 (path, key, leaves) for key, _, leaves in self.regions.crossings([path]) if key not in known
             )
             return Fate("computed")
-        if not boundary.outputs:
-            return Fate("constant")
-        entering = {final.get(key) for key in boundary.inputs}
-        if all(final.get(key) in entering for key in boundary.outputs if key in final) and not lost:
-            return Fate("identity")
-        group = self._whole([path, *self._neighbours(boundary)])
-        return Fate("fused", group) if group else Fate("constant")
+        return Fate("identity" if boundary.outputs else "constant")
+
+    def _beyond(self, boundary: Boundary, keys: list[Key]) -> dict[str, None]:
+        """Owners of the operations on the other side of tensors at a module's border, in order of execution."""
+        calls = {call for key in keys for call in (*boundary.inputs.get(key, ()), *boundary.outputs.get(key, ()))}
+        paths = (path for call in sorted(calls) for path in (self.record.log.owners(call) or ("",)))
+        return dict.fromkeys(paths)
 
     def _known(self, group: Sequence[str]) -> set[Key]:
         final = self.record.final
         sides = [side for path in group if path in self.true for side in (self.true[path].inputs, self.true[path].outputs)]
         return {final[key] for side in sides for key in side if key in final}
 
-    def _neighbours(self, boundary: Boundary) -> list[str]:
-        """Owners of the nodes that make what the module reads, or read what it made."""
-        found: dict[str, None] = {}
-        for key in (*boundary.inputs, *boundary.outputs):
-            here = self.record.final.get(key)
-            if here is not None and here in self.regions.maker:
-                found.update(dict.fromkeys(self.regions.owners[self.regions.maker[here]].paths))
-            for reader in self.regions.readers.get(here, ()):
-                found.update(dict.fromkeys(self.regions.owners[reader].paths))
-        return list(found)
+    def _next_to(self, group: list[str]) -> list[str]:
+        """For modules without a single node (they cancelled out), one that is next to them and has nodes."""
+        if any(path in self.regions.by_path for path in group):
+            return []
+        boundaries = [self.true[path] for path in group if path in self.true]
+        around = {up: None for side in boundaries for up in self._beyond(side, [*side.outputs, *side.inputs])}
+        return sorted((up for up in around if up in self.regions.by_path), key=lambda up: -len(up))[:1]
 
     def _whole(self, group: list[str]) -> tuple[str, ...]:
         """The modules that must be taken along for every tensor at the border to be one that PyTorch knows."""
         first, group = group[0], list(dict.fromkeys(group))
+        group.extend(self._next_to(group))
         while True:
             known, more = self._known(group), dict[str, None]()
             for key, other, _ in self.regions.crossings(group):

@@ -1,0 +1,1 @@
+"""Whatever runs PyTorch or ONNX Runtime on an exported model."""

@@ -1,0 +1,85 @@
+"""Which modules read which parameters when a PyTorch model runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from htp_export import tags
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["parameter_readers"]
+
+
+@contextlib.contextmanager
+def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]]:
+    """Watch what runs inside the block; afterwards tell which modules each parameter and buffer belongs to.
+
+    A parameter belongs to the module that holds it, and to the one whose ``forward`` was the innermost that gave it to
+    an operation: ``nn.MultiheadAttention`` reads the weight of its ``out_proj``, which never runs. A tensor held under
+    several names belongs to the modules of all of them.
+
+    Args:
+        model: The model. Its hooks are gone again after the block.
+
+    Yields:
+        Name of every parameter and buffer → module paths; complete once the block is left.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+        >>> with parameter_readers(net) as readers:
+        ...     _ = net(torch.ones(1, 2))
+        >>> readers["0.weight"]
+        frozenset({'0'})
+    """
+    from torch.overrides import TorchFunctionMode
+
+    names: defaultdict[int, list[str]] = defaultdict(list)
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            names[id(tensor)].append(name)
+    found: dict[int, set[str]] = {
+        key: {tags.parent_path(name) or "" for name in listed} for key, listed in names.items()
+    }
+    running: list[str] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if running:
+                for tensor in _leaves((*args, *(kwargs or {}).values())):
+                    if id(tensor) in found:
+                        found[id(tensor)].add(running[-1])
+            return func(*args, **(kwargs or {}))
+
+    handles = []
+    for path, module in model.named_modules():
+
+        def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
+            running.append(path)
+
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            running.pop()
+
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    readers: dict[str, frozenset[str]] = {}
+    try:
+        with Watch():
+            yield readers
+    finally:
+        for handle in handles:
+            handle.remove()
+    readers.update({name: frozenset(found[key]) for key, listed in names.items() for name in listed})
+
+
+def _leaves(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _leaves(value)
+        else:
+            yield value
