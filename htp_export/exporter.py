@@ -3,20 +3,170 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+import functools
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar, Token
+from typing import Any
+
+import torch
+from torch.onnx import OperatorExportTypes, TrainingMode
 
 from htp_export.capture import torch_internals
 from htp_export.capture.dynamo import DynamoCapture
-from htp_export.capture.modules import ModuleNames
+from htp_export.capture.modules import ModuleNames, training_modes_kept
 from htp_export.capture.torchscript import TorchScriptCapture
 from htp_export.hierarchy import Hierarchy, ModuleInfo
 from htp_export.owners.write import make_tags
+from htp_export.wire import SerializedModel
 
-if TYPE_CHECKING:
-    import torch
+__all__ = ["export", "tagging"]
 
 IR_VERSION = 10  # the first with metadata on nodes
+
+
+def export(
+    model: torch.nn.Module | torch.export.ExportedProgram | torch.jit.ScriptModule | torch.jit.ScriptFunction,
+    args: tuple[Any, ...] = (),
+    f: str | os.PathLike[str] | None = None,
+    *,
+    kwargs: dict[str, Any] | None = None,
+    verbose: bool | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    opset_version: int | None = None,
+    dynamo: bool = True,
+    external_data: bool = True,
+    dynamic_shapes: dict[str, Any] | tuple[Any, ...] | list[Any] | None = None,
+    custom_translation_table: dict[Callable[..., Any], Callable[..., Any]] | None = None,
+    report: bool = False,
+    optimize: bool = True,
+    verify: bool = False,
+    profile: bool = False,
+    dump_exported_program: bool = False,
+    artifacts_dir: str | os.PathLike[str] = ".",
+    export_params: bool = True,
+    keep_initializers_as_inputs: bool = False,
+    dynamic_axes: Mapping[str, Mapping[int, str]] | Mapping[str, Sequence[int]] | None = None,
+    training: TrainingMode = TrainingMode.EVAL,
+    operator_export_type: OperatorExportTypes = OperatorExportTypes.ONNX,
+    do_constant_folding: bool = True,
+    custom_opsets: Mapping[str, int] | None = None,
+    export_modules_as_functions: bool | Collection[type[torch.nn.Module]] = False,
+    autograd_inlining: bool = True,
+) -> torch.onnx.ONNXProgram | None:
+    """Export a model to ONNX as ``torch.onnx.export`` does, with the module that computes each node written on it.
+
+    Every parameter has the meaning, the default and the place that it has in ``torch.onnx.export``; the graph is the
+    same, node for node. ``docs/format.md`` says what is added.
+
+    Args:
+        model: The model. An ``nn.Module`` keeps its whole hierarchy; an ``ExportedProgram`` what its graph says of
+            it; a ``ScriptModule`` its parameters' modules.
+        args: Example positional inputs.
+        f: Where to write the model; None to only return it (``dynamo=True``).
+        kwargs: Example keyword inputs.
+        verbose: See ``torch.onnx.export``, as for all that follow.
+        input_names: Names for the graph's inputs. Under ``dynamo=False``, keyword inputs come in the order of
+            ``forward``'s signature if names are given, as in torch, and else in the order in which they were given.
+        output_names: Names for the graph's outputs.
+        opset_version: ONNX opset to target.
+        dynamo: Whether to export with ``torch.export``; else with TorchScript.
+        external_data: Whether weights go into a file of their own (``dynamo=True``).
+        dynamic_shapes: Dynamic dimensions (``dynamo=True``).
+        custom_translation_table: Own translations of operators (``dynamo=True``).
+        report: Whether to write a report (``dynamo=True``).
+        optimize: Whether to optimise the graph (``dynamo=True``).
+        verify: Whether to run the model in ONNX Runtime (``dynamo=True``).
+        profile: Whether to profile the export (``dynamo=True``).
+        dump_exported_program: Whether to save the ``ExportedProgram`` (``dynamo=True``).
+        artifacts_dir: Where reports go.
+        export_params: Whether weights are written.
+        keep_initializers_as_inputs: Whether weights are graph inputs too.
+        dynamic_axes: Dynamic dimensions (``dynamo=False``).
+        training: Deprecated by torch.
+        operator_export_type: Deprecated by torch.
+        do_constant_folding: Deprecated by torch.
+        custom_opsets: Deprecated by torch.
+        export_modules_as_functions: Deprecated by torch.
+        autograd_inlining: Deprecated by torch.
+
+    Returns:
+        The ``ONNXProgram`` under ``dynamo=True``, None under ``dynamo=False``.
+
+    Raises:
+        Exception: Whatever ``torch.onnx.export`` raises, with a note that names the module that was running. No file
+            is left that was not there before.
+        TorchChangedError: The installed torch lacks a part that htp_export relies on.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+        >>> program = export(net, (torch.randn(2, 4),), verbose=False)
+        >>> [(node.op_type, node.metadata_props["htp.module"]) for node in program.model.graph]
+        [('Gemm', '0'), ('Relu', '1')]
+    """
+    with tagging():
+        return torch.onnx.export(
+            model,
+            args,
+            f,
+            kwargs=kwargs,
+            verbose=verbose,
+            input_names=input_names,
+            output_names=output_names,
+            opset_version=opset_version,
+            dynamo=dynamo,
+            external_data=external_data,
+            dynamic_shapes=dynamic_shapes,
+            custom_translation_table=custom_translation_table,
+            report=report,
+            optimize=optimize,
+            verify=verify,
+            profile=profile,
+            dump_exported_program=dump_exported_program,
+            artifacts_dir=artifacts_dir,
+            export_params=export_params,
+            keep_initializers_as_inputs=keep_initializers_as_inputs,
+            dynamic_axes=dynamic_axes,
+            training=training,
+            operator_export_type=operator_export_type,
+            do_constant_folding=do_constant_folding,
+            custom_opsets=custom_opsets,
+            export_modules_as_functions=export_modules_as_functions,
+            autograd_inlining=autograd_inlining,
+        )
+
+
+@contextlib.contextmanager
+def tagging() -> Iterator[None]:
+    """Write tags in every ``torch.onnx.export`` that runs inside, whoever calls it and however it was imported.
+
+    Holds for the thread (or task) that enters it, and for nothing else: an export in another thread is left alone
+    unless that thread enters it as well. May be nested. Afterwards torch is as it was, on error too.
+
+    Raises:
+        TorchChangedError: The installed torch lacks a part that htp_export relies on.
+
+    Example:
+        >>> import torch
+        >>> from torch.onnx import export as theirs
+        >>> with tagging():
+        ...     program = theirs(torch.nn.ReLU(), (torch.randn(2),), verbose=False)
+        >>> program.model.metadata_props["htp.version"]
+        '1'
+    """
+    with torch_internals.ENTRIES.held(), _set(torch_internals.exporter, _Exporter()):
+        yield
+
+
+@contextlib.contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token: Token[Any] = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 class _Exporter:
@@ -25,14 +175,11 @@ class _Exporter:
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
         names = ModuleNames(model)
         capture = DynamoCapture(names.paths, names.aliases)
-        token = torch_internals.dynamo_capture.set(capture)
-        try:
-            with torch_internals.DYNAMO.held():
-                program = export()
-        finally:
-            torch_internals.dynamo_capture.reset(token)
+        with torch_internals.DYNAMO.held(), _set(torch_internals.dynamo_capture, capture), _named_failure(capture):
+            program = export()
         record, nodes = capture.finish(program.model)
-        made = make_tags(record, names.hierarchy or Hierarchy(ModuleInfo(p, c) for p, c in {"": "", **capture.classes}.items()))
+        seen = Hierarchy(ModuleInfo(path, name) for path, name in {"": "", **capture.classes}.items())
+        made = make_tags(record, names.hierarchy or seen)
         for node, metadata in zip(nodes, made.nodes, strict=True):
             node.metadata_props.update(metadata)
         program.model.metadata_props.update(made.model)
@@ -42,42 +189,40 @@ class _Exporter:
 
     def torchscript(self, export: Callable[[], Any], model: Any, names_inputs: bool) -> Any:
         names = ModuleNames(model)
-        capture = TorchScriptCapture(names.paths, torch_internals.scope_names(names.paths), torch_internals.state_size(model), names_inputs)
-        self.names=names
-        token = torch_internals.script_capture.set(capture)
-        try:
-            with torch_internals.TORCHSCRIPT.held(), torch_internals.attention_fast_path_off():
-                return export()
-        finally:
-            torch_internals.script_capture.reset(token)
+        scopes, size = torch_internals.scope_names(names.paths), torch_internals.state_size(model)
+        capture = TorchScriptCapture(names.paths, scopes, size, names_inputs)
+        capture.tag = functools.partial(_tagged_file, capture, names.hierarchy)
+        with (
+            torch_internals.TORCHSCRIPT.held(),
+            _set(torch_internals.script_capture, capture),
+            torch_internals.attention_fast_path_off(),
+            training_modes_kept(model),
+            _named_failure(capture),
+        ):
+            return export()
 
-    def tagged_file(self, model_bytes):
-        capture = torch_internals.script_capture.get()
-        if capture.file is None or capture.file.data is not model_bytes:
-            from htp_export.wire import SerializedModel
-            capture.file = SerializedModel(model_bytes)
-        record, nodes = capture.finish()
-        made = make_tags(record, self.names.hierarchy)
-        for node, metadata in zip(nodes, made.nodes, strict=True):
-            for key, value in metadata.items():
-                node.metadata_props.add(key=key, value=value)
-        capture.file.metadata = made.model
-        capture.file.graph_name = made.graph_name
-        capture.file.ir_version = max(capture.file.ir_version, IR_VERSION)
-        return capture.file.chunks()
+
+def _tagged_file(
+    capture: TorchScriptCapture, hierarchy: Hierarchy | None, file: SerializedModel
+) -> Iterable[bytes | memoryview]:
+    record, nodes = capture.finish(file)
+    made = make_tags(record, hierarchy or Hierarchy([ModuleInfo("", "")]))
+    for node, metadata in zip(nodes, made.nodes, strict=True):
+        for key, value in metadata.items():
+            node.metadata_props.add(key=key, value=value)
+    file.metadata = made.model
+    file.graph_name = made.graph_name or file.graph_name
+    file.ir_version = max(file.ir_version, IR_VERSION)
+    return file.chunks()
 
 
 @contextlib.contextmanager
-def tagging() -> Iterator[None]:
-    with torch_internals.ENTRIES.held():
-        token = torch_internals.exporter.set(_Exporter())
-        try:
-            yield
-        finally:
-            torch_internals.exporter.reset(token)
-
-
-def export(*args, **kwargs):
-    import torch
-    with tagging():
-        return torch.onnx.export(*args, **kwargs)
+def _named_failure(capture: DynamoCapture | TorchScriptCapture) -> Iterator[None]:
+    """Add to an error which module was running."""
+    try:
+        yield
+    except Exception as error:
+        running = capture.log.running
+        if running:
+            error.add_note(f"htp_export: while module {running[-1] or '(the root)'!r} was running")
+        raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from htp_export.hierarchy import Hierarchy
@@ -27,3 +29,18 @@ class ModuleNames:
             for name, module in model.named_modules(remove_duplicate=False):
                 self.aliases[name] = self.paths.setdefault(id(module.__dict__), name)
             self.hierarchy = Hierarchy.from_module(model)
+
+
+@contextlib.contextmanager
+def training_modes_kept(model: Any) -> Iterator[None]:
+    """Give every module its own training mode back: torch's TorchScript exporter sets the root's on all of them."""
+    import torch
+
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    modes = [module.training for module in modules]
+    try:
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            if module.training != mode:
+                module.training = mode

@@ -12,10 +12,12 @@ import contextlib
 import functools
 import importlib
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from htp_export.capture.root_call import RootCall
@@ -38,9 +40,6 @@ class Exporter(Protocol):
 
     def torchscript(self, export: Callable[[], Any], model: Any, names_inputs: bool) -> Any:
         """Run torch's TorchScript exporter and tag the file it writes."""
-
-    def tagged_file(self, model_bytes: bytes) -> Iterable[bytes | memoryview]:
-        """The file that the TorchScript exporter would write, with tags, in pieces."""
 
 
 exporter: ContextVar[Exporter | None] = ContextVar("htp_export_exporter", default=None)
@@ -146,7 +145,8 @@ def _script_export(original: Callable[..., Any]) -> Callable[..., Any]:
         if active is None or script_capture.get() is not None:
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
-        return active.torchscript(lambda: original(*args, **kwargs), given["model"], bool(given.get("input_names")))
+        run, named = functools.partial(original, *args, **kwargs), bool(given.get("input_names"))
+        return active.torchscript(run, given["model"], named)
 
     return wrapper
 
@@ -218,18 +218,27 @@ def _export_file(original: Callable[..., Any]) -> Callable[..., Any]:
         capture = script_capture.get()
         if capture is None:
             return original(model_bytes, f, export_map)
-        _write(f, exporter.get().tagged_file(model_bytes))
+        _write(f, capture.tagged(model_bytes))
         return None
 
     return wrapper
 
 
-def _write(f: Any, chunks: Any) -> None:
-    import torch
-
-    with torch.serialization._open_file_like(f, "wb") as opened:
+def _write(f: Any, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write a file whole: beside its place first, then into it, so that a failure leaves what was there."""
+    if not isinstance(f, (str, os.PathLike)):
         for chunk in chunks:
-            opened.write(chunk)
+            f.write(chunk)
+        return
+    target = Path(f)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with beside.open("wb") as opened:
+            for chunk in chunks:
+                opened.write(chunk)
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 class ScriptPasses:

@@ -138,7 +138,8 @@ class TorchScriptCapture:
 
     def __init__(self, paths: dict[int, str], scope_names: dict[str, str], parameters: int, names_inputs: bool) -> None:
         self.log = CallLog()
-        self.file: SerializedModel | None = None
+        self.tag: Callable[[SerializedModel], Iterable[bytes | memoryview]] | None = None
+        self._file: SerializedModel | None = None
         self.root_call: RootCall | None = None
         self.names_inputs = names_inputs
         self._paths = paths
@@ -276,18 +277,22 @@ class TorchScriptCapture:
 
     def has_only_standard_nodes(self, model_bytes: bytes) -> bool:
         """Whether no node is of a custom domain, which torch would have to look up."""
-        self.file = SerializedModel(model_bytes)
-        return not self.file.functions and not any(node.domain for node in _protos(self.file.nodes))
+        self._file = SerializedModel(model_bytes)
+        return not self._file.functions and not any(node.domain for node in _protos(self._file.nodes))
 
-    def finish(self) -> tuple[Record, list[onnx.NodeProto]]:
+    def tagged(self, model_bytes: bytes) -> Iterable[bytes | memoryview]:
+        """The file with tags, in pieces to be written one after the other."""
+        file = self._file if self._file and self._file.data is model_bytes else SerializedModel(model_bytes)
+        return self.tag(file) if self.tag else [model_bytes]
+
+    def finish(self, file: SerializedModel) -> tuple[Record, list[onnx.NodeProto]]:
         """What is known of the exported model, and its nodes in the order of ``Record.nodes``."""
-        assert self.file is not None
         record = Record(self.log)
         record.operations, record.dead = self._operations, self._dead
         record.inputs = {("input", place) for place in range(self._user_inputs)}
         record.outputs = self._outputs
-        protos = list(_protos(self.file.nodes))
-        for function in self.file.functions:
+        protos = list(_protos(file.nodes))
+        for function in file.functions:
             protos.extend(_protos(function.node))
         for proto in protos:
             reads = [name for name in proto.input if name]
@@ -295,7 +300,7 @@ class TorchScriptCapture:
                 reads.extend(output.name for output in body.output)
             shape_only = proto.op_type in ("Shape", "Size")
             record.nodes.append(Node(tuple(reads), tuple(proto.output), shape_only=shape_only))
-        there = {name for node in record.nodes for name in node.outputs} | set(self.file.inputs)
+        there = {name for node in record.nodes for name in node.outputs} | set(file.inputs)
         for key in (*record.inputs, *(key for operation in self._operations for key in operation.outputs)):
             here: Key | None = key
             for stage in self._stages:
@@ -305,8 +310,8 @@ class TorchScriptCapture:
             name = self._names.get(here) if here is not None else None
             if name in there:
                 record.final[key] = name
-        record.graph_inputs = {name for name in self.file.inputs if name not in self.file.initializers}
-        record.graph_outputs = set(self.file.outputs)
+        record.graph_inputs = {name for name in file.inputs if name not in file.initializers}
+        record.graph_outputs = set(file.outputs)
         return record, protos
 
 
