@@ -9,121 +9,18 @@ which value stands in its place. Nothing of the graph is changed here, so that t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import onnx
 
 from htp_export.capture.calls import NO_CALL, CallLog
-from htp_export.capture.record import Key, Node, Operation, Record
+from htp_export.capture.jit_graph import CONSTANTS, Reading, follow, read
+from htp_export.capture.record import Node, Operation, Record
 from htp_export.capture.root_call import RootCall
 from htp_export.wire import SerializedModel
 
 # Operations on shapes alone: traced as integers, or ONNX's own.
 SHAPE_KINDS = frozenset({"aten::size", "aten::dim", "aten::numel", "aten::len", "onnx::Shape", "onnx::Size"})
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One node of a JIT graph at one moment.
-
-    Attributes:
-        kind: What it does, ``aten::linear``.
-        inputs: Keys of what it reads, what its blocks return included.
-        outputs: Keys of what it makes.
-        returned: For a node whose one block makes its outputs, the block's; empty for others.
-    """
-
-    kind: str
-    inputs: tuple[Key, ...]
-    outputs: tuple[Key, ...]
-    returned: tuple[Key, ...] = ()
-
-
-def read(graph: Any, key: Callable[[Any], Key]) -> list[Step]:
-    """The nodes of a JIT graph, those inside blocks before the node that has the blocks."""
-    steps: list[Step] = []
-    for node in graph.nodes():
-        reads = [key(value) for value in node.inputs()]
-        outputs = tuple([key(value) for value in node.outputs()])
-        returned: list[Key] = []
-        for block in node.blocks():
-            steps.extend(read(block, key))
-            returned.extend(key(value) for value in block.outputs())
-        kind = node.kind().removesuffix("_")  # an operation in place, and the one that is put in its place
-        one_to_one = tuple(returned) if len(returned) == len(outputs) else ()
-        steps.append(Step(kind, (*reads, *returned), outputs, one_to_one))
-    return steps
-
-
-def _sizes(graph: Any) -> Iterator[int]:
-    """For each node of a JIT graph, how many steps `read` makes of it."""
-    for node in graph.nodes():
-        yield 1 + sum(sum(_sizes(block)) for block in node.blocks())
-
-
-def _subsequence(traced: list[tuple[str, str, int]], kept: list[tuple[str, str]]) -> tuple[list[int], set[int]]:
-    """The calls of the nodes that were kept of what was traced, and those of the nodes that were dropped as dead."""
-    calls, dropped, at = [], set(), 0
-    for kind, scope in kept:
-        while at < len(traced) and traced[at][:2] != (kind, scope):
-            if traced[at][0] != "prim::Constant":
-                dropped.add(traced[at][2])
-            at += 1
-        calls.append(traced[at][2] if at < len(traced) else NO_CALL)
-        at += 1
-    return calls, dropped.union(call for kind, _, call in traced[at:] if kind != "prim::Constant")
-
-
-def follow(before: list[Step], after: list[Step], ends: Iterable[tuple[Key, Key]]) -> dict[Key, Key | None]:
-    """Where a rewriting of a graph in place left each tensor: the tensor that now holds its value, None if none does.
-
-    Args:
-        before: The graph's nodes before.
-        after: The graph's nodes after; tensors that are still there have the same key.
-        ends: Pairs of graph outputs, before and after.
-
-    A node that is in both graphs and reads another tensor in a place shows what that place's tensor became. From
-    there backwards: where one operation stands in for another of its kind, so do the tensors that they read.
-    """
-    made_before = {key: step for step in before for key in step.outputs}
-    made_after = {key: step for step in after for key in step.outputs}
-    became: dict[Key, Key] = {}
-    queue: list[tuple[Key, Key]] = [pair for pair in ends if pair[0] != pair[1]]
-    for step in after:
-        old = made_before.get(step.outputs[0]) if step.outputs else None
-        if old is not None and old.kind == step.kind and len(old.inputs) == len(step.inputs):
-            queue.extend((a, b) for a, b in zip(old.inputs, step.inputs, strict=True) if a != b)
-    while queue:
-        old_key, new_key = queue.pop()
-        if old_key in made_after or old_key in became or old_key not in made_before:
-            continue
-        became[old_key] = new_key
-        gone, kept = made_before[old_key], made_before.get(new_key) or made_after.get(new_key)
-        if kept is not None and gone.kind == kept.kind and len(gone.inputs) == len(kept.inputs):
-            queue.extend((a, b) for a, b in zip(gone.inputs, kept.inputs, strict=True) if a != b)
-    moved: dict[Key, Key | None] = {key: _last(key, became, made_after) for key in became}
-    for old_key, new_key in became.items():
-        made, remade = made_before.get(new_key), made_after.get(new_key)
-        if made and remade and new_key in made_before[old_key].inputs and _changed(made, remade, became):
-            moved[new_key] = None  # the node that made it does the work of the next node too, and makes its result
-    return moved
-
-
-def _last(key: Key, became: dict[Key, Key], stop: dict[Key, Step]) -> Key:
-    """Where a chain of replacements ends."""
-    seen = set()
-    while key not in stop and key in became and key not in seen:
-        seen.add(key)
-        key = became[key]
-    return key
-
-
-def _changed(made: Step, remade: Step, became: dict[Key, Key]) -> bool:
-    """Whether a node reads other tensors than before, or is another operation."""
-    if made.kind != remade.kind or len(made.inputs) != len(remade.inputs):
-        return True
-    return any(a != b and became.get(a) != b for a, b in zip(made.inputs, remade.inputs, strict=True))
 
 
 class TorchScriptCapture:
@@ -143,19 +40,18 @@ class TorchScriptCapture:
         self.root_call: RootCall | None = None
         self.names_inputs = names_inputs
         self._paths = paths
-        self._parameters = parameters
         self._scope_names = scope_names
-        self._next_call = 0
-        self._dead: set[int] = set()
-        self._traced_nodes: list[tuple[str, str, int]] = []
-        self._operations: list[Operation] = []
+        self._parameters = parameters
         self._user_inputs = 0
-        self._outputs: list[Key] = []
-        self._ends: list[Key] = []
-        self._steps: list[Step] = []
-        self._stages: list[dict[Key, Key | None]] = []
-        self._translation: dict[Key, Key] = {}
-        self._names: dict[Key, Key] = {}
+        self._next_call = 0
+        self._traced_nodes: list[tuple[str, int]] = []
+        self._dead: set[int] = set()
+        self._operations: list[Operation] = []
+        self._first: Reading | None = None
+        self._last = Reading()
+        self._stages: list[dict[int, int]] = []
+        self._translation: dict[int, int] = {}
+        self._graph: Any = None
 
     # --- while the model runs -----------------------------------------------------------------
 
@@ -178,64 +74,69 @@ class TorchScriptCapture:
             self._traced_nodes = list(self._in_order(state.graph().nodes(), NO_CALL))
         return result
 
-    def _in_order(self, nodes: Any, call: int) -> Iterator[tuple[str, str, int]]:
-        """Kind, scope and call of every traced node, in order.
+    def _in_order(self, nodes: Any, call: int) -> Iterator[tuple[str, int]]:
+        """Kind and call of every traced node but constants, in order.
 
         The tracer puts what a module's call does into a block of its own, whose node names the module as the trace
         module map does; once tracing is over the blocks are dissolved. Blocks stand in the order of the calls.
         """
         for node in nodes:
             kind = node.kind()
-            if kind != "prim::TracedModuleForward":
-                yield kind, node.scopeName(), call
-                continue
-            name, inner = node.s("scope"), call
-            for later in range(self._next_call, len(self.log.calls)):
-                if self._scope_names.get(self.log.calls[later].path) == name:
-                    inner, self._next_call = later, later + 1
-                    break
-            for block in node.blocks():
-                yield from self._in_order(block.nodes(), inner)
+            if kind == "prim::TracedModuleForward":
+                name, inner = node.s("scope"), call
+                for later in range(self._next_call, len(self.log.calls)):
+                    if self._scope_names.get(self.log.calls[later].path) == name:
+                        inner, self._next_call = later, later + 1
+                        break
+                for block in node.blocks():
+                    yield from self._in_order(block.nodes(), inner)
+            elif kind not in CONSTANTS:
+                yield kind, call
 
     # --- the traced graph -----------------------------------------------------------------------
 
     def traced(self, graph: Any) -> None:
         """Note the graph as it was traced."""
         self._user_inputs = len(list(graph.inputs())) - self._parameters
-        self._steps, self._outputs = self._read(graph)
-        self._ends = self._outputs
-        nodes = list(graph.nodes())
-        kept, dropped = _subsequence(self._traced_nodes, [(node.kind(), node.scopeName()) for node in nodes])
-        calls = [call for call, size in zip(kept, _sizes(graph), strict=True) for _ in range(size)]
+        self._first = self._last = reading = read(graph, self._user_inputs)
+        calls = [call for call, size in zip(self._calls(graph), reading.sizes, strict=True) for _ in range(size)]
         self._operations = [
             Operation(call, step.inputs, step.outputs, step.kind in SHAPE_KINDS)
-            for step, call in zip(self._steps, calls, strict=True)
+            for step, call in zip(reading.steps, calls, strict=True)
         ]
-        self._dead = dropped
 
-    def _read(self, graph: Any) -> tuple[list[Step], list[Key]]:
-        users = {value.unique(): ("input", place) for place, value in zip(range(self._user_inputs), graph.inputs())}
+    def _calls(self, graph: Any) -> list[int]:
+        """The call of each node of the traced graph: what was traced, less what nothing needed."""
+        nodes = [(node, kind) for node in graph.nodes() if (kind := node.kind()) not in CONSTANTS]
+        if [kind for _, kind in nodes] == [kind for kind, _ in self._traced_nodes]:
+            return [call for _, call in self._traced_nodes]
+        scopes = {call: self._scope(call) for _, call in self._traced_nodes}
+        calls, at, traced = [], 0, self._traced_nodes
+        for node, kind in nodes:
+            scope = node.scopeName()
+            while at < len(traced) and (traced[at][0] != kind or scopes[traced[at][1]] != scope):
+                self._dead.add(traced[at][1])
+                at += 1
+            calls.append(traced[at][1] if at < len(traced) else NO_CALL)
+            at += 1
+        self._dead.update(call for _, call in traced[at:])
+        return calls
 
-        def key(value: Any) -> Key:
-            number = value.unique()
-            return users.get(number, number)
-
-        return read(graph, key), [key(value) for value in graph.outputs()]
-
-    def _rewritten(self, graph: Any) -> None:
-        """Note where a rewriting in place left the tensors."""
-        steps, outputs = self._read(graph)
-        there = {key for step in steps for key in step.outputs}
-        moved = follow(self._steps, steps, zip(self._ends, outputs, strict=False))
-        keys = (key for step in self._steps for key in step.outputs)
-        self._stages.append({key: moved.get(key, key if key in there else None) for key in keys})
-        self._steps, self._ends = steps, outputs
+    def _scope(self, call: int) -> str:
+        names = (self._scope_names.get(self.log.calls[up].path, "") for up in self.log.chain(call))
+        return "/".join(reversed([*names]))
 
     # --- its translation --------------------------------------------------------------------------
 
+    def _rewritten(self, graph: Any) -> None:
+        """Note where a rewriting in place left the tensors."""
+        now = read(graph, self._user_inputs)
+        self._stages.append(follow(self._last, now))
+        self._last = now
+
     def before_translation(self, graph: Any) -> None:
         """Note what became of the traced graph before it is translated into another."""
-        if self._steps:
+        if self._first:
             self._rewritten(graph)
 
     def translated_node(self, node: Any, result: Any) -> None:
@@ -247,31 +148,44 @@ class TorchScriptCapture:
 
     def translated(self, graph: Any) -> None:
         """Note the ONNX graph as it was translated."""
-        if self._steps:
-            for step in self._steps:  # a block that was dissolved: torch.autograd.Function
-                for output, inner in zip(step.outputs, step.returned, strict=bool(step.returned)):
-                    if output not in self._translation and inner in self._translation:
-                        self._translation[output] = self._translation[inner]
-            self._steps, self._ends = self._read(graph)
-            users = {value.unique(): ("input", i) for i, value in zip(range(self._user_inputs), graph.inputs())}
-            self._stages.append({old: users.get(new, new) for old, new in self._translation.items()})
+        if not self._first:
+            return
+        for step in self._last.steps:  # a block that was dissolved: torch.autograd.Function
+            for output, inner in zip(step.outputs, step.returned, strict=bool(step.returned)):
+                if output not in self._translation and inner in self._translation:
+                    self._translation[output] = self._translation[inner]
+        now = read(graph, self._user_inputs)
+        self._stages.append({**self._translation, **dict(zip(self._last.inputs, now.inputs, strict=True))})
+        self._last = now
 
     def renumbered(self, before: Any, after: Any) -> None:
         """Note that a graph was copied node by node, with new numbers."""
-        if self._steps:
-            self._rewritten(before)
-            old, (self._steps, self._ends) = self._steps, self._read(after)
-            pairs = zip(old, self._steps, strict=True)
-            self._stages.append({a: b for was, now in pairs for a, b in zip(was.outputs, now.outputs, strict=True)})
+        if not self._first:
+            return
+        self._rewritten(before)
+        now, pairs = read(after, self._user_inputs), []
+        for was, copy in zip(self._last.steps, now.steps, strict=True):
+            pairs.extend(zip(was.outputs, copy.outputs, strict=True))
+        self._stages.append(dict([*pairs, *zip(self._last.inputs, now.inputs, strict=True)]))
+        self._last = now
 
     def named(self, graph: Any) -> None:
-        """Note what became of the ONNX graph, and the names that its tensors have in the file."""
-        if self._steps:
+        """Note what became of the ONNX graph once it has the names that it has in the file."""
+        if self._first:
             self._rewritten(graph)
-            for place, value in zip(range(self._user_inputs), graph.inputs()):
-                self._names["input", place] = value.debugName()
-            for node in _nodes(graph):
-                self._names.update((value.unique(), value.debugName()) for value in node.outputs())
+            self._graph = graph
+
+    def _names(self, protos: list[onnx.NodeProto], inputs: list[str]) -> dict[int, str]:
+        """Number in the last graph → name in the file."""
+        steps, nodes = self._last.steps, [proto for proto in protos if proto.op_type != "Constant"]
+        names = dict(zip(self._last.inputs, inputs, strict=False))
+        if all(len(a.outputs) == len(b.output) for a, b in zip(steps, nodes, strict=False)) and len(steps) == len(nodes):
+            for step, node in zip(steps, nodes, strict=True):
+                names.update(zip(step.outputs, node.output, strict=True))
+        elif self._graph is not None:  # the file has other nodes than the graph: modules exported as functions
+            for node in _nodes(self._graph):
+                names.update((value.unique(), value.debugName()) for value in node.outputs())
+        return names
 
     # --- the file -----------------------------------------------------------------------------------
 
@@ -289,9 +203,10 @@ class TorchScriptCapture:
         """What is known of the exported model, and its nodes in the order of ``Record.nodes``."""
         record = Record(self.log)
         record.operations, record.dead = self._operations, self._dead
-        record.inputs = {("input", place) for place in range(self._user_inputs)}
-        record.outputs = self._outputs
+        if self._first:
+            record.inputs, record.outputs = set(self._first.inputs), list(self._first.outputs)
         protos = list(_protos(file.nodes))
+        names = self._names(protos, file.inputs)
         for function in file.functions:
             protos.extend(_protos(function.node))
         for proto in protos:
@@ -302,12 +217,10 @@ class TorchScriptCapture:
             record.nodes.append(Node(tuple(reads), tuple(proto.output), shape_only=shape_only))
         there = {name for node in record.nodes for name in node.outputs} | set(file.inputs)
         for key in (*record.inputs, *(key for operation in self._operations for key in operation.outputs)):
-            here: Key | None = key
+            here: Any = key
             for stage in self._stages:
-                if here is None or (isinstance(here, tuple)):
-                    break
                 here = stage.get(here)
-            name = self._names.get(here) if here is not None else None
+            name = names.get(here)
             if name in there:
                 record.final[key] = name
         record.graph_inputs = {name for name in file.inputs if name not in file.initializers}

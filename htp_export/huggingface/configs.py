@@ -99,7 +99,7 @@ def _not_default(config: Any) -> dict[str, Any]:
     values: dict[str, Any] = config.to_dict()
     try:
         default: dict[str, Any] = type(config)().to_dict()
-    except Exception:  # a config that cannot be built without arguments has no defaults  # noqa: BLE001
+    except Exception:  # a config that cannot be built without arguments has no defaults
         default = {}
     kept = {name: value for name, value in values.items() if name not in default or default[name] != value}
     kept.pop("transformers_version", None)
@@ -111,7 +111,8 @@ def _not_default(config: Any) -> dict[str, Any]:
 def _check_key(source: str, config: Any, key: str) -> None:
     level, above = config, ""
     for part in key.split("."):
-        known = set(level if isinstance(level, dict) else (*level.to_dict(), *(level.attribute_map or {}), "num_labels"))
+        known = set(level if isinstance(level, dict) else level.to_dict())
+        known.update(getattr(level, "attribute_map", None) or {})
         if part not in known and not (above == "" and "." not in key and _is_setting(level, part)):
             where = f" in {above}" if above else ""
             raise ModelSourceError(source, f"its config has no {part!r}{where}" + nearest(part, known, "keys"))

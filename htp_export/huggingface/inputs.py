@@ -73,10 +73,10 @@ def example_inputs(
     missing = [name for name, spec in parameters.items() if _required(spec) and name not in specs]
     if missing:
         raise InputError(
-            f"{type(model).__name__} needs {missing[0]!r}, which its config does not describe; give its shape (--inputs)"
+            f"{type(model).__name__} needs {missing[0]!r}, which its config does not describe: give its shape"
         )
     if not specs:
-        raise InputError(f"the config of {type(model).__name__} describes none of its inputs; give shapes (--inputs)")
+        raise InputError(f"the config of {type(model).__name__} describes none of its inputs: give their shapes")
     generator = torch.Generator().manual_seed(seed)
     fill = _Filler(model, generator)
     return {name: fill(name, specs[name]) for name in parameters if name in specs}
@@ -154,7 +154,7 @@ class _Describer:
         self.modalities = getattr(model, "input_modalities", ()) or ()
         self.float = str(getattr(model, "dtype", "float32")).removeprefix("torch.")
         self.parameters = frozenset(parameters)
-        self.wanted = wanted
+        self.wanted = wanted = {name: self._typed(name, spec) for name, spec in wanted.items()}
         leading = wanted.get(self.main) or wanted.get("input_ids")
         self.batch = leading.shape[0] if leading and leading.shape else batch
         text = wanted.get("input_ids")
@@ -165,7 +165,7 @@ class _Describer:
     def specs(self) -> dict[str, _Spec]:
         """Input → shape and dtype."""
         specs: dict[str, _Spec] = {}
-        for name in ("input_ids", "pixel_values", "input_features", "input_values"):
+        for name in ("input_ids", "pixel_values", "input_features", "input_values", "past_values"):
             spec = getattr(self, f"_{name}")() if name in self.parameters and self._needed(name) else None
             if spec is not None:
                 specs[name] = spec
@@ -176,8 +176,9 @@ class _Describer:
             if "token_type_ids" in self.parameters and find(self._text_config, "type_vocab_size"):
                 specs["token_type_ids"] = text
         if "decoder_input_ids" in self.parameters and getattr(self.config, "is_encoder_decoder", False):
-            specs["decoder_input_ids"] = _Spec((self.batch, max(2, self.length // 2)), "int64")
-        return {**specs, **{name: self._typed(name, spec) for name, spec in self.wanted.items()}}
+            # As long as the text: some heads lay what is found in one over the other.
+            specs["decoder_input_ids"] = _Spec((self.batch, self.length if text else _LENGTH // 2), "int64")
+        return {**specs, **self.wanted}
 
     @property
     def _text_config(self) -> Any:
@@ -226,6 +227,10 @@ class _Describer:
             return _Spec((self.batch, longest, mel), self.float)  # a spectrogram
         channels = find(self.config, "audio_channels")
         return _Spec((self.batch, *((channels,) if channels else ()), _SAMPLES), self.float)
+
+    def _past_values(self) -> _Spec | None:
+        length, channels = find(self.config, "context_length"), find(self.config, "num_input_channels")
+        return _Spec((self.batch, length, channels), self.float) if length and channels else None
 
 
 class _Filler:
@@ -303,8 +308,8 @@ def _wanted(name: str, given: Any) -> _Spec:
     extra = set(given) - {"shape", "dtype"} if isinstance(given, Mapping) else set()
     if extra:
         raise InputError(f"input {name!r}: has {sorted(extra)[0]!r}; only 'shape' and 'dtype' are known")
-    sizes = list(shape) if isinstance(shape, (list, tuple)) else [None]
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+    sizes = [size for size in shape if type(size) is int and size > 0] if isinstance(shape, (list, tuple)) else []
+    if not sizes or len(sizes) < len(shape or ()):
         raise InputError(f"input {name!r}: its shape is a list of positive numbers, not {shape!r}")
     if dtype and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
         raise InputError(f"input {name!r}: torch has no dtype {dtype!r}")

@@ -46,8 +46,8 @@ def load_model(
     Args:
         source: A local folder with a ``config.json``, a model type (``"bert"``), or a hub id (``"owner/name"``); looked
             for in this order.
-        task: What the model is for, named as in transformers' pipelines: ``"fill-mask"``. Without it, a model type gives
-            the base model, and anything else the class that its config names under ``architectures``.
+        task: What the model is for, named as in transformers' pipelines: ``"fill-mask"``. Without it, a model type
+            gives the base model, and anything else the class that its config names under ``architectures``.
         random_weights: Build the model from its config alone. Its parameters are spread apart, see
             ``spread_parameters``.
         overrides: Config key → value; dots lead into sub-configs: ``{"text_config.num_hidden_layers": 2}``.
@@ -70,6 +70,7 @@ def load_model(
     options: dict[str, Any] = {"dtype": _dtype(source, dtype), "attn_implementation": attn_implementation}
     options = {name: value for name, value in options.items() if value is not None}
     model_class = _model_class(source, config, task, hub)
+    model: nn.Module
     if random_weights:
         model = _random(source, model_class, config, options, seed)
     else:
@@ -81,7 +82,8 @@ def tasks() -> dict[str, tuple[str, ...]]:
     """Task → names of the Auto classes that can make a model for it, best first."""
     from transformers.pipelines import SUPPORTED_TASKS
 
-    known = {name: tuple(auto.__name__ for auto in entry["pt"]) for name, entry in SUPPORTED_TASKS.items()}
+    entries: dict[str, Any] = SUPPORTED_TASKS
+    known = {name: tuple(auto.__name__ for auto in entry["pt"]) for name, entry in entries.items()}
     return {**_MORE_TASKS, **known}
 
 
@@ -126,6 +128,9 @@ def _config(source: str, overrides: Mapping[str, object], random_weights: bool, 
                 problem = "is a model type and has no weights; add --random-weights (random_weights=True), "
                 raise ModelSourceError(source, problem + "or name a hub id (owner/name) or a folder")
             config = AutoConfig.for_model(source)
+        elif not is_folder and random_weights and "/" not in source:
+            hint = nearest(source, CONFIG_MAPPING.keys(), "model types")
+            raise ModelSourceError(source, f"transformers has no such model type, and a hub id is owner/name{hint}")
         else:
             config = AutoConfig.from_pretrained(source, **hub)
     except ModelSourceError:
@@ -201,8 +206,9 @@ def _pretrained(source: str, model_class: Any, config: Any, options: dict[str, A
         hint = "; add --random-weights to go without them" if isinstance(error, OSError) else ""
         raise ModelSourceError(source, f"the weights cannot be loaded: {_first_line(error)}{hint}") from error
     if loading["missing_keys"]:
-        missing = ", ".join(sorted(loading["missing_keys"])[:5])
-        _log.warning("%s: %d parameters are not in the checkpoint and random: %s ...", source, len(loading["missing_keys"]), missing)
+        missing = sorted(loading["missing_keys"])
+        text = "%s: %d parameters are not in the checkpoint and have random values: %s"
+        _log.warning(text, source, len(missing), ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else ""))
     return model
 
 

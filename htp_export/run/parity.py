@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.errors import InputError
-from htp_export.run.readers import parameter_readers
+from htp_export.run.readers import named_tensors, parameter_readers
 from htp_export.tagged import TaggedModel, load
 
 if TYPE_CHECKING:
@@ -33,10 +33,11 @@ TOLERANCES: Mapping[str, tuple[float, float]] = {
     "float16": (1e-2, 1e-2),
     "bfloat16": (5e-2, 5e-2),
 }
-"""Dtype → absolute and relative tolerance: elements agree if they differ by no more than ``a + r * |expected|``.
+"""Dtype → absolute and relative tolerance, ``a`` and ``r``.
 
-Float32 kernels sum in other orders, which a deep model amplifies to some 1e-5; the half formats keep 3 and 2 digits.
-Every other dtype has to be equal.
+Elements agree if they differ by no more than ``a * max(1, rms) + r * |expected|``, ``rms`` the root mean square of the
+output: kernels sum in other orders, and where large terms cancel, the error is that of the terms and not of the sum. In
+float32, a deep model amplifies it to some 1e-5; the half formats keep 3 and 2 digits. Other dtypes have to be equal.
 """
 
 
@@ -48,7 +49,7 @@ class Parity:
         max_abs: The largest difference between elements of the outputs; NaN where one is NaN and the other is not.
         outputs: How many outputs agree or do not: all of them.
         wrong_outputs: What is wrong with each output that does not agree.
-        parameters: How many initializers bear the name of a parameter or buffer, and were looked at.
+        parameters: How many initializers are known to be a parameter or buffer, by name or, for weights, by value.
         misplaced: Each of those that a node reads whose owners do not: ``"fc.weight is read by 'node' of other"``.
     """
 
@@ -102,9 +103,9 @@ def check_parity(
     """Run the model and its ONNX file on the same inputs, and compare outputs and the owners of parameters.
 
     The model runs once, in eval mode. Outputs are compared in the order in which PyTorch returns them, by the
-    tolerances in ``TOLERANCES``; NaN agrees with NaN only, and shapes and dtypes have to be equal. An initializer with
-    the name of a parameter is right if every node that reads it has an owner at or below a module that holds this
-    tensor, or one that read it when PyTorch ran; tied parameters are one tensor.
+    tolerances in ``TOLERANCES``; NaN agrees with NaN only, and shapes and dtypes have to be equal. An initializer that
+    is a parameter is right if every node that reads it has an owner at or below a module that holds this tensor, or one
+    that read it when PyTorch ran; tied parameters are one tensor.
 
     Args:
         model: The PyTorch model.
@@ -121,9 +122,9 @@ def check_parity(
         expected = [_to_numpy(tensor) for tensor in _tensors(model(*args, **kwargs))]
     found = _run_onnx(onnx_path, [*_tensors(args), *_tensors(dict(kwargs))], kwargs)
     max_abs, wrong = _compare_outputs(expected, found)
-    initializers = [value for value in _initializers(tagged) if value.name in readers]
-    misplaced = [line for value in initializers for line in _misplaced(tagged, value, readers, model)]
-    return Parity(max_abs, len(expected), tuple(wrong), len(initializers), tuple(misplaced))
+    parameters = _parameters(tagged, model)
+    misplaced = [line for value, name in parameters.items() for line in _misplaced(tagged, value, name, readers, model)]
+    return Parity(max_abs, len(expected), tuple(wrong), len(parameters), tuple(misplaced))
 
 
 @contextlib.contextmanager
@@ -246,21 +247,47 @@ def _compare(expected: npt.NDArray[Any], found: npt.NDArray[Any]) -> tuple[float
         return float("nan"), f"NaN at {strays} elements of one and not of the other"
     unequal = (expected != found) & ~np.isnan(one)  # equal infinities have no difference to take
     difference = np.abs(one[unequal] - other[unequal])
+    finite = one[np.isfinite(one)]
+    absolute *= max(1.0, float(np.sqrt(np.mean(np.abs(finite) ** 2)))) if finite.size else 1.0
     largest = float(difference.max(initial=0.0))
     outside = int(np.count_nonzero(~(difference <= absolute + relative * np.abs(one[unequal]))))
     return largest, f"{outside} of {expected.size} elements differ, by up to {largest:.1e}" if outside else ""
 
 
-def _initializers(tagged: TaggedModel) -> Iterator[ir.Value]:
-    for graph in tagged.model.graphs():
-        yield from graph.initializers.values()
+def _parameters(tagged: TaggedModel, model: nn.Module) -> dict[ir.Value, str]:
+    """Initializer → the parameter or buffer that it is: by name, and weights also by value.
+
+    Exporters fold the transposition of a Linear's weight into the weight, which loses its name.
+    """
+    initializers = [value for graph in tagged.model.graphs() for value in graph.initializers.values()]
+    tensors = dict(named_tensors(model))
+    found = {value: value.name for value in initializers if value.name in tensors}
+    weights: defaultdict[frozenset[int], list[tuple[str, npt.NDArray[Any]]]] = defaultdict(list)
+    for name in tensors.keys() - found.values():
+        if tensors[name].dim() == 2:
+            weights[frozenset(tensors[name].shape)].append((name, _to_numpy(tensors[name])))
+    for value in initializers:
+        shape = frozenset(value.const_value.shape.numpy()) if value.const_value is not None else frozenset()
+        if value in found or value.const_value is None or len(value.const_value.shape) != 2 or shape not in weights:
+            continue
+        array = value.const_value.numpy()
+        same = (name for name, weight in weights[shape] if _equal(array, weight) or _equal(array, weight.T))
+        matched = next(same, None)
+        if matched is not None:
+            found[value] = matched
+    return {value: name for value, name in found.items() if name is not None}
+
+
+def _equal(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
+    """Whether two matrices are equal; the first row tells most of those apart that are not."""
+    alike = one.shape == other.shape and one.dtype == other.dtype and np.array_equal(one[:1], other[:1])
+    return alike and np.array_equal(one, other)
 
 
 def _misplaced(
-    tagged: TaggedModel, initializer: ir.Value, readers: Mapping[str, frozenset[str]], model: nn.Module
+    tagged: TaggedModel, initializer: ir.Value, name: str, readers: Mapping[str, frozenset[str]], model: nn.Module
 ) -> Iterator[str]:
-    """The nodes that read an initializer and belong to no module that does."""
-    name = initializer.name or ""
+    """The nodes that read the initializer of a parameter and belong to no module that does."""
     right = readers[name]
     strays = [use.node for use in initializer.uses() if not _reads(tagged, use.node, right)]
     if strays:  # exporters merge equal tensors under one name: then it may be read wherever any of them is
@@ -278,10 +305,7 @@ def _reads(tagged: TaggedModel, node: ir.Node, modules: frozenset[str]) -> bool:
 def _equal_tensors(model: nn.Module, name: str) -> list[str]:
     import torch
 
-    every = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    every = dict(named_tensors(model))
     this = every[name]
-    same: defaultdict[str, list[str]] = defaultdict(list)
-    for other, tensor in every.items():
-        if tensor.shape == this.shape and tensor.dtype == this.dtype and torch.equal(tensor, this):
-            same[name].append(other)
-    return same[name]
+    alike = (other for other, tensor in every.items() if tensor.shape == this.shape and tensor.dtype == this.dtype)
+    return [other for other in alike if torch.equal(every[other], this)]

@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING, Any
 from htp_export import tags
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
-__all__ = ["parameter_readers"]
+__all__ = ["named_tensors", "parameter_readers"]
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer under each of its names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 @contextlib.contextmanager
@@ -40,9 +47,8 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
     from torch.overrides import TorchFunctionMode
 
     names: defaultdict[int, list[str]] = defaultdict(list)
-    for named in (model.named_parameters, model.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            names[id(tensor)].append(name)
+    for name, tensor in named_tensors(model):
+        names[id(tensor)].append(name)
     found: dict[int, set[str]] = {
         key: {tags.parent_path(name) or "" for name in listed} for key, listed in names.items()
     }

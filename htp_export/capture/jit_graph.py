@@ -1,0 +1,151 @@
+"""JIT graphs read into plain data, and what became of their tensors from one reading to the next.
+
+Reading crosses from C++ to Python for every value, which is what capture under TorchScript costs; so constants, most
+of a traced graph, are only listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+CONSTANTS = frozenset({"prim::Constant", "onnx::Constant"})
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One node of a JIT graph at one moment; tensors are named by their numbers in the graph.
+
+    Attributes:
+        kind: What it does, ``aten::linear``; an operation in place is called as the one that is not.
+        inputs: What it reads, what its blocks return included.
+        outputs: What it makes.
+        returned: For a node whose one block makes its outputs, the block's; empty for others.
+    """
+
+    kind: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    returned: tuple[int, ...] = ()
+
+
+@dataclass
+class Reading:
+    """A JIT graph at one moment.
+
+    Attributes:
+        steps: Its nodes that are no constants, those inside blocks before the node that has the blocks.
+        sizes: For each node of the outermost block that is no constant, how many steps it is.
+        constants: Numbers of the tensors that constants make.
+        inputs: Numbers of the inputs that the user gives.
+        outputs: Numbers of what it returns.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    constants: set[int] = field(default_factory=set)
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+
+    @property
+    def tensors(self) -> set[int]:
+        """Numbers of everything that a step makes."""
+        return {number for step in self.steps for number in step.outputs}
+
+
+def read(graph: Any, user_inputs: int) -> Reading:
+    """Read a JIT graph whose first ``user_inputs`` inputs are the user's and the others parameters."""
+    reading = Reading()
+    reading.inputs = [value.unique() for _, value in zip(range(user_inputs), graph.inputs(), strict=False)]
+    reading.outputs = [value.unique() for value in graph.outputs()]
+    _read(graph, reading, top=True)
+    return reading
+
+
+def _read(block: Any, reading: Reading, *, top: bool) -> None:
+    steps, constants = reading.steps, reading.constants
+    for node in block.nodes():
+        kind = node.kind()
+        # By index: the bindings make a new iterator type for each list, at thirty times the cost of one access.
+        outputs = tuple([node.outputsAt(place).unique() for place in range(node.outputsSize())])
+        if kind in CONSTANTS:
+            constants.update(outputs)
+            continue
+        before = len(steps)
+        reads = [node.inputsAt(place).unique() for place in range(node.inputsSize())]
+        returned: list[int] = []
+        if _may_have_blocks(kind):
+            for inner in node.blocks():
+                _read(inner, reading, top=False)
+                returned.extend(value.unique() for value in inner.outputs())
+        one_to_one = tuple(returned) if len(returned) == len(outputs) else ()
+        steps.append(Step(kind.removesuffix("_"), (*reads, *returned), outputs, one_to_one))
+        if top:
+            reading.sizes.append(len(steps) - before)
+
+
+def _may_have_blocks(kind: str) -> bool:
+    """Whether nodes of a kind can have blocks: those of ATen cannot, and of ONNX only control flow can."""
+    return kind in ("onnx::If", "onnx::Loop", "onnx::Scan") or not kind.startswith(("aten::", "onnx::"))
+
+
+def follow(before: Reading, after: Reading) -> dict[int, int]:
+    """Where a rewriting of a graph in place left each tensor: the tensor that now holds its value.
+
+    Tensors whose values no tensor holds any more are absent. What is still there has the same number.
+
+    A node that is in both graphs and reads another tensor in a place shows what that place's tensor became. From
+    there backwards: where one operation stands in for another of its kind, so do the tensors that they read. Where a
+    node made ``a``, the next computed ``b`` from it, and now a changed node makes ``a`` and everything that read
+    ``b`` reads it, then the changed node does the work of both, and the tensor called ``a`` holds the value of ``b``.
+    """
+    made_before = {number: step for step in before.steps for number in step.outputs}
+    made_after = {number: step for step in after.steps for number in step.outputs}
+    became: dict[int, int] = {}
+    queue = [(a, b) for a, b in zip(before.outputs, after.outputs, strict=False) if a != b]
+    for step in after.steps:
+        old = made_before.get(step.outputs[0]) if step.outputs else None
+        if old is not None and old.inputs != step.inputs:
+            queue.extend(_replaced(old, step))
+    while queue:
+        old_number, new_number = queue.pop()
+        if old_number in made_after or old_number in became or old_number not in made_before:
+            continue
+        became[old_number] = new_number
+        stands_in = made_before.get(new_number) or made_after.get(new_number)
+        if stands_in is not None:
+            queue.extend(_replaced(made_before[old_number], stands_in))
+    there = {*made_after, *after.inputs, *after.constants}
+    moved = {number: number for number in (*made_before, *before.inputs) if number in there}
+    moved.update((number, _last(number, became, made_after)) for number in became)
+    constants = before.constants | after.constants
+    for old_number, new_number in became.items():
+        made, remade = made_before.get(new_number), made_after.get(new_number)
+        reads_it = made is not None and new_number in made_before[old_number].inputs
+        if reads_it and remade is not None and _changed(made, remade, became, constants):  # type: ignore[arg-type]
+            del moved[new_number]
+    return {old: new for old, new in moved.items() if new in there}
+
+
+def _replaced(old: Step, new: Step) -> Iterable[tuple[int, int]]:
+    if old.kind != new.kind or len(old.inputs) != len(new.inputs):
+        return ()
+    return ((a, b) for a, b in zip(old.inputs, new.inputs, strict=True) if a != b)
+
+
+def _last(number: int, became: dict[int, int], stop: dict[int, Step]) -> int:
+    """Where a chain of replacements ends."""
+    seen = set()
+    while number not in stop and number in became and number not in seen:
+        seen.add(number)
+        number = became[number]
+    return number
+
+
+def _changed(made: Step, remade: Step, became: dict[int, int], constants: set[int]) -> bool:
+    """Whether a node reads other tensors than before, or is another operation."""
+    if made.kind != remade.kind or len(made.inputs) != len(remade.inputs):
+        return True
+    pairs = zip(made.inputs, remade.inputs, strict=True)
+    return any(a != b and became.get(a) != b and not (a in constants and b in constants) for a, b in pairs)

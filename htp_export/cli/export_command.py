@@ -1,0 +1,189 @@
+"""``htp-export export``."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from htp_export.analyze.tree import ModuleTree, tree_rows
+from htp_export.cli.sources import Call, call_entry, parse_overrides, read_shapes
+from htp_export.cli.terminal import CheckFailed, Steps, print_json, show
+from htp_export.errors import FileError, HtpExportError, InputError
+from htp_export.show.tree import render
+from htp_export.tagged import load
+
+__all__ = ["export_command"]
+
+
+class _Dtype(str, enum.Enum):
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+@dataclass(frozen=True)
+class _Options:
+    """How to export."""
+
+    dynamo: bool
+    opset: int | None
+    dynamic: tuple[str, ...]
+    external_data: bool
+
+    def for_torch(self, call: Call) -> dict[str, Any]:
+        """The keyword arguments of ``torch.onnx.export``."""
+        from htp_export.huggingface import dynamic_shapes
+
+        options: dict[str, Any] = {"dynamo": self.dynamo, "verbose": False, "external_data": self.external_data}
+        if self.opset is not None:
+            options["opset_version"] = self.opset
+        if not self.dynamo and len(call.inputs) == len(call.kwargs) and call.kwargs:
+            options["input_names"] = list(call.inputs)
+        if self.dynamic:
+            if call.args:
+                raise InputError("--dynamic needs inputs that forward names; return them from --entry as a dict")
+            shapes = dynamic_shapes(call.inputs, self.dynamic)
+            if self.dynamo:
+                options["dynamic_shapes"] = {name: shapes.get(name) for name in call.kwargs}
+            else:
+                options["dynamic_axes"] = {name: axes for name, axes in shapes.items() if axes}
+        return options
+
+
+def export_command(
+    output: Annotated[Path, typer.Option("-o", "--output", help="The ONNX file to write.", show_default=False)],
+    source: Annotated[
+        str | None, typer.Argument(help="Hub id, local folder, or model type (bert).", show_default=False)
+    ] = None,
+    entry: Annotated[
+        str | None, typer.Option(help="package.module:factory that returns (model, example inputs).")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="As in transformers' pipelines: fill-mask, ...")] = None,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Build from the config alone.")] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the config; may be repeated.")
+    ] = None,
+    dynamo: Annotated[bool, typer.Option("--dynamo/--torchscript", help="Which of torch's exporters.")] = True,
+    opset: Annotated[int | None, typer.Option(min=1, help="ONNX opset; torch's own choice without it.")] = None,
+    dynamic: Annotated[
+        list[str] | None, typer.Option(help="Axes that may vary, by comma: batch, sequence, height, width.")
+    ] = None,
+    dtype: Annotated[_Dtype | None, typer.Option(help="Of the weights.")] = None,
+    inputs: Annotated[Path | None, typer.Option(help='JSON file of shapes: {"input_ids": [2, 16]}.')] = None,
+    attention: Annotated[str | None, typer.Option(help="transformers' attention: eager, sdpa.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    external_data: Annotated[bool, typer.Option(help="Weights in a file of their own, <output>.data.")] = True,
+    verify: Annotated[bool, typer.Option("--verify", help="Check the file against PyTorch.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write the result as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors.")] = False,
+) -> None:
+    """Export a model to ONNX, with module tags, and show its module tree."""
+    if (source is None) == (entry is None):
+        raise InputError("give one model: a SOURCE or --entry package.module:factory")
+    if not output.parent.is_dir():
+        raise FileError(output, "its folder does not exist")
+    if output.is_dir():
+        raise FileError(output, "is a folder")
+    axes = tuple(axis.strip() for text in dynamic or () for axis in text.split(",") if axis.strip())
+    steps = Steps(quiet)
+    with steps.step(f"loading {source or entry}"):
+        if entry is not None:
+            _refuse_with_entry(task, random_weights, settings, dtype, inputs)
+            call = call_entry(entry)
+        else:
+            from htp_export.huggingface import example_inputs, load_model
+
+            model = load_model(
+                str(source),
+                task=task,
+                random_weights=random_weights,
+                overrides=parse_overrides(settings or ()),
+                dtype=dtype.value if dtype else None,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                attn_implementation=attention,
+            )
+            # With one example, exporters take the batch for a constant.
+            batch = 2 if "batch" in axes else 1
+            call = Call(model, (), dict(example_inputs(model, task=task, shapes=read_shapes(inputs), batch=batch)))
+    options = _Options(dynamo, opset, axes, external_data)
+    with steps.step("exporting"):
+        _export(call, output, options)
+        tree = tree_rows(load(output))
+    _report(call, output, tree, steps, verify=verify, as_json=as_json, quiet=quiet)
+
+
+def _refuse_with_entry(*given: object) -> None:
+    names = ("--task", "--random-weights", "--set", "--dtype", "--inputs")
+    for name, value in zip(names, given, strict=True):
+        if value:
+            raise InputError(f"{name} is for a SOURCE; with --entry, the factory decides")
+
+
+def _export(call: Call, output: Path, options: _Options) -> None:
+    from htp_export.exporter import export
+
+    arguments = options.for_torch(call)
+    with _written_whole(output) as target:
+        try:
+            export(call.model, call.args, target, kwargs=call.kwargs or None, **arguments)
+        except HtpExportError:
+            raise
+        except Exception as error:  # torch's exporters raise what the model, the tracer or a translation raises
+            raise CheckFailed(_export_failed(error)) from error
+
+
+def _export_failed(error: Exception) -> str:
+    """Torch's error in a few lines: its own first, then its cause, then what htp_export noted."""
+    cause = error
+    while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
+        cause = cause.__cause__
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    message = " ".join(lines[:2])
+    notes = [*getattr(error, "__notes__", ()), *(getattr(cause, "__notes__", ()) if cause is not error else ())]
+    return "\n".join((f"the export failed: {type(cause).__name__}: {message}", *(f"  {note}" for note in notes)))
+
+
+@contextlib.contextmanager
+def _written_whole(output: Path) -> Iterator[Path]:
+    """A path to write to in place of ``output``; once all went well, everything beside it moves there."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{output.stem}.", dir=output.parent))
+    try:
+        yield folder / output.name
+        # The ONNX file last: what stood under its name is there until its weights are.
+        for written in sorted(folder.iterdir(), key=lambda path: path.name == output.name):
+            written.replace(output.parent / written.name)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _report(
+    call: Call, output: Path, tree: ModuleTree, steps: Steps, *, verify: bool, as_json: bool, quiet: bool
+) -> None:
+    if not (quiet or as_json):
+        show(render(tree))
+    parity = None
+    if verify:
+        from htp_export.run.parity import check_parity
+
+        with steps.step("checking"):
+            try:
+                parity = check_parity(call.model, output, call.kwargs, call.args)
+            except InputError as error:  # the file is written; what fails is the check
+                raise CheckFailed(str(error)) from error
+    if as_json and not quiet:
+        checked = {"parity": parity.to_dict()} if parity is not None else {}
+        print_json({"file": str(output), **tree.to_dict(), **checked})
+    if parity is not None and not parity.ok:
+        raise CheckFailed(str(parity))
+    if parity is not None and not (quiet or as_json):
+        show(str(parity))

@@ -1,0 +1,150 @@
+"""From what was typed to a model and the arguments of one call of it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from htp_export.errors import FileError, InputError, ModelSourceError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Call", "call_entry", "parse_overrides", "read_shapes"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A model and the arguments of one call of it.
+
+    Attributes:
+        model: The model.
+        args: Its positional arguments; empty where all could be given by keyword.
+        kwargs: Its keyword arguments, in the order of ``forward``'s signature.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The tensors that are arguments by keyword."""
+        import torch
+
+        return {name: value for name, value in self.kwargs.items() if isinstance(value, torch.Tensor)}
+
+
+def call_entry(entry: str) -> Call:
+    """What ``package.module:factory`` returns: a model, and example inputs as a tuple or a dict.
+
+    The current folder is looked in first. The model is put in eval mode.
+
+    Raises:
+        ModelSourceError: If there is no such factory, if it raises (the cause), or if it returns anything else.
+    """
+    module_name, colon, attribute = entry.partition(":")
+    if not (colon and module_name and attribute):
+        raise ModelSourceError(entry, "an entry is package.module:factory")
+    folder = os.fspath(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+        factory = getattr(module, attribute, None)
+        if not callable(factory):
+            raise ModelSourceError(entry, f"module {module_name!r} has no function {attribute!r}")
+        made = factory()
+    except ModelSourceError:
+        raise
+    except Exception as error:  # the user's own code
+        raise ModelSourceError(entry, f"raised {_told(error)}") from error
+    finally:
+        sys.path.remove(folder)
+    return _call(entry, made)
+
+
+def _told(error: Exception) -> str:
+    """An exception of the user's code, with the last line of it that ran."""
+    ours = os.fspath(Path(__file__))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != ours]
+    frames = [frame for frame in frames if "importlib" not in frame.filename]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _call(entry: str, made: Any) -> Call:
+    import torch
+
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], torch.nn.Module):
+        raise ModelSourceError(entry, "must return (model, example inputs), the model an nn.Module")
+    model, inputs = made
+    model.eval()
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    if not isinstance(inputs, (tuple, list, Mapping)):
+        raise ModelSourceError(entry, f"example inputs are a tuple or a dict, not {type(inputs).__name__}")
+    if isinstance(inputs, Mapping):
+        order = [name for name in inspect.signature(model.forward).parameters if name in inputs]
+        return Call(model, (), {name: inputs[name] for name in dict.fromkeys((*order, *inputs))})
+    return _by_keyword(model, tuple(inputs))
+
+
+def _by_keyword(model: nn.Module, args: tuple[Any, ...]) -> Call:
+    """Positional arguments by keyword, where the signature has names for all of them."""
+    named = [
+        parameter.name
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if len(args) > len(named):
+        return Call(model, args)
+    return Call(model, (), dict(zip(named, args, strict=False)))
+
+
+def parse_overrides(settings: Sequence[str]) -> dict[str, object]:
+    """``key=value`` as typed; values are JSON where they can be, else text.
+
+    Raises:
+        InputError: If there is no ``=``, or nothing before it.
+
+    Example:
+        >>> parse_overrides(["num_hidden_layers=2", "hidden_act=relu", "depths=[1, 2]"])
+        {'num_hidden_layers': 2, 'hidden_act': 'relu', 'depths': [1, 2]}
+    """
+    overrides: dict[str, object] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key.strip():
+            raise InputError(f"--set {setting}: write key=value")
+        try:
+            overrides[key.strip()] = json.loads(value)
+        except ValueError:
+            overrides[key.strip()] = value
+    return overrides
+
+
+def read_shapes(path: Path | None) -> dict[str, Any]:
+    """The inputs' shapes in a JSON file; empty without one.
+
+    Raises:
+        FileError: If it cannot be read or holds no JSON object.
+    """
+    if path is None:
+        return {}
+    try:
+        shapes = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FileError(path, f"cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise FileError(path, f"is not JSON: {error}") from error
+    if not isinstance(shapes, dict):
+        raise FileError(path, 'is no JSON object such as {"input_ids": [2, 16]}')
+    return shapes

@@ -1,0 +1,64 @@
+"""What the commands have in common at the terminal: results on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+__all__ = ["CheckFailed", "Steps", "error_line", "print_json", "show"]
+
+_PIPE_WIDTH = 200  # what is read by programs is not folded at 80 columns
+
+
+class CheckFailed(Exception):  # noqa: N818 - it is an outcome that ends the command with status 1, not a fault
+    """What was asked for did not hold; the message says what."""
+
+
+def error_line(message: str) -> None:
+    """Say on stderr why the command ended."""
+    print(f"htp-export: error: {message}", file=sys.stderr)
+
+
+def print_json(data: Any) -> None:
+    """Write a result to stdout as JSON."""
+    print(json.dumps(data, indent=2))
+
+
+def show(what: RenderableType) -> None:
+    """Draw a result on stdout."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPE_WIDTH)
+    console.print(what)
+
+
+class Steps:
+    """Progress on stderr: the step that is running and for how long; nothing where that is no terminal.
+
+    Args:
+        quiet: Show nothing in any case.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
+        from rich.console import Console
+
+        self._console: Console = Console(stderr=True, quiet=quiet)
+
+    @contextlib.contextmanager
+    def step(self, text: str) -> Iterator[None]:
+        """Show that a step is running, while it is."""
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as progress:
+            task = progress.add_task(text, total=1)
+            yield
+            progress.update(task, completed=1)

@@ -1,0 +1,229 @@
+#!/usr/bin/env python3
+"""What tagging costs: time and memory of exports, and the time of repair on a large graph.
+
+    python tools/benchmark.py export           # paired against torch.onnx.export, in one process
+    python tools/benchmark.py export --models bert --exporter torchscript --pairs 9
+    python tools/benchmark.py repair           # owners and fates of a synthetic graph of 50,000 nodes
+
+Every ratio is a median of pairs that ran one after the other in one process, in turn which of the two comes first,
+and stands beside an A/A control: torch's exporter against itself, paired in the same way. A ratio inside the
+control's spread says nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+import htp_export
+
+
+def bert() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """BERT-base, length 16."""
+    from transformers import BertConfig, BertModel
+
+    ids = torch.randint(0, 1000, (1, 16))
+    return BertModel(BertConfig()), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def resnet() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """ResNet-50, 224 x 224."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    return ResNetForImageClassification(ResNetConfig()), {"pixel_values": torch.randn(1, 3, 224, 224)}
+
+
+def decoder() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A decoder of 24 layers, width 256, length 16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=704, num_hidden_layers=24, num_attention_heads=8, vocab_size=8000, use_cache=False
+    )
+    ids = torch.randint(0, 1000, (1, 16))
+    return LlamaForCausalLM(config), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+MODELS = {"bert": bert, "resnet": resnet, "decoder": decoder}
+
+
+class KeywordTensors(torch.nn.Module):
+    """Calls a model by keyword, as plain TorchScript export of transformers models needs; both sides export this."""
+
+    def __init__(self, model: torch.nn.Module, names: list[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The model's output tensors."""
+        return tuple(self.model(**dict(zip(self.names, tensors, strict=True))).values())
+
+
+@contextlib.contextmanager
+def peak_memory() -> Iterator[list[int]]:
+    """Peak resident bytes above the start, sampled every 5 ms."""
+    found, stop, page = [0], threading.Event(), os.sysconf("SC_PAGE_SIZE")
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * page
+
+    start = resident()
+
+    def watch() -> None:
+        while not stop.wait(0.005):
+            found[0] = max(found[0], resident() - start)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        thread.join()
+
+
+def once(export: Callable[..., object], model: torch.nn.Module, inputs: dict[str, torch.Tensor], exporter: str) -> float:
+    """Seconds of one export into a fresh folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        gc.collect()
+        start = time.perf_counter()
+        if exporter == "dynamo":
+            export(model, (), f"{folder}/model.onnx", kwargs=inputs, dynamo=True, verbose=False)
+        else:
+            export(model, tuple(inputs.values()), f"{folder}/model.onnx", dynamo=False)
+        return time.perf_counter() - start
+
+
+def ratios(first: Callable[..., object], second: Callable[..., object], pairs: int, **what: object) -> list[float]:
+    """Time of ``first`` over time of ``second``, pair by pair."""
+    found = []
+    for index in range(pairs):
+        order = (first, second) if index % 2 else (second, first)
+        seconds = {export: once(export, **what) for export in order} if first is not second else None  # type: ignore[arg-type]
+        if seconds is None:
+            pair = [once(first, **what), once(first, **what)]  # type: ignore[arg-type]
+            found.append(pair[index % 2] / pair[1 - index % 2])
+        else:
+            found.append(seconds[first] / seconds[second])
+    return found
+
+
+def describe(name: str, values: list[float]) -> str:
+    """One line: median and spread."""
+    return f"{name} median {statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def memory(side: str, name: str, exporter: str) -> int:
+    """Peak memory of one export in a process of its own, in bytes."""
+    command = [sys.executable, __file__, "memory", "--models", name, "--exporter", exporter, "--side", side]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def run_export(names: list[str], exporters: list[str], pairs: int) -> None:
+    """Time and memory, paired."""
+    for name in names:
+        for exporter in exporters:
+            torch.manual_seed(0)
+            model, inputs = MODELS[name]()
+            model.eval()
+            if exporter == "torchscript":
+                model = KeywordTensors(model, list(inputs)).eval()
+            what = {"model": model, "inputs": inputs, "exporter": exporter}
+            with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
+                once(torch.onnx.export, **what)  # type: ignore[arg-type]
+                once(htp_export.export, **what)  # type: ignore[arg-type]
+                ours = ratios(htp_export.export, torch.onnx.export, pairs, **what)
+                control = ratios(torch.onnx.export, torch.onnx.export, pairs, **what)
+                seconds = once(torch.onnx.export, **what)  # type: ignore[arg-type]
+            used = [memory("ours", name, exporter) / memory("torch", name, exporter) for _ in range(3)]
+            print(f"{name:8} {exporter:12} torch {seconds:5.2f} s  " + describe("time", ours), flush=True)
+            print(f"{'':37}" + describe("A/A ", control))
+            print(f"{'':37}" + describe("peak memory", used), flush=True)
+
+
+def run_memory(name: str, exporter: str, side: str) -> None:
+    """Peak memory of one export, in this process."""
+    model, inputs = MODELS[name]()
+    model.eval()
+    if exporter == "torchscript":
+        model = KeywordTensors(model, list(inputs)).eval()
+    export = htp_export.export if side == "ours" else torch.onnx.export
+    tiny = torch.nn.Linear(2, 2).eval()
+    with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
+        once(export, tiny, {"input": torch.randn(1, 2)}, exporter)
+        with peak_memory() as peak:
+            once(export, model, inputs, exporter)
+    print(peak[0])
+
+
+def run_repair(size: int) -> None:
+    """Owners and fates of a synthetic graph: layers that share work and are fused at their borders."""
+    from htp_export.capture.calls import CallLog
+    from htp_export.capture.record import Node, Operation, Record
+    from htp_export.hierarchy import Hierarchy, ModuleInfo
+    from htp_export.owners.write import make_tags
+
+    log = CallLog()
+    root = log.enter("")
+    record, infos, last = Record(log, inputs={"x", "mask"}, graph_inputs={"x", "mask"}), [ModuleInfo("", "Net")], "x"
+    record.final.update(x="x", mask="mask")
+    for layer in range(size // 50):
+        outer = log.add(f"layers.{layer}", root)
+        infos.append(ModuleInfo(f"layers.{layer}", "Layer"))
+        for step in range(50):
+            if step % 10 == 0:
+                call = log.add(f"layers.{layer}.part{step // 10}", outer)
+                infos.append(ModuleInfo(f"layers.{layer}.part{step // 10}", "Part"))
+            made = f"v{layer}_{step}"
+            record.operations.append(Operation(call, (last, "shared") if step == 5 else (last,), (made,)))
+            if step == 9:  # absorbed by the next
+                last, kept = made, last
+                continue
+            record.final[made] = made
+            record.nodes.append(Node((kept if step == 10 else last,), (made,)))
+            last = made
+    record.outputs, record.graph_outputs = [last], {last}
+    start = time.perf_counter()
+    tags = make_tags(record, Hierarchy(infos))
+    spent = time.perf_counter() - start
+    written = sum(len(key) + len(value) for entry in tags.nodes for key, value in entry.items()) / len(tags.nodes)
+    print(f"{len(record.nodes)} nodes, {len(infos)} modules: {spent:.2f} s; {written:.0f} bytes of metadata a node")
+
+
+def main() -> None:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["export", "repair", "memory"])
+    parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
+    parser.add_argument("--exporter", choices=["dynamo", "torchscript", "both"], default="both")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--nodes", type=int, default=50_000)
+    parser.add_argument("--side", choices=["ours", "torch"], default="ours", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    if given.what == "repair":
+        run_repair(given.nodes)
+    elif given.what == "memory":
+        run_memory(given.models[0], given.exporter, given.side)
+    else:
+        run_export(given.models, ["dynamo", "torchscript"] if given.exporter == "both" else [given.exporter], given.pairs)
+
+
+if __name__ == "__main__":
+    main()
