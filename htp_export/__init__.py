@@ -2,7 +2,7 @@
 
 Example:
     >>> import torch, htp_export
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
     >>> tagged = htp_export.load(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
     >>> {path: [node.op_type for node in tagged[path].nodes] for path in tagged.paths}
     {'': ['Gemm', 'Relu'], '0': ['Gemm'], '1': ['Relu']}
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from htp_export.errors import HtpExportError, InputError
     from htp_export.exporter import export, tagging
     from htp_export.hierarchy import Hierarchy, ModuleInfo
-    from htp_export.owners.contamination import contamination
+    from htp_export.analyze.borders import Contamination, contamination
     from htp_export.tagged import Region, TaggedModel, load
 
 __all__ = [
+    "Contamination",
     "Hierarchy",
     "HtpExportError",
     "InputError",
@@ -42,7 +43,8 @@ _HOMES = {
     "ModuleInfo": "hierarchy",
     "Region": "tagged",
     "TaggedModel": "tagged",
-    "contamination": "owners.contamination",
+    "Contamination": "analyze.borders",
+    "contamination": "analyze.borders",
     "export": "exporter",
     "load": "tagged",
     "tagging": "exporter",

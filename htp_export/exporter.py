@@ -101,7 +101,7 @@ def export(
 
     Example:
         >>> import torch
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
         >>> program = export(net, (torch.randn(2, 4),), verbose=False)
         >>> [(node.op_type, node.metadata_props["htp.module"]) for node in program.model.graph]
         [('Gemm', '0'), ('Relu', '1')]
@@ -152,7 +152,7 @@ def tagging() -> Iterator[None]:
         >>> import torch
         >>> from torch.onnx import export as theirs
         >>> with tagging():
-        ...     program = theirs(torch.nn.ReLU(), (torch.randn(2),), verbose=False)
+        ...     program = theirs(torch.nn.ReLU().eval(), (torch.randn(2),), verbose=False)
         >>> program.model.metadata_props["htp.version"]
         '1'
     """

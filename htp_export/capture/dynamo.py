@@ -106,7 +106,8 @@ class DynamoCapture:
     def _call_of_stack(self, stack: dict[str, tuple[str, Any]] | None) -> int:
         call = NO_CALL
         for key, (name, cls) in (stack or {}).items():
-            call = self._call_of_scope(key, name, cls, call)
+            if key != name:  # where torch lost the stack, it fills in one name for everything
+                call = self._call_of_scope(key, name, cls, call)
         return call
 
     def _call_of_scope(self, key: str, name: str, cls: Any, parent: int) -> int:
@@ -151,11 +152,8 @@ class DynamoCapture:
     def finish(self, model: ir.Model) -> tuple[Record, list[ir.Node]]:
         """What is known of the exported model, and its nodes in the order of ``Record.nodes``."""
         self.converted(model)
-        nodes = list(all_nodes(model.graph))
-        for function in model.functions.values():
-            nodes.extend(all_nodes(function))
+        nodes, record = describe(model, Record(self.log))
         alive = set(_values(model.graph))
-        record = Record(self.log)
         record.operations = self._first
         record.dead = self._made_something - self._needed
         record.inputs, record.outputs = set(self._inputs), list(self._outputs)
@@ -167,13 +165,24 @@ class DynamoCapture:
                 record.final[key] = last
         for first, last in zip(self._outputs, model.graph.outputs, strict=True):
             record.final.setdefault(first, last)
-        for node in nodes:
+        for node, described in zip(nodes, record.nodes, strict=True):
             stamp = node.metadata_props.pop(_STAMP, None)
-            hint = int(stamp) if stamp is not None else NO_CALL
-            record.nodes.append(Node(_reads(node), tuple(node.outputs), hint, node.op_type in SHAPE_OPERATORS))
-        record.graph_inputs = {v for v in model.graph.inputs if v.name not in model.graph.initializers}
-        record.graph_outputs = set(model.graph.outputs)
+            if stamp is not None:
+                described.hint = int(stamp)
         return record, nodes
+
+
+def describe(model: ir.Model, record: Record) -> tuple[list[ir.Node], Record]:
+    """Every node of a model, and the record with the exported graph filled in: nodes, inputs, outputs."""
+    nodes = list(all_nodes(model.graph))
+    for function in model.functions.values():
+        nodes.extend(all_nodes(function))
+    record.nodes = [
+        Node(_reads(node), tuple(node.outputs), shape_only=node.op_type in SHAPE_OPERATORS) for node in nodes
+    ]
+    record.graph_inputs = {value for value in model.graph.inputs if value.name not in model.graph.initializers}
+    record.graph_outputs = set(model.graph.outputs)
+    return nodes, record
 
 
 def _bodies(node: ir.Node) -> Iterator[ir.Graph]:

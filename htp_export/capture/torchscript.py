@@ -44,7 +44,7 @@ class TorchScriptCapture:
         self._parameters = parameters
         self._user_inputs = 0
         self._next_call = 0
-        self._traced_nodes: list[tuple[str, int]] = []
+        self._traced_nodes: list[tuple[str, str, int]] = []
         self._dead: set[int] = set()
         self._operations: list[Operation] = []
         self._first: Reading | None = None
@@ -74,8 +74,8 @@ class TorchScriptCapture:
             self._traced_nodes = list(self._in_order(state.graph().nodes(), NO_CALL))
         return result
 
-    def _in_order(self, nodes: Any, call: int) -> Iterator[tuple[str, int]]:
-        """Kind and call of every traced node but constants, in order.
+    def _in_order(self, nodes: Any, call: int) -> Iterator[tuple[str, str, int]]:
+        """Kind, scope and call of every traced node but constants, in order.
 
         The tracer puts what a module's call does into a block of its own, whose node names the module as the trace
         module map does; once tracing is over the blocks are dissolved. Blocks stand in the order of the calls.
@@ -91,7 +91,7 @@ class TorchScriptCapture:
                 for block in node.blocks():
                     yield from self._in_order(block.nodes(), inner)
             elif kind not in CONSTANTS:
-                yield kind, call
+                yield kind, node.scopeName(), call
 
     # --- the traced graph -----------------------------------------------------------------------
 
@@ -107,24 +107,19 @@ class TorchScriptCapture:
 
     def _calls(self, graph: Any) -> list[int]:
         """The call of each node of the traced graph: what was traced, less what nothing needed."""
-        nodes = [(node, kind) for node in graph.nodes() if (kind := node.kind()) not in CONSTANTS]
-        if [kind for _, kind in nodes] == [kind for kind, _ in self._traced_nodes]:
-            return [call for _, call in self._traced_nodes]
-        scopes = {call: self._scope(call) for _, call in self._traced_nodes}
         calls, at, traced = [], 0, self._traced_nodes
-        for node, kind in nodes:
-            scope = node.scopeName()
-            while at < len(traced) and (traced[at][0] != kind or scopes[traced[at][1]] != scope):
-                self._dead.add(traced[at][1])
+        for node in graph.nodes():
+            kind = node.kind()
+            if kind in CONSTANTS:
+                continue
+            looked_for = kind, node.scopeName()
+            while at < len(traced) and traced[at][:2] != looked_for:
+                self._dead.add(traced[at][2])
                 at += 1
-            calls.append(traced[at][1] if at < len(traced) else NO_CALL)
+            calls.append(traced[at][2] if at < len(traced) else NO_CALL)
             at += 1
-        self._dead.update(call for _, call in traced[at:])
+        self._dead.update(call for _, _, call in traced[at:])
         return calls
-
-    def _scope(self, call: int) -> str:
-        names = (self._scope_names.get(self.log.calls[up].path, "") for up in self.log.chain(call))
-        return "/".join(reversed([*names]))
 
     # --- its translation --------------------------------------------------------------------------
 

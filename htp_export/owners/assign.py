@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from htp_export import tags
 from htp_export.capture.calls import NO_CALL, CallLog
 from htp_export.capture.record import Key, Node, Operation, Record
+from htp_export.owners.flow import needed, place_strays, varying
 
 SCOPE = "scope"
 SHARED = "shared"
@@ -23,6 +23,7 @@ FLOW = "flow"
 
 Calls = frozenset[int]
 _NOBODY: Calls = frozenset()
+_LOOK_BACK = 32  # operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,42 +41,27 @@ class Ownership:
     calls: tuple[int, ...]
 
 
-def varying(steps: list[Operation] | list[Node], inputs: set[Key]) -> set[Key]:
-    """The tensors whose values depend on the values of ``inputs``; sizes of tensors do not count as their values."""
-    live = set(inputs)
-    for step in steps:
-        if not step.shape_only and not live.isdisjoint(step.inputs):
-            live.update(step.outputs)
-    return live
-
-
-def needed(operations: list[Operation], outputs: list[Key]) -> list[bool]:
-    """For each operation, whether what the model returns depends on it."""
-    wanted = set(outputs)
-    marks = [False] * len(operations)
-    for index in range(len(operations) - 1, -1, -1):
-        operation = operations[index]
-        if not wanted.isdisjoint(operation.outputs):
-            marks[index] = True
-            wanted.update(operation.inputs)
-    return marks
-
-
 class Origins:
     """For every tensor of the exported graph, the calls that computed it, and those whose work went into it.
 
     Attributes:
         made: Exported tensor → calls of the operations that made the same tensor.
+        placed: Exported tensors whose calls are known by flow alone.
         absorbed: Exported tensor → calls of further operations whose own tensors are gone.
     """
 
     def __init__(self, record: Record) -> None:
         self.made: dict[Key, set[int]] = {}
+        self.placed: set[Key] = set()
         self.absorbed: dict[Key, set[int]] = {}
+        self._first: dict[Key, int] = {}  # exported tensor → operation that made it first
+        self._maker: dict[Key, int] = {}
+        strays = place_strays(record)
         final, live = record.final, varying(record.operations, record.inputs)
         lost: dict[Key, tuple[Calls, frozenset[Key]]] = {}  # lost tensor → calls that it took, and what they read
-        for operation, wanted in zip(record.operations, needed(record.operations, record.outputs), strict=True):
-            if not wanted:
+        wanted = needed(record.operations, record.outputs)
+        for index, operation in enumerate(record.operations):
+            if not wanted[index]:
                 continue
             calls, reads = _NOBODY, set()
             for key in operation.inputs:
@@ -84,15 +70,40 @@ class Origins:
                     reads |= more
                 elif key in final:
                     reads.add(final[key])
+            self._maker.update(dict.fromkeys(operation.outputs, index))
             for key in operation.outputs:
                 here = final.get(key)
-                if here is None:
-                    if key in live:
-                        lost[key] = (calls | {operation.call}, frozenset(reads))
-                elif here not in reads:  # else it gave back what it read: eliminated, no node computes it
+                if here is None:  # work on constants and sizes is folded away, and absorbed by nobody
+                    lost[key] = (calls | {operation.call} if key in live else calls, frozenset(reads))
+                elif here not in reads and not self._undoes(record.operations, index, here):
+                    self._first.setdefault(here, index)
                     self.made.setdefault(here, set()).add(operation.call)
+                    if index in strays:
+                        self.placed.add(here)
                     if calls:
                         self.absorbed.setdefault(here, set()).update(calls)
+
+    def _undoes(self, operations: list[Operation], index: int, here: Key) -> bool:
+        """Whether an operation only gives back what the work before it began with, so that no node computes it.
+
+        It reads, through others, the very tensor that stands for its result: a size made a vector again, a
+        transposition turned back. Equal work of two modules does not read one another. What undoes stands close to
+        what it undoes, so that a short look back is enough.
+        """
+        origin = self._first.get(here)
+        if origin is None:
+            return False
+        seen: set[int] = set()
+        queue = [index]
+        while queue and len(seen) < _LOOK_BACK:
+            for key in operations[queue.pop(0)].inputs:
+                maker = self._maker.get(key, -1)
+                if maker == origin:
+                    return True
+                if maker > origin and maker not in seen:
+                    seen.add(maker)
+                    queue.append(maker)
+        return False
 
 
 def assign(record: Record) -> list[Ownership]:
@@ -118,16 +129,12 @@ def _calls_of(node: Node, origins: Origins, demand: dict[Key, set[int]]) -> tupl
     made = _NOBODY.union(*(origins.made.get(key, ()) for key in node.outputs)) - {NO_CALL}
     if made:
         absorbed = _NOBODY.union(*(origins.absorbed.get(key, ()) for key in node.outputs)) - {NO_CALL}
-        if absorbed - made and not _computed_above(node, origins):
+        if absorbed - made:
             return made | absorbed, FUSED
-        return made, SCOPE
+        return made, FLOW if not origins.placed.isdisjoint(node.outputs) else SCOPE
     if node.hint != NO_CALL:
         return frozenset({node.hint}), SCOPE
     return _NOBODY.union(*(demand.get(key, ()) for key in node.outputs)) - {NO_CALL}, FLOW
-
-
-def _computed_above(node: Node, origins: Origins) -> bool:
-    return False
 
 
 def _fill_forward(nodes: list[Node], found: list[tuple[Calls, str] | None]) -> None:
@@ -155,7 +162,3 @@ def _ownership(log: CallLog, calls: Calls, reason: str) -> Ownership:
         reason = SHARED
     return Ownership(paths or ("",), reason, ordered)
 
-
-def common_module(ownership: Ownership) -> str:
-    """The owner, or the deepest module above all owners."""
-    return ownership.paths[0] if len(ownership.paths) == 1 else tags.common_ancestor(ownership.paths)

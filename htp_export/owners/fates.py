@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from htp_export.capture.record import Key, Record
-from htp_export.owners.assign import Ownership, needed, varying
+from htp_export.owners.assign import Ownership
 from htp_export.owners.boundaries import Boundary, Regions, true_boundaries
+from htp_export.owners.flow import needed, varying
 
 
 @dataclass(frozen=True, slots=True)

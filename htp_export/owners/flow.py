@@ -1,0 +1,96 @@
+"""How values flow through captured operations: what varies, what is needed, and where strays belong."""
+
+from __future__ import annotations
+
+from htp_export.capture.calls import NO_CALL
+from htp_export.capture.record import Key, Node, Operation, Record
+
+
+def varying(steps: list[Operation] | list[Node], inputs: set[Key]) -> set[Key]:
+    """The tensors whose values depend on the values of ``inputs``; sizes of tensors do not count as their values."""
+    live = set(inputs)
+    for step in steps:
+        if not step.shape_only and not live.isdisjoint(step.inputs):
+            live.update(step.outputs)
+    return live
+
+
+def needed(operations: list[Operation], outputs: list[Key]) -> list[bool]:
+    """For each operation, whether what the model returns depends on it."""
+    wanted = set(outputs)
+    marks = [False] * len(operations)
+    for index in range(len(operations) - 1, -1, -1):
+        operation = operations[index]
+        if not wanted.isdisjoint(operation.outputs):
+            marks[index] = True
+            wanted.update(operation.inputs)
+    return marks
+
+
+def place_strays(record: Record) -> set[int]:
+    """Find a call for each operation that the exporter moved away from the module that asked for it.
+
+    ``torch.export`` knows sizes by symbols, and reads each size once, from an input of the model, wherever in the
+    model it was asked for; what it makes of symbols has the scope of one of those who asked, or none. An operation
+    without a call goes into the innermost call around its readers and around the makers of what its value depends on.
+    One that reads the size of a tensor which its call neither makes nor otherwise reads goes into the innermost call
+    around it that does.
+
+    Returns:
+        Indices of the operations that were placed; their ``call`` is set.
+    """
+    if not record.log.calls:
+        return set()
+    placed = {index for index, operation in enumerate(record.operations) if operation.call == NO_CALL}
+    if placed:
+        _place_between(record, placed)
+    return placed | _place_sizes(record)
+
+
+def _place_between(record: Record, strays: set[int]) -> None:
+    """Give each stray the innermost call around its readers and the makers of what it depends on."""
+    log, live = record.log, varying(record.operations, record.inputs)
+    outermost = next(index for index, call in enumerate(log.calls) if call.parent == NO_CALL)
+    makers = {key: operation.call for operation in record.operations for key in operation.outputs}
+    around: dict[Key, tuple[int, ...]] = dict.fromkeys(record.outputs, (outermost,))  # tensor → calls around readers
+
+    def common(first: tuple[int, ...] | None, second: tuple[int, ...]) -> tuple[int, ...]:
+        return second if first is None else tuple(call for call in first if call in second)
+
+    for index in range(len(record.operations) - 1, -1, -1):
+        operation = record.operations[index]
+        if index in strays:
+            chain: tuple[int, ...] | None = None
+            for key in operation.outputs:
+                if key in around:
+                    chain = common(chain, around[key])
+            for key in operation.inputs:
+                if key in record.inputs:
+                    chain = (outermost,)
+                elif key in live and makers.get(key, NO_CALL) != NO_CALL:
+                    chain = common(chain, log.chain(makers[key]))
+            operation.call = chain[0] if chain else outermost
+        for key in operation.inputs:
+            around[key] = common(around.get(key), log.chain(operation.call))
+
+
+def _place_sizes(record: Record) -> set[int]:
+    """Move readings of sizes out to the innermost call that has the tensor."""
+    log, live = record.log, varying(record.operations, record.inputs)
+    measured = {key for operation in record.operations if operation.shape_only for key in operation.inputs} & live
+    near: dict[Key, set[int]] = {key: set() for key in measured}  # tensor → calls that make it or read its values
+    for operation in record.operations:
+        touched = operation.outputs if operation.shape_only else (*operation.inputs, *operation.outputs)
+        for key in touched:
+            if key in near:
+                near[key].update(log.chain(operation.call))
+    placed = set()
+    for index, operation in enumerate(record.operations):
+        if not operation.shape_only or not any(key in near for key in operation.inputs):
+            continue
+        chain = log.chain(operation.call)
+        has = [call for call in chain if all(call in near[key] for key in operation.inputs if key in near)]
+        if chain and (call := has[0] if has else chain[-1]) != operation.call:
+            operation.call = call
+            placed.add(index)
+    return placed
