@@ -14,10 +14,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from htp_export.analyze.borders import Contamination, contamination
     from htp_export.errors import HtpExportError, InputError
     from htp_export.exporter import export, tagging
     from htp_export.hierarchy import Hierarchy, ModuleInfo
-    from htp_export.analyze.borders import Contamination, contamination
     from htp_export.tagged import Region, TaggedModel, load
 
 __all__ = [

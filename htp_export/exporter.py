@@ -26,7 +26,7 @@ IR_VERSION = 10  # the first with metadata on nodes
 
 
 def export(
-    model: torch.nn.Module | torch.export.ExportedProgram | torch.jit.ScriptModule | torch.jit.ScriptFunction,
+    model: torch.nn.Module | torch.export.ExportedProgram | torch.jit.ScriptModule | torch.jit.ScriptFunction[Any, Any],
     args: tuple[Any, ...] = (),
     f: str | os.PathLike[str] | None = None,
     *,

@@ -17,16 +17,14 @@ import contextlib
 import gc
 import io
 import logging
-import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
@@ -52,9 +50,8 @@ def decoder() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """A decoder of 24 layers, width 256, length 16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=256, intermediate_size=704, num_hidden_layers=24, num_attention_heads=8, vocab_size=8000, use_cache=False
-    )
+    size = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 24, "num_attention_heads": 8}
+    config = LlamaConfig(**size, vocab_size=8000, use_cache=False)
     ids = torch.randint(0, 1000, (1, 16))
     return LlamaForCausalLM(config), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -74,30 +71,10 @@ class KeywordTensors(torch.nn.Module):
         return tuple(self.model(**dict(zip(self.names, tensors, strict=True))).values())
 
 
-@contextlib.contextmanager
-def peak_memory() -> Iterator[list[int]]:
-    """Peak resident bytes above the start, sampled every 5 ms."""
-    found, stop, page = [0], threading.Event(), os.sysconf("SC_PAGE_SIZE")
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * page
-
-    start = resident()
-
-    def watch() -> None:
-        while not stop.wait(0.005):
-            found[0] = max(found[0], resident() - start)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield found
-    finally:
-        stop.set()
-        thread.join()
+Inputs = dict[str, torch.Tensor]
 
 
-def once(export: Callable[..., object], model: torch.nn.Module, inputs: dict[str, torch.Tensor], exporter: str) -> float:
+def once(export: Callable[..., object], model: torch.nn.Module, inputs: Inputs, exporter: str) -> float:
     """Seconds of one export into a fresh folder."""
     with tempfile.TemporaryDirectory() as folder:
         gc.collect()
@@ -157,7 +134,7 @@ def run_export(names: list[str], exporters: list[str], pairs: int) -> None:
 
 
 def run_memory(name: str, exporter: str, side: str) -> None:
-    """Peak memory of one export, in this process."""
+    """Peak resident memory of this process, in bytes, after one export."""
     model, inputs = MODELS[name]()
     model.eval()
     if exporter == "torchscript":
@@ -166,9 +143,8 @@ def run_memory(name: str, exporter: str, side: str) -> None:
     tiny = torch.nn.Linear(2, 2).eval()
     with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
         once(export, tiny, {"input": torch.randn(1, 2)}, exporter)
-        with peak_memory() as peak:
-            once(export, model, inputs, exporter)
-    print(peak[0])
+        once(export, model, inputs, exporter)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def run_repair(size: int) -> None:
@@ -222,7 +198,8 @@ def main() -> None:
     elif given.what == "memory":
         run_memory(given.models[0], given.exporter, given.side)
     else:
-        run_export(given.models, ["dynamo", "torchscript"] if given.exporter == "both" else [given.exporter], given.pairs)
+        exporters = ["dynamo", "torchscript"] if given.exporter == "both" else [given.exporter]
+        run_export(given.models, exporters, given.pairs)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,11 @@ def contamination(model: Any) -> Contamination:
     unknown = _written_down(tagged.model)
     known = {(path, name) for path, name, leaves in after if (path, name, leaves) not in unknown}
     return Contamination(
-        before=_findings({key: at for key, at in before.items() if key[:2] not in known}, nodes, lambda n: _torch_owner(n, tagged.hierarchy)),
+        before=_findings(
+            {key: at for key, at in before.items() if key[:2] not in known},
+            nodes,
+            lambda n: _torch_owner(n, tagged.hierarchy),
+        ),
         after=_findings({key: at for key, at in after.items() if key in unknown}, nodes, tagged.owners_of),
         nodes=len(nodes),
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capture.calls import NO_CALL, CallLog
-from htp_export.capture.record import Key, Node, Operation, Record
+from htp_export.capture.record import Node, Operation, Record
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -134,11 +134,18 @@ class DynamoCapture:
         if self._graph is None or model.graph is self._graph:
             return
         named = {value.name: value for value in _values(model.graph)}
-        for value in [*self._inputs, *self._outputs, *(v for made in self._first for v in made.outputs)]:  # type: ignore[list-item]
+        for value in self._captured():
             last = self._last(value, ())
             if last.name in named:
                 self.replaced(last, named[last.name])
         self._graph = model.graph
+
+    def _captured(self) -> Iterator[ir.Value]:
+        """Every tensor of the first graph that an export can give away."""
+        yield from self._inputs
+        yield from self._outputs
+        for operation in self._first:
+            yield from operation.outputs  # type: ignore[misc]
 
     def _last(self, value: ir.Value, stop: Any) -> ir.Value:
         seen = set()
@@ -157,14 +164,12 @@ class DynamoCapture:
         record.operations = self._first
         record.dead = self._made_something - self._needed
         record.inputs, record.outputs = set(self._inputs), list(self._outputs)
-        keys: list[Key] = [*self._inputs, *self._outputs]
-        keys.extend(output for operation in self._first for output in operation.outputs)
-        for key in keys:
-            last = self._last(key, alive)  # type: ignore[arg-type]
+        for value in self._captured():
+            last = self._last(value, alive)
             if last in alive:
-                record.final[key] = last
-        for first, last in zip(self._outputs, model.graph.outputs, strict=True):
-            record.final.setdefault(first, last)
+                record.final[value] = last
+        for first, now in zip(self._outputs, model.graph.outputs, strict=True):
+            record.final.setdefault(first, now)
         for node, described in zip(nodes, record.nodes, strict=True):
             stamp = node.metadata_props.pop(_STAMP, None)
             if stamp is not None:

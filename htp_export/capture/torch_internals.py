@@ -369,7 +369,7 @@ def state_size(model: Any) -> int:
     """How many parameters and buffers a traced graph of this model takes as inputs."""
     import torch
 
-    return len(torch.jit._unique_state_dict(model))
+    return len(torch.jit._unique_state_dict(model))  # type: ignore[attr-defined, no-untyped-call]
 
 
 class _ScopeNames(dict[str, str]):

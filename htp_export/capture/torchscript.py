@@ -158,7 +158,8 @@ class TorchScriptCapture:
         if not self._first:
             return
         self._rewritten(before)
-        now, pairs = read(after, self._user_inputs), []
+        now = read(after, self._user_inputs)
+        pairs: list[tuple[int, int]] = []
         for was, copy in zip(self._last.steps, now.steps, strict=True):
             pairs.extend(zip(was.outputs, copy.outputs, strict=True))
         self._stages.append(dict([*pairs, *zip(self._last.inputs, now.inputs, strict=True)]))
@@ -174,7 +175,9 @@ class TorchScriptCapture:
         """Number in the last graph → name in the file."""
         steps, nodes = self._last.steps, [proto for proto in protos if proto.op_type != "Constant"]
         names = dict(zip(self._last.inputs, inputs, strict=False))
-        if all(len(a.outputs) == len(b.output) for a, b in zip(steps, nodes, strict=False)) and len(steps) == len(nodes):
+        if all(len(a.outputs) == len(b.output) for a, b in zip(steps, nodes, strict=False)) and len(steps) == len(
+            nodes
+        ):
             for step, node in zip(steps, nodes, strict=True):
                 names.update(zip(step.outputs, node.output, strict=True))
         elif self._graph is not None:  # the file has other nodes than the graph: modules exported as functions

@@ -23,7 +23,7 @@ from htp_export.tagged import load
 __all__ = ["export_command"]
 
 
-class _Dtype(str, enum.Enum):
+class _Dtype(enum.StrEnum):
     float32 = "float32"
     float16 = "float16"
     bfloat16 = "bfloat16"

@@ -63,7 +63,8 @@ class Origins:
         for index, operation in enumerate(record.operations):
             if not wanted[index]:
                 continue
-            calls, reads = _NOBODY, set()
+            calls = _NOBODY
+            reads: set[Key] = set()
             for key in operation.inputs:
                 if key in lost:
                     calls, more = calls | lost[key][0], lost[key][1]
@@ -161,4 +162,3 @@ def _ownership(log: CallLog, calls: Calls, reason: str) -> Ownership:
     if reason == SCOPE and len({log.calls[call].path for call in ordered}) > 1:
         reason = SHARED
     return Ownership(paths or ("",), reason, ordered)
-

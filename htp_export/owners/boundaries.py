@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from htp_export import tags
 from htp_export.capture.calls import NO_CALL
-from htp_export.capture.record import Key, Node, Record
+from htp_export.capture.record import Key, Record
 from htp_export.owners.assign import Ownership
 from htp_export.owners.flow import needed, varying
 

@@ -41,7 +41,8 @@ class Fates:
 
     def _modules_that_count(self) -> dict[str, bool]:
         """Path → whether the result depends on something that the module computed; absent if it computed nothing."""
-        log, useful = self.record.log, {}
+        log = self.record.log
+        useful: dict[str, bool] = {}
         wanted = needed(self.record.operations, self.record.outputs)
         marks: dict[int, bool] = {}
         for operation, is_wanted in zip(self.record.operations, wanted, strict=True):
@@ -80,7 +81,9 @@ class Fates:
 
     def _known(self, group: Sequence[str]) -> set[Key]:
         final = self.record.final
-        sides = [side for path in group if path in self.true for side in (self.true[path].inputs, self.true[path].outputs)]
+        sides = [
+            side for path in group if path in self.true for side in (self.true[path].inputs, self.true[path].outputs)
+        ]
         return {final[key] for side in sides for key in side if key in final}
 
     def _next_to(self, group: list[str]) -> list[str]:

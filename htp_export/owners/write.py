@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from htp_export import tags
 from htp_export.capture.record import Record
@@ -13,11 +13,12 @@ from htp_export.hierarchy import Hierarchy, ModuleInfo
 from htp_export.owners.assign import Ownership, assign
 from htp_export.owners.fates import Fates
 
+
 def node_metadata(record: Record, owners: Sequence[Ownership], hierarchy: Hierarchy) -> list[dict[str, str]]:
     """The metadata of each node, in the order of ``record.nodes``."""
     called = hierarchy.called
 
-    @lru_cache(maxsize=None)
+    @cache
     def fixed(paths: tuple[str, ...], reason: str) -> dict[str, str]:
         module = paths[0] if len(paths) == 1 else tags.common_ancestor(paths)
         entry = {tags.MODULE: module, tags.REASON: reason, tags.NAMESPACE: tags.namespace(module, called)}

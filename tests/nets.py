@@ -1,0 +1,1065 @@
+"""Tiny modules that carry their own truth: one net for each trap that an exporter sets for module owners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
+
+EXPORTERS = ("dynamo", "torchscript")
+
+Owners = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is certain about a net, whichever exporter is used.
+
+    Attributes:
+        fates: Module path → fate.
+        owners: Op type → owners of the nodes of that type, in the order of the graph.
+        merged: Module path → the modules that a ``fused`` one was merged with.
+    """
+
+    fates: dict[str, str] = field(default_factory=dict)
+    owners: dict[str, list[Owners]] = field(default_factory=dict)
+    merged: dict[str, Owners] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Net:
+    """One trap.
+
+    Attributes:
+        name: What the trap is.
+        build: Makes the model, in eval mode, and its keyword inputs.
+        truth: What holds with both exporters.
+        dynamo: What holds besides under dynamo.
+        torchscript: What holds besides under TorchScript.
+        skip: Exporters that torch itself cannot use for it.
+        dynamic: Keyword input → its dynamic dimensions, by name.
+    """
+
+    name: str
+    build: Callable[[], tuple[nn.Module, dict[str, Any]]]
+    truth: Truth = Truth()
+    dynamo: Truth = Truth()
+    torchscript: Truth = Truth()
+    skip: frozenset[str] = frozenset()
+    dynamic: dict[str, dict[int, str]] = field(default_factory=dict)
+
+    def facts(self, exporter: str) -> Truth:
+        """What is certain with one exporter."""
+        more: Truth = getattr(self, exporter)
+        ours = self.truth
+        return Truth({**ours.fates, **more.fates}, {**ours.owners, **more.owners}, {**ours.merged, **more.merged})
+
+    def export_options(self, exporter: str) -> dict[str, Any]:
+        """Arguments of the export that make the dynamic dimensions dynamic."""
+        if not self.dynamic:
+            return {}
+        if exporter == "torchscript":
+            return {"input_names": list(self.dynamic), "dynamic_axes": self.dynamic}
+        dims = {name: dict.fromkeys(axes, torch.export.Dim.DYNAMIC) for name, axes in self.dynamic.items()}
+        return {"dynamic_shapes": dims}
+
+
+NETS: dict[str, Net] = {}
+
+
+def spread(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Give every parameter and buffer of floats values of its own: equal ones are merged and hide faults."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.is_floating_point():
+                noise = torch.rand(tensor.shape, generator=generator)
+                tensor.copy_(0.5 + noise if "var" in name or "scale" in name else 0.8 * (noise - 0.45))
+    return model
+
+
+def x(*shape: int, seed: int = 7) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def net(
+    name: str,
+    make: Callable[[], nn.Module],
+    inputs: Callable[[], dict[str, Any]] = lambda: {"x": x(2, 4)},
+    *,
+    equal: bool = False,
+    skip: tuple[str, ...] = (),
+    **facts: Any,
+) -> None:
+    """Put one net into the registry; its parameters are spread unless the trap is that they are equal."""
+
+    def build() -> tuple[nn.Module, dict[str, Any]]:
+        torch.manual_seed(0)
+        model = make()
+        return (model if equal else spread(model)).eval(), inputs()
+
+    NETS[name] = Net(name, build, skip=frozenset(skip), **facts)
+
+
+def computed(*paths: str) -> dict[str, str]:
+    return dict.fromkeys(paths, "computed")
+
+
+# --- the same module, or the same class, several times ---------------------------------------------------
+
+
+class Siblings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) * self.second(x).tanh()
+
+
+net(
+    "siblings",
+    Siblings,
+    truth=Truth(computed("", "first", "second"), {"Gemm": [("first",), ("second",)], "Tanh": [("",)], "Mul": [("",)]}),
+)
+
+
+def equal_siblings() -> nn.Module:
+    model = Siblings()
+    model.second.load_state_dict(model.first.state_dict())
+    return model
+
+
+# Equal work on the same input is done once, for both.
+net(
+    "equal_siblings",
+    equal_siblings,
+    equal=True,
+    truth=Truth(computed(""), {"Tanh": [("",)], "Mul": [("",)]}),
+)
+
+
+class Twins(nn.Module):
+    """Equal parameters, different inputs: equal weights may be merged, the work may not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4))
+        self.right = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4))
+        self.right.load_state_dict(self.left.state_dict())
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.left(x) + self.right(y)
+
+
+net(
+    "twin_branches",
+    Twins,
+    lambda: {"x": x(2, 4), "y": x(2, 4, seed=8)},
+    equal=True,
+    truth=Truth(
+        computed("left.0", "right.0", "left.2", "right.2"),
+        {"Gemm": [("left.0",), ("right.0",)], "LayerNormalization": [("left.2",), ("right.2",)]},
+    ),
+)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(4, 4), nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.act(self.fc(x)))
+
+
+net(
+    "called_twice",
+    Twice,
+    truth=Truth(computed("fc", "act"), {"Gemm": [("fc",), ("fc",)], "Tanh": [("act",)]}),
+)
+
+
+class Loop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = x + self.block(x)
+        return x
+
+
+net(
+    "loop_of_three",
+    Loop,
+    truth=Truth(
+        computed("block", "block.0", "block.1"),
+        {"Gemm": [("block.0",)] * 3, "Tanh": [("block.1",)] * 3, "Add": [("",)] * 3},
+    ),
+)
+
+
+class TwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.other = self.one
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.one(x).tanh())
+
+
+net(
+    "two_names",
+    TwoNames,
+    truth=Truth(computed("", "one"), {"Gemm": [("one",), ("one",)], "Tanh": [("",)]}),
+)
+
+
+class Holder(nn.Module):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared(x).sigmoid()
+
+
+class TwoParents(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(4, 4)
+        self.left, self.right = Holder(shared), Holder(shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.right(self.left(x))
+
+
+# The second parent must own its work too, though the path of what it holds lies under the first.
+net(
+    "two_parents",
+    TwoParents,
+    truth=Truth(
+        computed("left", "right", "left.shared"),
+        {"Sigmoid": [("left",), ("right",)]},
+    ),
+)
+
+
+class TiedWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(ids)))
+
+
+net(
+    "tied_weights",
+    TiedWeights,
+    lambda: {"ids": torch.tensor([[1, 5, 3], [0, 8, 2]])},
+    truth=Truth(
+        computed("embed", "norm", "head"),
+        {"Gather": [("embed",)], "LayerNormalization": [("norm",)], "MatMul": [("head",)]},
+    ),
+)
+
+
+class Recursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        return self(self.fc(x).tanh(), depth - 1) if depth else x
+
+
+net("calls_itself", Recursive, truth=Truth(computed("fc"), {"Gemm": [("fc",), ("fc",)]}))
+
+
+# --- merged by the exporters ---------------------------------------------------
+
+
+def conv_bn_relu() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+
+
+def image() -> dict[str, Any]:
+    return {"input": x(1, 3, 6, 6)}
+
+
+net(
+    "conv_bn_relu",
+    conv_bn_relu,
+    image,
+    truth=Truth(
+        {"0": "fused", "1": "fused", **computed("", "2", "3")},
+        {"Conv": [("0", "1"), ("3",)], "Relu": [("2",)]},
+        {"0": ("1",), "1": ("0",)},
+    ),
+)
+
+
+def bn_conv() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.ReLU())
+
+
+net("bn_before_conv", bn_conv, image, truth=Truth(computed("2"), {"Relu": [("2",)]}))
+
+
+class MaskedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) + (1.0 - mask.to(x.dtype))[:, None] * -3.0
+
+
+class SharedMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MaskedLayer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+LAYERS = ("layers.0", "layers.1", "layers.2")
+net(
+    "mask_made_in_every_layer",
+    SharedMask,
+    lambda: {"x": x(2, 4), "mask": torch.tensor([1, 0])},
+    truth=Truth(
+        computed(*LAYERS, *(f"{layer}.fc" for layer in LAYERS)),
+        {"Cast": [LAYERS], "Sub": [LAYERS], "Mul": [LAYERS], "Add": [(layer,) for layer in LAYERS]},
+    ),
+)
+
+
+class CastThenScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids.float() * self.weight
+
+
+class SharedCast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = CastThenScale(), CastThenScale()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.first(ids) - self.second(ids).exp()
+
+
+net(
+    "same_cast_in_two_siblings",
+    SharedCast,
+    lambda: {"ids": torch.tensor([[1, 5, 3], [0, 8, 2]])},
+    truth=Truth(
+        computed("first", "second"),
+        {"Cast": [("first", "second")], "Mul": [("first",), ("second",)], "Sub": [("",)]},
+    ),
+)
+
+
+class Fold(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(2, 2, 2)
+
+
+class Unfold(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(8, 1)
+
+
+class ReshapesMeet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.fold, self.unfold, self.after = nn.Tanh(), Fold(), Unfold(), nn.Sigmoid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.unfold(self.fold(self.before(x))))
+
+
+net(
+    "reshapes_that_meet",
+    ReshapesMeet,
+    truth=Truth(computed("before", "after"), {"Tanh": [("before",)], "Sigmoid": [("after",)]}),
+    dynamo=Truth(
+        {"fold": "fused", "unfold": "fused"},
+        {"Reshape": [("fold", "unfold")]},
+        {"fold": ("unfold",), "unfold": ("fold",)},
+    ),
+)
+
+
+class Turn(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, 1)
+
+
+class TransposesCancel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.there, self.back, self.after = nn.Tanh(), Turn(), Turn(), nn.Sigmoid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.back(self.there(self.before(x))))
+
+
+net(
+    "transposes_that_cancel",
+    TransposesCancel,
+    truth=Truth(
+        {"there": "fused", "back": "fused", **computed("before", "after")},
+        {"Tanh": [("before",)], "Sigmoid": [("after",)]},
+    ),
+)
+
+
+# --- not computed ---------------------------------------------------
+
+
+class DeadBranch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.dead, self.unused = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.dead(x)
+        return self.main(x)
+
+
+net(
+    "dead_branch_and_unused_module",
+    DeadBranch,
+    truth=Truth(
+        {"dead": "dead", "dead.0": "dead", "dead.1": "dead", "unused": "uncalled", **computed("", "main")},
+        {"Gemm": [("main",)]},
+    ),
+)
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.fc = nn.Embedding(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x + self.table(torch.arange(4) % 3))
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rate", torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(-self.rate * torch.arange(4.0))
+
+
+class Schedule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.fc = Scale(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) * self.scale(x)
+
+
+net("positions_folded_away", Positions, lambda: {"x": x(4, 4)}, truth=Truth(computed("", "fc")))
+net(
+    "scale_folded_away",
+    Schedule,
+    truth=Truth(computed("fc"), {"Gemm": [("fc",)]}),
+    dynamo=Truth({"scale": "constant"}),
+)
+
+
+def identities() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Identity(), nn.Tanh())
+
+
+net(
+    "dropout_and_identity",
+    identities,
+    lambda: {"input": x(2, 4)},
+    truth=Truth({"1": "identity", "2": "identity", **computed("0", "3")}, {"Gemm": [("0",)], "Tanh": [("3",)]}),
+)
+
+
+class OnlyIdentity(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.same(x)
+
+
+net("nothing_but_identity", OnlyIdentity, truth=Truth({"same": "identity"}))
+
+
+class LastIsIdentity(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.drop = nn.Linear(4, 4), nn.Dropout()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.fc(x))
+
+
+net("identity_at_the_end", LastIsIdentity, truth=Truth({"fc": "computed", "drop": "identity"}, {"Gemm": [("fc",)]}))
+
+
+# --- names ---------------------------------------------------
+
+
+def nested() -> nn.Module:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    return nn.Sequential(nn.Sequential(nn.Sequential(inner, nn.Sigmoid())), nn.Linear(4, 4))
+
+
+net(
+    "nested_sequentials",
+    nested,
+    lambda: {"input": x(2, 4)},
+    truth=Truth(
+        computed("0", "0.0", "0.0.0", "0.0.0.0", "1"),
+        {"Gemm": [("0.0.0.0",), ("1",)], "Tanh": [("0.0.0.1",)], "Sigmoid": [("0.0.1",)]},
+    ),
+)
+
+ODD_KEYS = ("a/b", "a-b", "a::b", "a;b", "a b", "ä%2F", "a")
+
+
+class OddKeys(nn.Module):
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        super().__init__()
+        self.by_name = nn.ModuleDict({key: nn.Linear(4, 4) for key in keys})
+        self.keys = ("a", *keys)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for key in self.keys:
+            x = self.by_name[key](x)
+        return x
+
+
+net(
+    "odd_keys",
+    lambda: OddKeys(ODD_KEYS),
+    truth=Truth(
+        computed(*(f"by_name.{key}" for key in ODD_KEYS)),
+        {"Gemm": [(f"by_name.{key}",) for key in ("a", *ODD_KEYS)]},
+    ),
+)
+
+# torch writes the second call of "a" as "a@1".
+net(
+    "at_sign_in_a_key",
+    lambda: OddKeys(("a@1", "a")),
+    truth=Truth(computed("by_name.a", "by_name.a@1"), {"Gemm": [("by_name.a",), ("by_name.a@1",), ("by_name.a",)]}),
+)
+
+
+class SameEnd(nn.Module):
+    """`inner.linear` and `linear`: TorchScript cuts both to the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.linear = nn.Linear(4, 4)
+        self.linear = nn.Linear(4, 4)
+        self.linear_1 = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear_1(self.linear(self.linear(self.inner.linear(x))))
+
+
+net(
+    "names_that_end_alike",
+    SameEnd,
+    truth=Truth(
+        computed("linear", "inner.linear", "linear_1"),
+        {"Gemm": [("inner.linear",), ("linear",), ("linear",), ("linear_1",)]},
+    ),
+)
+
+
+# --- calls that are no plain calls ---------------------------------------------------
+
+
+class Codec(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x).tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x).sigmoid()
+
+
+class OtherMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codec = Codec()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.codec.encode(x)
+
+
+# `codec` never runs: what its method computes belongs to its caller, and its child runs.
+net(
+    "a_method_that_is_not_forward",
+    OtherMethod,
+    truth=Truth({"codec": "uncalled", **computed("", "codec.fc")}, {"Gemm": [("codec.fc",)], "Tanh": [("",)]}),
+)
+
+
+class DirectForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codec = Codec()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.codec.forward(x) + 1.0
+
+
+net(
+    "forward_called_directly",
+    DirectForward,
+    truth=Truth(
+        {"codec": "uncalled", **computed("codec.fc")},
+        {"Gemm": [("codec.fc",)], "Tanh": [("",)], "Sigmoid": [("",)]},
+    ),
+)
+
+
+class NoGrad(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            features = self.frozen(x)
+        return self.head(features)
+
+
+net(
+    "no_grad_inside",
+    NoGrad,
+    truth=Truth(
+        computed("frozen", "frozen.0", "frozen.1", "head"),
+        {"Gemm": [("frozen.0",), ("head",)], "Tanh": [("frozen.1",)]},
+    ),
+)
+
+
+def forward_hooked() -> nn.Module:
+    model = Siblings()
+    model.first.register_forward_hook(lambda _module, _args, out: out.exp())
+    return model
+
+
+def pre_hooked() -> nn.Module:
+    model = Siblings()
+    model.second.register_forward_pre_hook(lambda _module, args: (args[0].cos(),))
+    return model
+
+
+# A hook of the user's changes what the module gives back, or what it is given.
+net("forward_hook_that_computes", forward_hooked, truth=Truth(computed("first", "second"), {"Exp": [("first",)]}))
+net("pre_hook_that_computes", pre_hooked, truth=Truth(computed("first", "second"), {"Cos": [("",)]}))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.utils.checkpoint.checkpoint(self.fc, x, use_reentrant=False).tanh())
+
+
+net(
+    "checkpointed",
+    Checkpointed,
+    skip=("torchscript",),
+    truth=Truth(computed("fc", "head"), {"Gemm": [("fc",), ("head",)], "Tanh": [("",)]}),
+)
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2.0 + x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Doubling.apply(x)  # type: ignore[no-untyped-call]
+        return result
+
+
+class AutogradFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.twice, self.again = nn.Linear(4, 4), Doubled(), Doubled()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.twice(self.fc(x)))
+
+
+net(
+    "autograd_function",
+    AutogradFunction,
+    truth=Truth(computed("fc", "twice", "again"), {"Sin": [("twice",), ("again",)], "Mul": [("twice",), ("again",)]}),
+)
+
+
+class Branches(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos() * 2.0, (x,))  # type: ignore[no-any-return]
+
+
+class Cond(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.choose, self.again = nn.Linear(4, 4), Branches(), Branches()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.choose(self.fc(x)))
+
+
+net(
+    "cond",
+    Cond,
+    skip=("torchscript",),
+    truth=Truth(
+        computed("fc", "choose", "again"),
+        {"If": [("choose",), ("again",)], "Sin": [("choose",), ("again",)], "Cos": [("choose",), ("again",)]},
+    ),
+)
+
+
+class CondOverSelf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def high(x: torch.Tensor) -> torch.Tensor:
+            return self.up(x) * self.weight
+
+        def low(x: torch.Tensor) -> torch.Tensor:
+            return self.down(x).tanh() - self.weight
+
+        return torch.cond(x.sum() > 0, high, low, (x,))  # type: ignore[no-any-return]
+
+
+class HoldsCond(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.choose = nn.Linear(4, 4), CondOverSelf()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.choose(self.fc(x))
+
+
+net(
+    "cond_over_self",
+    HoldsCond,
+    skip=("torchscript",),
+    truth=Truth(computed("fc", "choose"), {"If": [("choose",)], "Tanh": [("choose",)]}),
+)
+
+
+# --- tensors in and out ---------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
+        return {"both": (self.a(x), self.b(x)), "sum": (x.sum(-1),)}
+
+
+class Structured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.norm = Pair(), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
+        found = self.pair(x)
+        return {"first": (self.norm(found["both"][0]), found["both"][1]), "last": (found["sum"][0].exp(),)}
+
+
+net(
+    "dict_of_tuples",
+    Structured,
+    truth=Truth(
+        computed("", "pair", "pair.a", "pair.b", "norm"),
+        {"Gemm": [("pair.a",), ("pair.b",)], "ReduceSum": [("pair",)], "Exp": [("",)]},
+    ),
+)
+
+
+class NestedInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, pair: tuple[torch.Tensor, list[torch.Tensor]]) -> torch.Tensor:
+        return self.fc(pair[0]) * pair[1][0] - pair[1][1]
+
+
+net(
+    "nested_inputs",
+    NestedInputs,
+    lambda: {"pair": (x(2, 4), [x(2, 4, seed=8), x(2, 4, seed=9)])},
+    truth=Truth(computed("fc"), {"Gemm": [("fc",)], "Mul": [("",)], "Sub": [("",)]}),
+)
+
+
+class Together(nn.Module):
+    """Gives back what it was given, beside something new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, self.fc(x).tanh()
+
+
+class PassesThrough(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.head = Together(), Together(), nn.Sigmoid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        same, new = self.two(self.one(x)[0])
+        return self.head(same) * new
+
+
+net(
+    "input_beside_something_new",
+    PassesThrough,
+    truth=Truth(
+        {"one": "dead", "one.fc": "dead", **computed("two", "two.fc", "head")},
+        {"Gemm": [("two.fc",)], "Tanh": [("two",)], "Sigmoid": [("head",)], "Mul": [("",)]},
+    ),
+)
+
+
+class ReturnsTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = self.fc(x)
+        return y, y, x
+
+
+net("same_tensor_twice_and_an_input_returned", ReturnsTwice, truth=Truth(computed("fc"), {"Gemm": [("fc",)]}))
+
+
+class InPlace(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2.0
+        y.add_(1.0)
+        y[:, 0] = 0.5
+        return y.tanh_()
+
+
+class HoldsInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.change, self.act, self.head = nn.Linear(4, 4), InPlace(), nn.ReLU(inplace=True), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.change(self.act(self.fc(x))))
+
+
+net(
+    "in_place",
+    HoldsInPlace,
+    truth=Truth(
+        computed("fc", "change", "act", "head"),
+        {"Gemm": [("fc",), ("head",)], "Relu": [("act",)], "Tanh": [("change",)]},
+    ),
+)
+
+
+class SplitHeads(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.chunk(3, dim=-1)
+
+
+class UsesSomeHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.split, self.act = nn.Linear(4, 6), SplitHeads(), nn.Sigmoid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, _, v = self.split(self.qkv(x))
+        return self.act(q) * v
+
+
+net(
+    "an_output_that_nobody_uses",
+    UsesSomeHeads,
+    truth=Truth(computed("qkv", "split", "act"), {"Gemm": [("qkv",)], "Sigmoid": [("act",)]}),
+)
+
+
+# --- shapes ---------------------------------------------------
+
+
+class FromShape(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table(torch.arange(x.shape[1], device=x.device))
+
+
+class SplitMerge(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        heads = x.view(batch, length, 2, 2).transpose(1, 2).softmax(-1)
+        return heads.transpose(1, 2).reshape(batch, length, 4)
+
+
+class ShapesEverywhere(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.one, self.fc, self.two = FromShape(), SplitMerge(), nn.Linear(4, 4), SplitMerge()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.fc(self.one(self.positions(x))))
+
+
+net(
+    "positions_from_shapes",
+    ShapesEverywhere,
+    lambda: {"x": x(2, 3, 4)},
+    dynamic={"x": {0: "batch", 1: "length"}},
+    truth=Truth(
+        computed("positions", "positions.table", "one", "fc", "two"),
+        {"Softmax": [("one",), ("two",)], "MatMul": [("fc",)]},
+    ),
+)
+
+
+# --- modules of torch with an inside ---------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.norm, self.rnn, self.head = nn.LayerNorm(4), kind(4, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(self.norm(x))[0])
+
+
+def sequence() -> dict[str, Any]:
+    return {"x": x(2, 3, 4)}
+
+
+net("lstm", lambda: Recurrent(nn.LSTM), sequence, truth=Truth(computed("rnn", "norm", "head"), {"LSTM": [("rnn",)]}))
+net("gru", lambda: Recurrent(nn.GRU), sequence, truth=Truth(computed("rnn", "norm", "head"), {"GRU": [("rnn",)]}))
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.attention = nn.Linear(4, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc(x)
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+net("multihead_attention", Attends, sequence, truth=Truth(computed("attention", "fc")))
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2)
+
+
+net(
+    "transformer_encoder",
+    encoder,
+    lambda: {"src": x(2, 3, 4)},
+    truth=Truth({**computed("layers.0", "layers.1.linear1", "layers.1.norm2"), "layers.0.dropout": "identity"}),
+)
+
+
+def normed() -> nn.Module:
+    weight_norm = nn.utils.parametrizations.weight_norm
+    return nn.Sequential(weight_norm(nn.Linear(4, 4)), nn.Tanh(), weight_norm(nn.Linear(4, 3)))
+
+
+net(
+    "weight_norm",
+    normed,
+    lambda: {"input": x(2, 4)},
+    truth=Truth(computed("0", "1", "2"), {"Tanh": [("1",)]}),
+)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(-1, (2, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+class AttentionBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x, mask[:, None, None, :])
+        return x
+
+
+net(
+    "scaled_dot_product_attention",
+    AttentionBlocks,
+    lambda: {"x": x(2, 3, 4), "mask": torch.tensor([[True, True, False], [True, True, True]])},
+    truth=Truth(computed("blocks.0", "blocks.1.q"), {"Softmax": [("blocks.0",), ("blocks.1",)]}),
+)

@@ -1,0 +1,265 @@
+"""The command line, run in process: what it writes, what it shows, and its exit status."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+
+import htp_export
+from htp_export.cli.main import main
+
+SMALL = ["num_hidden_layers=1", "hidden_size=16", "num_attention_heads=2", "intermediate_size=32", "vocab_size=100"]
+BERT = ["export", "bert", "--random-weights", *(word for setting in SMALL for word in ("--set", setting))]
+FACTORY = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 3)
+
+    def forward(self, x, scale=None):
+        return torch.relu(self.fc(x if scale is None else x * scale))
+
+class Sized(torch.nn.Module):
+    def forward(self, x):
+        return torch.relu(x) if x.sum() > 0 else x
+
+CALLS = []
+
+class Unsteady(torch.nn.Module):
+    def forward(self, x):
+        CALLS.append(x)
+        return x * len(CALLS)
+
+def unsteady():
+    return Unsteady(), (torch.randn(2, 4),)
+
+class Dropping(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.dropout(x) * 2
+
+def training():
+    return Dropping().train(), (torch.randn(2, 4),)
+
+def positional():
+    return Net(), (torch.randn(2, 4), torch.randn(4))
+
+def named():
+    return Net().eval(), {"x": torch.randn(2, 4)}
+
+def dynamic_control_flow():
+    return Sized(), (torch.randn(2, 4),)
+
+def broken():
+    raise RuntimeError("no weights today")
+
+def shapeless():
+    return Net()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # Each test has a module of its own name, since Python keeps what it has imported.
+    (tmp_path / f"nets_{tmp_path.name}.py").write_text(FACTORY)
+    return tmp_path
+
+
+def entry(folder: Path, name: str) -> list[str]:
+    return ["export", "--entry", f"nets_{folder.name}:{name}"]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".py" and path.name != "__pycache__")
+
+
+class TestExport:
+    @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
+    def test_writes_a_tagged_file_shows_the_tree_and_verifies(self, folder, capsys, exporter):
+        assert main([*BERT, exporter, "-o", "bert.onnx", "--verify"]) == 0
+        out = capsys.readouterr().out
+        assert "BertSelfAttention" in out
+        assert "every module agrees with PyTorch: outputs within " in out
+        tagged = htp_export.load("bert.onnx")
+        assert {node.op_type for node in tagged["encoder.layer.0.attention.self.query"].nodes} >= {"MatMul", "Add"}
+        assert not tagged.untagged
+
+    @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
+    def test_dynamic_axes_have_names(self, folder, exporter):
+        command = [*BERT, exporter, "--dynamic", "batch,sequence", "-o", "bert.onnx", "--verify", "--quiet"]
+        assert main(command) == 0
+        inputs = {value.name: value for value in onnx.load("bert.onnx").graph.input}
+        dims = [dim.dim_param for dim in inputs["input_ids"].type.tensor_type.shape.dim]
+        assert dims == ["batch", "sequence"]
+
+    def test_shapes_come_from_a_file(self, folder):
+        Path("shapes.json").write_text('{"input_ids": [2, 7]}')
+        assert main([*BERT, "--inputs", "shapes.json", "-o", "bert.onnx", "--quiet"]) == 0
+        shape = onnx.load("bert.onnx").graph.input[0].type.tensor_type.shape
+        assert [dim.dim_value for dim in shape.dim] == [2, 7]
+
+    def test_opset_and_dtype_are_those_asked_for(self, folder):
+        assert main([*BERT, "--opset", "20", "--dtype", "float16", "-o", "bert.onnx", "--quiet", "--verify"]) == 0
+        model = onnx.load("bert.onnx")
+        assert model.opset_import[0].version == 20
+        assert model.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16
+
+    def test_weights_go_beside_the_file_or_into_it(self, folder):
+        assert main([*BERT, "-o", "out.onnx", "--quiet"]) == 0
+        assert files(folder) == ["out.onnx", "out.onnx.data"]
+        Path("out.onnx.data").unlink()
+        assert main([*BERT, "-o", "out.onnx", "--no-external-data", "--quiet"]) == 0
+        assert files(folder) == ["out.onnx"]
+
+    def test_quiet_shows_nothing(self, folder, capsys):
+        assert main([*BERT, "-o", "bert.onnx", "--quiet", "--verify"]) == 0
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err) == ("", "")
+
+    def test_json_is_all_that_is_on_stdout(self, folder, capsys):
+        assert main([*BERT, "-o", "bert.onnx", "--json", "--verify"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["file"] == "bert.onnx"
+        assert result["modules"]["pooler.dense"]["class_name"] == "torch.nn.modules.linear.Linear"
+        assert result["parity"]["ok"] is True
+
+    @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
+    @pytest.mark.parametrize(("factory", "names"), [("positional", ["x", "scale"]), ("named", ["x"])])
+    def test_entry_gives_a_model_of_ones_own(self, folder, exporter, factory, names):
+        assert main([*entry(folder, factory), exporter, "-o", "net.onnx", "--verify", "--quiet"]) == 0
+        assert [value.name for value in onnx.load("net.onnx").graph.input] == names
+
+    @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
+    def test_failed_verification_is_status_1_and_says_what_differs(self, folder, capsys, exporter):
+        assert main([*entry(folder, "unsteady"), exporter, "-o", "net.onnx", "--verify"]) == 1
+        captured = capsys.readouterr()
+        assert "every module agrees" not in captured.out
+        assert "htp-export: error: outputs differ from PyTorch: output 0: 8 of 8 elements differ" in captured.err
+
+    @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
+    def test_model_of_ones_own_is_exported_as_it_infers(self, folder, exporter):
+        assert main([*entry(folder, "training"), exporter, "-o", "net.onnx", "--verify", "--quiet"]) == 0
+
+    def test_failed_export_is_status_1_and_leaves_what_was_there(self, folder, capsys):
+        Path("net.onnx").write_text("before")
+        assert main([*entry(folder, "dynamic_control_flow"), "-o", "net.onnx"]) == 1
+        captured = capsys.readouterr()
+        assert "htp-export: error: the export failed" in captured.err
+        assert "Traceback" not in captured.err
+        assert files(folder) == ["net.onnx"]
+        assert Path("net.onnx").read_text() == "before"
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["export", "bert", "-o", "x.onnx"], "--random-weights"),
+            (["export", "-o", "x.onnx"], "give one model"),
+            (["export", "bert", "--entry", "a:b", "-o", "x.onnx"], "give one model"),
+            (["export", "bert", "--random-weights"], "--output"),
+            (["export", "bert", "--random-weights", "-o", "no/such/x.onnx"], "its folder does not exist"),
+            (["export", "bert", "--random-weights", "-o", "."], "is a folder"),
+            (["export", "bert", "--random-weights", "--set", "layers", "-o", "x.onnx"], "write key=value"),
+            (["export", "bert", "--random-weights", "--set", "num_layer=2", "-o", "x.onnx"], "no 'num_layer'"),
+            (["export", "bert", "--random-weights", "--dtype", "int8", "-o", "x.onnx"], "int8"),
+            (["export", "bert", "--random-weights", "--opset", "ten", "-o", "x.onnx"], "--opset"),
+            ([*BERT, "--dynamic", "length", "-o", "x.onnx"], "no dynamic axis 'length'"),
+            ([*BERT, "--inputs", "nowhere.json", "-o", "x.onnx"], "cannot be read"),
+            ([*BERT, "--inputs", "broken.json", "-o", "x.onnx"], "is not JSON"),
+            (["export", "--entry", "nowhere", "-o", "x.onnx"], "package.module:factory"),
+            (["export", "--entry", "nowhere:make", "-o", "x.onnx"], "No module named 'nowhere'"),
+            (["export", "--entry", "json:nothing", "-o", "x.onnx"], "no function 'nothing'"),
+            (["export", "--entry", "json:dumps", "--task", "fill-mask", "-o", "x.onnx"], "--task is for a SOURCE"),
+            (["tree", "nowhere.onnx"], "nowhere.onnx"),
+            (["tree", "broken.json"], "not an ONNX model"),
+            (["tree"], "Missing argument 'file'"),
+            (["treee"], "treee"),
+            (["tree", "x.onnx", "--nonsense"], "--nonsense"),
+        ],
+    )
+    def test_is_status_2_with_one_line_and_no_file(self, folder, capsys, arguments, message):
+        Path("broken.json").write_text("{")
+        assert main(arguments) == 2
+        captured = capsys.readouterr()
+        assert captured.err.startswith("htp-export: error: ")
+        assert captured.err.count("\n") == 1
+        assert message in captured.err
+        assert files(folder) == ["broken.json"]
+
+    def test_error_in_a_factory_says_where_it_was_raised(self, folder, capsys):
+        assert main([*entry(folder, "broken"), "-o", "x.onnx"]) == 2
+        error = capsys.readouterr().err
+        assert "RuntimeError: no weights today" in error
+        assert "in broken" in error
+
+    def test_debug_shows_the_traceback(self, folder, capsys):
+        assert main(["--debug", *entry(folder, "broken"), "-o", "x.onnx"]) == 2
+        assert "Traceback" in capsys.readouterr().err
+
+    def test_factory_that_returns_no_inputs(self, folder, capsys):
+        assert main([*entry(folder, "shapeless"), "-o", "x.onnx"]) == 2
+        assert "must return (model, example inputs)" in capsys.readouterr().err
+
+
+class TestTree:
+    @pytest.fixture
+    def file(self, folder):
+        net = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.nn.Linear(4, 2))
+        net.eval()
+        htp_export.export(net, (torch.randn(2, 4),), "net.onnx", verbose=False)
+        return "net.onnx"
+
+    def test_shows_a_line_for_each_module(self, file, capsys):
+        assert main(["tree", file]) == 0
+        assert [line.split()[-3] for line in capsys.readouterr().out.splitlines()[1:]] == [
+            "Sequential",
+            "Sequential",
+            "Linear",
+            "ReLU",
+            "Linear",
+        ]
+
+    @pytest.mark.parametrize(
+        ("options", "paths"),
+        [
+            ([], ["", "0", "0.0", "0.1", "1"]),
+            (["--depth", "1"], ["", "0", "1"]),
+            (["--select", "class:Linear"], ["", "0", "0.0", "1"]),
+            (["--select", "0.*", "--select", "!class:ReLU"], ["", "0", "0.0"]),
+        ],
+    )
+    def test_json_has_the_modules_asked_for(self, file, capsys, options, paths):
+        assert main(["tree", file, "--json", *options]) == 0
+        assert list(json.loads(capsys.readouterr().out)["modules"]) == paths
+
+    def test_selector_that_matches_nothing_is_status_2(self, file, capsys):
+        assert main(["tree", file, "--select", "class:Linar"]) == 2
+        assert "nearest: 'Linear'" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"htp-export {htp_export.__version__}\n"
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    assert main([]) == 0
+    assert "tree" in capsys.readouterr().out
+
+
+def test_python_dash_m_is_the_command_line():
+    command = [sys.executable, "-m", "htp_export", "tree", "nowhere.onnx"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("htp-export: error: nowhere.onnx")

@@ -1,0 +1,251 @@
+"""Every module of every net, and of small transformers models, is in the file exactly what PyTorch computed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+from tests.exporting import exported, exported_net
+from tests.nets import EXPORTERS, NETS, Net, spread, x
+from tests.truth import inexact, nodes_of, owners_of, tree_of, untagged
+
+BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
+
+OWN = ("Gemm", "MatMul", "Conv", "Sigmoid", "Tanh", "Relu")
+
+# Faults that are known, each with its reason.
+KNOWN = {
+    ("at_sign_in_a_key", "dynamo"): "the module 'a@1' is taken for the second call of 'a'",
+    (
+        "no_grad_inside",
+        "dynamo",
+    ): "work inside torch.no_grad() is a subgraph without module stacks, and goes to the caller",
+    ("forward_hook_that_computes", "torchscript"): "the work of a user's forward hook goes to the caller",
+    ("pre_hook_that_computes", "dynamo"): "the work of a user's forward pre-hook goes to the module",
+    ("cond", "dynamo"): "nodes in branches that nobody reads by name take the owner of what they read",
+    ("cond_over_self", "dynamo"): "modules called in branches are not seen, and nodes in them take what they read",
+    ("in_place", "torchscript"): "an operation in place on the module's input is taken for a merged one",
+    (
+        "positions_from_shapes",
+        "dynamo",
+    ): "a Shape of the model's input, made for a module's sizes, is owned by the module; "
+    "a helper of torch.export is listed as a module",
+}
+
+
+def cases() -> list[Any]:
+    found = []
+    for name, net in NETS.items():
+        for exporter in EXPORTERS:
+            if exporter not in net.skip:
+                reason = KNOWN.get((name, exporter))
+                marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+                found.append(pytest.param(net, exporter, marks=marks, id=f"{name}-{exporter}"))
+    return found
+
+
+def different_facts(net: Net, exporter: str, file: onnx.ModelProto) -> list[Any]:
+    """``(what, expected, found)`` for each hand-written fact that the file contradicts."""
+    facts, tree = net.facts(exporter), tree_of(file)
+    compared: list[Any] = [(path, fate, tree[path]["fate"]) for path, fate in facts.fates.items()]
+    compared += [(path, others, tuple(tree[path].get("with", ()))) for path, others in facts.merged.items()]
+    for op_type, owners in facts.owners.items():
+        compared.append((op_type, owners, [owners_of(node) for node in nodes_of(file) if node.op_type == op_type]))
+    return [(what, expected, found) for what, expected, found in compared if expected != found]
+
+
+@pytest.mark.parametrize(("net", "exporter"), cases())
+def test_every_module_is_exact_and_agrees_with_what_is_known_of_it(net: Net, exporter: str, tmp_path: Path) -> None:
+    file = exported_net(net.name, exporter, tmp_path)
+    model, kwargs = net.build()
+    assert (inexact(model, kwargs, file), different_facts(net, exporter, file)) == ([], [])
+
+
+VARIANTS = ("siblings", "conv_bn_relu", "mask_made_in_every_layer", "called_twice", "lstm", "dict_of_tuples")
+
+
+# torch converts these to opset 14; a graph with LayerNormalization, say, it leaves at 18.
+@pytest.mark.parametrize(
+    "name", ["siblings", "mask_made_in_every_layer", "called_twice", "nested_sequentials", "transposes_that_cancel"]
+)
+def test_an_opset_below_18_under_dynamo_is_as_exact(name: str, tmp_path: Path) -> None:
+    file = exported_net(name, "dynamo", tmp_path, opset_version=14)
+    assert [entry.version for entry in file.opset_import if not entry.domain] == [14]
+    assert inexact(*NETS[name].build(), file) == []
+
+
+@pytest.mark.parametrize("name", ["conv_bn_relu", "mask_made_in_every_layer", "lstm", "reshapes_that_meet"])
+def test_a_graph_that_is_not_optimised_is_as_exact(name: str, tmp_path: Path) -> None:
+    file = exported_net(name, "dynamo", tmp_path, optimize=False)
+    assert inexact(*NETS[name].build(), file) == []
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, "positions_folded_away", "reshapes_that_meet", "weight_norm", "gru"])
+def test_torchscript_without_constant_folding_is_as_exact(name: str, tmp_path: Path) -> None:
+    file = exported_net(name, "torchscript", tmp_path, opset_version=14, do_constant_folding=False)
+    assert inexact(*NETS[name].build(), file) == []
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["nested_sequentials", "two_parents", "conv_bn_relu"])
+def test_parameters_that_are_all_equal_do_not_confuse_owners(name: str, exporter: str, tmp_path: Path) -> None:
+    model, kwargs = NETS[name].build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.25)
+    owners = [owners_of(node) for node in nodes_of(exported(model, kwargs, exporter, tmp_path)) if node.op_type in OWN]
+    model, kwargs = NETS[name].build()
+    expected = [
+        owners_of(node) for node in nodes_of(exported(model, kwargs, exporter, tmp_path)) if node.op_type in OWN
+    ]
+    assert owners == expected
+    assert owners
+
+
+# --- transformers ---------------------------------------------------
+
+
+def ids() -> torch.Tensor:
+    return torch.tensor([[5, 3, 9, 1, 7], [2, 8, 4, 6, 11]])
+
+
+def bert() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    return BertModel(config), {"input_ids": ids(), "attention_mask": torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])}
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16, use_cache=False, bos_token_id=0, eos_token_id=0
+    )
+    return GPT2LMHeadModel(config), {"input_ids": ids(), "attention_mask": torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])}
+
+
+def resnet() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import ResNetConfig, ResNetModel
+
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    return ResNetModel(config), {"pixel_values": x(1, 3, 32, 32)}
+
+
+def t5() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, relative_attention_num_buckets=8
+    )
+    config._attn_implementation = "eager"
+    return T5EncoderModel(config), {"input_ids": ids()}
+
+
+def whisper() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    config = WhisperConfig(
+        vocab_size=32, num_mel_bins=4, d_model=16, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=24,
+        max_source_positions=8, pad_token_id=0, bos_token_id=0, eos_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    return WhisperEncoder(config), {"input_features": x(1, 4, 16)}
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("make", "spread_apart"),
+    [
+        (bert, True),
+        (gpt2, True),
+        (resnet, True),
+        (t5, True),
+        (whisper, True),
+        (bert, False),  # not resnet: a batchnorm with fresh statistics gives back what it is given
+    ],
+    ids=lambda value: getattr(value, "__name__", "spread" if value is True else "as_initialised"),
+)
+def test_small_transformers_models_are_exact(
+    make: Callable[[], tuple[nn.Module, dict[str, Any]]], exporter: str, spread_apart: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, kwargs = make()
+    model = (spread(model) if spread_apart else model).eval()
+    file = exported(model, kwargs, exporter, tmp_path)
+    assert untagged(file) == []
+    assert inexact(Tensors(model), kwargs, file) == []
+
+
+class Tensors:
+    """A transformers model, seen as one that gives back a tuple; to PyTorch's hooks nothing has changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.named_modules = model.named_modules
+        self._call: Callable[..., Any] = functools.partial(model, return_dict=False)
+
+    def __call__(self, **kwargs: Any) -> Any:
+        return self._call(**kwargs)
+
+
+# --- the judge itself ---------------------------------------------------
+
+
+def retag(file: onnx.ModelProto, op_type: str, owner: str, nth: int = 0) -> None:
+    node = [node for node in file.graph.node if node.op_type == op_type][nth]
+    del node.metadata_props[:]
+    node.metadata_props.add(key="htp.module", value=owner)
+
+
+def declare(file: onnx.ModelProto, path: str, fate: str, others: tuple[str, ...] = ()) -> None:
+    import json
+
+    tree = tree_of(file)
+    tree[path] |= {"fate": fate, "with": list(others)}
+    entry = next(entry for entry in file.metadata_props if entry.key == "htp.modules")
+    entry.value = json.dumps(tree)
+
+
+def test_the_judge_sees_a_node_that_is_given_to_another_module(tmp_path: Path) -> None:
+    file = exported_net("siblings", "dynamo", tmp_path)
+    retag(file, "Tanh", "second")
+    assert [path for path, _ in inexact(*NETS["siblings"].build(), file)] == ["second"]
+
+
+def test_the_judge_sees_an_untagged_node_and_a_swapped_pair(tmp_path: Path) -> None:
+    file = exported_net("siblings", "dynamo", tmp_path)
+    retag(file, "Gemm", "second", 0)
+    retag(file, "Gemm", "first", 1)
+    del file.graph.node[-1].metadata_props[:]
+    assert {path for path, _ in inexact(*NETS["siblings"].build(), file)} == {"", "first", "second"}
+
+
+@pytest.mark.parametrize(
+    ("net", "path", "fate", "others"),
+    [
+        ("siblings", "first", "dead", ()),
+        ("siblings", "first", "constant", ()),
+        ("siblings", "first", "identity", ()),
+        ("siblings", "first", "uncalled", ()),
+        ("siblings", "first", "fused", ("second",)),
+        ("conv_bn_relu", "0", "computed", ()),
+        ("conv_bn_relu", "0", "fused", ("3",)),
+        ("conv_bn_relu", "0", "fused", ()),
+        ("dead_branch_and_unused_module", "unused", "dead", ()),
+        ("dead_branch_and_unused_module", "dead.0", "uncalled", ()),
+    ],
+)
+def test_the_judge_sees_a_false_fate(net: str, path: str, fate: str, others: tuple[str, ...], tmp_path: Path) -> None:
+    file = exported_net(net, "dynamo", tmp_path)
+    declare(file, path, fate, others)
+    assert [where for where, _ in inexact(*NETS[net].build(), file)] == [path]

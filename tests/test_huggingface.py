@@ -1,0 +1,208 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from htp_export.errors import InputError, ModelSourceError
+from htp_export.huggingface import dynamic_shapes, example_inputs, load_model
+
+BERT = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 100}
+VIT = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 32}
+CLIP = {
+    **{f"text_config.{key}": value for key, value in BERT.items()},
+    **{f"vision_config.{key}": value for key, value in VIT.items()},
+    "text_config.eos_token_id": 2,
+}
+WHISPER = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+WHISPER |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_source_positions": 50}
+CASES = {
+    "bert": (BERT, {"input_ids", "attention_mask", "token_type_ids"}),
+    "distilbert": ({"n_layers": 1, "dim": 16, "n_heads": 2, "hidden_dim": 32}, {"input_ids", "attention_mask"}),
+    "gpt2": ({"n_layer": 1, "n_embd": 16, "n_head": 2}, {"input_ids", "attention_mask"}),
+    "vit": (VIT, {"pixel_values"}),
+    "resnet": ({"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}, {"pixel_values"}),
+    "t5": (
+        {"num_layers": 1, "d_model": 16, "d_kv": 8, "num_heads": 2, "d_ff": 32},
+        {"input_ids", "attention_mask", "decoder_input_ids"},
+    ),
+    "clip": (CLIP, {"input_ids", "attention_mask", "pixel_values"}),
+    "whisper": (WHISPER, {"input_features", "decoder_input_ids"}),
+    "wav2vec2": ({"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}, {"input_values"}),
+}
+
+
+def bert(**options):
+    return load_model("bert", random_weights=True, overrides=BERT, **options)
+
+
+class TestLoadModel:
+    def test_model_type_gives_the_base_model_in_eval_mode_without_a_cache(self):
+        model = bert()
+        assert type(model).__name__ == "BertModel"
+        assert not any(module.training for module in model.modules())
+        assert model.config.use_cache is False
+        assert len(model.encoder.layer) == 1
+
+    @pytest.mark.parametrize(
+        ("task", "expected"),
+        [
+            ("fill-mask", "BertForMaskedLM"),
+            ("text-classification", "BertForSequenceClassification"),
+            ("question-answering", "BertForQuestionAnswering"),
+            ("feature-extraction", "BertModel"),
+        ],
+    )
+    def test_task_decides_the_class(self, task, expected):
+        assert type(bert(task=task)).__name__ == expected
+
+    def test_task_falls_back_to_the_second_class_that_can_do_it(self):
+        model = load_model("whisper", task="automatic-speech-recognition", random_weights=True, overrides=WHISPER)
+        assert type(model).__name__ == "WhisperForConditionalGeneration"
+
+    def test_random_parameters_are_spread_apart(self):
+        norms = [module for module in bert().modules() if isinstance(module, nn.LayerNorm)]
+        assert all(norm.weight.unique().numel() > 8 and norm.bias.unique().numel() > 8 for norm in norms)
+
+    def test_running_statistics_are_spread_apart(self):
+        model = load_model("resnet", random_weights=True, overrides=CASES["resnet"][0])
+        norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
+        assert norm.running_var.min() >= 0.5
+        assert norm.running_mean.unique().numel() == norm.running_mean.numel()
+
+    def test_same_seed_gives_the_same_weights_and_leaves_torchs_generator_alone(self):
+        before = torch.get_rng_state()
+        first, second, third = bert(), bert(), bert(seed=1)
+        assert torch.equal(before, torch.get_rng_state())
+        assert torch.equal(first.pooler.dense.weight, second.pooler.dense.weight)
+        assert not torch.equal(first.pooler.dense.weight, third.pooler.dense.weight)
+
+    def test_dtype_is_that_of_the_weights(self):
+        assert bert(dtype="bfloat16").dtype == torch.bfloat16
+
+    def test_overrides_lead_into_sub_configs_and_leave_the_rest(self):
+        model = load_model("clip", random_weights=True, overrides=CLIP)
+        assert model.config.text_config.hidden_size == 16
+        assert model.config.vision_config.image_size == 32
+        assert model.config.vision_config.patch_size == 32
+
+    def test_overrides_take_the_names_that_transformers_maps(self):
+        model = load_model("gpt2", random_weights=True, overrides={**CASES["gpt2"][0], "num_hidden_layers": 2})
+        assert len(model.h) == 2
+
+    def test_folder_gives_its_weights_and_architecture(self, tmp_path):
+        saved = bert(task="fill-mask")
+        saved.save_pretrained(tmp_path)
+        model = load_model(str(tmp_path))
+        assert type(model).__name__ == "BertForMaskedLM"
+        assert torch.equal(model.bert.embeddings.word_embeddings.weight, saved.bert.embeddings.word_embeddings.weight)
+
+    def test_folder_with_a_config_alone_needs_random_weights(self, tmp_path):
+        bert().config.save_pretrained(tmp_path)
+        with pytest.raises(ModelSourceError, match="--random-weights"):
+            load_model(str(tmp_path))
+        assert (
+            load_model(str(tmp_path), random_weights=True, overrides={"num_hidden_layers": 2}).config.hidden_size == 16
+        )
+
+    @pytest.mark.parametrize(
+        ("source", "options", "message"),
+        [
+            ("bert", {}, "--random-weights"),
+            ("berd", {"random_weights": True}, "nearest model types: .*bert"),
+            ("./nowhere", {}, "is no folder"),
+            ("nobody/nothing", {}, "no model found"),
+            ("bert", {"random_weights": True, "overrides": {"num_hiden_layers": 2}}, "nearest keys: num_hidden_layers"),
+            ("bert", {"random_weights": True, "overrides": {"hidden_size.x": 2}}, "no keys below"),
+            ("bert", {"random_weights": True, "overrides": {"num_hidden_layers": "two"}}, "num_hidden_layers='two'"),
+            ("bert", {"random_weights": True, "overrides": {**BERT, "hidden_size": 15}}, "cannot be built|refuses"),
+            ("clip", {"random_weights": True, "overrides": {"text_config.layers": 2}}, "no 'layers' in text_config"),
+            ("bert", {"random_weights": True, "task": "fil-mask"}, "nearest tasks: fill-mask"),
+            ("bert", {"random_weights": True, "task": "image-classification"}, "its tasks: .*fill-mask"),
+            ("bert", {"random_weights": True, "dtype": "int8"}, "no floating-point dtype"),
+        ],
+    )
+    def test_what_cannot_be_made_is_said(self, source, options, message):
+        with pytest.raises(ModelSourceError, match=message):
+            load_model(source, **options)
+
+    def test_folder_without_config(self, tmp_path):
+        with pytest.raises(ModelSourceError, match="has no config"):
+            load_model(str(tmp_path))
+
+
+class TestExampleInputs:
+    @pytest.mark.parametrize("source", CASES)
+    def test_inputs_are_those_the_model_takes_and_it_runs(self, source):
+        overrides, expected = CASES[source]
+        model = load_model(source, random_weights=True, overrides=overrides)
+        inputs = example_inputs(model)
+        assert set(inputs) == expected
+        with torch.no_grad():
+            model(**inputs)
+
+    def test_mask_has_padding_at_the_end(self):
+        assert example_inputs(bert())["attention_mask"].tolist() == [[1] * 13 + [0] * 3]
+
+    def test_tokens_lie_within_the_vocabulary(self):
+        ids = example_inputs(bert())["input_ids"]
+        assert 0 <= ids.min() <= ids.max() < 100
+
+    def test_same_seed_gives_the_same_inputs_and_leaves_torchs_generator_alone(self):
+        before = torch.get_rng_state()
+        model = bert()
+        first, second = example_inputs(model), example_inputs(model)
+        assert torch.equal(before, torch.get_rng_state())
+        assert torch.equal(first["input_ids"], second["input_ids"])
+
+    def test_shapes_change_one_input_and_the_others_follow(self):
+        inputs = example_inputs(
+            bert(), shapes={"input_ids": {"shape": [3, 8], "dtype": "int32"}, "token_type_ids": None}
+        )
+        assert {name: tuple(tensor.shape) for name, tensor in inputs.items()} == {
+            "input_ids": (3, 8),
+            "attention_mask": (3, 8),
+        }
+        assert inputs["input_ids"].dtype == torch.int32
+
+    def test_images_have_the_dtype_of_the_model(self):
+        model = load_model("vit", random_weights=True, overrides=VIT, dtype="float16")
+        assert example_inputs(model)["pixel_values"].dtype == torch.float16
+
+    @pytest.mark.parametrize(
+        ("shapes", "message"),
+        [
+            ({"input_idz": [1, 2]}, "no input 'input_idz'; nearest inputs: input_ids"),
+            ({"input_ids": [0, 2]}, "positive numbers"),
+            ({"input_ids": {"shape": [1, 2], "dtype": "int65"}}, "no dtype 'int65'"),
+            ({"input_ids": {"size": [1, 2]}}, "'size'"),
+            ({"input_ids": "big"}, "positive numbers"),
+        ],
+    )
+    def test_bad_shapes_are_said(self, shapes, message):
+        with pytest.raises(InputError, match=message):
+            example_inputs(bert(), shapes=shapes)
+
+
+class TestDynamicShapes:
+    def test_axes_go_where_they_are(self):
+        inputs = {
+            "input_ids": torch.ones(2, 8, dtype=torch.int64),
+            "decoder_input_ids": torch.ones(2, 8, dtype=torch.int64),
+            "pixel_values": torch.ones(2, 3, 32, 32),
+        }
+        assert dynamic_shapes(inputs, ["sequence", "batch", "height", "width"]) == {
+            "input_ids": {0: "batch", 1: "sequence"},
+            "decoder_input_ids": {0: "batch", 1: "decoder_sequence"},
+            "pixel_values": {0: "batch", 2: "height", 3: "width"},
+        }
+
+    @pytest.mark.parametrize(("axis", "message"), [("length", "no dynamic axis"), ("height", "no input has an axis")])
+    def test_axis_that_is_not_there_is_said(self, axis, message):
+        with pytest.raises(InputError, match=message):
+            dynamic_shapes({"input_ids": torch.ones(2, 8, dtype=torch.int64)}, [axis])
+
+
+def test_shapes_are_what_json_gives():
+    shapes = json.loads('{"input_ids": [2, 4]}')
+    assert example_inputs(bert(), shapes=shapes)["attention_mask"].shape == (2, 4)

@@ -1,0 +1,143 @@
+"""The private parts of torch that htp_export uses are where it looks for them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.capture import torch_internals
+from htp_export.capture.torch_internals import DYNAMO, ENTRIES, TORCHSCRIPT, Patch, Patches
+from htp_export.errors import TorchChangedError
+
+EVERY = [*ENTRIES.patches, *DYNAMO.patches, *TORCHSCRIPT.patches]
+WITH_SIGNATURES = [
+    ("torch.onnx._internal.exporter._core", "export", ["model"]),
+    ("torch.onnx._internal.exporter._core", "_prepare_exported_program_for_export", ["exported_program"]),
+    ("torch.onnx._internal.torchscript_exporter.utils", "_decide_input_format", ["model", "args"]),
+    ("torch.onnx._internal.torchscript_exporter.utils", "_trace_and_get_graph_from_model", ["model", "args"]),
+    ("torch.onnx._internal.torchscript_exporter.utils", "_run_symbolic_function", ["graph", "block", "node", "inputs"]),
+    (
+        "torch.onnx._internal.torchscript_exporter.onnx_proto_utils",
+        "_add_onnxscript_fn",
+        ["model_bytes", "custom_opsets"],
+    ),
+    ("torch.onnx._internal.torchscript_exporter.onnx_proto_utils", "_export_file", ["model_bytes", "f", "export_map"]),
+]
+
+
+@pytest.mark.parametrize("patch", EVERY, ids=lambda patch: f"{patch.module}.{patch.name}")
+def test_every_patched_place_is_there(patch: Patch) -> None:
+    owner, name, original = patch.find()
+    assert getattr(owner, name) is original
+    assert callable(original) or isinstance(original, types.ModuleType)
+
+
+@pytest.mark.parametrize(("module", "name", "parameters"), WITH_SIGNATURES)
+def test_patched_functions_take_what_their_wrappers_pass(module: str, name: str, parameters: list[str]) -> None:
+    function = getattr(importlib.import_module(module), name)
+    assert list(inspect.signature(function).parameters)[: len(parameters)] == parameters
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_jit_pass_onnx", "_jit_pass_canonicalize", "_jit_pass_onnx_assign_scoped_names_for_node_and_value"],
+)
+def test_watched_passes_are_there(name: str) -> None:
+    assert callable(getattr(torch._C, name))
+    assert hasattr(torch_internals.ScriptPasses, name)
+
+
+def test_other_passes_are_torchs_own() -> None:
+    passes = torch_internals.ScriptPasses(torch._C)
+    assert passes._jit_pass_dce is torch._C._jit_pass_dce
+
+
+def test_the_tracer_tells_its_state_and_its_modules() -> None:
+    assert torch_internals.tracing_state() is None
+    assert hasattr(torch.jit._trace, "_trace_module_map")
+    assert torch_internals.state_size(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))) == 7
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch.onnx._internal.exporter._core", "export_as_it_was"),
+        ("torch.onnx._internal.no_such_module", "export"),
+        ("torch.onnx", "ONNXProgram.no_such_method"),
+        ("torch.onnx", "NoSuchClass.method"),
+    ],
+)
+def test_a_place_that_is_gone_is_named(module: str, name: str) -> None:
+    with pytest.raises(TorchChangedError, match=f"{module}.{name}") as caught:
+        Patch(module, name, lambda original: original).find()
+    assert caught.value.what == f"{module}.{name}"
+    assert torch.__version__ in str(caught.value)
+
+
+def test_where_one_place_is_gone_none_is_patched() -> None:
+    original = torch.onnx.ONNXProgram.optimize
+    patches = Patches(
+        Patch("torch.onnx", "ONNXProgram.optimize", lambda original: lambda self: original(self)),
+        Patch("torch.onnx", "ONNXProgram.gone", lambda original: original),
+    )
+    with pytest.raises(TorchChangedError, match=r"ONNXProgram\.gone"), patches.held():
+        pass
+    assert torch.onnx.ONNXProgram.optimize is original
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_an_export_says_which_part_of_torch_is_gone(
+    dynamo: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    patches = DYNAMO if dynamo else TORCHSCRIPT
+    gone = Patch("torch.onnx", "moved_away", lambda original: original)
+    monkeypatch.setattr(patches, "patches", (*patches.patches, gone))
+    before = [patch.find()[2] for patch in EVERY]
+    with pytest.raises(TorchChangedError, match=r"torch\.onnx\.moved_away"):
+        htp_export.export(nn.ReLU().eval(), (torch.ones(2),), tmp_path / "m.onnx", dynamo=dynamo, verbose=False)
+    assert list(tmp_path.iterdir()) == []
+    assert all(patch.find()[2] is original for patch, original in zip(EVERY, before, strict=True))
+
+
+def test_patches_go_in_with_the_first_user_and_out_with_the_last() -> None:
+    original = nn.ReLU.extra_repr
+    patches = Patches(Patch("torch.nn", "ReLU.extra_repr", lambda original: lambda self: "patched"))
+    with patches.held():
+        wrapped = nn.ReLU.extra_repr
+        assert nn.ReLU().extra_repr() == "patched"
+        with patches.held():
+            assert nn.ReLU.extra_repr is wrapped
+        assert nn.ReLU.extra_repr is wrapped
+    assert nn.ReLU.extra_repr is original
+
+
+def test_no_patched_method_is_inherited() -> None:
+    """What is set back on a class must have been its own, or it would stay there."""
+    for patch in EVERY:
+        owner, name, _ = patch.find()
+        assert name in vars(owner), f"{patch.module}.{patch.name}"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_fast_path_of_attention_is_off_inside_and_as_it_was_after(enabled: bool) -> None:
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        with torch_internals.attention_fast_path_off():
+            assert not torch.backends.mha.get_fastpath_enabled()
+        assert torch.backends.mha.get_fastpath_enabled() is enabled
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_nothing_is_patched_while_nothing_is_exported() -> None:
+    for patch in EVERY:
+        original = patch.find()[2]
+        assert getattr(original, "__module__", None) != torch_internals.__name__, f"{patch.module}.{patch.name}"
+        assert not isinstance(original, torch_internals.ScriptPasses)

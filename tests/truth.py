@@ -1,0 +1,411 @@
+"""Holds an exported file against PyTorch, by values alone: does each module's region do what the module did?
+
+PyTorch runs with hooks and notes every tensor that goes into a module and comes out of it. ONNX Runtime runs the file,
+not optimised, with every tensor exposed. Both run on two sets of inputs (probes). A module is exact where the tensors
+that cross the border of its region are those that PyTorch saw cross, and where its fate is what really happened.
+Nothing here asks how the tags were made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import torch
+
+Array = np.ndarray[Any, Any]
+Fault = tuple[str, str]
+
+
+def leaves(tree: Any) -> list[torch.Tensor]:
+    """Every tensor in nested containers, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [leaf for part in parts for leaf in leaves(part)]
+
+
+def another(value: Any, seed: int = 99) -> Any:
+    """The same inputs with other values: floats drawn anew, integers turned round, masks of another row."""
+    if isinstance(value, dict):
+        return {key: another(part, seed + i) for i, (key, part) in enumerate(value.items())}
+    if isinstance(value, list | tuple):
+        return type(value)(another(part, seed + i) for i, part in enumerate(value))
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_floating_point():
+        drawn = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed), dtype=value.dtype)
+        return drawn - drawn.mean() - value.mean()  # of the other sign in sum, so that a branch goes the other way
+    if not value.ndim:
+        return value
+    mask = int(value.max()) <= 1  # turned round, padding would come first, and a row might see nothing at all
+    return (value if mask else value.flip(-1)).roll(1, 0)
+
+
+@dataclass
+class Call:
+    """What went into one call of a module and what came out."""
+
+    given: list[Array]
+    returned: list[Array]
+
+
+def run_pytorch(
+    model: torch.nn.Module, kwargs: dict[str, Any], shifted: tuple[str, int, int] | None = None
+) -> tuple[dict[str, list[Call]], list[Array]]:
+    """Every call of every module, and the results; ``shifted`` (path, call, output) is changed on its way out."""
+    calls: dict[str, list[Call]] = defaultdict(list)
+    given: dict[str, list[list[Array]]] = defaultdict(list)
+
+    def entering(path: str) -> Any:
+        def hook(_module: Any, args: Any, kwargs: Any) -> None:
+            given[path].append([copied(leaf) for leaf in leaves([args, kwargs])])  # before anything changes in place
+
+        return hook
+
+    def leaving(path: str) -> Any:
+        def hook(_module: Any, _args: Any, result: Any) -> None:
+            nth, returned = len(calls[path]), leaves(result)
+            calls[path].append(Call(given[path].pop(), [copied(leaf) for leaf in returned]))
+            if shifted is not None and shifted[:2] == (path, nth):
+                leaf = returned[shifted[2]]
+                leaf.copy_(~leaf if leaf.dtype == torch.bool else leaf + 1)
+
+        return hook
+
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        for path, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(entering(path), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leaving(path)).remove)
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        # Run as it stands, torch.cond compiles its branches, which may have no hooks.
+        stack.enter_context(mock.patch.object(torch, "cond", branch))
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
+        result = model(**kwargs)
+    return dict(calls), [copied(leaf) for leaf in leaves(result)]
+
+
+def branch(taken: Any, yes: Any, no: Any, operands: Any = ()) -> Any:
+    """torch.cond in plain Python."""
+    return (yes if taken else no)(*operands)
+
+
+def copied(tensor: torch.Tensor) -> Array:
+    array: Array = tensor.detach().cpu().numpy().copy()
+    return array
+
+
+def equal(one: Array, other: Array) -> bool:
+    if one.shape != other.shape:
+        return False
+    if one.dtype.kind in "biu" and other.dtype.kind in "biu":
+        return bool(np.array_equal(one, other))
+    return bool(np.allclose(one.astype(np.float64), other.astype(np.float64), rtol=1e-3, atol=1e-5, equal_nan=True))
+
+
+# --- the file ---------------------------------------------------
+
+
+def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def every_node(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    for node in nodes:
+        yield node
+        for body in bodies(node):
+            yield from every_node(body.node)
+
+
+def nodes_of(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """All nodes of a model: those in bodies and in functions too."""
+    return list(every_node(itertools.chain(model.graph.node, *(function.node for function in model.functions))))
+
+
+def owners_of(node: onnx.NodeProto) -> tuple[str, ...]:
+    said = {entry.key: entry.value for entry in node.metadata_props}
+    if "htp.owners" in said:
+        return tuple(json.loads(said["htp.owners"]))
+    return (said["htp.module"],) if "htp.module" in said else ()
+
+
+def untagged(model: onnx.ModelProto) -> list[str]:
+    """Nodes that have no owner, by op type and first output."""
+    return [f"{node.op_type} {list(node.output)[:1]}" for node in nodes_of(model) if not owners_of(node)]
+
+
+def tree_of(model: onnx.ModelProto) -> dict[str, dict[str, Any]]:
+    said = {entry.key: entry.value for entry in model.metadata_props}
+    tree: dict[str, dict[str, Any]] = json.loads(said["htp.modules"])
+    return tree
+
+
+def evaluate(model: onnx.ModelProto, feeds: dict[str, Array]) -> dict[str, Array]:
+    exposed = onnx.ModelProto()
+    exposed.CopyFrom(model)
+    had = {output.name for output in exposed.graph.output}
+    names = dict.fromkeys(name for node in exposed.graph.node for name in node.output if name and name not in had)
+    exposed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    session = ort.InferenceSession(exposed.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    outputs = [output.name for output in session.get_outputs()]
+    return {**dict(zip(outputs, session.run(outputs, feeds), strict=True)), **feeds}
+
+
+def with_branches_taken(model: onnx.ModelProto, feeds: dict[str, Array]) -> onnx.ModelProto:
+    """The model with each ``If`` replaced by the nodes of the branch that these inputs take, to look into it."""
+    while any(node.op_type == "If" for node in model.graph.node):
+        values = evaluate(model, feeds)
+        flat = onnx.ModelProto()
+        flat.CopyFrom(model)
+        del flat.graph.node[:]
+        for node in model.graph.node:
+            if node.op_type != "If":
+                flat.graph.node.append(node)
+                continue
+            wanted = "then_branch" if bool(values[node.input[0]]) else "else_branch"
+            body = next(attribute.g for attribute in node.attribute if attribute.name == wanted)
+            flat.graph.initializer.extend(body.initializer)
+            flat.graph.node.extend(body.node)
+            for inner, outer in zip(body.output, node.output, strict=True):
+                alias = flat.graph.node.add(op_type="Identity", input=[inner.name], output=[outer])
+                alias.metadata_props.extend(node.metadata_props)
+        model = flat
+    return model
+
+
+@dataclass
+class Opened:
+    """One file, run on one set of inputs."""
+
+    nodes: list[onnx.NodeProto]
+    owners: list[tuple[str, ...]]
+    values: dict[str, Array]
+    outputs: set[str]
+    live: set[str] = field(default_factory=set)
+    maker: dict[str, int] = field(default_factory=dict)
+    readers: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    @classmethod
+    def of(cls, model: onnx.ModelProto, given: list[Array]) -> Opened:
+        weights = {tensor.name for tensor in model.graph.initializer}
+        names = [entry.name for entry in model.graph.input if entry.name not in weights]
+        feeds = dict(zip(names, given, strict=True))
+        model = with_branches_taken(model, feeds)
+        nodes = list(model.graph.node)
+        outputs = {output.name for output in model.graph.output}
+        opened = cls(nodes, [owners_of(node) for node in nodes], evaluate(model, feeds), outputs, set(names))
+        for index, node in enumerate(nodes):
+            reads = {*node.input, *(name for inner in inside(node) for name in inner.input)}
+            opened.maker.update(dict.fromkeys(node.output, index))
+            for name in reads:
+                opened.readers[name].append(index)
+            if node.op_type not in ("Shape", "Size") and not opened.live.isdisjoint(reads):
+                opened.live.update(node.output)
+        return opened
+
+    def region(self, paths: Iterable[str]) -> set[int]:
+        starts = [path + "." for path in paths]
+        return {
+            index
+            for index, owners in enumerate(self.owners)
+            if any((owner + ".").startswith(start) or start == "." for owner in owners for start in starts)
+        }
+
+    def entering(self, paths: list[str]) -> Iterator[str]:
+        region = self.region(paths)
+        for index in sorted(region):
+            for name in self.nodes[index].input:
+                if name in self.live and self.maker.get(name, -1) not in region:
+                    yield name
+
+    def leaving(self, paths: list[str]) -> Iterator[str]:
+        region = self.region(paths)
+        for index in sorted(region):
+            # What a node does for several modules may be read by all of them.
+            also = self.region(owner for owner in self.owners[index] if not related(owner, paths))
+            for name in self.nodes[index].output:
+                outside = any(reader not in region and reader not in also for reader in self.readers[name])
+                if name in self.live and (outside or name in self.outputs):
+                    yield name
+
+    def made(self, paths: list[str]) -> list[Array]:
+        names = (name for index in self.region(paths) for name in self.nodes[index].output)
+        return [self.values[name] for name in names if name in self.values]
+
+
+def inside(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    for body in bodies(node):
+        yield from every_node(body.node)
+
+
+def related(path: str, others: list[str]) -> bool:
+    return any(
+        not path or not other or (path + ".").startswith(other + ".") or (other + ".").startswith(path + ".")
+        for other in others
+    )
+
+
+# --- the one against the other ---------------------------------------------------
+
+
+class Judge:
+    """One file against one model.
+
+    Args:
+        model: The model, as it was exported.
+        kwargs: The inputs that it was exported with, by keyword.
+        file: The exported file, or the model read from it.
+    """
+
+    def __init__(self, model: torch.nn.Module, kwargs: dict[str, Any], file: onnx.ModelProto | Path | str) -> None:
+        self.model = model
+        self.file = file if isinstance(file, onnx.ModelProto) else onnx.load(str(file))
+        self.tree = tree_of(self.file)
+        self.inputs = [kwargs, another(kwargs)]
+        self.runs = [run_pytorch(model, inputs) for inputs in self.inputs]
+        self.opened = [Opened.of(self.file, [copied(leaf) for leaf in leaves(inputs)]) for inputs in self.inputs]
+
+    def faults(self) -> list[Fault]:
+        """``(module, why)`` for every module that is not exact; empty for an exact file."""
+        found = [("", f"node {name} has no owner") for name in untagged(self.file)]
+        expected = {path for path, _ in self.model.named_modules()}
+        found += [(path, "is no module of the model") for path in self.tree if path not in expected]
+        for path in expected:
+            if path not in self.tree:
+                found.append((path, "is missing from htp.modules"))
+            else:
+                found += [(path, why) for why in [self.fault(path)] if why]
+        for probe, (_, results) in enumerate(self.runs):
+            names = [output.name for output in self.file.graph.output]
+            for name, result in zip(names, results, strict=False):
+                if not equal(self.opened[probe].values[name], result):
+                    found.append(("", f"the file computes another {name} than PyTorch"))
+        return found
+
+    def fault(self, path: str) -> str:
+        """Why one module is not exact; empty where it is."""
+        fate, ran = self.tree[path]["fate"], [calls.get(path, []) for calls, _ in self.runs]
+        times = max(map(len, ran))
+        if self.tree[path].get("calls", 0) != times:
+            return f"ran {times} times, not {self.tree[path].get('calls', 0)}"
+        if fate == "uncalled" or not times:
+            return "" if fate == "uncalled" and not times else f"ran {times} times, and is said to be {fate}"
+        if fate == "identity":
+            same = all(self._gives_back(call) for calls in ran for call in calls)
+            return "" if same else "declared identity, and changes what it is given"
+        if fate == "constant":
+            return "" if all(self._constant(path)) else "declared constant, and varies with the inputs"
+        if fate == "dead":
+            return "" if all(self._dead(path)) else "declared dead, and the result depends on it"
+        if fate not in ("computed", "fused"):
+            return f"has the unknown fate {fate!r}"
+        if fate == "fused":
+            return self._not_fused(path, list(self.tree[path].get("with", [])))
+        for probe in range(len(self.inputs)):
+            why = self._border(probe, [path]) or self._missing(probe, path)
+            if why:
+                return why
+        return ""
+
+    def _gives_back(self, call: Call) -> bool:
+        return all(any(equal(out, given) for given in call.given) for out in call.returned)
+
+    def _constant(self, path: str) -> Iterator[bool]:
+        """For each output of each call, whether it is the same on both probes."""
+        one, other = (calls.get(path, []) for calls, _ in self.runs)
+        for first, second in zip(one, other, strict=False):
+            yield from (equal(a, b) for a, b in zip(first.returned, second.returned, strict=False))
+
+    def _dead(self, path: str) -> Iterator[bool]:
+        """For each output of each call, whether another value of it leaves all results as they are."""
+        calls, results = self.runs[0]
+        for nth, call in enumerate(calls.get(path, [])):
+            for place, out in enumerate(call.returned):
+                if any(equal(out, given) for given in call.given):
+                    yield True  # what it gives back unchanged is not its work
+                    continue
+                yield self._unneeded(path, nth, place, results)
+
+    def _unneeded(self, path: str, nth: int, place: int, results: list[Array]) -> bool:
+        try:
+            _, changed = run_pytorch(self.model, self.inputs[0], (path, nth, place))
+        except Exception:  # the changed value is no index any more: so it is needed
+            return False
+        return all(equal(a, b) for a, b in zip(results, changed, strict=True))
+
+    def _not_fused(self, path: str, others: list[str]) -> str:
+        if not others:
+            return "declared fused, with nothing"
+        for probe, (calls, _) in enumerate(self.runs):
+            why = self._border(probe, [path, *others])
+            if why:
+                return f"with {others}: {why}"
+            values = self.opened[probe].values.values()
+            border = [array for call in calls.get(path, []) for array in (*call.given, *call.returned)]
+            if border and all(any(equal(array, value) for value in values) for array in border):
+                return "declared fused, and every tensor at its border is in the file"
+        return ""
+
+    def _border(self, probe: int, paths: list[str]) -> str:
+        """Why the border of the joint region is not that of the modules."""
+        opened, calls = self.opened[probe], self.runs[probe][0]
+        if not opened.region(paths) and any(calls.get(path) for path in paths):
+            return "no node belongs to it"
+        given = [array for path in paths for call in calls.get(path, []) for array in call.given]
+        returned = [array for path in paths for call in calls.get(path, []) for array in call.returned]
+        if not given and not returned:
+            return ""  # a branch that these inputs do not take
+        for name in opened.entering(paths):
+            if not any(equal(opened.values[name], array) for array in given):
+                return f"{name} enters, and is no input of it"
+        for name in opened.leaving(paths):
+            if not any(equal(opened.values[name], array) for array in (*returned, *given)):
+                return f"{name} leaves, and is no output of it"
+        return ""
+
+    def _missing(self, probe: int, path: str) -> str:
+        """Which output of the module is not made in its region."""
+        made, (calls, results) = self.opened[probe].made([path]), self.runs[probe]
+        for nth, call in enumerate(calls.get(path, [])):
+            for place, out in enumerate(call.returned):
+                if any(equal(out, array) for array in (*made, *call.given)):
+                    continue
+                if not self._same_on_both(path, nth, place) and not self._unneeded_on(probe, path, nth, place, results):
+                    return f"output {place} of call {nth} is not made in its region"
+        return ""
+
+    def _same_on_both(self, path: str, nth: int, place: int) -> bool:
+        both = [calls.get(path, []) for calls, _ in self.runs]
+        if any(nth >= len(calls) or place >= len(calls[nth].returned) for calls in both):
+            return False
+        one, other = both
+        return equal(one[nth].returned[place], other[nth].returned[place])
+
+    def _unneeded_on(self, probe: int, path: str, nth: int, place: int, results: list[Array]) -> bool:
+        try:
+            _, changed = run_pytorch(self.model, self.inputs[probe], (path, nth, place))
+        except Exception:
+            return False
+        return all(equal(a, b) for a, b in zip(results, changed, strict=True))
+
+
+def inexact(model: torch.nn.Module, kwargs: dict[str, Any], file: onnx.ModelProto | Path | str) -> list[Fault]:
+    """``(module, why)`` for every module of the file that is not what PyTorch computed; empty for an exact file."""
+    return Judge(model, kwargs, file).faults()
