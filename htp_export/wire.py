@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
@@ -110,6 +111,12 @@ class SerializedModel:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        try:
+            self._parse()
+        except (IndexError, DecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"not an ONNX model: {error}") from error
+
+    def _parse(self) -> None:
         self._view = memoryview(self.data)
         self._model = list(_fields(self._view, 0, len(self.data)))
         self._graph: list[_Slice] = []

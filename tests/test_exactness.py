@@ -32,11 +32,6 @@ KNOWN = {
     ("cond", "dynamo"): "nodes in branches that nobody reads by name take the owner of what they read",
     ("cond_over_self", "dynamo"): "modules called in branches are not seen, and nodes in them take what they read",
     ("in_place", "torchscript"): "an operation in place on the module's input is taken for a merged one",
-    (
-        "positions_from_shapes",
-        "dynamo",
-    ): "a Shape of the model's input, made for a module's sizes, is owned by the module; "
-    "a helper of torch.export is listed as a module",
 }
 
 

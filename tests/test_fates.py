@@ -170,16 +170,12 @@ def test_the_second_holder_of_a_module_owns_its_work_too(exporter: str, tmp_path
     ]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="owners on one call stack are written innermost first; the outer one began first"
-)
 @BOTH
 def test_the_second_holder_stands_before_what_it_holds(exporter: str, tmp_path: Path) -> None:
     second = of_type(exported_net("two_parents", exporter, tmp_path), "Gemm")[1]
     assert json.loads(second["htp.owners"]) == ["right", "left.shared"]
 
 
-@pytest.mark.xfail(strict=True, reason="nodes with several owners have no htp.call, though each owner ran once more")
 @BOTH
 def test_a_repeated_module_with_a_second_holder_keeps_its_call_numbers(exporter: str, tmp_path: Path) -> None:
     calls = [said.get("htp.call") for said in of_type(exported_net("two_parents", exporter, tmp_path), "Gemm")]

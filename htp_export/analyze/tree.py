@@ -26,8 +26,9 @@ class ModuleRow:
         fate: What became of it.
         nodes: Nodes in its region.
         own_nodes: Nodes that it computes itself, and no module below it.
-        parameters: Elements of the initializers that its region reads, each initializer once; what several modules
-            read counts in each of them, so that the sum over modules may exceed the whole.
+        parameters: Elements of the tensors of weights that its region reads, each tensor once: initializers of
+            floating point that are no scalars. What several modules read counts in each of them, so that the sum
+            over modules may exceed the whole.
     """
 
     path: str
@@ -122,6 +123,8 @@ def _row(tagged: TaggedModel, path: str) -> ModuleRow:
 
 
 def _elements(initializer: ir.Value) -> int:
-    """Elements of an initializer, from its shape: values are not read."""
+    """Elements of an initializer that holds weights, from its shape: values are not read."""
     tensor = initializer.const_value
-    return math.prod(tensor.shape.numpy()) if tensor is not None else 0
+    if tensor is None or not tensor.dtype.is_floating_point() or not len(tensor.shape):
+        return 0  # indices, sizes and scalars that an exporter made initializers
+    return math.prod(tensor.shape.numpy())

@@ -82,9 +82,13 @@ class CallLog:
         return self._chains[index]
 
     def owners(self, index: int) -> tuple[str, ...]:
-        """The module paths that own what this call computes itself: one, or more for a module shared by others."""
+        """The module paths that own what this call computes itself, in the order in which they began.
+
+        One as a rule; more where a module ran that is registered outside the one that called it.
+        """
         if index not in self._owners:
-            self._owners[index] = tags.innermost(self.calls[i].path for i in self.chain(index))
+            running = [self.calls[i].path for i in reversed(self.chain(index))]
+            self._owners[index] = tags.innermost(running)
         return self._owners[index]
 
     @property

@@ -111,16 +111,21 @@ class DynamoCapture:
         return call
 
     def _call_of_scope(self, key: str, name: str, cls: Any, parent: int) -> int:
-        _, at, count = key.rpartition("@")
-        nth = int(count) if at and count.isdigit() else 0
-        name = name.rpartition("@")[0] if "@" in name and name.rpartition("@")[2].isdigit() else name
-        full = name if self._root_name is None else f"{self._root_name}.{name}" if name else self._root_name
+        path, nth = self._read_scope(key, name)
+        full = path if self._root_name is None else f"{self._root_name}.{path}" if path else self._root_name
         found = self._by_name.get((full, nth))
         if found is None:  # no Python call was seen: torch.export's strict mode, or an ExportedProgram
-            path = self.aliases.get(name, name)
-            self.classes.setdefault(path, cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}")
-            found = self._by_name[full, nth] = self.log.add(path, parent)
+            module = self.aliases.get(path, path)
+            self.classes.setdefault(module, cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}")
+            found = self._by_name[full, nth] = self.log.add(module, parent)
         return found
+
+    def _read_scope(self, key: str, name: str) -> tuple[str, int]:
+        """The module's name and which of its calls: torch writes the second as ``name@1``, in the key or in both."""
+        _, at, count = key.rpartition("@")
+        if not at or not count.isdigit() or (name in self.aliases and key.endswith(name)):
+            return name, 0
+        return name.removesuffix(f"@{count}") if name not in self.aliases else name, int(count)
 
     # --- while it is optimised --------------------------------------------------------------------
 

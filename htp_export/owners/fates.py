@@ -80,11 +80,9 @@ class Fates:
         return dict.fromkeys(paths)
 
     def _known(self, group: Sequence[str]) -> set[Key]:
-        final = self.record.final
-        sides = [
-            side for path in group if path in self.true for side in (self.true[path].inputs, self.true[path].outputs)
-        ]
-        return {final[key] for side in sides for key in side if key in final}
+        final, sides = self.record.final, [self.true[path] for path in group if path in self.true]
+        known = {final[key] for side in sides for key in (*side.inputs, *side.outputs) if key in final}
+        return known | self.record.graph_outputs if "" in group else known
 
     def _next_to(self, group: list[str]) -> list[str]:
         """For modules without a single node (they cancelled out), one that is next to them and has nodes."""

@@ -29,9 +29,9 @@ def node_metadata(record: Record, owners: Sequence[Ownership], hierarchy: Hierar
     result = []
     for owner in owners:
         entry = fixed(owner.paths, owner.reason)
-        if len(owner.paths) == 1 and owner.calls and record.log.count(owner.paths[0]) > 1:
-            nth = next((c.nth for c in map(record.log.calls.__getitem__, owner.calls) if c.path == owner.paths[0]), 0)
-            entry = {**entry, tags.CALL: str(nth)}
+        calls = [record.log.calls[index] for index in owner.calls]
+        if len({call.path for call in calls}) == 1 and record.log.count(calls[0].path) > 1:
+            entry = {**entry, tags.CALL: str(calls[0].nth)}
         result.append(entry)
     return result
 
