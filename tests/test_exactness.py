@@ -22,16 +22,10 @@ OWN = ("Gemm", "MatMul", "Conv", "Sigmoid", "Tanh", "Relu")
 
 # Faults that are known, each with its reason.
 KNOWN = {
-    ("at_sign_in_a_key", "dynamo"): "the module 'a@1' is taken for the second call of 'a'",
-    (
-        "no_grad_inside",
-        "dynamo",
-    ): "work inside torch.no_grad() is a subgraph without module stacks, and goes to the caller",
     ("forward_hook_that_computes", "torchscript"): "the work of a user's forward hook goes to the caller",
     ("pre_hook_that_computes", "dynamo"): "the work of a user's forward pre-hook goes to the module",
-    ("cond", "dynamo"): "nodes in branches that nobody reads by name take the owner of what they read",
-    ("cond_over_self", "dynamo"): "modules called in branches are not seen, and nodes in them take what they read",
-    ("in_place", "torchscript"): "an operation in place on the module's input is taken for a merged one",
+    ("cond_over_self", "dynamo"): "a module without parameters that ran in a branch alone leaves no trace of itself",
+    ("in_place", "torchscript"): "a trace has one name for a tensor before and after it is changed in part",
 }
 
 

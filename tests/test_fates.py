@@ -193,7 +193,7 @@ SEVERAL = (
     "lstm",
     "dict_of_tuples",
 )
-REASONS = {"scope", "shared", "fused", "flow"}
+REASONS = {"scope", "shared", "fused", "flow", "parameters"}
 
 
 @BOTH

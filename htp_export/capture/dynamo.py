@@ -9,7 +9,7 @@ the tensor of the last graph that holds the same value, whatever the optimiser d
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capture.calls import NO_CALL, CallLog
@@ -43,6 +43,7 @@ class DynamoCapture:
         self._name_counts: collections.Counter[str] = collections.Counter()
         self._made_something: set[int] = set()
         self._needed: set[int] = set()
+        self._dissolved: dict[str, int] = {}
         self._graph: ir.Graph | None = None
         self._first: list[Operation] = []
         self._inputs: list[ir.Value] = []
@@ -77,11 +78,22 @@ class DynamoCapture:
 
     def exported(self, program: Any) -> None:
         """Note which calls did something that the model's result needs, before anything is decomposed away."""
+        self._note_needed(program.graph)
+        for body in bodies_run_in_place(program.graph_module):
+            self._note_needed(body.graph)
+
+    def _note_needed(self, graph: Any) -> None:
         wanted: set[Any] = set()
-        for node in reversed(program.graph.nodes):
+        for node in reversed(graph.nodes):
             if node.op == "output" or node in wanted or node.is_impure():
                 wanted.update(node.all_input_nodes)
                 self._needed.update(self.log.chain(self._call_of_stack(node.meta.get("nn_module_stack"))))
+
+    def dissolved(self, body_node: Any, names: Iterable[str]) -> None:
+        """Note the nodes that one node of a body became when the body was dissolved into the graph around it."""
+        call = self._call_of_stack(body_node.meta.get("nn_module_stack"))
+        if call != NO_CALL:
+            self._dissolved.update(dict.fromkeys(names, call))
 
     # --- the first ONNX graph -------------------------------------------------------------------
 
@@ -101,6 +113,8 @@ class DynamoCapture:
 
     def _call_of(self, node: ir.Node) -> int:
         fx_node = node.meta.get("node")
+        if fx_node is not None and fx_node.name in self._dissolved:
+            return self._dissolved[fx_node.name]
         return self._call_of_stack(fx_node.meta.get("nn_module_stack") if fx_node is not None else None)
 
     def _call_of_stack(self, stack: dict[str, tuple[str, Any]] | None) -> int:
@@ -122,6 +136,8 @@ class DynamoCapture:
 
     def _read_scope(self, key: str, name: str) -> tuple[str, int]:
         """The module's name and which of its calls: torch writes the second as ``name@1``, in the key or in both."""
+        if self._root_name is not None and name not in self.aliases:  # in bodies torch leaves its own root's name
+            name = name.removeprefix(self._root_name).removeprefix(".")
         _, at, count = key.rpartition("@")
         if not at or not count.isdigit() or (name in self.aliases and key.endswith(name)):
             return name, 0
@@ -144,6 +160,23 @@ class DynamoCapture:
             if last.name in named:
                 self.replaced(last, named[last.name])
         self._graph = model.graph
+
+    def _call_by_parameters(self, node: ir.Node) -> int:
+        """The call of a node in a branch or loop body, where torch loses all scopes: that of its parameters' module.
+
+        A module that ran in bodies alone has no call yet; it gets one.
+        """
+        holders = {
+            value.name.rpartition(".")[0]
+            for value in node.inputs
+            if value is not None and value.name and value.is_initializer()
+        }
+        paths = {self.aliases[name] for name in holders if name in self.aliases}
+        if len(paths) != 1:
+            return NO_CALL
+        path = paths.pop()
+        calls = (index for index, call in enumerate(self.log.calls) if call.path == path)
+        return next(calls, NO_CALL) if self.log.count(path) else self.log.add(path, 0 if self.log.calls else NO_CALL)
 
     def _captured(self) -> Iterator[ir.Value]:
         """Every tensor of the first graph that an export can give away."""
@@ -179,7 +212,19 @@ class DynamoCapture:
             stamp = node.metadata_props.pop(_STAMP, None)
             if stamp is not None:
                 described.hint = int(stamp)
+            elif node.graph is not model.graph:
+                described.hint, described.evidence = self._call_by_parameters(node), "parameters"
         return record, nodes
+
+
+def bodies_run_in_place(module: Any) -> Iterator[Any]:
+    """The graph modules inside an exported one that torch runs where they stand, once: ``with torch.no_grad():``."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and "wrap_with" in str(node.target):
+            for given in node.all_input_nodes:
+                if given.op == "get_attr" and hasattr(body := getattr(module, given.target), "graph"):
+                    yield body
+                    yield from bodies_run_in_place(body)
 
 
 def describe(model: ir.Model, record: Record) -> tuple[list[ir.Node], Record]:

@@ -39,13 +39,15 @@ class Node:
     Attributes:
         inputs: Keys of the tensors it reads, those that its bodies return included.
         outputs: Keys of the tensors it makes.
-        hint: Index of the call that other evidence names (a stamp, the tracer's scope), or ``NO_CALL``.
+        hint: Index of the call that other evidence names, or ``NO_CALL``.
+        evidence: Which evidence that is: ``scope`` or ``parameters``.
         shape_only: As in `Operation`.
     """
 
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
     hint: int = NO_CALL
+    evidence: str = "scope"
     shape_only: bool = False
 
 

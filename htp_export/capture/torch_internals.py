@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -81,11 +82,44 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(exported_program: Any, *args: Any, **kwargs: Any) -> Any:
         capture = dynamo_capture.get()
-        if capture is not None:
-            capture.exported(exported_program)
-        return original(exported_program, *args, **kwargs)
+        if capture is None:
+            return original(exported_program, *args, **kwargs)
+        capture.exported(exported_program)
+        with _bodies_watched(exported_program.graph_module, capture):
+            return original(exported_program, *args, **kwargs)
 
     return wrapper
+
+
+@contextlib.contextmanager
+def _bodies_watched(module: Any, capture: DynamoCapture) -> Iterator[None]:
+    """Watch bodies run while torch decomposes the graph: it dissolves them, and their nodes lose their scopes."""
+    import torch
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    from htp_export.capture.dynamo import bodies_run_in_place
+
+    class Watched(torch.fx.Interpreter):
+        """Runs a body node by node, as its own code does, and tells what each node became."""
+
+        def run_node(self, n: torch.fx.Node) -> Any:
+            mode = get_proxy_mode()
+            nodes: Any = mode.tracer.graph.nodes if mode is not None else ()
+            before = len(nodes)
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            result = getattr(self, n.op)(n.target, args, kwargs)
+            made: Iterator[Any] = itertools.islice(reversed(nodes), len(nodes) - before)
+            capture.dissolved(n, [node.name for node in made])
+            return result
+
+    bodies = list(bodies_run_in_place(module))
+    for body in bodies:
+        body.forward = Watched(body).run
+    try:
+        yield
+    finally:
+        for body in bodies:
+            del body.forward
 
 
 def _translate(original: Callable[..., Any]) -> Callable[..., Any]:

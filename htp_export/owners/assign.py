@@ -32,7 +32,7 @@ class Ownership:
 
     Attributes:
         paths: The owners' module paths in order of execution, never empty.
-        reason: ``scope``, ``shared``, ``fused`` or ``flow``; see ``docs/owners.md``.
+        reason: ``scope``, ``shared``, ``fused``, ``flow`` or ``parameters``; see ``docs/owners.md``.
         calls: Indices of the calls that the paths come from.
     """
 
@@ -134,7 +134,7 @@ def _calls_of(node: Node, origins: Origins, demand: dict[Key, set[int]]) -> tupl
             return made | absorbed, FUSED
         return made, FLOW if not origins.placed.isdisjoint(node.outputs) else SCOPE
     if node.hint != NO_CALL:
-        return frozenset({node.hint}), SCOPE
+        return frozenset({node.hint}), node.evidence
     return _NOBODY.union(*(demand.get(key, ()) for key in node.outputs)) - {NO_CALL}, FLOW
 
 

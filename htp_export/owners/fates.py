@@ -57,6 +57,8 @@ class Fates:
         """The fate of one module."""
         if not self.record.log.count(path):
             return Fate("uncalled")
+        if path not in self._useful and path in self.regions.by_path:
+            return Fate("computed")  # in a branch or loop body, where captured operations do not reach
         if path not in self._useful:
             return Fate("identity" if self.record.log.returned_inputs.get(path, True) else "constant")
         if not self._useful[path]:

@@ -32,7 +32,7 @@ def place_strays(record: Record) -> set[int]:
 
     ``torch.export`` knows sizes by symbols, and reads each size once, from an input of the model, wherever in the
     model it was asked for; what it makes of symbols has the scope of one of those who asked, or none. An operation
-    without a call goes into the innermost call around its readers and around the makers of what its value depends on.
+    without a call goes into the innermost call around its readers.
     One that reads the size of a tensor which its call neither makes nor otherwise reads goes into the innermost call
     around it that does.
 
@@ -48,10 +48,9 @@ def place_strays(record: Record) -> set[int]:
 
 
 def _place_between(record: Record, strays: set[int]) -> None:
-    """Give each stray the innermost call around its readers and the makers of what it depends on."""
-    log, live = record.log, varying(record.operations, record.inputs)
+    """Give each stray the innermost call around its readers."""
+    log = record.log
     outermost = next(index for index, call in enumerate(log.calls) if call.parent == NO_CALL)
-    makers = {key: operation.call for operation in record.operations for key in operation.outputs}
     around: dict[Key, tuple[int, ...]] = dict.fromkeys(record.outputs, (outermost,))  # tensor → calls around readers
 
     def common(first: tuple[int, ...] | None, second: tuple[int, ...]) -> tuple[int, ...]:
@@ -64,11 +63,6 @@ def _place_between(record: Record, strays: set[int]) -> None:
             for key in operation.outputs:
                 if key in around:
                     chain = common(chain, around[key])
-            for key in operation.inputs:
-                if key in record.inputs:
-                    chain = (outermost,)
-                elif key in live and makers.get(key, NO_CALL) != NO_CALL:
-                    chain = common(chain, log.chain(makers[key]))
             operation.call = chain[0] if chain else outermost
         for key in operation.inputs:
             around[key] = common(around.get(key), log.chain(operation.call))
