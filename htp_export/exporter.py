@@ -62,7 +62,7 @@ def export(
 
     Args:
         model: The model. An ``nn.Module`` keeps its whole hierarchy; an ``ExportedProgram`` what its graph says of
-            it; a ``ScriptModule`` its parameters' modules.
+            it; a ``ScriptModule`` what its inlined methods say of themselves.
         args: Example positional inputs.
         f: Where to write the model; None to only return it (``dynamo=True``).
         kwargs: Example keyword inputs.
@@ -189,7 +189,7 @@ class _Exporter:
 
     def torchscript(self, export: Callable[[], Any], model: Any, names_inputs: bool) -> Any:
         names = ModuleNames(model)
-        scopes, size = torch_internals.scope_names(names.paths), torch_internals.state_size(model)
+        scopes, size = torch_internals.scope_names(names.paths), torch_internals.state_names(model)
         capture = TorchScriptCapture(names.paths, scopes, size, names_inputs)
         capture.tag = functools.partial(_tagged_file, capture, names.hierarchy)
         with (

@@ -86,8 +86,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
             >>> list(Hierarchy.from_module(torch.nn.Sequential(torch.nn.ReLU())).classes.items())
             [('', 'torch.nn.modules.container.Sequential'), ('0', 'torch.nn.modules.activation.ReLU')]
         """
-        kinds = ((path, type(child)) for path, child in module.named_modules())
-        return cls(ModuleInfo(path, f"{kind.__module__}.{kind.__qualname__}") for path, kind in kinds)
+        return cls(ModuleInfo(path, _class_name(child)) for path, child in module.named_modules())
 
     @classmethod
     def from_json(cls, text: str) -> Hierarchy:
@@ -256,3 +255,10 @@ def _module_from_json(path: str, entry: object) -> ModuleInfo:
     else:
         return ModuleInfo(path, class_name, calls, fate, tuple(merged) if fate == "fused" else ())
     raise ValueError(f"{tags.MODULES}: module {path!r}: {problem}")
+
+
+def _class_name(module: torch.nn.Module) -> str:
+    """The fully qualified class; for a scripted module, the name of the class that was scripted."""
+    kind = type(module)
+    scripted = getattr(module, "original_name", None) if kind.__module__.startswith("torch.jit") else None
+    return str(scripted) if scripted else f"{kind.__module__}.{kind.__qualname__}"

@@ -261,7 +261,6 @@ def test_a_script_module_exports_the_same_graph_as_under_torch(kind: str, tmp_pa
     assert untagged(ours) == []
 
 
-@pytest.mark.xfail(strict=True, reason="every node of a ScriptModule is the root's, and every module is 'uncalled'")
 @SCRIPTS
 @NO_SIGNATURE
 def test_the_nodes_of_a_script_module_belong_to_the_modules_of_their_parameters(kind: str, tmp_path: Path) -> None:
@@ -270,7 +269,6 @@ def test_the_nodes_of_a_script_module_belong_to_the_modules_of_their_parameters(
     assert owners == [("0.0.0.0",), ("1",)]
 
 
-@pytest.mark.xfail(strict=True, reason="a ScriptModule that computes every node is said to be uncalled")
 @SCRIPTS
 @NO_SIGNATURE
 def test_the_root_of_a_script_module_is_computed(kind: str, tmp_path: Path) -> None:

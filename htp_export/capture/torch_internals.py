@@ -399,11 +399,13 @@ def tracing_state() -> Any:
     return torch._C._get_tracing_state()
 
 
-def state_size(model: Any) -> int:
-    """How many parameters and buffers a traced graph of this model takes as inputs."""
+def state_names(model: Any) -> frozenset[str]:
+    """Names of the parameters and buffers that a traced graph of this model takes as inputs, shared ones once."""
     import torch
 
-    return len(torch.jit._unique_state_dict(model))  # type: ignore[attr-defined, no-untyped-call]
+    if not isinstance(model, torch.nn.Module):
+        return frozenset()
+    return frozenset(torch.jit._unique_state_dict(model))  # type: ignore[attr-defined, no-untyped-call]
 
 
 class _ScopeNames(dict[str, str]):

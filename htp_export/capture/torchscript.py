@@ -8,6 +8,7 @@ which value stands in its place. Nothing of the graph is changed here, so that t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from htp_export.capture.calls import NO_CALL, CallLog
 from htp_export.capture.jit_graph import CONSTANTS, Reading, follow, read
 from htp_export.capture.record import Node, Operation, Record
 from htp_export.capture.root_call import RootCall
+from htp_export.capture.script_modules import ScriptCalls
 from htp_export.wire import SerializedModel
 
 # Operations on shapes alone: traced as integers, or ONNX's own.
@@ -29,11 +31,13 @@ class TorchScriptCapture:
     Args:
         paths: For each module of the model, ``id(module.__dict__)`` → its path.
         scope_names: Module path → the name that the tracer gives its scope (``Linear::query``).
-        parameters: How many of the traced graph's inputs, the last ones, are parameters and buffers.
+        state: Names of the model's parameters and buffers, which are the last of the traced graph's inputs.
         names_inputs: Whether the user names the graph's inputs, counting on torch's order of them.
     """
 
-    def __init__(self, paths: dict[int, str], scope_names: dict[str, str], parameters: int, names_inputs: bool) -> None:
+    def __init__(
+        self, paths: dict[int, str], scope_names: dict[str, str], state: frozenset[str], names_inputs: bool
+    ) -> None:
         self.log = CallLog()
         self.tag: Callable[[SerializedModel], Iterable[bytes | memoryview]] | None = None
         self._file: SerializedModel | None = None
@@ -41,7 +45,7 @@ class TorchScriptCapture:
         self.names_inputs = names_inputs
         self._paths = paths
         self._scope_names = scope_names
-        self._parameters = parameters
+        self._state = state
         self._user_inputs = 0
         self._next_call = 0
         self._traced_nodes: list[tuple[str, str, int]] = []
@@ -97,7 +101,7 @@ class TorchScriptCapture:
 
     def traced(self, graph: Any) -> None:
         """Note the graph as it was traced."""
-        self._user_inputs = len(list(graph.inputs())) - self._parameters
+        self._user_inputs = len(list(graph.inputs())) - len(self._state)
         self._first = self._last = reading = read(graph, self._user_inputs)
         calls = [call for call, size in zip(self._calls(graph), reading.sizes, strict=True) for _ in range(size)]
         self._operations = [
@@ -133,6 +137,23 @@ class TorchScriptCapture:
         """Note what became of the traced graph before it is translated into another."""
         if self._first:
             self._rewritten(graph)
+        elif self.log.calls == []:
+            self._scripted(graph)
+
+    def _scripted(self, graph: Any) -> None:
+        """Note the graph of a `ScriptModule`, which was not traced."""
+        names = {value.unique(): value.debugName() for value in graph.inputs()}
+        parameters = {number: name for number, name in names.items() if name in self._state}
+        self._user_inputs = len(names) - len(parameters)
+        self._first = self._last = reading = read(graph, self._user_inputs)
+        calls = ScriptCalls(self.log, dict.fromkeys(self._paths.values()))
+        nodes = (node for node in graph.nodes() if node.kind() not in CONSTANTS)
+        steps = iter(reading.steps)
+        for node, size in zip(nodes, reading.sizes, strict=True):
+            for step in itertools.islice(steps, size):
+                held = [parameters[number] for number in step.inputs if number in parameters]
+                call = calls.call_of(node.getModuleHierarchy(), held)
+                self._operations.append(Operation(call, step.inputs, step.outputs, step.kind in SHAPE_KINDS))
 
     def translated_node(self, node: Any, result: Any) -> None:
         """Note which tensors of the new graph stand for those of one traced node."""
