@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.onnx import OperatorExportTypes, TrainingMode
 
-from htp_export.capture import torch_internals
+from htp_export.capture import patches, torch_internals
 from htp_export.capture.dynamo import DynamoCapture
 from htp_export.capture.modules import ModuleNames, training_modes_kept
 from htp_export.capture.torchscript import TorchScriptCapture
@@ -156,7 +156,7 @@ def tagging() -> Iterator[None]:
         >>> program.model.metadata_props["htp.version"]
         '1'
     """
-    with torch_internals.ENTRIES.held(), _set(torch_internals.exporter, _Exporter()):
+    with patches.ENTRIES.held(), _set(patches.exporter, _Exporter()):
         yield
 
 
@@ -175,7 +175,7 @@ class _Exporter:
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
         names = ModuleNames(model)
         capture = DynamoCapture(names.paths, names.aliases)
-        with torch_internals.DYNAMO.held(), _set(torch_internals.dynamo_capture, capture), _named_failure(capture):
+        with patches.DYNAMO.held(), _set(patches.dynamo_capture, capture), _named_failure(capture):
             program = export()
         record, nodes = capture.finish(program.model)
         seen = Hierarchy(ModuleInfo(path, name) for path, name in {"": "", **capture.classes}.items())
@@ -193,8 +193,8 @@ class _Exporter:
         capture = TorchScriptCapture(names.paths, scopes, size, names_inputs)
         capture.tag = functools.partial(_tagged_file, capture, names.hierarchy)
         with (
-            torch_internals.TORCHSCRIPT.held(),
-            _set(torch_internals.script_capture, capture),
+            patches.TORCHSCRIPT.held(),
+            _set(patches.script_capture, capture),
             torch_internals.attention_fast_path_off(),
             training_modes_kept(model),
             _named_failure(capture),

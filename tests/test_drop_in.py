@@ -19,7 +19,7 @@ from torch import nn
 from torch.onnx import export as imported_before
 
 import htp_export
-from htp_export.capture import torch_internals
+from htp_export.capture import patches
 from tests.exporting import metadata
 from tests.nets import EXPORTERS, NETS, x
 from tests.test_exactness import bert
@@ -337,8 +337,8 @@ class Refuses(nn.Module):
 
 def places() -> dict[str, Any]:
     """What is now in every place that an export touches."""
-    patches = (torch_internals.ENTRIES, torch_internals.DYNAMO, torch_internals.TORCHSCRIPT)
-    found = {f"{p.module}.{p.name}": p.find()[2] for group in patches for p in group.patches}
+    groups = (patches.ENTRIES, patches.DYNAMO, patches.TORCHSCRIPT)
+    found = {f"{p.module}.{p.name}": p.find()[2] for group in groups for p in group.patches}
     found["torch.onnx.export"] = torch.onnx.export
     found["core.export"] = importlib.import_module("torch.onnx._internal.exporter._core").export
     found["script._export"] = importlib.import_module("torch.onnx._internal.torchscript_exporter.utils")._export

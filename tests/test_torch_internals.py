@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capture import torch_internals
-from htp_export.capture.torch_internals import DYNAMO, ENTRIES, TORCHSCRIPT, Patch, Patches
+from htp_export.capture import patches, torch_internals
+from htp_export.capture.patches import DYNAMO, ENTRIES, TORCHSCRIPT, Patch, Patches
 from htp_export.errors import TorchChangedError
 
 EVERY = [*ENTRIES.patches, *DYNAMO.patches, *TORCHSCRIPT.patches]
@@ -51,11 +51,11 @@ def test_patched_functions_take_what_their_wrappers_pass(module: str, name: str,
 )
 def test_watched_passes_are_there(name: str) -> None:
     assert callable(getattr(torch._C, name))
-    assert hasattr(torch_internals.ScriptPasses, name)
+    assert hasattr(patches.ScriptPasses, name)
 
 
 def test_other_passes_are_torchs_own() -> None:
-    passes = torch_internals.ScriptPasses(torch._C)
+    passes = patches.ScriptPasses(torch._C)
     assert passes._jit_pass_dce is torch._C._jit_pass_dce
 
 
@@ -142,4 +142,4 @@ def test_nothing_is_patched_while_nothing_is_exported() -> None:
     for patch in EVERY:
         original = patch.find()[2]
         assert getattr(original, "__module__", None) != torch_internals.__name__, f"{patch.module}.{patch.name}"
-        assert not isinstance(original, torch_internals.ScriptPasses)
+        assert not isinstance(original, patches.ScriptPasses)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from htp_export.capture.calls import NO_CALL, CallLog
 from htp_export.capture.record import Node, Operation, Record
+from htp_export.capture.torch_internals import bodies_run_in_place
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -215,16 +216,6 @@ class DynamoCapture:
             elif node.graph is not model.graph:
                 described.hint, described.evidence = self._call_by_parameters(node), "parameters"
         return record, nodes
-
-
-def bodies_run_in_place(module: Any) -> Iterator[Any]:
-    """The graph modules inside an exported one that torch runs where they stand, once: ``with torch.no_grad():``."""
-    for node in module.graph.nodes:
-        if node.op == "call_function" and "wrap_with" in str(node.target):
-            for given in node.all_input_nodes:
-                if given.op == "get_attr" and hasattr(body := getattr(module, given.target), "graph"):
-                    yield body
-                    yield from bodies_run_in_place(body)
 
 
 def describe(model: ir.Model, record: Record) -> tuple[list[ir.Node], Record]:

@@ -1,103 +1,36 @@
-"""The only file that touches private parts of torch and patches functions of torch and onnx_ir.
+"""Private parts of torch that are used, each behind a function that says what for.
 
-Every patch is a wrapper that calls what it wraps and tells the capture of the running export; where no export of
-ours runs in this thread, it only calls. Patches are put in when the first export or `tagging` begins and taken out
-when the last one ends, so that nested and concurrent use is safe. ``tests/test_torch_internals.py`` fails where one
-of the parts named here has moved.
+The places that are patched stand in ``patches.py``. ``tests/test_torch_internals.py`` fails where a part has moved.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
-import inspect
 import itertools
-import os
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-from htp_export.capture.root_call import RootCall
-from htp_export.errors import TorchChangedError
-
-if TYPE_CHECKING:
-    from htp_export.capture.dynamo import DynamoCapture
-    from htp_export.capture.torchscript import TorchScriptCapture
-
-_CORE = "torch.onnx._internal.exporter._core"
-_SCRIPT = "torch.onnx._internal.torchscript_exporter.utils"
-_SCRIPT_PROTO = "torch.onnx._internal.torchscript_exporter.onnx_proto_utils"
+from collections.abc import Callable, Iterator
+from typing import Any
 
 
-class Exporter(Protocol):
-    """What the patches call when an export runs in a thread that asked for tags."""
-
-    def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
-        """Run torch's dynamo exporter and tag its result."""
-
-    def torchscript(self, export: Callable[[], Any], model: Any, names_inputs: bool) -> Any:
-        """Run torch's TorchScript exporter and tag the file it writes."""
-
-
-exporter: ContextVar[Exporter | None] = ContextVar("htp_export_exporter", default=None)
-dynamo_capture: ContextVar[DynamoCapture | None] = ContextVar("htp_export_dynamo", default=None)
-script_capture: ContextVar[TorchScriptCapture | None] = ContextVar("htp_export_torchscript", default=None)
-
-
-# --- dynamo ------------------------------------------------------------------------------------------
-
-
-def _core_export(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(model: Any, *args: Any, **kwargs: Any) -> Any:
-        active = exporter.get()
-        if active is None or dynamo_capture.get() is not None:
-            return original(model, *args, **kwargs)
-        return active.dynamo(lambda: original(model, *args, **kwargs), model)
-
-    return wrapper
-
-
-def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(self: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
-        capture = dynamo_capture.get()
-        if capture is None:
-            return original(self, module, forward, args, kwargs)
-        try:
-            name = self.path_of_module(module)
-        except Exception:  # a module that is no submodule of the model: torch runs through it as well
-            name = None
-        run = functools.partial(original, self, module, forward, args, kwargs)
-        return capture.call(module, name, run, (args, kwargs), lambda: len(self.graph.nodes))
-
-    return wrapper
-
-
-def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(exported_program: Any, *args: Any, **kwargs: Any) -> Any:
-        capture = dynamo_capture.get()
-        if capture is None:
-            return original(exported_program, *args, **kwargs)
-        capture.exported(exported_program)
-        with _bodies_watched(exported_program.graph_module, capture):
-            return original(exported_program, *args, **kwargs)
-
-    return wrapper
+def bodies_run_in_place(module: Any) -> Iterator[Any]:
+    """The graph modules inside an exported one that torch runs where they stand, once: ``with torch.no_grad():``."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and "wrap_with" in str(node.target):
+            for given in node.all_input_nodes:
+                if given.op == "get_attr" and hasattr(body := getattr(module, given.target), "graph"):
+                    yield body
+                    yield from bodies_run_in_place(body)
 
 
 @contextlib.contextmanager
-def _bodies_watched(module: Any, capture: DynamoCapture) -> Iterator[None]:
-    """Watch bodies run while torch decomposes the graph: it dissolves them, and their nodes lose their scopes."""
+def bodies_watched(module: Any, note: Callable[[Any, list[str]], None]) -> Iterator[None]:
+    """Watch bodies run while torch decomposes an exported graph: it dissolves them, and their nodes lose their scopes.
+
+    Args:
+        module: The exported graph module; its bodies get their own code back afterwards.
+        note: Called with a node of a body and the names of the nodes that it became.
+    """
     import torch
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    from htp_export.capture.dynamo import bodies_run_in_place
 
     class Watched(torch.fx.Interpreter):
         """Runs a body node by node, as its own code does, and tells what each node became."""
@@ -109,7 +42,7 @@ def _bodies_watched(module: Any, capture: DynamoCapture) -> Iterator[None]:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             result = getattr(self, n.op)(n.target, args, kwargs)
             made: Iterator[Any] = itertools.islice(reversed(nodes), len(nodes) - before)
-            capture.dissolved(n, [node.name for node in made])
+            note(n, [node.name for node in made])
             return result
 
     bodies = list(bodies_run_in_place(module))
@@ -120,263 +53,6 @@ def _bodies_watched(module: Any, capture: DynamoCapture) -> Iterator[None]:
     finally:
         for body in bodies:
             del body.forward
-
-
-def _translate(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        program = original(*args, **kwargs)
-        capture = dynamo_capture.get()
-        if capture is not None:
-            capture.translated(program.model)
-        return program
-
-    return wrapper
-
-
-def _optimize(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(self: Any) -> Any:
-        capture = dynamo_capture.get()
-        if capture is not None:
-            capture.converted(self.model)
-        return original(self)
-
-    return wrapper
-
-
-def _replace_input_with(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(self: Any, index: int, value: Any) -> None:
-        capture = dynamo_capture.get()
-        if capture is not None and 0 <= index < len(self.inputs):
-            capture.replaced(self.inputs[index], value)
-        original(self, index, value)
-
-    return wrapper
-
-
-def _replace_all_uses_with(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(self: Any, replacement: Any, /, *args: Any, **kwargs: Any) -> None:
-        capture = dynamo_capture.get()
-        if capture is not None:
-            capture.replaced(self, replacement)
-        original(self, replacement, *args, **kwargs)
-
-    return wrapper
-
-
-# --- TorchScript ---------------------------------------------------------------------------------------
-
-
-def _script_export(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        active = exporter.get()
-        if active is None or script_capture.get() is not None:
-            return original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        run, named = functools.partial(original, *args, **kwargs), bool(given.get("input_names"))
-        return active.torchscript(run, given["model"], named)
-
-    return wrapper
-
-
-def _module_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        capture = script_capture.get()
-        if capture is None:
-            return original(self, *args, **kwargs)
-        return capture.call(self, original, args, kwargs)
-
-    return wrapper
-
-
-def _input_format(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(model: Any, args: Any) -> Any:
-        import torch
-
-        capture = script_capture.get()
-        if capture is None or isinstance(model, torch.jit.ScriptModule) or not isinstance(model, torch.nn.Module):
-            return original(model, args)
-        capture.root_call = RootCall(model, args, in_signature_order=capture.names_inputs)
-        return capture.root_call.traced
-
-    return wrapper
-
-
-def _traced(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(model: Any, args: Any) -> Any:
-        result = original(model, args)
-        capture = script_capture.get()
-        if capture is not None:
-            capture.traced(result[0])
-        return result
-
-    return wrapper
-
-
-def _run_symbolic(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(graph: Any, block: Any, node: Any, inputs: Any, *rest: Any) -> Any:
-        result = original(graph, block, node, inputs, *rest)
-        capture = script_capture.get()
-        if capture is not None:
-            capture.translated_node(node, result)
-        return result
-
-    return wrapper
-
-
-def _add_functions(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(model_bytes: bytes, custom_opsets: Any) -> bytes:
-        capture = script_capture.get()
-        if capture is not None and capture.has_only_standard_nodes(model_bytes):
-            return model_bytes  # nothing to add: torch would parse the whole file, weights too, to find out
-        result: bytes = original(model_bytes, custom_opsets)
-        return result
-
-    return wrapper
-
-
-def _export_file(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(model_bytes: bytes, f: Any, export_map: Any) -> Any:
-        capture = script_capture.get()
-        if capture is None:
-            return original(model_bytes, f, export_map)
-        _write(f, capture.tagged(model_bytes))
-        return None
-
-    return wrapper
-
-
-def _write(f: Any, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write a file whole: beside its place first, then into it, so that a failure leaves what was there."""
-    if not isinstance(f, (str, os.PathLike)):
-        for chunk in chunks:
-            f.write(chunk)
-        return
-    target = Path(f)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        with beside.open("wb") as opened:
-            for chunk in chunks:
-                opened.write(chunk)
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-class ScriptPasses:
-    """``torch._C`` as the TorchScript exporter sees it, with three of its passes watched."""
-
-    def __init__(self, passes: Any) -> None:
-        self._passes = passes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._passes, name)
-
-    def _jit_pass_onnx(self, graph: Any, *args: Any) -> Any:
-        capture = script_capture.get()
-        if capture is None:
-            return self._passes._jit_pass_onnx(graph, *args)
-        capture.before_translation(graph)
-        translated = self._passes._jit_pass_onnx(graph, *args)
-        capture.translated(translated)
-        return translated
-
-    def _jit_pass_canonicalize(self, graph: Any) -> Any:
-        copied = self._passes._jit_pass_canonicalize(graph)
-        capture = script_capture.get()
-        if capture is not None:
-            capture.renumbered(graph, copied)
-        return copied
-
-    def _jit_pass_onnx_assign_scoped_names_for_node_and_value(self, graph: Any) -> None:
-        self._passes._jit_pass_onnx_assign_scoped_names_for_node_and_value(graph)
-        capture = script_capture.get()
-        if capture is not None:
-            capture.named(graph)
-
-
-# --- putting them in and taking them out -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Patch:
-    """A place in a package, and the wrapper that goes there."""
-
-    module: str
-    name: str
-    wrap: Callable[[Any], Any]
-
-    def find(self) -> tuple[Any, str, Any]:
-        """The object that has the attribute, the attribute's name, and what is there now."""
-        try:
-            owner: Any = importlib.import_module(self.module)
-            *path, last = self.name.split(".")
-            for part in path:
-                owner = getattr(owner, part)
-            return owner, last, getattr(owner, last)
-        except (ImportError, AttributeError) as error:
-            raise TorchChangedError(f"{self.module}.{self.name}") from error
-
-
-class Patches:
-    """Patches that go in together when the first user comes, and out when the last one leaves."""
-
-    def __init__(self, *patches: Patch) -> None:
-        self.patches = patches
-        self._lock = threading.RLock()
-        self._users = 0
-        self._undo: list[Callable[[], None]] = []
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the patches in place."""
-        with self._lock:
-            if self._users == 0:
-                for patch, (owner, name, original) in [(patch, patch.find()) for patch in self.patches]:
-                    setattr(owner, name, patch.wrap(original))
-                    self._undo.append(functools.partial(setattr, owner, name, original))
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                while self._users == 0 and self._undo:
-                    self._undo.pop()()
-
-
-ENTRIES = Patches(Patch(_CORE, "export", _core_export), Patch(_SCRIPT, "_export", _script_export))
-
-DYNAMO = Patches(
-    Patch(_CORE, "_prepare_exported_program_for_export", _prepare),
-    Patch(_CORE, "_exported_program_to_onnx_program", _translate),
-    Patch("torch.fx.experimental.proxy_tensor", "_ModuleStackTracer.call_module", _call_module),
-    Patch("torch.onnx", "ONNXProgram.optimize", _optimize),
-    Patch("onnx_ir", "Node.replace_input_with", _replace_input_with),
-    Patch("onnx_ir", "Value.replace_all_uses_with", _replace_all_uses_with),
-)
-
-TORCHSCRIPT = Patches(
-    Patch(_SCRIPT, "_trace_and_get_graph_from_model", _traced),
-    Patch(_SCRIPT, "_decide_input_format", _input_format),
-    Patch(_SCRIPT, "_run_symbolic_function", _run_symbolic),
-    Patch(_SCRIPT, "_C", ScriptPasses),
-    Patch(_SCRIPT_PROTO, "_add_onnxscript_fn", _add_functions),
-    Patch(_SCRIPT_PROTO, "_export_file", _export_file),
-    Patch("torch.nn", "Module.__call__", _module_call),
-)
 
 
 @contextlib.contextmanager

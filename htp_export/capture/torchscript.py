@@ -19,6 +19,7 @@ from htp_export.capture.jit_graph import CONSTANTS, Reading, follow, read
 from htp_export.capture.record import Node, Operation, Record
 from htp_export.capture.root_call import RootCall
 from htp_export.capture.script_modules import ScriptCalls
+from htp_export.capture.torch_internals import tracing_state
 from htp_export.wire import SerializedModel
 
 # Operations on shapes alone: traced as integers, or ONNX's own.
@@ -61,8 +62,6 @@ class TorchScriptCapture:
 
     def call(self, module: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module's call, noting it."""
-        from htp_export.capture.torch_internals import tracing_state
-
         path, state = self._paths.get(id(module.__dict__)), tracing_state()
         if path is None or state is None:
             return run(module, *args, **kwargs)
