@@ -40,6 +40,7 @@ class DynamoCapture:
         self.classes: dict[str, str] = {}
         self._paths = paths
         self._root_name: str | None = None
+        self._tracer: Any = None
         self._by_name: dict[tuple[str, int], int] = {}
         self._name_counts: collections.Counter[str] = collections.Counter()
         self._made_something: set[int] = set()
@@ -53,24 +54,22 @@ class DynamoCapture:
 
     # --- while the model runs -----------------------------------------------------------------
 
-    def call(
-        self, module: Any, name: str | None, run: Callable[[], Any], given: Any, nodes_so_far: Callable[[], int]
-    ) -> Any:
+    def call(self, tracer: Any, module: Any, name: str | None, run: Callable[[], Any], given: Any) -> Any:
         """Run a module's call, noting it; ``name`` is the tracer's name of the module."""
         path = self._paths.get(id(module.__dict__))
         if path is None or name is None:
             return run()
-        if not self.log.stack:  # a new attempt at tracing starts from nothing
-            self.log, self._root_name = CallLog(), name
+        if not self.log.stack or tracer is not self._tracer:  # a new attempt at tracing starts from nothing
+            self.log, self._root_name, self._tracer = CallLog(), name, tracer
             self._by_name.clear()
             self._name_counts.clear()
             self._made_something.clear()
         index = self.log.enter(path)
         self._by_name[name, self._name_counts[name]] = index
         self._name_counts[name] += 1
-        before = nodes_so_far()
+        before = len(tracer.graph.nodes)
         result = run()
-        if nodes_so_far() > before:
+        if len(tracer.graph.nodes) > before:
             self._made_something.add(index)
         self.log.leave(given, result)
         return result

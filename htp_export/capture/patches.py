@@ -73,7 +73,7 @@ def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
         except Exception:  # a module that is no submodule of the model: torch runs through it as well
             name = None
         run = functools.partial(original, self, module, forward, args, kwargs)
-        return capture.call(module, name, run, (args, kwargs), lambda: len(self.graph.nodes))
+        return capture.call(self, module, name, run, (args, kwargs))
 
     return wrapper
 
