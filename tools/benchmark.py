@@ -17,7 +17,6 @@ import contextlib
 import gc
 import io
 import logging
-import resource
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -144,7 +144,8 @@ def run_memory(name: str, exporter: str, side: str) -> None:
     with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
         once(export, tiny, {"input": torch.randn(1, 2)}, exporter)
         once(export, model, inputs, exporter)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    status = Path("/proc/self/status").read_text()
+    print(next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")))
 
 
 def run_repair(size: int) -> None:

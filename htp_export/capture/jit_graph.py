@@ -38,14 +38,18 @@ class Reading:
         steps: Its nodes that are no constants, those inside blocks before the node that has the blocks.
         sizes: For each node of the outermost block that is no constant, how many steps it is.
         constants: Numbers of the tensors that constants make.
+        made: Numbers of everything that nodes of the outermost block make, in order.
         inputs: Numbers of the inputs that the user gives.
+        parameters: Numbers of the other inputs.
         outputs: Numbers of what it returns.
     """
 
     steps: list[Step] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     constants: set[int] = field(default_factory=set)
+    made: list[int] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
+    parameters: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
 
     @property
@@ -53,11 +57,50 @@ class Reading:
         """Numbers of everything that a step makes."""
         return {number for step in self.steps for number in step.outputs}
 
+    def copied_to(self, graph: Any) -> dict[int, int] | None:
+        """Old number → new, for a copy of this graph that numbers its values one after the other.
+
+        None where the copy does not do so, or where there are blocks, whose values come in between.
+        """
+        first = len(list(graph.inputs()))
+        last = graph.return_node().prev()
+        if any(size > 1 for size in self.sizes) or not self.made or not last.outputsSize():
+            return None
+        if last.outputsAt(last.outputsSize() - 1).unique() != first + len(self.made) - 1:
+            return None
+        given = zip((*self.inputs, *self.parameters), (value.unique() for value in graph.inputs()), strict=True)
+        return {**dict(given), **{old: new for new, old in enumerate(self.made, first)}}
+
+    def paired_with(self, copy: Reading) -> dict[int, int]:
+        """Old number → new, for another reading of a copy of this graph."""
+        numbers = dict(zip((*self.inputs, *self.parameters), (*copy.inputs, *copy.parameters), strict=True))
+        for was, now in zip(self.steps, copy.steps, strict=True):
+            numbers.update(zip(was.outputs, now.outputs, strict=True))
+        return {**numbers, **dict(zip(self.made, copy.made, strict=True))}
+
+    def renamed(self, numbers: dict[int, int]) -> Reading:
+        """This graph with other numbers; what has none (values of constants in blocks) gets one that nothing has."""
+
+        def new(old: Iterable[int]) -> tuple[int, ...]:
+            return tuple([numbers.get(number, -1 - number) for number in old])
+
+        steps = [Step(step.kind, new(step.inputs), new(step.outputs), new(step.returned)) for step in self.steps]
+        return Reading(
+            steps,
+            self.sizes,
+            set(new(self.constants)),
+            list(new(self.made)),
+            list(new(self.inputs)),
+            list(new(self.parameters)),
+            list(new(self.outputs)),
+        )
+
 
 def read(graph: Any, user_inputs: int) -> Reading:
     """Read a JIT graph whose first ``user_inputs`` inputs are the user's and the others parameters."""
     reading = Reading()
-    reading.inputs = [value.unique() for _, value in zip(range(user_inputs), graph.inputs(), strict=False)]
+    given = [value.unique() for value in graph.inputs()]
+    reading.inputs, reading.parameters = given[:user_inputs], given[user_inputs:]
     reading.outputs = [value.unique() for value in graph.outputs()]
     _read(graph, reading, top=True)
     return reading
@@ -69,6 +112,8 @@ def _read(block: Any, reading: Reading, *, top: bool) -> None:
         kind = node.kind()
         # By index: the bindings make a new iterator type for each list, at thirty times the cost of one access.
         outputs = tuple([node.outputsAt(place).unique() for place in range(node.outputsSize())])
+        if top:
+            reading.made.extend(outputs)
         if kind in CONSTANTS:
             constants.update(outputs)
             continue

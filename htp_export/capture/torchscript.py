@@ -157,9 +157,9 @@ class TorchScriptCapture:
     def translated_node(self, node: Any, result: Any) -> None:
         """Note which tensors of the new graph stand for those of one traced node."""
         results = result if isinstance(result, (tuple, list)) else (result,)
-        for output, value in zip(node.outputs(), results, strict=False):
+        for place, value in zip(range(node.outputsSize()), results, strict=False):
             if hasattr(value, "unique"):
-                self._translation[output.unique()] = value.unique()
+                self._translation[node.outputsAt(place).unique()] = value.unique()
 
     def translated(self, graph: Any) -> None:
         """Note the ONNX graph as it was translated."""
@@ -178,12 +178,9 @@ class TorchScriptCapture:
         if not self._first:
             return
         self._rewritten(before)
-        now = read(after, self._user_inputs)
-        pairs: list[tuple[int, int]] = []
-        for was, copy in zip(self._last.steps, now.steps, strict=True):
-            pairs.extend(zip(was.outputs, copy.outputs, strict=True))
-        self._stages.append(dict([*pairs, *zip(self._last.inputs, now.inputs, strict=True)]))
-        self._last = now
+        numbers = self._last.copied_to(after) or self._last.paired_with(read(after, self._user_inputs))
+        self._stages.append(numbers)
+        self._last = self._last.renamed(numbers)
 
     def named(self, graph: Any) -> None:
         """Note what became of the ONNX graph once it has the names that it has in the file."""
