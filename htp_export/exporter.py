@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -197,6 +198,7 @@ class _Exporter:
             _set(patches.script_capture, capture),
             torch_internals.attention_fast_path_off(),
             training_modes_kept(model),
+            _no_collection(),
             _named_failure(capture),
         ):
             return export()
@@ -214,6 +216,22 @@ def _tagged_file(
     file.graph_name = made.graph_name or file.graph_name
     file.ir_version = max(file.ir_version, IR_VERSION)
     return file.chunks()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Hold back Python's cyclic garbage collector: what capture keeps for a moment would set off whole collections.
+
+    One of them walks every object of the process, a quarter of a second with transformers loaded; a trace makes no
+    cycles that are worth it.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
