@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import functools
+import gc
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token

@@ -10,7 +10,7 @@ No wrapper module is needed for that, so that no module path changes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _MISSING = object()
@@ -52,12 +52,16 @@ class RootCall:
         self._slots = [(where, _MISSING if _traceable(value) else value) for where, value in slots]
         self.traced = tuple(value for _, value in slots if _traceable(value))
 
-    def run(self, call: Callable[..., Any], traced: tuple[Any, ...]) -> Any:
-        """Call the model with the tracer's tensors in the places of the user's, and give back what can be traced."""
+    def arguments(self, traced: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The user's arguments, positional and by keyword, with the tracer's tensors in their places."""
         values = iter(traced)
         given = [(where, next(values) if value is _MISSING else value) for where, value in self._slots]
-        positional = [value for where, value in given if isinstance(where, int)]
-        result = call(*positional, **{where: value for where, value in given if isinstance(where, str)})
+        positional = tuple(value for where, value in given if isinstance(where, int))
+        return positional, {where: value for where, value in given if isinstance(where, str)}
+
+    @staticmethod
+    def result(result: Any) -> Any:
+        """What the model returns, as the tracer takes it."""
         return result if _traceable(result) else tuple(_tensors(result))
 
 

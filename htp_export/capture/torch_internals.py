@@ -102,3 +102,10 @@ class _ScopeNames(dict[str, str]):
 def scope_names(paths: dict[int, str]) -> dict[str, str]:
     """Module path → the name that the tracer of the running export gives the module's scope."""
     return _ScopeNames(paths)
+
+
+def is_script_method(forward: Any) -> bool:
+    """Whether a module's ``forward`` is scripted: then the tracer opens no scope for it."""
+    import torch
+
+    return isinstance(forward, torch._C.ScriptMethod)

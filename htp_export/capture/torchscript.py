@@ -19,7 +19,7 @@ from htp_export.capture.jit_graph import CONSTANTS, Reading, follow, read
 from htp_export.capture.record import Node, Operation, Record
 from htp_export.capture.root_call import RootCall
 from htp_export.capture.script_modules import ScriptCalls
-from htp_export.capture.torch_internals import tracing_state
+from htp_export.capture.torch_internals import is_script_method
 from htp_export.wire import SerializedModel
 
 # Operations on shapes alone: traced as integers, or ONNX's own.
@@ -60,22 +60,30 @@ class TorchScriptCapture:
 
     # --- while the model runs -----------------------------------------------------------------
 
-    def call(self, module: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a module's call, noting it."""
-        path, state = self._paths.get(id(module.__dict__)), tracing_state()
-        if path is None or state is None:
-            return run(module, *args, **kwargs)
+    def enter(self, module: Any, state: Any) -> str | None:
+        """Note that a module's ``forward`` begins; the name of its scope, or None if nothing is to be noted."""
+        path = self._paths.get(id(module.__dict__))
+        name = self._scope_names.get(path) if path is not None and state is not None else None
+        if path is None or name is None or is_script_method(module.forward):
+            return None
         if not self.log.stack:
             self.log = CallLog()
         self.log.enter(path)
-        if self.root_call is not None and len(self.log.stack) == 1:
-            result = self.root_call.run(lambda *a, **k: run(module, *a, **k), args)
-        else:
-            result = run(module, *args, **kwargs)
-        self.log.leave((args, kwargs), result)
-        if not self.log.stack:
-            self._traced_nodes = list(self._in_order(state.graph().nodes(), NO_CALL))
-        return result
+        return name
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What ``forward`` is called with: for the outermost module, what the user gave."""
+        if self.root_call is None or len(self.log.stack) > 1:
+            return args, kwargs
+        return self.root_call.arguments(args)
+
+    def leave(self, state: Any, given: Any, result: Any) -> Any:
+        """Note that the innermost running module returns; what it is to return."""
+        self.log.leave(given, result)
+        if self.log.stack:
+            return result
+        self._traced_nodes = list(self._in_order(state.graph().nodes(), NO_CALL))
+        return result if self.root_call is None else self.root_call.result(result)
 
     def _in_order(self, nodes: Any, call: int) -> Iterator[tuple[str, str, int]]:
         """Kind, scope and call of every traced node but constants, in order.
