@@ -107,7 +107,9 @@ def export(
         >>> [(node.op_type, node.metadata_props["htp.module"]) for node in program.model.graph]
         [('Gemm', '0'), ('Relu', '1')]
     """
-    with tagging():
+    uses_dynamo = dynamo is True or not isinstance(model, (torch.nn.Module, torch.jit.ScriptFunction))
+    entry = patches.DYNAMO_ENTRY if uses_dynamo else patches.TORCHSCRIPT_ENTRY
+    with entry.held(), _set(patches.exporter, _Exporter()):
         return torch.onnx.export(
             model,
             args,
@@ -157,7 +159,7 @@ def tagging() -> Iterator[None]:
         >>> program.model.metadata_props["htp.version"]
         '1'
     """
-    with patches.ENTRIES.held(), _set(patches.exporter, _Exporter()):
+    with patches.DYNAMO_ENTRY.held(), patches.TORCHSCRIPT_ENTRY.held(), _set(patches.exporter, _Exporter()):
         yield
 
 

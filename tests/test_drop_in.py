@@ -337,7 +337,7 @@ class Refuses(nn.Module):
 
 def places() -> dict[str, Any]:
     """What is now in every place that an export touches."""
-    groups = (patches.ENTRIES, patches.DYNAMO, patches.TORCHSCRIPT)
+    groups = (patches.DYNAMO_ENTRY, patches.TORCHSCRIPT_ENTRY, patches.DYNAMO, patches.TORCHSCRIPT)
     found = {f"{p.module}.{p.name}": p.find()[2] for group in groups for p in group.patches}
     found["torch.onnx.export"] = torch.onnx.export
     found["core.export"] = importlib.import_module("torch.onnx._internal.exporter._core").export

@@ -13,10 +13,10 @@ from torch import nn
 
 import htp_export
 from htp_export.capture import patches, torch_internals
-from htp_export.capture.patches import DYNAMO, ENTRIES, TORCHSCRIPT, Patch, Patches
+from htp_export.capture.patches import DYNAMO, DYNAMO_ENTRY, TORCHSCRIPT, TORCHSCRIPT_ENTRY, Patch, Patches
 from htp_export.errors import TorchChangedError
 
-EVERY = [*ENTRIES.patches, *DYNAMO.patches, *TORCHSCRIPT.patches]
+EVERY = [*DYNAMO_ENTRY.patches, *TORCHSCRIPT_ENTRY.patches, *DYNAMO.patches, *TORCHSCRIPT.patches]
 WITH_SIGNATURES = [
     ("torch.onnx._internal.exporter._core", "export", ["model"]),
     ("torch.onnx._internal.exporter._core", "_prepare_exported_program_for_export", ["exported_program"]),
