@@ -68,11 +68,6 @@ class CallLog:
         """How often a module ran."""
         return self._counts[path]
 
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """How often each module ran."""
-        return self._counts
-
     def chain(self, index: int) -> tuple[int, ...]:
         """The call and those it happened in, innermost first; empty for ``NO_CALL``."""
         if index == NO_CALL:

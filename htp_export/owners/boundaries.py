@@ -24,9 +24,6 @@ class Boundary:
     inputs: dict[Key, set[int]] = field(default_factory=dict)
     outputs: dict[Key, set[int]] = field(default_factory=dict)
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self.inputs or key in self.outputs
-
 
 def true_boundaries(record: Record) -> dict[str, Boundary]:
     """For each module that ran, the captured tensors that passed in and out of its calls.

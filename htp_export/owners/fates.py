@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from htp_export.capture.record import Key, Record
 from htp_export.owners.assign import Ownership
 from htp_export.owners.boundaries import Boundary, Regions, true_boundaries
-from htp_export.owners.flow import needed, varying
+from htp_export.owners.flow import needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,6 @@ class Fates:
         self.record = record
         self.true = true_boundaries(record)
         self.regions = Regions(record, owners)
-        self.live = varying(record.operations, record.inputs)
         self.contamination: list[tuple[str, Key, bool]] = []
         self._useful = self._modules_that_count()
 
