@@ -182,7 +182,7 @@ class _Exporter:
             program = export()
         record, nodes = capture.finish(program.model)
         seen = Hierarchy(ModuleInfo(path, name) for path, name in {"": "", **capture.classes}.items())
-        made = make_tags(record, names.hierarchy or seen)
+        made = make_tags(record, names.hierarchy or seen, names.parameters)
         for node, metadata in zip(nodes, made.nodes, strict=True):
             node.metadata_props.update(metadata)
         program.model.metadata_props.update(made.model)
@@ -194,7 +194,7 @@ class _Exporter:
         names = ModuleNames(model)
         scopes, size = torch_internals.scope_names(names.paths), torch_internals.state_names(model)
         capture = TorchScriptCapture(names.paths, scopes, size, names_inputs)
-        capture.tag = functools.partial(_tagged_file, capture, names.hierarchy)
+        capture.tag = functools.partial(_tagged_file, capture, names)
         with (
             patches.TORCHSCRIPT.held(),
             _set(patches.script_capture, capture),
@@ -207,10 +207,10 @@ class _Exporter:
 
 
 def _tagged_file(
-    capture: TorchScriptCapture, hierarchy: Hierarchy | None, file: SerializedModel
+    capture: TorchScriptCapture, names: ModuleNames, file: SerializedModel
 ) -> Iterable[bytes | memoryview]:
     record, nodes = capture.finish(file)
-    made = make_tags(record, hierarchy or Hierarchy([ModuleInfo("", "")]))
+    made = make_tags(record, names.hierarchy or Hierarchy([ModuleInfo("", "")]), names.parameters)
     for node, metadata in zip(nodes, made.nodes, strict=True):
         for key, value in metadata.items():
             node.metadata_props.add(key=key, value=value)

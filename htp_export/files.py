@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError
 
-__all__ = ["read_model", "write_model"]
+__all__ = ["has_external_data", "read_model", "write_model"]
 
 _SMALL_BYTES = 256
 """Tensors up to this size stay in the ONNX file, as onnx and onnx_ir have it: shape inference reads them."""
@@ -109,6 +109,11 @@ def write_model(model: ir.Model, path: str | os.PathLike[str], external_data: st
         for left in (new_data, new_file):
             if left is not None:
                 left.unlink(missing_ok=True)
+
+
+def has_external_data(model: ir.Model) -> bool:
+    """Whether any tensor of a model lies in a file of its own."""
+    return any(slot.external for slot in _slots(model))
 
 
 @dataclass(frozen=True)

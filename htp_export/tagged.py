@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, Protocol, TypeAlias
 
@@ -16,10 +16,14 @@ from htp_export import tags
 from htp_export.errors import FileError, InputError, UnknownModuleError, UntaggedModelError
 from htp_export.files import read_model, write_model
 from htp_export.hierarchy import Hierarchy, ModuleInfo
+from htp_export.parameters import Held, parameters_from_json
 from htp_export.regions import GraphIndex, Region, all_nodes
+from htp_export.shapes import shapes_by_symbols
+from htp_export.signatures import Signature, signatures_from_json
+from htp_export.tables import html_table
 from htp_export.torch_scopes import scopes_of
 
-__all__ = ["Region", "TagSource", "TaggedModel", "all_nodes", "load"]
+__all__ = ["ModelSource", "Region", "TagSource", "TaggedModel", "all_nodes", "load", "model_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -67,11 +71,27 @@ class TaggedModel:
         name = self.hierarchy.root.simple_class or self.model.graph.name or "unnamed"
         return f"<TaggedModel {name}: {len(self)} modules, tags: {self.source}>"
 
+    def _repr_html_(self) -> str:
+        """The module tree as a table, for notebooks; ``htp_export.view`` draws it with everything that is known."""
+        if self.source == "none":
+            return html_table(["nodes"], [[str(len(self.nodes))]], ["This model has no module tags."])
+        header = ["module", "class", "calls", "fate", "nodes"]
+        lines = [
+            [path or "(root)", module.simple_class, str(module.calls), module.fate, str(len(self[path].nodes))]
+            for path, module in self.hierarchy.items()
+        ]
+        known = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
+        source = {
+            "htp": f"How the owners are known: {known}.",
+            "torch": "From torch's own scopes, which are not exact.",
+        }
+        return html_table(header, lines, [source[self.source]])
+
     def __getitem__(self, path: str) -> Region:
         self._require_tags()
         if path not in self.hierarchy:
             raise UnknownModuleError(path, self.hierarchy)
-        return Region(self._index, self.hierarchy, path)
+        return Region(self.index, self.hierarchy, path)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.hierarchy)
@@ -90,18 +110,71 @@ class TaggedModel:
     @property
     def nodes(self) -> list[ir.Node]:
         """Every node, in subgraphs and functions too, in the order of ``all_nodes``."""
-        return self._index.nodes
+        return self.index.nodes
 
     @property
     def untagged(self) -> list[ir.Node]:
         """The nodes without owners."""
-        return [node for node, owners in self._index.owners.items() if not owners]
+        return [node for node, owners in self.index.owners.items() if not owners]
 
     @property
     def reasons(self) -> Counter[str]:
         """How the owners are known: ``htp.reason`` → nodes."""
         found = (node.metadata_props.get(tags.REASON) for node in all_nodes(self.model))
         return Counter(reason for reason in found if reason is not None)
+
+    @cached_property
+    def signatures(self) -> Mapping[str, tuple[Signature, ...]]:
+        """Module path → for each of its calls, what it took and gave in PyTorch; absent where the file does not say.
+
+        Raises:
+            InputError: If the model's ``htp.signatures`` is not what the file format says.
+        """
+        written = self.model.metadata_props.get(tags.SIGNATURES)
+        try:
+            return {} if written is None else signatures_from_json(written)
+        except ValueError as error:
+            raise InputError(f"model {self.model.graph.name!r}: {error}") from error
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Held] | None:
+        """Module path → the parameters that it holds in PyTorch; None where the file does not say.
+
+        Nor does it where it names a module that is not there: then the file was made of a part of the model, by a tool
+        that let the metadata be.
+
+        Raises:
+            InputError: If the model's ``htp.parameters`` is not what the file format says.
+        """
+        written = self.model.metadata_props.get(tags.PARAMETERS)
+        try:
+            known = None if written is None else parameters_from_json(written)
+        except ValueError as error:
+            raise InputError(f"model {self.model.graph.name!r}: {error}") from error
+        return known if known is not None and all(path in self.hierarchy for path in known) else None
+
+    @cached_property
+    def values(self) -> Mapping[str, ir.Value]:
+        """The tensors of the main graph by name: inputs, initializers, and what its nodes make."""
+        graph = self.model.graph
+        made = (value for node in graph for value in node.outputs)
+        return {value.name: value for value in (*graph.initializers.values(), *graph.inputs, *made) if value.name}
+
+    @cached_property
+    def typed(self) -> Mapping[str, ir.Value]:
+        """The same, of a copy in which types and shapes have been inferred where the file does not say them."""
+        from onnx_ir.passes.common import ShapeInferencePass
+
+        if all(value.dtype is not None and value.shape is not None for value in self.values.values()):
+            return self.values
+        copy = self.model.clone()
+        ShapeInferencePass(check_type=False, strict_mode=False)(copy)
+        return TaggedModel(copy, self.hierarchy, self.source).values
+
+    @cached_property
+    def typed_by_symbols(self) -> Mapping[str, ir.Value]:
+        """The same by ONNX Runtime's inference: slower, but it knows sizes that are computed, and its own operators."""
+        return TaggedModel(shapes_by_symbols(self.model), self.hierarchy, self.source).values
 
     def owners_of(self, node: ir.Node) -> tuple[str, ...]:
         """The modules that a node computes, in order of execution; empty for an untagged node."""
@@ -137,7 +210,8 @@ class TaggedModel:
         write_model(self.model, path, external_data)
 
     @cached_property
-    def _index(self) -> GraphIndex:
+    def index(self) -> GraphIndex:
+        """What one pass over the model tells about every region of it."""
         return GraphIndex(self.model, self.owners_of)
 
     def _require_tags(self) -> None:
@@ -170,20 +244,29 @@ def load(source: ModelSource) -> TaggedModel:
     """
     if isinstance(source, TaggedModel):
         return source
-    if isinstance(source, str | os.PathLike):
-        model = read_model(source)
-    elif isinstance(source, onnx.ModelProto):
-        model = ir.from_proto(source)
-    else:
-        model = source if isinstance(source, ir.Model) else getattr(source, "model", None)  # type: ignore[assignment]
-        if not isinstance(model, ir.Model):
-            raise TypeError(f"no ONNX model: {type(source).__name__}; give a file, a ModelProto or an ir.Model")
+    model = model_of(source)
     try:
         return _tagged(model)
     except ValueError as error:
         if isinstance(source, str | os.PathLike):
             raise FileError(os.fspath(source), str(error)) from error
         raise InputError(f"model {model.graph.name!r}: {error}") from error
+
+
+def model_of(source: ModelSource) -> ir.Model:
+    """The model alone, whatever is known of its modules; a model in memory as it is.
+
+    Raises:
+        FileError: If the file is missing, is not ONNX, or names external data outside its folder.
+    """
+    if isinstance(source, str | os.PathLike):
+        return read_model(source)
+    if isinstance(source, onnx.ModelProto):
+        return ir.from_proto(source)
+    model = source if isinstance(source, ir.Model) else getattr(source, "model", None)
+    if not isinstance(model, ir.Model):
+        raise TypeError(f"no ONNX model: {type(source).__name__}; give a file, a ModelProto or an ir.Model")
+    return model
 
 
 def _tagged(model: ir.Model) -> TaggedModel:

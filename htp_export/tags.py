@@ -29,8 +29,11 @@ NODE_KEYS = (MODULE, OWNERS, CALL, REASON, NAMESPACE)
 # On the model.
 FORMAT = "htp.version"
 MODULES = "htp.modules"
+SIGNATURES = "htp.signatures"
+PARAMETERS = "htp.parameters"
 CONTAMINATION = "htp.contamination"
-MODEL_KEYS = (FORMAT, MODULES, CONTAMINATION)
+FUNCTIONS = "htp.functions"
+MODEL_KEYS = (FORMAT, MODULES, SIGNATURES, PARAMETERS, CONTAMINATION, FUNCTIONS)
 
 
 def is_under(path: str, ancestor: str) -> bool:
@@ -145,6 +148,25 @@ def owners_of(metadata: Mapping[str, str]) -> tuple[str, ...]:
         if isinstance(listed, list) and listed and all(isinstance(path, str) for path in listed):
             return tuple(listed)
     return (metadata[MODULE],) if MODULE in metadata else ()
+
+
+def node_tags(owners: Sequence[str], reason: str, called: Collection[str]) -> dict[str, str]:
+    """A node's metadata, but for ``htp.call``.
+
+    Args:
+        owners: The modules that it computes, in order of execution.
+        reason: How that is known; a word of ``docs/format.md``.
+        called: As in ``namespace``.
+
+    Example:
+        >>> node_tags(["layer.0", "layer.1"], "shared", {"", "layer.0", "layer.1"})["htp.owners"]
+        '["layer.0","layer.1"]'
+    """
+    module = owners[0] if len(owners) == 1 else common_ancestor(owners)
+    entry = {MODULE: module, REASON: reason, NAMESPACE: namespace(module, called)}
+    if len(owners) > 1:
+        entry[OWNERS] = json.dumps(owners, separators=(",", ":"), ensure_ascii=False)
+    return entry
 
 
 # Selectors: one small language wherever modules are named.

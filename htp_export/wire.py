@@ -1,9 +1,9 @@
 """Rewrites the nodes and metadata of a serialized ONNX model without touching its weights.
 
-The TorchScript exporter hands over a whole model as bytes, weights included. Parsing that, changing the nodes and
-serializing it again would copy every weight twice. This reads only the outermost fields of the message (a tag and a
-length each, see https://protobuf.dev/programming-guides/encoding/), parses the nodes, and gives the file back as
-chunks: new nodes and metadata between untouched slices of the old bytes.
+The TorchScript exporter hands over a model as bytes. Parsing that, changing the nodes and serializing it again would
+copy every weight twice. This reads only the outermost fields of the message (a tag and a length each, see
+https://protobuf.dev/programming-guides/encoding/), parses the nodes, and gives the file back as chunks: new nodes and
+metadata between untouched slices of the old bytes, and weights that are not among those bytes in their places.
 
 Field numbers are those of ``onnx.proto``, where they can never change.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
@@ -20,7 +21,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 _MODEL_IR_VERSION, _MODEL_GRAPH, _MODEL_METADATA, _MODEL_FUNCTIONS = 1, 7, 14, 25
 _GRAPH_NODE, _GRAPH_NAME, _GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT = 1, 2, 5, 11, 12
-_TENSOR_NAME = 8
+_TENSOR_NAME, _TENSOR_RAW_DATA = 8, 9
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
@@ -46,12 +47,16 @@ def _encode_varint(value: int) -> bytes:
     return bytes(out)
 
 
+def _head(number: int, length: int) -> bytes:
+    """What stands before the payload of a field."""
+    return _encode_varint(number << 3 | _BYTES) + _encode_varint(length)
+
+
 def _field(number: int, payload: bytes) -> bytes:
-    return _encode_varint(number << 3 | _BYTES) + _encode_varint(len(payload)) + payload
+    return _head(number, len(payload)) + payload
 
 
-@dataclass(frozen=True, slots=True)
-class _Slice:
+class _Slice(NamedTuple):
     """One field of a message: its number, where it begins, and where its payload begins and ends."""
 
     number: int
@@ -85,6 +90,7 @@ class SerializedModel:
 
     Args:
         data: The bytes of a ``ModelProto``.
+        weights: Name of an initializer → its bytes, for those whose ``raw_data`` in ``data`` only holds the place.
 
     Attributes:
         nodes: The nodes of the main graph, parsed; change them in place.
@@ -101,6 +107,7 @@ class SerializedModel:
     """
 
     data: bytes
+    weights: Mapping[str, bytes] = field(default_factory=dict)
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     functions: list[onnx.FunctionProto] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
@@ -136,14 +143,17 @@ class SerializedModel:
         elif part.number == _GRAPH_NAME:
             self.graph_name = self._text(part)
         elif part.number == _GRAPH_INITIALIZER:
-            inner = _fields(self._view, part.payload, part.end)
-            self.initializers.update(self._text(piece) for piece in inner if piece.number == _TENSOR_NAME)
+            self.initializers.add(self._tensor_name(part))
         elif part.number in (_GRAPH_INPUT, _GRAPH_OUTPUT):
             name = onnx.ValueInfoProto.FromString(self.data[part.payload : part.end]).name
             (self.inputs if part.number == _GRAPH_INPUT else self.outputs).append(name)
 
     def _text(self, part: _Slice) -> str:
         return self.data[part.payload : part.end].decode()
+
+    def _tensor_name(self, part: _Slice) -> str:
+        pieces = _fields(self._view, part.payload, part.end)
+        return next((self._text(piece) for piece in pieces if piece.number == _TENSOR_NAME), "")
 
     def chunks(self) -> Iterator[bytes | memoryview]:
         """The changed model, in pieces to be written one after the other."""
@@ -152,7 +162,7 @@ class SerializedModel:
         for part in self._model:
             if part.number == _MODEL_GRAPH:
                 size = sum(len(piece) for piece in graph)
-                yield _encode_varint(_MODEL_GRAPH << 3 | _BYTES) + _encode_varint(size)
+                yield _head(_MODEL_GRAPH, size)
                 yield from graph
             elif part.number == _MODEL_IR_VERSION:
                 yield _encode_varint(_MODEL_IR_VERSION << 3 | _VARINT) + _encode_varint(self.ir_version)
@@ -170,8 +180,20 @@ class SerializedModel:
                 yield _field(_GRAPH_NODE, next(nodes).SerializeToString())
             elif part.number == _GRAPH_NAME:
                 yield _field(_GRAPH_NAME, self.graph_name.encode())
+            elif part.number == _GRAPH_INITIALIZER and (name := self._tensor_name(part)) in self.weights:
+                yield from self._filled(part, self.weights[name])
             else:
                 yield self._view[part.start : part.end]
+
+    def _filled(self, initializer: _Slice, weight: bytes) -> list[bytes | memoryview]:
+        """An initializer with its weight in the place that was kept for it."""
+        pieces: list[bytes | memoryview] = []
+        for part in _fields(self._view, initializer.payload, initializer.end):
+            if part.number == _TENSOR_RAW_DATA:
+                pieces.extend((_head(_TENSOR_RAW_DATA, len(weight)), weight))
+            else:
+                pieces.append(self._view[part.start : part.end])
+        return [_head(_GRAPH_INITIALIZER, sum(map(len, pieces))), *pieces]
 
 
 def _merged(pieces: Iterator[bytes | memoryview]) -> list[bytes | memoryview]:

@@ -15,6 +15,7 @@ import htp_export
 from htp_export.capture import patches, torch_internals
 from htp_export.capture.patches import DYNAMO, DYNAMO_ENTRY, TORCHSCRIPT, TORCHSCRIPT_ENTRY, Patch, Patches
 from htp_export.errors import TorchChangedError
+from htp_export.wire import SerializedModel
 
 EVERY = [*DYNAMO_ENTRY.patches, *TORCHSCRIPT_ENTRY.patches, *DYNAMO.patches, *TORCHSCRIPT.patches]
 WITH_SIGNATURES = [
@@ -65,6 +66,36 @@ def test_the_tracer_tells_its_state_and_its_modules() -> None:
     names = torch_internals.state_names(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     assert {name for name in names if name.startswith("0")} == {"0.weight", "0.bias"}
     assert len(names) == 7
+
+
+def test_weights_can_be_had_apart_from_the_rest_of_the_file() -> None:
+    graph, weight = torch._C.Graph(), torch.arange(3.0)
+    graph.registerOutput(graph.addInput("weight"))
+    rest = (torch.onnx.OperatorExportTypes.ONNX, True, False, {}, True, "", {})
+    data, apart, *_ = graph._export_onnx({"weight": weight}, 17, {}, True, *rest)
+    whole, nothing, *_ = graph._export_onnx({"weight": weight}, 17, {}, False, *rest)
+    assert (apart, nothing) == ({"weight": weight.numpy().tobytes()}, {})
+    assert b"".join(SerializedModel(data, weights=apart).chunks()) == whole
+
+
+def test_lists_of_a_node_are_the_same_while_they_are_patched() -> None:
+    @torch.jit.script
+    def function(x: torch.Tensor, flag: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if flag:
+            x = x + 1
+        first, second = torch.split(x, 2)
+        return first, second
+
+    def lists() -> list[list[Any]]:
+        nodes = list(function.graph.nodes())
+        values = [[value.unique() for value in (*node.inputs(), *node.outputs())] for node in nodes]
+        return [*values, *([inner.kind() for block in node.blocks() for inner in block.nodes()] for node in nodes)]
+
+    before = lists()
+    with TORCHSCRIPT.held():
+        assert lists() == before
+    assert lists() == before
+    assert sum(map(len, before)) > 15
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,25 @@ def test_weights_are_not_copied() -> None:
     assert sum(len(chunk) for chunk in model.chunks() if not isinstance(chunk, memoryview)) < 10_000
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_weights_come_into_the_places_that_were_kept_for_them(large: bool) -> None:
+    expected, places = small_model(large), small_model(large)
+    weight = expected.graph.initializer[0].raw_data
+    places.graph.initializer[0].raw_data = b"here"
+    model = SerializedModel(places.SerializeToString(), weights={"weight": weight})
+    assert written(model) == expected.SerializeToString()
+    assert model.initializers == {"weight", "other"}
+    assert any(chunk is weight for chunk in model.chunks()) is large
+
+
+def test_a_weight_without_a_byte_has_its_place_as_well() -> None:
+    model = small_model()
+    model.graph.initializer[0].raw_data = b"here"
+    found = onnx.load_from_string(written(SerializedModel(model.SerializeToString(), weights={"weight": b""})))
+    assert found.graph.initializer[0].HasField("raw_data")
+    assert found.graph.initializer[0].raw_data == b""
+
+
 def test_an_empty_file_is_a_model_without_a_graph() -> None:
     model = SerializedModel(b"")
     assert (model.nodes, written(model)) == ([], b"")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
-import itertools
-from collections.abc import Iterator, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,19 @@ class Call:
     parent: int
 
 
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """The tensors that one call was given and that it gave back.
+
+    Attributes:
+        given: Which argument of ``forward`` each tensor was, ``mask`` or ``states.1``, and its key.
+        returned: The keys of what ``forward`` returned, in order.
+    """
+
+    given: tuple[tuple[str, Any], ...]
+    returned: tuple[Any, ...]
+
+
 @dataclass
 class CallLog:
     """A growing list of calls, with the stack of those that are running.
@@ -36,11 +50,14 @@ class CallLog:
         calls: Every call, in the order in which they began; an index into it names a call.
         stack: Indices of the calls that are running, outermost first.
         returned_inputs: For each module path, whether every call so far gave back only tensors that it was given.
+        passed: Call → the tensors that it was given and gave back, where the capture saw them.
     """
 
     calls: list[Call] = field(default_factory=list)
     stack: list[int] = field(default_factory=list)
     returned_inputs: dict[str, bool] = field(default_factory=dict)
+    passed: dict[int, Passing] = field(default_factory=dict)
+    _given: dict[int, tuple[set[int], tuple[tuple[str, Any], ...]]] = field(default_factory=dict)
     _counts: collections.Counter[str] = field(default_factory=collections.Counter)
     _chains: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _owners: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -57,12 +74,29 @@ class CallLog:
         self._counts[path] += 1
         return len(self.calls) - 1
 
-    def leave(self, given: Any, returned: Any) -> None:
-        """Note that the innermost running module returns."""
-        path = self.calls[self.stack.pop()].path
+    def give(self, arguments: Mapping[str, Any], key: Callable[[Any], Any]) -> None:
+        """Note what the innermost running module was given.
+
+        Args:
+            arguments: Its arguments, by name.
+            key: A tensor → what stands for it in the graph that is being captured.
+        """
+        given = list(named_tensors_in(arguments))
+        names, tensors = [name for name, _ in given], [tensor for _, tensor in given]
+        self._given[self.stack[-1]] = set(map(id, tensors)), tuple(zip(names, _keys(tensors, key), strict=True))
+
+    def leave(self, returned: Any, key: Callable[[Any], Any]) -> None:
+        """Note that the innermost running module returns.
+
+        Args:
+            returned: What it gives back.
+            key: As in ``give``.
+        """
+        index, results = self.stack.pop(), list(tensors_in(returned))
+        path, (known, given) = self.calls[index].path, self._given.pop(index)
         if self.returned_inputs.get(path, True):
-            known = {id(tensor) for tensor in tensors_in(given)}
-            self.returned_inputs[path] = all(id(tensor) in known for tensor in tensors_in(returned))
+            self.returned_inputs[path] = all(id(tensor) in known for tensor in results)
+        self.passed[index] = Passing(given, _keys(results, key))
 
     def count(self, path: str) -> int:
         """How often a module ran."""
@@ -92,13 +126,64 @@ class CallLog:
         return tuple(self.calls[index].path for index in self.stack)
 
 
-def tensors_in(tree: Any) -> Iterator[Any]:
-    """Every tensor in nested tuples, lists, mappings and objects with ``to_tuple`` (transformers' outputs)."""
+def _keys(tensors: list[Any], key: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """The keys of tensors; a frame of its own, without a tensor among its variables.
+
+    The TorchScript tracer names values by the variables of the frame that asks it for their numbers.
+    """
+    return tuple(map(key, tensors))
+
+
+def arguments_by_name(forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a ``forward`` is called with, under the names of its parameters; those of ``*args`` are ``args.0``, ...
+
+    Example:
+        >>> arguments_by_name(lambda x, *rest, mask=None: x, (1, 2, 3), {"mask": 4})
+        {'x': 1, 'rest.0': 2, 'rest.1': 3, 'mask': 4}
+    """
+    known, rest = _positional_names(getattr(forward, "__func__", forward), hasattr(forward, "__self__"))
+    names = [*known[: len(args)], *(f"{rest}.{place}" for place in range(len(args) - len(known)))]
+    return {**dict(zip(names, args, strict=True)), **kwargs}
+
+
+@functools.lru_cache(maxsize=1024)
+def _positional_names(function: Any, bound: bool) -> tuple[tuple[str, ...], str]:
+    """The names of a function's positional parameters, and of its ``*args``; of a method, without ``self``."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[bound:]
+    except (TypeError, ValueError):  # built in, or not written in Python
+        return (), "args"
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    rest = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), "args")
+    return tuple(p.name for p in parameters if p.kind in by_position), rest
+
+
+def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in nested tuples, lists and mappings (transformers' outputs are such), with the keys that lead to it.
+
+    Example:
+        >>> list(named_leaves({"x": 1, "states": (None, 2)}))
+        [('x', 1), ('states.0', None), ('states.1', 2)]
+    """
+    items: Any
+    if isinstance(tree, Mapping):
+        items = tree.items()
+    elif isinstance(tree, (tuple, list)):
+        items = enumerate(tree)
+    else:
+        yield name, tree
+        return
+    for key, item in items:
+        yield from named_leaves(item, f"{name}.{key}" if name else str(key))
+
+
+def named_tensors_in(tree: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors among the leaves, in order, with the keys that lead to them, joined by dots."""
     import torch
 
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        yield from itertools.chain.from_iterable(map(tensors_in, tree.values()))
-    elif isinstance(tree, (tuple, list)):
-        yield from itertools.chain.from_iterable(map(tensors_in, tree))
+    return ((name, leaf) for name, leaf in named_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def tensors_in(tree: Any) -> Iterator[Any]:
+    """The tensors among the leaves, in order."""
+    return (tensor for _, tensor in named_tensors_in(tree))

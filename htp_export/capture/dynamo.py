@@ -9,12 +9,19 @@ the tensor of the last graph that holds the same value, whatever the optimiser d
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from htp_export.capture.calls import NO_CALL, CallLog
+from htp_export.capture.calls import NO_CALL, CallLog, Passing, arguments_by_name
 from htp_export.capture.record import Node, Operation, Record
-from htp_export.capture.torch_internals import bodies_run_in_place
+from htp_export.capture.torch_internals import (
+    bodies_run_in_place,
+    fx_node_of,
+    given_back_by,
+    inputs_of,
+    result_of_decomposed,
+)
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -46,6 +53,10 @@ class DynamoCapture:
         self._made_something: set[int] = set()
         self._needed: set[int] = set()
         self._dissolved: dict[str, int] = {}
+        self._inputs_of_program: list[Any] = []
+        self._results: dict[str, str] = {}  # FX node → node of the decomposed graph that has its result
+        self._values: dict[str, Any] = {}  # FX node → its value in the first ONNX graph
+        self._passed: dict[int, Passing] = {}
         self._graph: ir.Graph | None = None
         self._first: list[Operation] = []
         self._inputs: list[ir.Value] = []
@@ -54,7 +65,7 @@ class DynamoCapture:
 
     # --- while the model runs -----------------------------------------------------------------
 
-    def call(self, tracer: Any, module: Any, name: str | None, run: Callable[[], Any], given: Any) -> Any:
+    def call(self, tracer: Any, module: Any, name: str | None, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """Run a module's call, noting it; ``name`` is the tracer's name of the module."""
         path = self._paths.get(id(module.__dict__))
         if path is None or name is None:
@@ -67,17 +78,20 @@ class DynamoCapture:
         index = self.log.enter(path)
         self._by_name[name, self._name_counts[name]] = index
         self._name_counts[name] += 1
+        node_of = functools.partial(fx_node_of, tracer=tracer)
+        self.log.give(arguments_by_name(module.forward, args, kwargs), node_of)
         before = len(tracer.graph.nodes)
         result = run()
         if len(tracer.graph.nodes) > before:
             self._made_something.add(index)
-        self.log.leave(given, result)
+        self.log.leave(result, node_of)
         return result
 
     # --- the FX graph -----------------------------------------------------------------------------
 
     def exported(self, program: Any) -> None:
         """Note which calls did something that the model's result needs, before anything is decomposed away."""
+        self._inputs_of_program = inputs_of(program.graph)
         self._note_needed(program.graph)
         for body in bodies_run_in_place(program.graph_module):
             self._note_needed(body.graph)
@@ -90,12 +104,23 @@ class DynamoCapture:
                 self._needed.update(self.log.chain(self._call_of_stack(node.meta.get("nn_module_stack"))))
 
     def dissolved(self, body_node: Any, names: Iterable[str]) -> None:
-        """Note the nodes that one node of a body became when the body was dissolved into the graph around it."""
+        """Note the nodes that one node of a body became when the body was dissolved, its result first."""
         call = self._call_of_stack(body_node.meta.get("nn_module_stack"))
+        names = list(names)
         if call != NO_CALL:
             self._dissolved.update(dict.fromkeys(names, call))
+        if names:
+            self._results[body_node.name] = names[0]
+
+    def decomposed(self, program: Any) -> None:
+        """Note where the results of decomposed nodes are."""
+        self._results.update(result_of_decomposed(program.graph))
 
     # --- the first ONNX graph -------------------------------------------------------------------
+
+    def translated_nodes(self, values: dict[str, Any]) -> None:
+        """Note the values that the nodes of an FX graph became; the outermost graph comes last."""
+        self._values.update(values)
 
     def translated(self, model: ir.Model) -> None:
         """Note the ONNX graph as it was translated, before anything changed it."""
@@ -110,6 +135,26 @@ class DynamoCapture:
                 call = self._call_of(node)
                 if call != NO_CALL:
                     node.metadata_props[_STAMP] = str(call)  # outlives inlining, which copies nodes
+        self._passed = {
+            call: Passing(
+                tuple((name, self._value_of(fx_node)) for name, fx_node in passing.given),
+                tuple(map(self._value_of, passing.returned)),
+            )
+            for call, passing in self.log.passed.items()
+        }
+
+    def _value_of(self, fx_node: Any) -> Any:
+        """The value of the first ONNX graph that holds the result of a node of the traced FX graph, or None."""
+        if fx_node is not None and fx_node.op == "placeholder":  # torch may have copied the graph and renamed it
+            inputs = inputs_of(fx_node.graph)
+            from_end = len(inputs) - inputs.index(fx_node)
+            fx_node = self._inputs_of_program[-from_end] if from_end <= len(self._inputs_of_program) else None
+        while fx_node is not None:
+            found = self._values.get(self._results.get(fx_node.name, fx_node.name))
+            if found is not None:
+                return None if isinstance(found, (list, tuple)) else found
+            fx_node = given_back_by(fx_node)
+        return None
 
     def _call_of(self, node: ir.Node) -> int:
         fx_node = node.meta.get("node")
@@ -200,6 +245,7 @@ class DynamoCapture:
         nodes, record = describe(model, Record(self.log))
         alive = set(_values(model.graph))
         record.operations = self._first
+        record.passed = self._passed
         record.dead = self._made_something - self._needed
         record.inputs, record.outputs = set(self._inputs), list(self._outputs)
         for value in self._captured():

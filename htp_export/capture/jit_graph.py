@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 CONSTANTS = frozenset({"prim::Constant", "onnx::Constant"})
+CONTROL_FLOW = frozenset({"onnx::If", "onnx::Loop", "onnx::Scan"})
+_LISTS = frozenset(f"prim::{kind}" for kind in ("ListConstruct", "ListUnpack", "TupleConstruct", "TupleUnpack"))
+_NO_BLOCKS = CONSTANTS | _LISTS | {"prim::GetAttr", "prim::NumToTensor"}
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One node of a JIT graph at one moment; tensors are named by their numbers in the graph.
 
     Attributes:
@@ -110,17 +113,19 @@ def _read(block: Any, reading: Reading, *, top: bool) -> None:
     steps, constants = reading.steps, reading.constants
     for node in block.nodes():
         kind = node.kind()
-        # By index: the bindings make a new iterator type for each list, at thirty times the cost of one access.
-        outputs = tuple([node.outputsAt(place).unique() for place in range(node.outputsSize())])
+        if kind in CONSTANTS:
+            number = node.output().unique()
+            constants.add(number)
+            if top:
+                reading.made.append(number)
+            continue
+        outputs = numbers_of_outputs(node)
         if top:
             reading.made.extend(outputs)
-        if kind in CONSTANTS:
-            constants.update(outputs)
-            continue
         before = len(steps)
         reads = [node.inputsAt(place).unique() for place in range(node.inputsSize())]
         returned: list[int] = []
-        if _may_have_blocks(kind):
+        if may_have_blocks(kind):
             for inner in node.blocks():
                 _read(inner, reading, top=False)
                 returned.extend(value.unique() for value in inner.outputs())
@@ -130,9 +135,17 @@ def _read(block: Any, reading: Reading, *, top: bool) -> None:
             reading.sizes.append(len(steps) - before)
 
 
-def _may_have_blocks(kind: str) -> bool:
+def numbers_of_outputs(node: Any) -> tuple[int, ...]:
+    """The numbers of what a node makes."""
+    # By index: the bindings make a new iterator type for each list, at thirty times the cost of one access.
+    count = node.outputsSize()
+    return (node.output().unique(),) if count == 1 else tuple([node.outputsAt(k).unique() for k in range(count)])
+
+
+@cache
+def may_have_blocks(kind: str) -> bool:
     """Whether nodes of a kind can have blocks: those of ATen cannot, and of ONNX only control flow can."""
-    return kind in ("onnx::If", "onnx::Loop", "onnx::Scan") or not kind.startswith(("aten::", "onnx::"))
+    return kind in CONTROL_FLOW or not (kind in _NO_BLOCKS or kind.startswith(("aten::", "onnx::")))
 
 
 def follow(before: Reading, after: Reading) -> dict[int, int]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from htp_export.hierarchy import Hierarchy
+from htp_export.parameters import Held, parameters_of
 
 
 class ModuleNames:
@@ -17,6 +18,7 @@ class ModuleNames:
             ``__dict__``, and a module registered under several names has the first of them.
         aliases: Every name under which a module is registered → its path.
         hierarchy: The module tree, in the order of ``named_modules()``; None for what is no ``nn.Module``.
+        parameters: Module path → the parameters it holds; None for what is no ``nn.Module``.
     """
 
     def __init__(self, model: Any) -> None:
@@ -25,10 +27,12 @@ class ModuleNames:
         self.paths: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
         self.hierarchy: Hierarchy | None = None
+        self.parameters: dict[str, Held] | None = None
         if isinstance(model, torch.nn.Module):
             for name, module in model.named_modules(remove_duplicate=False):
                 self.aliases[name] = self.paths.setdefault(id(module.__dict__), name)
             self.hierarchy = Hierarchy.from_module(model)
+            self.parameters = parameters_of(model)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from htp_export.capture import torch_internals
+from htp_export.capture.calls import arguments_by_name
+from htp_export.capture.jit_graph import may_have_blocks
 from htp_export.capture.root_call import RootCall
 from htp_export.capture.torch_internals import bodies_watched
 from htp_export.errors import TorchChangedError
@@ -74,7 +76,7 @@ def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
         except Exception:  # a module that is no submodule of the model: torch runs through it as well
             name = None
         run = functools.partial(original, self, module, forward, args, kwargs)
-        return capture.call(self, module, name, run, (args, kwargs))
+        return capture.call(self, module, name, run, args, kwargs)
 
     return wrapper
 
@@ -87,7 +89,21 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(exported_program, *args, **kwargs)
         capture.exported(exported_program)
         with bodies_watched(exported_program.graph_module, capture.dissolved):
-            return original(exported_program, *args, **kwargs)
+            prepared = original(exported_program, *args, **kwargs)
+        capture.decomposed(prepared)
+        return prepared
+
+    return wrapper
+
+
+def _translate_graph(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        values = original(*args, **kwargs)
+        capture = dynamo_capture.get()
+        if capture is not None:
+            capture.translated_nodes(values)
+        return values
 
     return wrapper
 
@@ -168,14 +184,13 @@ def _slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         name = capture.enter(self, tracing_state) if capture is not None else None
         if capture is None or name is None:
             return original(self, *input, **kwargs)
-        given = (input, kwargs)
         input, kwargs = capture.arguments(input, kwargs)
         tracing_state.push_scope(name)
         try:
             result = self.forward(*input, **kwargs)
         finally:
             tracing_state.pop_scope()
-        return capture.leave(tracing_state, given, result)
+        return capture.leave(tracing_state, arguments_by_name(self.forward, input, kwargs), result)
 
     return wrapper
 
@@ -218,12 +233,32 @@ def _run_symbolic(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def _serialize(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave the weights out of the bytes that torch makes: they are put in when the file is written.
+
+    torch would copy each of them three times on its way into the file, and once more to look for functions.
+    """
+
+    @functools.wraps(original)
+    def wrapper(graph: Any, weights: Any, opset: Any, axes: Any, defer: bool, *rest: Any) -> Any:
+        capture = script_capture.get()
+        if capture is not None and not defer:
+            # What cannot be done so is done as torch does it, and fails as it does there: above 2 GB, weights go
+            # into files of their own.
+            with contextlib.suppress(RuntimeError):
+                model_bytes, capture.weights, *others = original(graph, weights, opset, axes, True, *rest)
+                return model_bytes, {}, *others
+        return original(graph, weights, opset, axes, defer, *rest)
+
+    return wrapper
+
+
 def _add_functions(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(model_bytes: bytes, custom_opsets: Any) -> bytes:
         capture = script_capture.get()
         if capture is not None and capture.has_only_standard_nodes(model_bytes):
-            return model_bytes  # nothing to add: torch would parse the whole file, weights too, to find out
+            return model_bytes  # nothing to add: torch would parse the whole file to find out
         result: bytes = original(model_bytes, custom_opsets)
         return result
 
@@ -257,6 +292,36 @@ def _write(f: Any, chunks: Iterable[bytes | memoryview]) -> None:
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _listed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What a node reads or makes, value by value.
+
+    The bindings make a new type of iterator for each list, at thirty times the cost of one access; the exporter asks
+    for such lists for every node that it looks at or makes.
+    """
+    name = original.__name__
+    node = importlib.import_module("torch._C").Node
+    size, at = getattr(node, f"{name}Size"), getattr(node, f"{name}At")
+
+    @functools.wraps(original)
+    def wrapper(self: Any) -> Iterator[Any]:
+        return iter([at(self, place) for place in range(size(self))])
+
+    return wrapper
+
+
+def _blocks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """As `_listed`, for blocks, which cannot be had one by one; but most nodes have none."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any) -> Iterator[Any]:
+        kind = self.kind()
+        # Somebody's own translation may give any ONNX node blocks.
+        blocks: Iterator[Any] = original(self) if may_have_blocks(kind) or kind.startswith("onnx::") else iter(())
+        return blocks
+
+    return wrapper
 
 
 class ScriptPasses:
@@ -347,6 +412,7 @@ TORCHSCRIPT_ENTRY = Patches(Patch(_SCRIPT, "_export", _script_export))
 
 DYNAMO = Patches(
     Patch(_CORE, "_prepare_exported_program_for_export", _prepare),
+    Patch(_CORE, "_translate_fx_graph", _translate_graph),
     Patch(_CORE, "_exported_program_to_onnx_program", _translate),
     Patch("torch.fx.experimental.proxy_tensor", "_ModuleStackTracer.call_module", _call_module),
     Patch("torch.onnx", "ONNXProgram.optimize", _optimize),
@@ -362,4 +428,8 @@ TORCHSCRIPT = Patches(
     Patch(_SCRIPT_PROTO, "_add_onnxscript_fn", _add_functions),
     Patch(_SCRIPT_PROTO, "_export_file", _export_file),
     Patch("torch.nn", "Module._slow_forward", _slow_forward),
+    Patch("torch._C", "Graph._export_onnx", _serialize),
+    Patch("torch._C", "Node.inputs", _listed),
+    Patch("torch._C", "Node.outputs", _listed),
+    Patch("torch._C", "Node.blocks", _blocks),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from htp_export.capture.calls import NO_CALL, CallLog
+from htp_export.capture.calls import NO_CALL, CallLog, Passing
 
 Key = Hashable
 
@@ -59,6 +59,7 @@ class Record:
         log: The calls.
         operations: What PyTorch ran, in order.
         dead: Calls that did something which the captured graph does not have, because nothing needed it.
+        passed: Call → the tensors that it was given and gave back; a key that is None was not seen.
         inputs: Keys of the captured graph's inputs whose values the user gives.
         outputs: Keys of the tensors that the captured graph returns.
         final: For a captured tensor, its key in the exported graph; absent where no tensor of it is left.
@@ -70,6 +71,7 @@ class Record:
     log: CallLog
     operations: list[Operation] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)
+    passed: dict[int, Passing] = field(default_factory=dict)
     inputs: set[Key] = field(default_factory=set)
     outputs: list[Key] = field(default_factory=list)
     final: dict[Key, Key] = field(default_factory=dict)

@@ -13,6 +13,8 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from htp_export.capture.calls import named_leaves
+
 _MISSING = object()
 
 
@@ -69,13 +71,8 @@ def _tensors(value: Any) -> Iterator[Any]:
     """Every tensor in a structure, attributes of objects (transformers' caches) included, in order."""
     import torch
 
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
-        yield from _tensors(vars(value))
+    for _, leaf in named_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, torch.nn.Module)):
+            yield from _tensors(vars(leaf))

@@ -109,3 +109,57 @@ def is_script_method(forward: Any) -> bool:
     import torch
 
     return isinstance(forward, torch._C.ScriptMethod)
+
+
+def traced_number(tensor: Any) -> int | None:
+    """The number of a tensor in the graph of the TorchScript trace that runs; None for one it does not know."""
+    import torch
+
+    try:
+        return int(torch._C._get_value_trace(tensor).unique())  # type: ignore[attr-defined]
+    except RuntimeError:  # a parameter that is none of the model's: the tracer takes it for no constant
+        return None
+
+
+def fx_node_of(tensor: Any, tracer: Any) -> Any:
+    """The node that makes a tensor in the FX graph that is being traced; None for one that the tracer does not know."""
+    import torch
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    if isinstance(tensor, FunctionalTensor):
+        tensor = torch._from_functional_tensor(tensor.elem)
+    slot = get_proxy_slot(tensor, tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def result_of_decomposed(graph: Any) -> dict[str, str]:
+    """Name of a node before ``run_decompositions`` → name of the node of the decomposed graph that has its result."""
+    import torch
+
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        sources = node.meta.get("from_node")
+        if sources and isinstance(node.meta.get("val"), torch.Tensor):  # of several, the last one has the result
+            found[sources[-1].name] = node.name
+    return found
+
+
+def inputs_of(graph: Any) -> list[Any]:
+    """The inputs of an FX graph: parameters, buffers and constants first, then what the user gives."""
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def given_back_by(node: Any) -> Any:
+    """The one input of an FX node that can be its result, for a node that was decomposed into nothing, or None.
+
+    ``x.to(x.dtype)`` and the like give back what they are given.
+    """
+    import torch
+
+    def kind(each: Any) -> Any:
+        value = each.meta.get("val")
+        return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
+
+    alike = [each for each in node.all_input_nodes if kind(node) is not None and kind(each) == kind(node)]
+    return alike[0] if len(alike) == 1 else None

@@ -14,12 +14,12 @@ from typing import Any
 
 import onnx
 
-from htp_export.capture.calls import NO_CALL, CallLog
-from htp_export.capture.jit_graph import CONSTANTS, Reading, follow, read
+from htp_export.capture.calls import NO_CALL, CallLog, Passing
+from htp_export.capture.jit_graph import CONSTANTS, Reading, follow, numbers_of_outputs, read
 from htp_export.capture.record import Node, Operation, Record
 from htp_export.capture.root_call import RootCall
 from htp_export.capture.script_modules import ScriptCalls
-from htp_export.capture.torch_internals import is_script_method
+from htp_export.capture.torch_internals import is_script_method, traced_number
 from htp_export.wire import SerializedModel
 
 # Operations on shapes alone: traced as integers, or ONNX's own.
@@ -42,6 +42,7 @@ class TorchScriptCapture:
         self.log = CallLog()
         self.tag: Callable[[SerializedModel], Iterable[bytes | memoryview]] | None = None
         self._file: SerializedModel | None = None
+        self.weights: dict[str, bytes] = {}
         self.root_call: RootCall | None = None
         self.names_inputs = names_inputs
         self._paths = paths
@@ -49,7 +50,9 @@ class TorchScriptCapture:
         self._state = state
         self._user_inputs = 0
         self._next_call = 0
-        self._traced_nodes: list[tuple[str, str, int]] = []
+        self._traced_nodes: list[tuple[str, str, int, tuple[int, ...]]] = []
+        self._traced_inputs: list[int] = []
+        self._numbers: dict[int, int] = {}  # number while tracing → number in the traced graph
         self._dead: set[int] = set()
         self._operations: list[Operation] = []
         self._first: Reading | None = None
@@ -77,16 +80,21 @@ class TorchScriptCapture:
             return args, kwargs
         return self.root_call.arguments(args)
 
-    def leave(self, state: Any, given: Any, result: Any) -> Any:
+    def leave(self, state: Any, arguments: dict[str, Any], result: Any) -> Any:
         """Note that the innermost running module returns; what it is to return."""
-        self.log.leave(given, result)
+        # Only now: the tracer would make a tensor that it does not know a constant, and name it by the caller's scope.
+        self.log.give(arguments, traced_number)
+        self.log.leave(result, traced_number)
         if self.log.stack:
             return result
-        self._traced_nodes = list(self._in_order(state.graph().nodes(), NO_CALL))
+        graph = state.graph()
+        self._traced_nodes = []
+        self._note(graph.nodes(), NO_CALL)
+        self._traced_inputs = [value.unique() for value in graph.inputs()]
         return result if self.root_call is None else self.root_call.result(result)
 
-    def _in_order(self, nodes: Any, call: int) -> Iterator[tuple[str, str, int]]:
-        """Kind, scope and call of every traced node but constants, in order.
+    def _note(self, nodes: Any, call: int) -> None:
+        """Note kind, scope, call and outputs of every traced node but constants, in order.
 
         The tracer puts what a module's call does into a block of its own, whose node names the module as the trace
         module map does; once tracing is over the blocks are dissolved. Blocks stand in the order of the calls.
@@ -100,9 +108,9 @@ class TorchScriptCapture:
                         inner, self._next_call = later, later + 1
                         break
                 for block in node.blocks():
-                    yield from self._in_order(block.nodes(), inner)
+                    self._note(block.nodes(), inner)
             elif kind not in CONSTANTS:
-                yield kind, node.scopeName(), call
+                self._traced_nodes.append((kind, node.scopeName(), call, numbers_of_outputs(node)))
 
     # --- the traced graph -----------------------------------------------------------------------
 
@@ -110,6 +118,7 @@ class TorchScriptCapture:
         """Note the graph as it was traced."""
         self._user_inputs = len(list(graph.inputs())) - len(self._state)
         self._first = self._last = reading = read(graph, self._user_inputs)
+        self._numbers.update(zip(self._traced_inputs, (value.unique() for value in graph.inputs()), strict=False))
         calls = [call for call, size in zip(self._calls(graph), reading.sizes, strict=True) for _ in range(size)]
         self._operations = [
             Operation(call, step.inputs, step.outputs, step.kind in SHAPE_KINDS)
@@ -128,8 +137,10 @@ class TorchScriptCapture:
                 self._dead.add(traced[at][2])
                 at += 1
             calls.append(traced[at][2] if at < len(traced) else NO_CALL)
+            if at < len(traced):
+                self._numbers.update(zip(traced[at][3], numbers_of_outputs(node), strict=False))
             at += 1
-        self._dead.update(call for _, _, call in traced[at:])
+        self._dead.update(call for _, _, call, _ in traced[at:])
         return calls
 
     # --- its translation --------------------------------------------------------------------------
@@ -214,18 +225,26 @@ class TorchScriptCapture:
 
     def has_only_standard_nodes(self, model_bytes: bytes) -> bool:
         """Whether no node is of a custom domain, which torch would have to look up."""
-        self._file = SerializedModel(model_bytes)
+        self._file = SerializedModel(model_bytes, self.weights)
         return not self._file.functions and not any(node.domain for node in _protos(self._file.nodes))
 
     def tagged(self, model_bytes: bytes) -> Iterable[bytes | memoryview]:
         """The file with tags, in pieces to be written one after the other."""
-        file = self._file if self._file and self._file.data is model_bytes else SerializedModel(model_bytes)
-        return self.tag(file) if self.tag else [model_bytes]
+        file = self._file if self._file and self._file.data is model_bytes else None
+        file = file or SerializedModel(model_bytes, self.weights)
+        return self.tag(file) if self.tag else file.chunks()
 
     def finish(self, file: SerializedModel) -> tuple[Record, list[onnx.NodeProto]]:
         """What is known of the exported model, and its nodes in the order of ``Record.nodes``."""
         record = Record(self.log)
         record.operations, record.dead = self._operations, self._dead
+        number = self._numbers.get
+        record.passed = {
+            call: Passing(
+                tuple((name, number(traced)) for name, traced in passing.given), tuple(map(number, passing.returned))
+            )
+            for call, passing in self.log.passed.items()
+        }
         if self._first:
             record.inputs, record.outputs = set(self._first.inputs), list(self._first.outputs)
         protos = list(_protos(file.nodes))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from htp_export.capture.calls import NO_CALL, CallLog
 from htp_export.capture.record import Key, Node, Operation, Record
-from htp_export.owners.flow import needed, place_strays, varying
+from htp_export.owners.flow import Flow, place_strays
 
 SCOPE = "scope"
 SHARED = "shared"
@@ -50,18 +50,17 @@ class Origins:
         absorbed: Exported tensor → calls of further operations whose own tensors are gone.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, flow: Flow) -> None:
         self.made: dict[Key, set[int]] = {}
         self.placed: set[Key] = set()
         self.absorbed: dict[Key, set[int]] = {}
         self._first: dict[Key, int] = {}  # exported tensor → operation that made it first
         self._maker: dict[Key, int] = {}
-        strays = place_strays(record)
-        final, live = record.final, varying(record.operations, record.inputs)
+        strays = place_strays(record, flow)
+        final, live = record.final, flow.live
         lost: dict[Key, tuple[Calls, frozenset[Key]]] = {}  # lost tensor → calls that it took, and what they read
-        wanted = needed(record.operations, record.outputs)
         for index, operation in enumerate(record.operations):
-            if not wanted[index]:
+            if not flow.wanted[index]:
                 continue
             calls = _NOBODY
             reads: set[Key] = set()
@@ -107,9 +106,9 @@ class Origins:
         return False
 
 
-def assign(record: Record) -> list[Ownership]:
+def assign(record: Record, flow: Flow) -> list[Ownership]:
     """Owners of every node of the exported graph, in the order of ``record.nodes``."""
-    origins = Origins(record)
+    origins = Origins(record, flow)
     demand: dict[Key, set[int]] = {}  # tensor that no captured operation made → calls whose work reads it
     found: list[tuple[Calls, str] | None] = [None] * len(record.nodes)
     for index in range(len(record.nodes) - 1, -1, -1):

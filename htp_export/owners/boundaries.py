@@ -9,7 +9,7 @@ from htp_export import tags
 from htp_export.capture.calls import NO_CALL
 from htp_export.capture.record import Key, Record
 from htp_export.owners.assign import Ownership
-from htp_export.owners.flow import needed, varying
+from htp_export.owners.flow import Flow, varying
 
 
 @dataclass
@@ -25,13 +25,13 @@ class Boundary:
     outputs: dict[Key, set[int]] = field(default_factory=dict)
 
 
-def true_boundaries(record: Record) -> dict[str, Boundary]:
+def true_boundaries(record: Record, flow: Flow) -> dict[str, Boundary]:
     """For each module that ran, the captured tensors that passed in and out of its calls.
 
     Only tensors whose values depend on the model's inputs, and that the result depends on.
     """
     log, found = record.log, {call.path: Boundary() for call in record.log.calls}
-    live, maker = varying(record.operations, record.inputs), dict.fromkeys(record.inputs, NO_CALL)
+    live, maker = flow.live, dict.fromkeys(record.inputs, NO_CALL)
 
     def passes(key: Key, reader: int) -> None:
         source = maker.get(key)
@@ -45,8 +45,7 @@ def true_boundaries(record: Record) -> dict[str, Boundary]:
             if call not in inside:
                 found[log.calls[call].path].outputs.setdefault(key, set()).add(reader)
 
-    wanted = needed(record.operations, record.outputs)
-    for operation, is_wanted in zip(record.operations, wanted, strict=True):
+    for operation, is_wanted in zip(record.operations, flow.wanted, strict=True):
         if is_wanted:
             for key in operation.inputs:
                 passes(key, operation.call)
@@ -85,14 +84,14 @@ class Regions:
         """``(tensor, node on the other side or -1, whether it leaves)`` for what crosses the region's border."""
         region = self.region(paths)
         for index in sorted(region):
-            node, inside = self.nodes[index], region
-            others = [
-                owner
-                for owner in self.owners[index].paths
-                if not any(tags.is_under(owner, path) or tags.is_under(path, owner) for path in paths)
-            ]
-            if others:
-                inside = region | self.region(others)
+            node, owners, inside = self.nodes[index], self.owners[index].paths, region
+            if len(owners) > 1:  # a single owner is why the node is in the region
+                others = [
+                    owner
+                    for owner in owners
+                    if not any(tags.is_under(owner, path) or tags.is_under(path, owner) for path in paths)
+                ]
+                inside = region | self.region(others) if others else region
             for key in node.outputs:
                 if key not in self.live:
                     continue

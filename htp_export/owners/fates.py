@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from htp_export.capture.record import Key, Record
 from htp_export.owners.assign import Ownership
 from htp_export.owners.boundaries import Boundary, Regions, true_boundaries
-from htp_export.owners.flow import needed
+from htp_export.owners.flow import Flow
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,19 @@ class Fates:
         contamination: ``(module, tensor, leaves)`` for border tensors of computed modules that PyTorch does not know.
     """
 
-    def __init__(self, record: Record, owners: Sequence[Ownership]) -> None:
+    def __init__(self, record: Record, owners: Sequence[Ownership], flow: Flow) -> None:
         self.record = record
-        self.true = true_boundaries(record)
+        self.true = true_boundaries(record, flow)
         self.regions = Regions(record, owners)
         self.contamination: list[tuple[str, Key, bool]] = []
-        self._useful = self._modules_that_count()
+        self._useful = self._modules_that_count(flow)
 
-    def _modules_that_count(self) -> dict[str, bool]:
+    def _modules_that_count(self, flow: Flow) -> dict[str, bool]:
         """Path → whether the result depends on something that the module computed; absent if it computed nothing."""
         log = self.record.log
         useful: dict[str, bool] = {}
-        wanted = needed(self.record.operations, self.record.outputs)
         marks: dict[int, bool] = {}
-        for operation, is_wanted in zip(self.record.operations, wanted, strict=True):
+        for operation, is_wanted in zip(self.record.operations, flow.wanted, strict=True):
             marks[operation.call] = marks.get(operation.call, False) or is_wanted
         for call, is_wanted in (*dict.fromkeys(self.record.dead, False).items(), *marks.items()):
             for up in log.chain(call):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from htp_export.capture.calls import NO_CALL
 from htp_export.capture.record import Key, Node, Operation, Record
 
@@ -27,7 +29,25 @@ def needed(operations: list[Operation], outputs: list[Key]) -> list[bool]:
     return marks
 
 
-def place_strays(record: Record) -> set[int]:
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Which captured tensors and operations count.
+
+    Attributes:
+        live: The tensors whose values depend on what the user gives.
+        wanted: For each operation, whether what the model returns depends on it.
+    """
+
+    live: set[Key]
+    wanted: list[bool]
+
+    @classmethod
+    def of(cls, record: Record) -> Flow:
+        """How values flow through what was captured; who ran it plays no part."""
+        return cls(varying(record.operations, record.inputs), needed(record.operations, record.outputs))
+
+
+def place_strays(record: Record, flow: Flow) -> set[int]:
     """Find a call for each operation that the exporter moved away from the module that asked for it.
 
     ``torch.export`` knows sizes by symbols, and reads each size once, from an input of the model, wherever in the
@@ -44,7 +64,7 @@ def place_strays(record: Record) -> set[int]:
     placed = {index for index, operation in enumerate(record.operations) if operation.call == NO_CALL}
     if placed:
         _place_between(record, placed)
-    return placed | _place_sizes(record)
+    return placed | _place_sizes(record, flow)
 
 
 def _place_between(record: Record, strays: set[int]) -> None:
@@ -68,10 +88,10 @@ def _place_between(record: Record, strays: set[int]) -> None:
             around[key] = common(around.get(key), log.chain(operation.call))
 
 
-def _place_sizes(record: Record) -> set[int]:
+def _place_sizes(record: Record, flow: Flow) -> set[int]:
     """Move readings of sizes out to the innermost call that has the tensor."""
-    log, live = record.log, varying(record.operations, record.inputs)
-    measured = {key for operation in record.operations if operation.shape_only for key in operation.inputs} & live
+    log = record.log
+    measured = {key for operation in record.operations if operation.shape_only for key in operation.inputs} & flow.live
     near: dict[Key, set[int]] = {key: set() for key in measured}  # tensor → calls that make it or read its values
     for operation in record.operations:
         touched = operation.outputs if operation.shape_only else (*operation.inputs, *operation.outputs)

@@ -1,0 +1,202 @@
+"""Fates after a change to a graph: which modules stay exact, and which are fused, with which others.
+
+What the file says of modules' arguments and results (``htp.signatures``) is held against what crosses the borders of
+their regions. A module whose border is not known any more is *fused* with the modules on the other side, and with
+theirs, until every tensor at the common border is one that PyTorch knows.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.hierarchy import Hierarchy
+from htp_export.regions import all_nodes
+from htp_export.signatures import Signature
+
+__all__ = ["Borders", "refate"]
+
+_Owners = tuple[str, ...]
+_SIZES_ONLY = ("Shape", "Size")
+
+
+class Borders:
+    """What crosses from module to module in one graph.
+
+    A tensor that depends on inputs of the model through sizes alone crosses nothing, as in the rest of the format.
+
+    Args:
+        model: The model, tagged.
+        signatures: What the modules took and gave, under the names that the tensors have now.
+        nodes: Its nodes, in subgraphs too, where they are at hand.
+
+    Attributes:
+        known: Module path → tensors that it took or gave.
+        given: Module path → tensors that it gave.
+        regions: Paths of the modules that have nodes.
+    """
+
+    def __init__(
+        self, model: ir.Model, signatures: Mapping[str, Sequence[Signature]], nodes: Sequence[ir.Node] | None = None
+    ) -> None:
+        nodes = list(all_nodes(model)) if nodes is None else nodes
+        owners = {node: tags.owners_of(node.metadata_props) for node in nodes}
+        self.known: dict[str, set[str]] = {}
+        for path, calls in signatures.items():
+            named = (name for call in calls for name in (*call.inputs.values(), *call.outputs))
+            self.known[path] = {name for name in named if name is not None}
+        self.given: dict[str, set[str]] = {
+            path: {name for call in calls for name in call.outputs if name is not None}
+            for path, calls in signatures.items()
+        }
+        results = [value for value in model.graph.outputs if value.name]
+        self.known.setdefault("", set()).update(str(value.name) for value in (*model.graph.inputs, *results))
+        self._live = _live(model, nodes)
+        self._crossings: dict[tuple[_Owners, _Owners], tuple[_Owners, _Owners]] = {}
+        self._edges = list(self._find_edges(owners, results))
+        self.regions = {up for paths in set(owners.values()) for owner in paths for up in tags.ancestors(owner)}
+
+    def _find_edges(
+        self, owners: Mapping[ir.Node, _Owners], results: Collection[ir.Value]
+    ) -> Iterator[tuple[_Owners, _Owners, str]]:
+        """``(owners of the maker, owners of a reader, tensor)``; inputs are made, and results read, by nobody."""
+        found: dict[tuple[_Owners, _Owners, str], None] = {}
+        for node, paths in owners.items():
+            for value in node.inputs:
+                if value is not None and value in self._live:
+                    maker = value.producer()
+                    found[owners.get(maker, ()) if maker is not None else (), paths, str(value.name)] = None
+        for value in results:
+            maker = value.producer()
+            if maker is not None and value in self._live:
+                found[owners.get(maker, ()), (), str(value.name)] = None
+        return iter(found)
+
+    def _between(self, one: _Owners, other: _Owners) -> tuple[_Owners, _Owners]:
+        """The modules that an edge leaves, and those that it enters."""
+        if (one, other) not in self._crossings:
+            inside, outside = _above(one), _above(other)
+            leaving = tuple(path for path in inside if path not in outside and not self._shared(path, one, outside))
+            entering = tuple(path for path in outside if path not in inside)
+            self._crossings[one, other] = leaving, entering
+        return self._crossings[one, other]
+
+    def _shared(self, path: str, owners: _Owners, readers: Collection[str]) -> bool:
+        """Whether a node gives a tensor to another module whose work it does, too."""
+        others = [owner for owner in owners if not (tags.is_under(owner, path) or tags.is_under(path, owner))]
+        return any(owner in readers for owner in others)
+
+    @cached_property
+    def crossing(self) -> Mapping[str, Mapping[str, _Owners]]:
+        """Module path → tensor at its border → owners on the other side."""
+        found: defaultdict[str, dict[str, _Owners]] = defaultdict(dict)
+        for one, other, name in self._edges:
+            leaving, entering = self._between(one, other)
+            for path in leaving:
+                found[path].setdefault(name, other or ("",))
+            for path in entering:
+                found[path].setdefault(name, one or ("",))
+        return found
+
+    @property
+    def unknown(self) -> dict[str, set[str]]:
+        """Module path → tensors at its border that PyTorch does not know; modules without a signature are left out."""
+        return {
+            path: strange
+            for path, names in self.crossing.items()
+            if path in self.known and (strange := {name for name in names if name not in self.known[path]})
+        }
+
+    def whole(self, path: str, start: Iterable[str] = ()) -> tuple[str, ...]:
+        """The modules that have to be taken along with one, for its border to be known.
+
+        Args:
+            path: The module.
+            start: Modules that belong to it in any case.
+        """
+        group = list(dict.fromkeys((path, *start)))
+        while True:
+            known = set[str]().union(*(self.known.get(member, set()) for member in group))
+            more: dict[str, None] = {}
+            for one, other, name in self._edges:
+                if name in known:
+                    continue
+                inside, outside = _inside(one, group), _inside(other, group)
+                if inside and not outside and not self._given_on(one, other, group):
+                    more.update(dict.fromkeys(other or ("",)))
+                elif outside and not inside:
+                    more.update(dict.fromkeys(one or ("",)))
+            fresh = [member for member in more if member not in group]
+            if not fresh:
+                return tuple(member for member in group if member != path)
+            group.extend(fresh)
+
+    def _given_on(self, owners: _Owners, readers: _Owners, group: Sequence[str]) -> bool:
+        others = [
+            owner
+            for owner in owners
+            if not any(tags.is_under(owner, path) or tags.is_under(path, owner) for path in group)
+        ]
+        return any(tags.is_under(reader, owner) for reader in readers for owner in others)
+
+    def next_to(self, names: Collection[str]) -> _Owners:
+        """The innermost owners that make or read one of some tensors."""
+        found = [one or other for one, other, name in self._edges if name in names]
+        return max(found, key=lambda owners: max(map(len, owners), default=0), default=())
+
+
+def refate(
+    borders: Borders, hierarchy: Hierarchy, lost: Mapping[str, Collection[str]], excused: Mapping[str, Collection[str]]
+) -> Hierarchy:
+    """The module tree with the fates that a changed graph gives.
+
+    Args:
+        borders: What crosses in the graph as it is.
+        hierarchy: The tree as it was.
+        lost: Path of a module with a tensor in its signature that is nowhere in the graph any more → modules that did
+            the work on the other side of it.
+        excused: Module path → tensors at its border that were not known before the change either.
+    """
+    fates: dict[str, str] = {}
+    together: dict[str, tuple[str, ...]] = {}
+    strange = {path: names - set(excused.get(path, ())) for path, names in borders.unknown.items()}
+    for path, module in hierarchy.items():
+        start = [other for other in lost.get(path, ()) if other in hierarchy]
+        if module.fate == "fused":
+            fates[path], together[path] = "fused", borders.whole(path, (*module.fused_with, *start))
+        elif module.fate == "computed" and (path in lost or strange.get(path)):
+            group = borders.whole(path, start)
+            if path not in borders.regions and not any(other in borders.regions for other in group):
+                group = borders.whole(path, (*group, *borders.next_to(borders.known.get(path, set()))))
+            fates[path], together[path] = "fused", group or (hierarchy.parent(path) or "",)
+        elif module.fate == "computed" and path not in borders.regions:
+            fates[path] = "identity" if borders.given.get(path) else "constant"
+    return hierarchy.with_results(fates=fates, fused_with=together)
+
+
+def _live(model: ir.Model, nodes: Sequence[ir.Node]) -> set[ir.Value]:
+    """The values that depend on values of the model's inputs, not on their sizes alone."""
+    live = {value for value in model.graph.inputs if not value.is_initializer()}
+    for function in model.functions.values():
+        live.update(function.inputs)
+    for node in nodes:
+        # A node that holds bodies stands before their nodes: what it makes may depend on whatever they read.
+        bodies = any(attribute.type in _GRAPHS for attribute in node.attributes.data.values())
+        if bodies or (node.op_type not in _SIZES_ONLY and any(value in live for value in node.inputs)):
+            live.update(node.outputs)
+    return live
+
+
+_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+
+
+def _above(owners: _Owners) -> dict[str, None]:
+    return dict.fromkeys(up for owner in owners for up in tags.ancestors(owner))
+
+
+def _inside(owners: _Owners, group: Collection[str]) -> bool:
+    return any(tags.is_under(owner, path) for owner in owners for path in group)
