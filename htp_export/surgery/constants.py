@@ -1,0 +1,81 @@
+"""Which constants a graph may repeat wherever they are needed, and which it may hold only once: weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx_ir as ir
+
+from htp_export.cutting import Cutter
+from htp_export.tagged import TaggedModel
+
+__all__ = ["Constants", "weight_bytes"]
+
+_FEW_BYTES = 256
+"""Vectors of whole numbers up to this size are shapes, axes and permutations."""
+
+
+class Constants:
+    """The values of a model's main graph that are the same in every run, and the sizes that are nearly so.
+
+    A number and a short vector of whole numbers are cheap: exporters give them to every module that needs them. Every
+    other initializer, and every other tensor in a ``Constant`` node, is a weight. What is computed from cheap ones
+    alone is cheap, and so are sizes of tensors and what is computed from them.
+
+    Args:
+        tagged: The model.
+        cutter: Its cutter.
+
+    Attributes:
+        weights: The initializers that are weights.
+        sizes: The nodes that compute cheap values from sizes of tensors.
+    """
+
+    def __init__(self, tagged: TaggedModel, cutter: Cutter) -> None:
+        graph = tagged.model.graph
+        self.weights = frozenset(value for value in graph.initializers.values() if not _is_few(value.const_value))
+        self._costly: set[ir.Value] = set(self.weights)
+        self._cutter = cutter
+        self.sizes: set[ir.Node] = set()
+        self._cheap: set[ir.Node] = set()
+        for node in graph:
+            self._sort(node)
+
+    def comes_along(self, value: ir.Value) -> bool:
+        """Whether a value is constant and cheap, so that whoever needs it may have it made again."""
+        return self._cutter.is_free(value) and value not in self._costly
+
+    def is_repeated(self, node: ir.Node) -> bool:
+        """Whether all that a node makes comes along."""
+        return node in self._cheap
+
+    def is_common(self, node: ir.Node) -> bool:
+        """Whether what a node makes is constant, or a size: it is no module's more than another's."""
+        return node in self._cheap or node in self.sizes or all(map(self._cutter.is_free, node.outputs))
+
+    def _sort(self, node: ir.Node) -> None:
+        costly = _holds_weight(node) or any(value in self._costly for value in self._cutter.reads(node))
+        free = all(map(self._cutter.is_free, node.outputs))
+        if costly and (free or all(map(self._cutter.is_size, node.outputs))):
+            self._costly.update(node.outputs)
+        elif free:
+            self._cheap.add(node)
+        elif not costly and all(map(self._cutter.is_size, node.outputs)):
+            self.sizes.add(node)
+
+
+def weight_bytes(initializers: Iterable[ir.Value]) -> int:
+    """Bytes of the values of initializers."""
+    return sum(value.const_value.nbytes for value in initializers if value.const_value is not None)
+
+
+def _is_few(tensor: ir.TensorProtocol | None) -> bool:
+    if tensor is None:
+        return True
+    return tensor.size <= 1 or (not tensor.dtype.is_floating_point() and tensor.nbytes <= _FEW_BYTES)
+
+
+def _holds_weight(node: ir.Node) -> bool:
+    """Whether a ``Constant`` node holds more than a few numbers."""
+    value = node.attributes.get("value") if node.op_type == "Constant" else None
+    return value is not None and value.type == ir.AttributeType.TENSOR and not _is_few(value.as_tensor())

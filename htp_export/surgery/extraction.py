@@ -1,0 +1,115 @@
+"""One module of a file as a model of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.cut_models import cut_model
+from htp_export.cutting import cut
+from htp_export.files import has_external_data, write_model
+from htp_export.tagged import ModelSource, load
+
+__all__ = ["Extraction", "extract"]
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """A module as a model of its own.
+
+    Attributes:
+        model: The model; the weights are those of the whole one, not copied.
+        path: The module.
+        call: Which call of it.
+        inputs: Input → its type and shape, ``"FLOAT[1, 16, 768]"``.
+        outputs: Output → the same.
+        nodes: How many nodes it has.
+        outside: Inputs that are no argument of ``forward``: tensors that were computed outside, and are shared.
+        file: Where it was written; None if it was not.
+    """
+
+    model: ir.Model
+    path: str
+    call: int
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    nodes: int
+    outside: tuple[str, ...]
+    file: Path | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON; without the model."""
+        return {
+            "path": self.path,
+            "call": self.call,
+            "file": None if self.file is None else str(self.file),
+            "nodes": self.nodes,
+            "inputs": dict(self.inputs),
+            "outputs": dict(self.outputs),
+            "outside": list(self.outside),
+        }
+
+    def __str__(self) -> str:
+        ends = [f"  in   {name}: {kind}" for name, kind in self.inputs.items()]
+        ends += [f"  out  {name}: {kind}" for name, kind in self.outputs.items()]
+        where = f" -> {self.file}" if self.file else ""
+        return "\n".join((f"{self.path or '(root)'}: {self.nodes} nodes{where}", *ends))
+
+
+def extract(
+    model: ModelSource, path: str, output: str | os.PathLike[str] | None = None, *, call: int = 0
+) -> Extraction:
+    """Take one module out of a model, as a valid model of its own.
+
+    Its inputs are the arguments of the module's ``forward``, under their names, as far as they are needed; tensors that
+    were computed outside and are shared become inputs under the names they have in the file. Sizes are read from its
+    own inputs; dynamic dimensions stay dynamic. It has the initializers that it needs and no others, and keeps opset,
+    functions, tags, and its part of the module tree under the same paths.
+
+    Args:
+        model: The model, or its file.
+        path: The module.
+        output: Where to write the result. External weights go into a file beside it, ``<name>.data``.
+        call: Which call of a module that ran several times, from 0.
+
+    Raises:
+        UnknownModuleError: If there is no such module; the message has the nearest names.
+        InputError: If there is no such call, or the module cannot be cut out: the message says what to take instead.
+        FileError: If a file cannot be read or written; nothing is left half written.
+
+    Example:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> print(extract(program, "0"))
+        0: 1 nodes
+          in   input: FLOAT[2,4]
+          out  linear: FLOAT[2,3]
+    """
+    tagged = load(model)
+    part = cut(tagged, path, call)
+    made = cut_model(tagged, part)
+    arguments = tagged.signatures[path][call].inputs if call < len(tagged.signatures.get(path, ())) else ()
+    outside = tuple(name for name in part.inputs if name not in arguments) if path else ()
+    if output is not None:
+        external = f"{Path(output).name}.data" if has_external_data(made) else None
+        write_model(made, output, external)
+    return Extraction(
+        made,
+        path,
+        call,
+        {str(value.name): _told(value) for value in made.graph.inputs},
+        {str(value.name): _told(value) for value in made.graph.outputs},
+        sum(1 for _ in made.graph.all_nodes()),
+        outside,
+        None if output is None else Path(output),
+    )
+
+
+def _told(value: ir.Value) -> str:
+    return f"{value.dtype.name if value.dtype else 'unknown type'}{value.shape if value.shape is not None else ''}"

@@ -1,0 +1,249 @@
+"""``inline``: functions dissolved into the graph that calls them, every node as it was before it went into one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass
+
+from htp_export import tags
+from htp_export.errors import InputError
+from htp_export.files import write_model
+from htp_export.hierarchy import Hierarchy
+from htp_export.regions import all_nodes
+from htp_export.surgery.bodies import DOMAIN
+from htp_export.surgery.formals import unused_name
+from htp_export.surgery.placing import Instance, subgraphs
+from htp_export.surgery.records import Expectations, Record, Records, entry_of, restore
+from htp_export.tagged import ModelSource, load
+
+__all__ = ["Inlined", "dissolve", "inline"]
+
+_CALLER = "htp.caller"  # never written to files
+
+
+@dataclass(frozen=True)
+class Inlined:
+    """What became of a model's functions.
+
+    Attributes:
+        model: The model without functions.
+        functions: Identifier of each function that it had, ``htp::BertLayer`` → its calls in the flat graph.
+        nodes_before: Nodes that it had, those in functions once.
+        nodes_after: Nodes that it has.
+    """
+
+    model: ir.Model
+    functions: Mapping[str, int]
+    nodes_before: int
+    nodes_after: int
+
+    def to_dict(self) -> dict[str, object]:
+        """The result as plain data, for JSON; without the model."""
+        return {
+            "functions": dict(self.functions),
+            "nodes_before": self.nodes_before,
+            "nodes_after": self.nodes_after,
+        }
+
+    def __str__(self) -> str:
+        if not self.functions:
+            return f"there are no functions; {self.nodes_after} nodes"
+        calls = sum(self.functions.values())
+        return f"{calls} calls of {len(self.functions)} functions inlined: {self.nodes_after} nodes"
+
+
+def inline(onnx: ModelSource, output: str | os.PathLike[str] | None = None) -> Inlined:
+    """Dissolve the functions of a model: the flat, tagged graph.
+
+    Of a model that ``functions`` made, every node gets back its name, its owners and its types. Nodes of other
+    functions get unique names, and the tags of the call where they have none of their own. Weights are not read, and
+    a model in memory is left as it is.
+
+    Args:
+        onnx: A file, ``ModelProto``, ``ir.Model`` or ``TaggedModel``; it needs no tags.
+        output: The file to write.
+
+    Raises:
+        FileError: If a file cannot be read or written.
+        InputError: If a function cannot be inlined: it calls itself, needs another opset, or has graphs as attributes.
+
+    Example:
+        >>> import onnx_ir as ir
+        >>> relu = ir.node("Relu", [ir.val("a")])
+        >>> body = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20})
+        >>> call = ir.node("Act", [ir.val("x")], domain="net", metadata_props={"htp.module": "act"})
+        >>> graph = ir.Graph(call.inputs, call.outputs, nodes=[call], opset_imports={"": 20, "net": 1})
+        >>> function = ir.Function("net", "Act", graph=body, attributes=[])
+        >>> result = inline(ir.Model(graph, ir_version=10, functions=[function]))
+        >>> [(node.op_type, node.metadata_props["htp.module"]) for node in result.model.graph]
+        [('Relu', 'act')]
+        >>> print(result)
+        1 calls of 1 functions inlined: 1 nodes
+    """
+    tagged = load(onnx)
+    model = tagged.model.clone()
+    before = sum(1 for _ in all_nodes(model))
+    counts = dissolve(model, tagged.hierarchy)
+    counts.update(_inline_others(model))
+    if output is not None:
+        write_model(model, output)
+    return Inlined(model, counts, before, sum(1 for _ in all_nodes(model)))
+
+
+def dissolve(model: ir.Model, hierarchy: Hierarchy) -> dict[str, int]:
+    """Inline the functions that ``functions`` made, in place.
+
+    Args:
+        model: The model.
+        hierarchy: Its modules.
+
+    Returns:
+        Identifier of each function → how often it was called.
+
+    Raises:
+        InputError: If a function calls itself, or what the model says of its functions cannot be read.
+    """
+    made = {key: function for key, function in model.functions.items() if function.domain == DOMAIN}
+    dissolver = _Dissolver(made, hierarchy, model.graph)
+    try:
+        written = Records.from_json(model.metadata_props.get(tags.FUNCTIONS, "{}"))
+        for call in [node for node in model.graph.all_nodes() if node.op_identifier() in made]:
+            dissolver.dissolve(call, entry_of(written.calls, str(call.name)), None, ())
+    except ValueError as error:
+        raise InputError(f"model {model.graph.name!r}: its functions cannot be inlined: {error}") from error
+    _reorder(model.graph, written.order)
+    for key in made:
+        del model.functions[key]
+    model.metadata_props.pop(tags.FUNCTIONS, None)
+    if made and all(node.domain != DOMAIN for node in all_nodes(model)):
+        for imports in (model.opset_imports, *(function.opset_imports for function in model.functions.values())):
+            imports.pop(DOMAIN, None)
+    return dissolver.counts
+
+
+class _Dissolver:
+    """Puts copies of functions' bodies in place of their calls.
+
+    Attributes:
+        counts: Identifier of each function → calls dissolved so far.
+    """
+
+    def __init__(
+        self, functions: Mapping[ir.OperatorIdentifier, ir.Function], hierarchy: Hierarchy, graph: ir.Graph
+    ) -> None:
+        self._functions, self._expected = functions, Expectations(hierarchy)
+        self.counts = {f"{domain}::{name}": 0 for domain, name, _ in functions}
+        self._node_names = {str(node.name) for node in graph.all_nodes()}
+        self._value_names = {str(value.name) for value in _values(graph)}
+
+    def dissolve(
+        self, call: ir.Node, record: Record, instance: Instance | None, running: tuple[ir.OperatorIdentifier, ...]
+    ) -> None:
+        """Replace one call.
+
+        Args:
+            call: The call, in the model's graph or a subgraph of it.
+            record: What its nodes were, where that is not expected.
+            instance: The module call that it is; where it is None, the call's own tags say it.
+            running: The functions whose bodies the call comes from.
+
+        Raises:
+            ValueError: If a function calls itself.
+        """
+        identifier, graph = call.op_identifier(), call.graph
+        function = self._functions[identifier]
+        if identifier in running or graph is None:
+            raise ValueError(f"function {function.name!r} calls itself")
+        self.counts[f"{function.domain}::{function.name}"] += 1
+        if instance is None:
+            instance = self._expected.instance(call, Instance(""))
+        body = function.graph.clone()
+        inner: list[tuple[ir.Node, Record, Instance]] = []
+        for shared, node in list(zip(function.all_nodes(), body.all_nodes(), strict=True)):
+            entry = entry_of(record, str(shared.name))
+            restore(node, entry, self._expected.metadata(shared, instance))
+            if node.op_identifier() in self._functions:
+                place = self._expected.instance(shared, instance)
+                inner.append((node, entry_of(entry, "inside"), place))
+            elif node.name:
+                node.name = unused_name(node.name, self._node_names)
+        self._put_in_place(body, call, graph)
+        for node, inside, place in inner:
+            self.dissolve(node, inside, place, (*running, identifier))
+
+    def _put_in_place(self, body: ir.Graph, call: ir.Node, graph: ir.Graph) -> None:
+        returned = set(body.outputs)
+        for value in _values(body):
+            if value.name and value not in returned and not value.is_graph_input():
+                value.name = unused_name(value.name, self._value_names)
+        arguments = dict(zip(body.inputs, call.inputs, strict=False))
+        for formal in body.inputs:
+            for use in list(formal.uses()):
+                use.node.replace_input_with(use.idx, arguments.get(formal))
+        nodes, results = list(body), list(body.outputs)
+        body.outputs.clear()
+        body.remove(nodes)
+        graph.insert_before(call, nodes)
+        for value, result in zip(results, call.outputs, strict=False):
+            value.name, value.type, value.shape = result.name, result.type, result.shape
+            value.metadata_props.clear()
+            value.metadata_props.update(result.metadata_props)
+            result.replace_all_uses_with(value, replace_graph_outputs=True)
+        graph.remove(call, safe=True)
+
+
+def _reorder(graph: ir.Graph, order: Sequence[int]) -> None:
+    """Put the nodes where they were, unless another tool has changed the graph since."""
+    nodes = list(graph)
+    if sorted(order) != list(range(len(nodes))):
+        return
+    ordered = [node for _, node in sorted(zip(order, nodes, strict=True), key=lambda placed: placed[0])]
+    made: set[ir.Node] = set()
+    for node in ordered:
+        for held in (node, *(inner for body in subgraphs(node) for inner in body.all_nodes())):
+            producers = (value.producer() for value in held.inputs if value is not None)
+            if any(one is not None and one.graph is graph and one not in made for one in producers):
+                return
+        made.add(node)
+    graph.remove(nodes)
+    graph.extend(ordered)
+
+
+def _inline_others(model: ir.Model) -> dict[str, int]:
+    """Inline functions that were in the model as it was exported.
+
+    The pass merges metadata key by key, and would give a node some tags of its own and some of the call's.
+    """
+    if not model.functions:
+        return {}
+    called = {f"{domain}::{name}": 0 for domain, name, _ in model.functions}
+    for node in all_nodes(model):
+        if node.op_identifier() in model.functions:
+            own = {key: node.metadata_props.pop(key) for key in tags.NODE_KEYS if key in node.metadata_props}
+            node.metadata_props[_CALLER] = json.dumps(own)
+            called[f"{node.domain}::{node.op_type}"] += 1
+    try:
+        InlinePass()(model)
+    except (ValueError, ir.passes.PreconditionError) as error:
+        raise InputError(f"model {model.graph.name!r}: its functions cannot be inlined: {error}") from error
+    model.functions.clear()
+    for node in all_nodes(model):
+        caller = json.loads(node.metadata_props.pop(_CALLER, "{}"))
+        if tags.MODULE not in node.metadata_props:
+            node.metadata_props.update(caller)
+    return called
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Every value of a graph and its subgraphs."""
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in graph:
+        yield from node.outputs
+        for body in subgraphs(node):
+            yield from _values(body)

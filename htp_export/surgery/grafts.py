@@ -1,0 +1,212 @@
+"""What is put into a model: a copy of another one, under names and tags that fit there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.errors import InputError
+from htp_export.hierarchy import Hierarchy, ModuleInfo
+from htp_export.signatures import Signature, signatures_to_json
+from htp_export.tagged import TaggedModel, all_nodes
+
+__all__ = ["Graft"]
+
+
+class Graft:
+    """A copy of a model that fits into another.
+
+    Args:
+        host: The model that it goes into.
+        given: What is put there; it is not changed.
+        path: The module whose place it takes.
+        call: Which call of it; None for a module that ran once.
+
+    Attributes:
+        inputs: The copy's inputs that are no initializers.
+        outputs: The copy's outputs.
+
+    Raises:
+        InputError: If it needs another version of an operator set than the host has.
+    """
+
+    def __init__(self, host: ir.Model, given: TaggedModel, path: str, call: int | None) -> None:
+        self._host, self._given, self._path, self._call = host, given, path, call
+        self._model = given.model.clone()
+        self._match_opsets()
+        self._names: dict[str, str] = {}  # tensor of the main graph → its name in the host
+        self._take_free_names()
+        self._paths = self._place_tags()
+        graph = self._model.graph
+        self.inputs: Sequence[ir.Value] = [value for value in graph.inputs if not value.is_initializer()]
+        self.outputs: Sequence[ir.Value] = list(graph.outputs)
+
+    # --- fitting in ---------------------------------------------------------------------------------------
+
+    def _match_opsets(self) -> None:
+        here, wanted = self._host.graph.opset_imports, self._model.graph.opset_imports
+        for domain, version in wanted.items():
+            if here.setdefault(domain, version) == version:
+                continue
+            raise InputError(
+                f"the replacement uses opset {version} of {domain or 'ai.onnx'!r}, and the model {here[domain]}; "
+                "convert one of them (onnx.version_converter) or export both with one opset_version"
+            )
+        self._host.ir_version = max(self._host.ir_version, self._model.ir_version)
+
+    def _take_free_names(self) -> None:
+        """Rename what has a name that the host uses already."""
+        taken = {value.name for graph in self._host.graphs() for value in _values(graph)}
+        nodes = {node.name for node in self._host.graph.all_nodes()}
+        prefix = self._path.replace(".", "/") or "spliced"
+        for graph in self._model.graphs():
+            own = {value.name for value in _values(graph)}
+            ends = {*graph.inputs, *graph.outputs} if graph is self._model.graph else set()
+            for value in list(_values(graph)):
+                if value.name in taken and value not in ends:  # ends get the names of what they replace
+                    old = str(value.name)
+                    self._names[old] = value.name = _free(f"{prefix}/{old}", taken | own)
+                taken.add(value.name)
+        for node in self._model.graph.all_nodes():
+            if node.name in nodes:
+                node.name = _free(f"{prefix}/{node.name}", nodes)
+            nodes.add(node.name)
+        for identifier, function in list(self._model.functions.items()):
+            if identifier in self._host.functions:
+                self._rename_function(identifier, function)
+
+    def _rename_function(self, identifier: ir.OperatorIdentifier, function: ir.Function) -> None:
+        domain, name, overload = identifier
+        known = {other[1] for other in (*self._host.functions, *self._model.functions)}
+        fresh = _free(name, known)
+        for node in all_nodes(self._model):
+            if node.op_identifier() == identifier:
+                node.op_type = fresh
+        del self._model.functions[identifier]
+        function.name = fresh
+        self._model.functions[domain, fresh, overload] = function
+
+    def _place_tags(self) -> dict[str, str]:
+        """Give every node owners at or below the module; path in the replacement → path in the host."""
+        owners = {owner for node in self._given.nodes for owner in tags.owners_of(node.metadata_props)}
+        kept = all(tags.is_under(owner, self._path) for owner in owners)
+        known = self._given.hierarchy if owners else ()
+        if kept:
+            paths = {path: path for path in known if tags.is_under(path, self._path)}
+        else:
+            paths = {path: ".".join(filter(None, (self._path, path))) for path in (*known, *owners)}
+        called = {*self._given.hierarchy.called, self._path, *paths.values()}
+        for node in all_nodes(self._model):
+            mine = tuple(paths[owner] for owner in tags.owners_of(node.metadata_props)) or (self._path,)
+            node.metadata_props.update(tags.node_tags(mine, node.metadata_props.get(tags.REASON, "spliced"), called))
+            if self._call is not None and tags.CALL not in node.metadata_props and mine == (self._path,):
+                node.metadata_props[tags.CALL] = str(self._call)
+        return paths
+
+    # --- going in -----------------------------------------------------------------------------------------
+
+    def insert(self, inputs: Mapping[ir.Value, ir.Value], stand_ins: Sequence[ir.Value | None]) -> list[ir.Value]:
+        """Put the copy into the host.
+
+        Args:
+            inputs: The copy's input → the host's tensor that it stands for.
+            stand_ins: What stands for the results in the host, in order; the results get their names. None
+                for a result that nothing reads.
+
+        Returns:
+            The results.
+        """
+        graph, host = self._model.graph, self._host.graph
+        results = [value if value.producer() is not None else self._own(value) for value in graph.outputs]
+        for here, there in inputs.items():
+            self._names[str(here.name)] = str(there.name)
+            here.replace_all_uses_with(there)
+        initializers, nodes = list(graph.initializers.values()), list(graph)
+        graph.inputs.clear()
+        graph.outputs.clear()
+        graph.initializers.clear()
+        graph.remove(nodes)
+        shared = {id(value.const_value): value for value in host.initializers.values()}
+        for initializer in initializers:
+            if id(initializer.const_value) in shared:  # the weights of a module that ran several times, once
+                initializer.replace_all_uses_with(shared[id(initializer.const_value)])
+            else:
+                host.register_initializer(initializer)
+        host.extend(nodes)
+        for stand_in, new in zip(stand_ins, results, strict=True):
+            if stand_in is None:
+                new.name = _free(f"{self._path.replace('.', '/')}/{new.name}", (value.name for value in _values(host)))
+                continue
+            self._names[str(new.name)] = str(stand_in.name)
+            new.name, new.type, new.shape = stand_in.name, new.type or stand_in.type, new.shape or stand_in.shape
+            stand_in.replace_all_uses_with(new, replace_graph_outputs=True)
+        self._host.functions.update(self._model.functions)
+        return results
+
+    def _own(self, value: ir.Value) -> ir.Value:
+        """A tensor of a node of its own, for an output that is an input or an initializer."""
+        node = ir.node("Identity", [value], metadata_props=tags.node_tags((self._path,), "spliced", {self._path}))
+        new = node.outputs[0]
+        new.name, new.type, new.shape = f"{value.name}.returned", value.type, value.shape
+        self._model.graph.append(node)
+        return new
+
+    # --- the module tree --------------------------------------------------------------------------------
+
+    def describe(self, host: TaggedModel, *, whole: bool) -> None:
+        """Write what lies below the module now into the host's module tree and signatures.
+
+        Args:
+            host: The host with its module tree as it was.
+            whole: Whether all calls were replaced, so that nothing of the old module is left.
+        """
+        tree, given = host.hierarchy, self._given.hierarchy
+        calls = max(tree[self._path].calls, 1)
+        fresh = {
+            here: replace(given[path], path=here, calls=given[path].calls * calls if whole else given[path].calls)
+            for path, here in self._paths.items()
+            if path in given and here != self._path
+        }
+        infos: list[ModuleInfo] = []
+        for path, info in tree.items():
+            if path == self._path:
+                infos += [replace(info, fate="computed", fused_with=()), *fresh.values()]
+            elif not (tags.is_under(path, self._path) and (whole or path in fresh)):
+                infos.append(info)
+        self._host.metadata_props[tags.MODULES] = Hierarchy(infos).to_json()
+        if host.signatures:
+            signatures = {
+                path: calls
+                for path, calls in host.signatures.items()
+                if path == self._path or not tags.is_under(path, self._path) or not whole
+            }
+            self._host.metadata_props[tags.SIGNATURES] = signatures_to_json({**signatures, **self._signatures(calls)})
+
+    def _signatures(self, calls: int) -> dict[str, list[Signature]]:
+        if calls > 1:
+            return {}
+        return {
+            self._paths[path]: [self._in_host(signature) for signature in signatures]
+            for path, signatures in self._given.signatures.items()
+            if path in self._paths and self._paths[path] != self._path
+        }
+
+    def _in_host(self, signature: Signature) -> Signature:
+        def name(old: str | None) -> str | None:
+            return old if old is None else self._names.get(old, old)
+
+        return Signature({key: name(old) for key, old in signature.inputs.items()}, tuple(map(name, signature.outputs)))
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    return itertools.chain(graph.inputs, graph.initializers.values(), (v for node in graph for v in node.outputs))
+
+
+def _free(name: str, taken: Iterable[str | None]) -> str:
+    taken = set(taken)
+    names = itertools.chain((name,), (f"{name}_{count}" for count in itertools.count(1)))
+    return next(each for each in names if each not in taken)

@@ -1,0 +1,249 @@
+"""``functions``: modules of a model as ONNX functions of it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.errors import InputError, UntaggedModelError
+from htp_export.files import write_model
+from htp_export.hierarchy import ModuleInfo
+from htp_export.regions import GraphIndex, all_nodes
+from htp_export.surgery.bodies import DOMAIN, Bodies
+from htp_export.surgery.flatten import dissolve
+from htp_export.surgery.formals import Formals, unused_name
+from htp_export.surgery.levels import Levels
+from htp_export.surgery.originals import flat_order, share_bodies
+from htp_export.surgery.placing import Placement
+from htp_export.surgery.records import Records
+from htp_export.tagged import ModelSource, TaggedModel, load
+
+__all__ = ["FunctionRow", "Nested", "functions"]
+
+
+@dataclass(frozen=True)
+class FunctionRow:
+    """One function that was made.
+
+    Attributes:
+        class_name: The class of the modules that it is.
+        modules: Their paths, in the order of ``named_modules()``.
+        calls: How many calls of these modules it stands for.
+        nodes: Nodes in its body, calls of other functions and nodes in subgraphs counted.
+        inputs: Its inputs, weights among them.
+        outputs: Its outputs.
+    """
+
+    class_name: str
+    modules: tuple[str, ...]
+    calls: int
+    nodes: int
+    inputs: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class Nested:
+    """A model whose modules are functions.
+
+    Attributes:
+        model: The model.
+        modules: Path of each module that became a function → the function's identifier, ``htp::BertLayer``. Where the
+            calls of one module became different functions, that of the first call.
+        functions: Identifier → what the function is.
+        skipped: Path of each selected module that was left flat → why.
+        outside: Path of a module that became a function → nodes of its region that are not in it: shared with other
+            modules, or in the way of others.
+    """
+
+    model: ir.Model
+    modules: Mapping[str, str]
+    functions: Mapping[str, FunctionRow]
+    skipped: Mapping[str, str]
+    outside: Mapping[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON; without the model."""
+        functions = {name: {**vars(row), "modules": list(row.modules)} for name, row in self.functions.items()}
+        return {
+            "modules": dict(self.modules),
+            "functions": functions,
+            "skipped": dict(self.skipped),
+            "outside": dict(self.outside),
+        }
+
+    def __str__(self) -> str:
+        header = ("function", "calls", "nodes", "inputs", "outputs", "first module")
+        body = [
+            (name, str(row.calls), str(row.nodes), str(row.inputs), str(row.outputs), row.modules[0])
+            for name, row in self.functions.items()
+        ]
+        widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in (header, *body)
+        ]
+        if self.skipped:
+            lines.append(f"left flat: {len(self.skipped)} of {len(self.skipped) + len(self.modules)} modules")
+        return "\n".join(lines)
+
+
+def functions(onnx: ModelSource, select: str | Sequence[str], output: str | os.PathLike[str] | None = None) -> Nested:
+    """Make the selected modules functions of the model, nested where modules are.
+
+    Every viewer then shows the hierarchy, and every runtime computes what it did before. Modules of one class that
+    compute the same way share one function, which has their weights as inputs. The root, which is the graph itself,
+    and modules that are not ``computed`` stay flat; so does work that several modules share. Functions that an earlier
+    call made are dissolved first. ``inline`` brings the flat graph back.
+
+    Weights are not read, and a model in memory is left as it is.
+
+    Args:
+        onnx: A file, ``ModelProto``, ``ir.Model`` or ``TaggedModel`` with tags of this package.
+        select: The modules; see ``tags.select`` for the language. ``"**"`` is every module.
+        output: The file to write.
+
+    Raises:
+        FileError: If a file cannot be read or written.
+        InputError: If none of the selected modules can be a function; the message says why.
+        SelectorError: If the selector cannot be read, or a part of it matches no module.
+        UntaggedModelError: If the model has no tags, or only torch's own scopes.
+
+    Example:
+        >>> import torch, htp_export
+        >>> block = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        >>> net = torch.nn.Sequential(block(), block()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> nested = htp_export.functions(program, "class:Sequential")
+        >>> dict(nested.modules), [node.op_type for node in nested.model.graph], dict(nested.skipped)
+        ({'0': 'htp::Sequential', '1': 'htp::Sequential'}, ['Sequential', 'Sequential'], {'': 'it is the graph itself'})
+    """
+    tagged = load(onnx)
+    selected = tagged.select(select)
+    if tagged.source != "htp":
+        raise UntaggedModelError(
+            f"model {tagged.model.graph.name!r}: its modules are known from torch's own scopes alone, which are not "
+            "exact enough to move nodes by; export it with htp_export.export(...)"
+        )
+    source = _flat(tagged)
+    wanted = [path for path in selected if path and tagged.hierarchy[path].fate == "computed"]
+    model = source.model.clone()
+    sources = dict(zip(all_nodes(model), source.nodes, strict=True))
+    work = TaggedModel(model, tagged.hierarchy)
+    index, placement = GraphIndex(model, work.owners_of), Placement(work, wanted)
+    bodies = _make(work, index, placement)
+    made = _functions_of(bodies)
+    hierarchy = tagged.hierarchy
+    skipped = {
+        path: _why_flat(hierarchy[path], index.below.get(path, ()), placement) for path in selected if path not in made
+    }
+    if not made:
+        listed = "; ".join(f"{path or '(root)'}: {reason}" for path, reason in list(skipped.items())[:5])
+        more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+        raise InputError(f"no selected module can be a function: {listed}{more}")
+    _finish(model, Records(share_bodies(bodies.occurrences, sources, hierarchy), flat_order(bodies, sources)))
+    if output is not None:
+        write_model(model, output)
+    ordered = {path: made[path] for path in selected if path in made}
+    return Nested(model, ordered, _rows(bodies), skipped, _outside(index, placement, ordered))
+
+
+def _flat(tagged: TaggedModel) -> TaggedModel:
+    """The model without the functions that an earlier call made."""
+    if all(function.domain != DOMAIN for function in tagged.model.functions.values()):
+        return tagged
+    model = tagged.model.clone()
+    dissolve(model, tagged.hierarchy)
+    return load(model)
+
+
+def _make(work: TaggedModel, index: GraphIndex, placement: Placement) -> Bodies:
+    """Make functions of a model's groups, in place."""
+    levels = Levels(placement, index.owners)
+    graphs = list(dict.fromkeys([work.model.graph, *(node.graph for node in placement.scopes if node.graph)]))
+    arranged = {graph: levels.arrange_graph(graph) for graph in graphs}  # those outside first: they take nodes along
+    bodies = Bodies(work.model, work.hierarchy, Formals(index.constant, index.owners, work.signatures))
+    for graph in reversed(graphs):
+        bodies.build(graph, arranged[graph])
+    outer = list(work.model.graph.all_nodes())
+    used = {str(node.name) for node in outer if node not in bodies.occurrences}
+    for node in outer:
+        if node in bodies.occurrences:
+            node.name = unused_name(str(node.name), used)
+    return bodies
+
+
+def _finish(model: ir.Model, records: Records) -> None:
+    model.opset_imports[DOMAIN] = 1
+    if records.calls or records.order:
+        model.metadata_props[tags.FUNCTIONS] = records.to_json()
+
+
+def _functions_of(bodies: Bodies) -> dict[str, str]:
+    """Path → identifier of the function that its first call became."""
+    found: dict[str, str] = {}
+    for occurrence in sorted(bodies.occurrences.values(), key=lambda one: one.instance.call):
+        found.setdefault(occurrence.instance.path, _identifier(occurrence.function))
+    return found
+
+
+def _rows(bodies: Bodies) -> dict[str, FunctionRow]:
+    alike: defaultdict[ir.Function, list[str]] = defaultdict(list)
+    for occurrence in bodies.occurrences.values():
+        alike[occurrence.function].append(occurrence.instance.path)
+    places = {path: place for place, path in enumerate(bodies.hierarchy)}
+    return {
+        _identifier(function): FunctionRow(
+            class_name=bodies.hierarchy[paths[0]].class_name,
+            modules=tuple(sorted(set(paths), key=places.__getitem__)),
+            calls=len(paths),
+            nodes=sum(1 for _ in function.all_nodes()),
+            inputs=len(function.inputs),
+            outputs=len(function.outputs),
+        )
+        for function, paths in alike.items()
+    }
+
+
+def _outside(index: GraphIndex, placement: Placement, made: Collection[str]) -> dict[str, int]:
+    """Path → nodes with an owner at or below it that are not in its function, where there are any."""
+    counts: Counter[str] = Counter()
+    for node in placement.chains:
+        held = {one.path for scope in (node, *placement.scopes[node]) for one in placement.chains[scope]}
+        around = {up for owner in index.owners[node] for up in tags.ancestors(owner)}
+        counts.update((around - held).intersection(made))
+    return {path: counts[path] for path in made if counts[path]}
+
+
+def _why_flat(module: ModuleInfo, nodes: Collection[ir.Node], placement: Placement) -> str:
+    """Why a selected module is no function."""
+    if not module.path:
+        return "it is the graph itself"
+    if module.fate == "uncalled":
+        return "it never ran; select what it holds"
+    if module.fate == "fused":
+        return f"it is merged with {', '.join(map(repr, module.fused_with)) or 'its neighbours'}"
+    reasons = {
+        "identity": "it gives back what it is given",
+        "constant": "it was folded into constants",
+        "dead": "nothing that the model returns needs it",
+    }
+    if module.fate in reasons:
+        return reasons[module.fate]
+    if not nodes:
+        return "it has no nodes"
+    if module.path in placement.flat:
+        return placement.flat[module.path]
+    if all(node not in placement.chains for node in nodes):
+        return "it lies in functions that the model has already; inline them first"
+    return "all its nodes are shared with other modules"
+
+
+def _identifier(function: ir.Function) -> str:
+    return f"{function.domain}::{function.name}"

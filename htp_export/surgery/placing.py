@@ -1,0 +1,178 @@
+"""Which of the selected module calls each node of a model lies in, as far as the tags can tell."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.hierarchy import Hierarchy
+from htp_export.tagged import TaggedModel
+
+__all__ = ["Chain", "Instance", "Placement", "subgraphs"]
+
+
+class Instance(NamedTuple):
+    """One call of a module; it becomes one call of a function."""
+
+    path: str
+    call: int = 0
+
+
+Chain: TypeAlias = tuple[Instance, ...]
+"""The instances that a node lies in, outermost first."""
+
+
+class Placement:
+    """The chain of every node of a model's graph and its subgraphs; what lies in functions already has none.
+
+    A node of several modules lies in those that hold all of them, and one whose call is not known lies in none that
+    ran several times. Instances that could not become one call of a function are in no chain.
+
+    Args:
+        tagged: The model.
+        selected: The modules that are wanted as functions.
+
+    Attributes:
+        chains: Node → its chain.
+        flat: Path of a selected module → why some instance of it is in no chain.
+    """
+
+    def __init__(self, tagged: TaggedModel, selected: Collection[str]) -> None:
+        self._hierarchy = tagged.hierarchy
+        self._selected = frozenset(selected)
+        self.flat: dict[str, str] = {}
+        self.scopes = dict(_scopes(tagged.model.graph, ()))
+        self.chains = {node: self._chain_of(node, tagged.owners_of(node)) for node in self.scopes}
+        self._hold_in_one_place()
+        self._drop(self._in_several_graphs())
+
+    def without(self, node: ir.Node, instances: Iterable[Instance]) -> None:
+        """Take a node, with all that its subgraphs hold, out of some instances."""
+        gone = frozenset(instances)
+        for held in (node, *(inner for body in subgraphs(node) for inner in body.all_nodes())):
+            self.chains[held] = tuple(instance for instance in self.chains[held] if instance not in gone)
+
+    def _chain_of(self, node: ir.Node, owners: Sequence[str]) -> Chain:
+        if any(_gives_back_from_outside(body) for body in subgraphs(node)):
+            return ()  # its outer value could not be an input of a function
+        written = node.metadata_props.get(tags.CALL, "")
+        call = int(written) if written.isdecimal() and len(owners) == 1 else None
+        chains = [_chain(self._hierarchy, self._selected, owner, call) for owner in owners]
+        if len(chains) > 1 and node.metadata_props.get(tags.REASON) == "scope":
+            # It ran in all of them at once: a module that is called from inside another one's forward.
+            return tuple(dict.fromkeys(instance for chain in chains for instance in chain))
+        return _common_start(chains)
+
+    def _hold_in_one_place(self) -> None:
+        """See to it that all of an instance lies in the same instances.
+
+        A module that runs inside another one's forward, and not only there, keeps what it did at its own place.
+        """
+        above: defaultdict[Instance, set[Chain]] = defaultdict(set)
+        for chain in self.chains.values():
+            for depth, instance in enumerate(chain):
+                above[instance].add(chain[:depth])
+        places = {
+            instance: _chain(self._hierarchy, self._selected, *instance)[:-1]
+            for instance, found in above.items()
+            if len(found) > 1
+        }
+        for node, chain in self.chains.items():
+            for depth, instance in enumerate(chain):
+                if places.get(instance, chain[:depth]) != chain[:depth]:
+                    self.chains[node] = chain[:depth]
+                    break
+        for instance in places:
+            self.flat.setdefault(instance.path, "its work is spread over calls of several modules")
+
+    def _in_several_graphs(self) -> dict[Instance, str]:
+        """Instances that have nodes in several graphs, and no node of theirs that holds them all."""
+        homes: defaultdict[Instance, set[ir.Graph | None]] = defaultdict(set)
+        for node, chain in self.chains.items():
+            held = {instance for scope in self.scopes[node] for instance in self.chains[scope]}
+            for instance in chain:
+                if instance not in held:
+                    homes[instance].add(node.graph)
+        reason = "its nodes lie in several branches or loop bodies"
+        return {instance: reason for instance, graphs in homes.items() if len(graphs) > 1}
+
+    def _drop(self, instances: dict[Instance, str]) -> None:
+        if not instances:
+            return
+        self.flat.update({instance.path: reason for instance, reason in instances.items()})
+        for node, chain in self.chains.items():
+            self.chains[node] = tuple(instance for instance in chain if instance not in instances)
+
+
+def subgraphs(node: ir.Node) -> list[ir.Graph]:
+    """The graphs in a node's attributes: branches and loop bodies."""
+    found: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref():
+            found.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS and not attribute.is_ref():
+            found.extend(attribute.as_graphs())
+    return found
+
+
+def _scopes(graph: ir.Graph, above: tuple[ir.Node, ...]) -> Iterator[tuple[ir.Node, tuple[ir.Node, ...]]]:
+    """Every node, with the nodes whose subgraphs it lies in."""
+    for node in graph:
+        yield node, above
+        for body in subgraphs(node):
+            yield from _scopes(body, (*above, node))
+
+
+def _chain(hierarchy: Hierarchy, selected: Collection[str], owner: str, call: int | None) -> Chain:
+    """The selected instances that hold the work of one owner.
+
+    A module that ran a whole multiple of the times that one above it did ran equally often in each of its calls, as
+    in ``Region.call``; else it is not known in which call of that one it was.
+
+    Args:
+        hierarchy: The modules.
+        selected: The selected ones.
+        owner: The owner.
+        call: Which call of it; None where that is not known.
+    """
+    found = []
+    ran, number = max(hierarchy[owner].calls, 1), call
+    if ran == 1:
+        number = 0
+    for up in tags.ancestors(owner):
+        calls = hierarchy[up].calls if up in hierarchy else 0
+        if calls == 1:
+            ran, number = 1, 0
+        elif calls == 0 or number is None or ran % calls:
+            continue
+        else:
+            ran, number = calls, number // (ran // calls)
+        if up in selected:
+            found.append(Instance(up, number))
+    return tuple(reversed(found))
+
+
+def _common_start(chains: Sequence[Chain]) -> Chain:
+    if not chains:
+        return ()
+    same = 0
+    for instances in zip(*chains, strict=False):
+        if len(set(instances)) > 1:
+            break
+        same += 1
+    return chains[0][:same]
+
+
+def _gives_back_from_outside(graph: ir.Graph) -> bool:
+    """Whether a subgraph returns a value that it does not make; ONNX Runtime refuses that too."""
+    inside = {*graph.inputs, *graph.initializers.values()}
+    return any(value not in inside and _maker_graph(value) is not graph for value in graph.outputs)
+
+
+def _maker_graph(value: ir.Value) -> ir.Graph | None:
+    producer = value.producer()
+    return None if producer is None else producer.graph

@@ -1,0 +1,54 @@
+"""Stages as a Ray Serve application: its program and its configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from htp_export.errors import InputError
+from htp_export.surgery.partitions import Partition
+
+__all__ = ["write_application"]
+
+_WHOLE_NUMBERS = ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
+_TYPES = frozenset(("FLOAT", "FLOAT16", "DOUBLE", "BOOL", "STRING", *_WHOLE_NUMBERS))
+"""What ONNX Runtime gives as numpy arrays, which Ray sends."""
+
+
+def write_application(partition: Partition, folder: Path) -> None:
+    """Write ``serve_app.py`` and ``serve.yaml`` into the folder of the stages.
+
+    The program is the same for every model: it reads the manifest. The configuration has a deployment for each stage,
+    to say how many replicas it has, and what each needs.
+
+    Args:
+        partition: The stages, written.
+        folder: Their folder.
+
+    Raises:
+        InputError: If a tensor that crosses has a type that numpy does not have.
+    """
+    for number, stage in enumerate(partition.stages):
+        for name, tensor in (*stage.inputs.items(), *stage.outputs.items()):
+            if tensor.type is not None and tensor.type not in _TYPES:
+                raise InputError(f"stage {number}: tensor {name!r} is {tensor}, which numpy arrays cannot carry")
+    program = Path(__file__).with_name("ray_application.py").read_text(encoding="utf-8")
+    (folder / "serve_app.py").write_text(program, encoding="utf-8")
+    (folder / "serve.yaml").write_text(_configuration(len(partition.stages)), encoding="utf-8")
+
+
+def _configuration(stages: int) -> str:
+    deployments = [
+        f"      - name: stage{number}\n        num_replicas: 1\n        ray_actor_options:\n          num_cpus: 1\n"
+        for number in range(stages)
+    ]
+    return (
+        "# Start in this folder: serve run serve.yaml\n"
+        "applications:\n"
+        "  - name: stages\n"
+        "    route_prefix: /\n"
+        "    import_path: serve_app:build\n"
+        "    args: {}\n"
+        "    deployments:\n"
+        + "".join(deployments)
+        + "      - name: pipeline\n        num_replicas: 1\n        ray_actor_options:\n          num_cpus: 0\n"
+    )

@@ -1,0 +1,234 @@
+"""A model in the place of one module."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.cutting import Cut, Cutter
+from htp_export.errors import InputError
+from htp_export.files import write_model
+from htp_export.surgery.grafts import Graft
+from htp_export.tagged import ModelSource, TaggedModel, load
+
+__all__ = ["Splice", "splice"]
+
+
+@dataclass(frozen=True)
+class Splice:
+    """A model with one module replaced.
+
+    Attributes:
+        model: The model.
+        path: The module.
+        calls: Which calls of it were replaced.
+        nodes_before: Nodes of the whole model before.
+        nodes_after: Nodes of the whole model now.
+        file: Where it was written; None if it was not.
+    """
+
+    model: ir.Model
+    path: str
+    calls: tuple[int, ...]
+    nodes_before: int
+    nodes_after: int
+    file: Path | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON; without the model."""
+        return {
+            "path": self.path,
+            "calls": list(self.calls),
+            "file": None if self.file is None else str(self.file),
+            "nodes_before": self.nodes_before,
+            "nodes_after": self.nodes_after,
+        }
+
+    def __str__(self) -> str:
+        where = f" -> {self.file}" if self.file else ""
+        times = f" in {len(self.calls)} calls" if len(self.calls) > 1 else ""
+        return (
+            f"{self.path or '(root)'}: replaced{times}; {self.nodes_before} nodes before, {self.nodes_after} now{where}"
+        )
+
+
+def splice(
+    model: ModelSource,
+    path: str,
+    replacement: ModelSource,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    call: int | None = None,
+) -> Splice:
+    """Put a model in the place of a module: a quantized one, an optimised one, one that was rewritten by hand.
+
+    Its inputs have to be those of the module, as ``extract`` names them, or, under other names, as many in the same
+    order; inputs that it does not need may be missing. It has to give the module's outputs, in order; what the module
+    gives back as it came, and what is constant, is not replaced. Types have to be equal, and dimensions where both are
+    known. Names cannot clash: the replacement's change where they are taken.
+
+    Nodes of the replacement that have tags keep them: under the same paths where these lie below the module, and else
+    under the module's path, as for a submodule that was exported alone. Untagged ones belong to the module, with the
+    reason ``spliced``.
+
+    Args:
+        model: The model, or its file; one in memory is left as it is.
+        path: The module.
+        replacement: What to put there, or its file.
+        output: Where to write the result. External weights that lie in the same folder stay where they are.
+        call: Which call of a module that ran several times is replaced; all of them where it is None.
+
+    Raises:
+        UnknownModuleError: If there is no such module.
+        InputError: If the module cannot be cut out, shares its result with another module, or if the replacement has
+            another signature: the message says which tensor differs.
+        FileError: If a file cannot be read or written; what was there before is untouched.
+
+    Example:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> other = htp_export.export(torch.nn.Sigmoid().eval(), (torch.randn(2, 3),), verbose=False)
+        >>> [node.op_type for node in htp_export.splice(program, "1", other).model.graph]
+        ['Gemm', 'Sigmoid']
+    """
+    source, given = load(model), load(replacement)
+    if given.model is source.model:
+        raise InputError("a model cannot be put into itself; give a replacement that was cut out of it")
+    changed = load(source.model.clone())
+    before = sum(1 for _ in changed.model.graph.all_nodes())
+    ran = max(changed[path].calls, 1)
+    calls = tuple(range(ran)) if call is None else (call,)
+    cutter = Cutter(changed)
+    parts = [cutter.cut(path, number) for number in calls]
+    for part in parts:
+        _refuse_shared_results(changed, part)
+        _check_signature(part, given.model)
+    whole = len(calls) == ran
+    graft = _replace(changed, given, parts)
+    graft.describe(changed, whole=whole)
+    if output is not None:
+        write_model(changed.model, output)
+    after = sum(1 for _ in changed.model.graph.all_nodes())
+    return Splice(changed.model, path, calls, before, after, None if output is None else Path(output))
+
+
+def _replace(changed: TaggedModel, given: TaggedModel, parts: Sequence[Cut]) -> Graft:
+    """Take the parts out of the model and put copies of the replacement there; the last of these."""
+    ran = changed[parts[0].path].calls
+    now = {
+        old: _loosen(changed.model.graph, old, part)
+        for part in parts
+        for old in part.outputs.values()
+        if _is_own(changed, part, old)
+    }
+    _drop_unused(parts)
+    for old in now:
+        producer = old.producer()
+        if producer is not None and producer.graph is not None:  # other modules share what it was made for
+            old.name = f"{old.name}.shared"
+    for part in parts:
+        graft = Graft(changed.model, given, part.path, part.call if ran > 1 else None)
+        inputs = [now.get(old, old) for old in part.inputs.values()]
+        results = graft.insert(
+            _matched(list(part.inputs), inputs, graft.inputs), [now.get(old) for old in part.outputs.values()]
+        )
+        now.update((old, new) for old, new in zip(part.outputs.values(), results, strict=True) if old in now)
+    changed.model.graph.sort()
+    return graft
+
+
+def _is_own(tagged: TaggedModel, part: Cut, result: ir.Value) -> bool:
+    """Whether the module made a result: not what it gives back as it came, nor what is the same in every run."""
+    return not (result in part.inputs.values() or result in tagged.index.constant or result.is_initializer())
+
+
+def _loosen(graph: ir.Graph, old: ir.Value, part: Cut) -> ir.Value:
+    """Something that stands for one of the part's results wherever others read it, until there is another."""
+    stand_in = ir.Value(name=old.name, type=old.type, shape=old.shape)
+    for use in old.uses():
+        if use.node not in part.nodes:
+            use.node.replace_input_with(use.idx, stand_in)
+    for place, value in enumerate(graph.outputs):
+        if value is old:
+            graph.outputs[place] = stand_in
+    return stand_in
+
+
+def _refuse_shared_results(tagged: TaggedModel, part: Cut) -> None:
+    """A tensor that several modules computed, merged into one, cannot be replaced for one of them alone."""
+    for value in part.outputs.values():
+        producer = value.producer() if _is_own(tagged, part, value) else None
+        for owner in tagged.owners_of(producer) if producer is not None else ():
+            if not (tags.is_under(owner, part.path) or tags.is_under(part.path, owner)):
+                both = tags.common_ancestor((owner, part.path))
+                raise InputError(
+                    f"module {part.path!r} shares its result {value.name!r} with module {owner!r}; "
+                    f"replace {both or '(root)'!r}, which holds both"
+                )
+
+
+def _check_signature(part: Cut, given: ir.Model) -> None:
+    """The replacement takes and gives what the module takes and gives."""
+    taken = [value for value in given.graph.inputs if not value.is_initializer()]
+    pairs = _matched(list(part.inputs), list(part.inputs.values()), taken)
+    if not pairs and taken:
+        raise InputError(f"module {part.path!r} takes {_listed(part.inputs)}, and the replacement {_listed(taken)}")
+    if len(given.graph.outputs) != len(part.outputs):
+        raise InputError(
+            f"module {part.path!r} gives {len(part.outputs)} tensors ({_listed(part.outputs)}), "
+            f"and the replacement {len(given.graph.outputs)} ({_listed(given.graph.outputs)})"
+        )
+    outputs = zip(given.graph.outputs, part.outputs.values(), strict=True)
+    for what, new, old in (*(("input", *pair) for pair in pairs.items()), *(("output", *pair) for pair in outputs)):
+        problem = _difference(new, old)
+        if problem:
+            raise InputError(f"module {part.path!r}: {what} {new.name!r} of the replacement has {problem}")
+
+
+def _matched(names: Sequence[str], here: Sequence[ir.Value], taken: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
+    """The replacement's input → the tensor that it takes: by name, else in order; empty where neither is possible."""
+    by_name = dict(zip(names, here, strict=True))
+    if all(value.name in by_name for value in taken):
+        return {value: by_name[str(value.name)] for value in taken}
+    return dict(zip(taken, here, strict=True)) if len(taken) == len(here) else {}
+
+
+def _listed(names: Iterable[ir.Value | str]) -> str:
+    return ", ".join(str(getattr(name, "name", name)) for name in names) or "nothing"
+
+
+def _difference(new: ir.Value, old: ir.Value) -> str:
+    if new.dtype is not None and old.dtype is not None and new.dtype != old.dtype:
+        return f"type {new.dtype.name}, and the module {old.dtype.name}"
+    if new.shape is None or old.shape is None:
+        return ""
+    fits = len(new.shape) == len(old.shape) and all(
+        one == other or not (isinstance(one, int) and isinstance(other, int))
+        for one, other in zip(new.shape, old.shape, strict=True)
+    )
+    return "" if fits else f"shape {new.shape}, and the module {old.shape}"
+
+
+def _drop_unused(parts: Iterable[Cut]) -> None:
+    """Take out the nodes whose results nobody reads any more, and the initializers that only they read."""
+    parts = list(parts)
+    waiting = list(dict.fromkeys(node for part in parts for node in (*part.nodes, *part.size_nodes)))
+    while True:
+        unused = [node for node in waiting if not any(v.uses() or v.is_graph_output() for v in node.outputs)]
+        if not unused:
+            break
+        for node in reversed(unused):
+            if node.graph is not None:
+                node.graph.remove(node, safe=True)
+        waiting = [node for node in waiting if node.graph is not None]
+    for initializer in (value for part in parts for value in part.initializers):
+        graph = initializer.graph
+        if graph is not None and not initializer.uses() and not initializer.is_graph_input():
+            graph.initializers.pop(str(initializer.name), None)

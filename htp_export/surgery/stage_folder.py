@@ -1,0 +1,108 @@
+"""A folder of stages, written whole: it appears with all that is in it, or what was there before stays."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from htp_export.errors import FileError, HtpExportError
+from htp_export.files import has_external_data, write_model
+from htp_export.surgery.manifest import MANIFEST, load_partition
+from htp_export.surgery.partitions import Partition
+from htp_export.surgery.stages import Stage
+
+__all__ = ["check_folder", "write_folder"]
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that holds anything but an earlier partition.
+
+    Raises:
+        FileError: If it does, or is no folder; it names what is in the way.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise FileError(folder, "is a file; name a folder for the stages")
+    there = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_symlink() or file.is_file()}
+    if not there:
+        return
+    try:
+        known = {MANIFEST, *load_partition(folder).files}
+    except FileError as error:
+        raise FileError(folder, "is not empty, and no earlier partition; name another folder") from error
+    if others := sorted(there - known):
+        raise FileError(folder, f"holds {others[0]!r}, which is not of the partition there; name another folder")
+
+
+def write_folder(partition: Partition, folder: Path, extras: Callable[[Partition, Path], None]) -> Partition:
+    """Write stages and their manifest.
+
+    Args:
+        partition: The stages, with their models.
+        folder: Where to; an earlier partition there is replaced.
+        extras: Writes what else goes there, into the folder as it is given; the stages are there already.
+
+    Returns:
+        The same stages, with their files in place of their models.
+
+    Raises:
+        FileError: If it cannot be written; what was there before is untouched.
+    """
+    check_folder(folder)
+    try:
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with _new_folder(folder) as new:
+            stages = tuple(_write_stage(stage, number, new) for number, stage in enumerate(partition.stages))
+            written = replace(partition, stages=stages, folder=new)
+            extras(written, new)
+            written = replace(written, files=tuple(sorted(_files(new))))
+            text = json.dumps(written.to_dict(), indent=2, ensure_ascii=False)
+            (new / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    except HtpExportError:
+        raise
+    except OSError as error:
+        raise FileError(folder, f"cannot be written: {error.strerror or error}") from error
+    stages = tuple(replace(stage, file=folder / stage.files[0]) for stage in stages)
+    return replace(written, stages=stages, folder=folder)
+
+
+def _write_stage(stage: Stage, number: int, folder: Path) -> Stage:
+    """Write one stage; weights that were in files of their own go into one beside it."""
+    if stage.model is None:
+        raise ValueError(f"stage {number} has no model to write")
+    file = folder / f"stage{number}.onnx"
+    write_model(stage.model, file, f"{file.name}.data" if has_external_data(stage.model) else None)
+    others = sorted(name for name in _files(folder) if name.startswith(f"{file.name}."))
+    return replace(stage, file=file, model=None, files=(file.name, *others))
+
+
+def _files(folder: Path) -> Iterator[str]:
+    return (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+
+
+@contextlib.contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """A folder beside another one, which takes its place at the end, and is gone where something fails."""
+    target = folder.absolute()
+    new = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}")
+    old = target.with_name(f"{new.name}.old")
+    new.mkdir()
+    try:
+        yield new
+        if target.exists():
+            target.rename(old)
+        try:
+            new.rename(target)
+        except OSError:
+            if old.exists():
+                old.rename(target)
+            raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)

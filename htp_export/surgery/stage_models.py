@@ -1,0 +1,42 @@
+"""The part of a graph that one stage runs, as a model of its own with the modules that are in it."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.cut_models import cut_graph, model_around, narrow_owners
+from htp_export.hierarchy import Hierarchy
+from htp_export.parameters import parameters_to_json
+from htp_export.signatures import signatures_to_json
+from htp_export.surgery.stage_cuts import StageCut
+from htp_export.tagged import TaggedModel, all_nodes
+
+__all__ = ["stage_model"]
+
+
+def stage_model(tagged: TaggedModel, stage: StageCut) -> ir.Model:
+    """A stand-alone model of a stage; it shares the tensors of its weights with the whole model.
+
+    Its module tree has the modules that have nodes in it, what lies below those that are whole, and what lies above.
+    What PyTorch gave to modules and got back is kept for the whole ones.
+
+    Args:
+        tagged: The model that was cut.
+        stage: The stage.
+    """
+    graph, _ = cut_graph(tagged, stage.part)
+    model = model_around(tagged, graph)
+    tree = tagged.hierarchy
+    whole = {path for path in tree if any(tags.is_under(path, module) for module in stage.modules)}
+    first = {owners[0] for node in all_nodes(model) if (owners := tagged.owners_of(node))}
+    inside = whole | {up for path in first for up in tags.ancestors(path)} | {""}
+    narrow_owners(tagged, model, inside.__contains__, "")
+    model.metadata_props[tags.MODULES] = Hierarchy(tree[path] for path in tree if path in inside).to_json()
+    signatures = {path: calls for path, calls in tagged.signatures.items() if path in whole}
+    if signatures:
+        model.metadata_props[tags.SIGNATURES] = signatures_to_json(signatures)
+    if tagged.parameters is not None:
+        held = {path: held for path, held in tagged.parameters.items() if path in inside}
+        model.metadata_props[tags.PARAMETERS] = parameters_to_json(held)
+    return model

@@ -1,0 +1,121 @@
+"""Small tagged graphs for tests of passes, in one line a node, and what they compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.hierarchy import Hierarchy, ModuleInfo
+from htp_export.passes.bookkeeping import Bookkeeping
+from htp_export.passes.registry import find
+from htp_export.signatures import Signature, signatures_to_json
+
+Shape = list[int | str]
+
+
+class Builder:
+    """Builds a tagged graph; every value has a name, and every node an owner.
+
+    Args:
+        opset: Version of the ONNX operators.
+        inputs: Input → its shape; floats.
+    """
+
+    def __init__(self, opset: int = 17, **inputs: Shape) -> None:
+        self.values = {name: ir.val(name, ir.DataType.FLOAT, shape) for name, shape in inputs.items()}
+        self.inputs = list(self.values.values())
+        self.nodes: list[ir.Node] = []
+        self.weights: list[ir.Value] = []
+        self.opset = opset
+
+    def const(self, name: str, array: Any) -> str:
+        """An initializer."""
+        value = ir.Value(name=name, const_value=ir.tensor(np.asarray(array), name=name))
+        value.shape, value.type = ir.Shape(np.asarray(array).shape), ir.TensorType(value.const_value.dtype)
+        self.values[name] = value
+        self.weights.append(value)
+        return name
+
+    def add(self, op: str, inputs: str, output: str, owner: str, domain: str = "", **attributes: Any) -> ir.Node:
+        """A node; names are separated by spaces."""
+        results = [ir.Value(name=name) for name in output.split()]
+        metadata = {tags.MODULE: owner, tags.REASON: "scope"}
+        read = [self.values[name] for name in inputs.split()]
+        node = ir.node(
+            op, read, attributes, domain=domain, outputs=results, name=f"n_{output}", metadata_props=metadata
+        )
+        self.values.update({str(value.name): value for value in results})
+        self.nodes.append(node)
+        return node
+
+    def model(self, outputs: str, signatures: dict[str, tuple[list[str], list[str]]] | None = None) -> ir.Model:
+        """The model; the modules are the owners of nodes, those of ``signatures``, and what lies above them."""
+        results = [self.values[name] for name in outputs.split()]
+        graph = ir.Graph(
+            self.inputs,
+            results,
+            nodes=self.nodes,
+            initializers=self.weights,
+            opset_imports={"": self.opset, "com.microsoft": 1},
+            name="Net",
+        )
+        for value in results:
+            value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
+        made = ir.Model(graph, ir_version=10)
+        owners = dict.fromkeys(owner for node in self.nodes for owner in tags.owners_of(node.metadata_props))
+        paths = dict.fromkeys(
+            up for owner in (*owners, *(signatures or {})) for up in reversed([*tags.ancestors(owner)])
+        )
+        hierarchy = Hierarchy(ModuleInfo(path, "net.Module", 1, "computed") for path in {"": None, **paths})
+        made.metadata_props.update({tags.FORMAT: "1", tags.MODULES: hierarchy.to_json()})
+        if signatures is not None:
+            calls = {
+                path: [Signature({f"arg{place}": name for place, name in enumerate(given)}, tuple(returned))]
+                for path, (given, returned) in signatures.items()
+            }
+            made.metadata_props[tags.SIGNATURES] = signatures_to_json(calls)
+        return made
+
+
+def run(model: ir.Model, **inputs: Any) -> list[np.ndarray[Any, Any]]:
+    """The outputs, by ONNX Runtime without its own optimisations."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    results: list[np.ndarray[Any, Any]] = session.run(None, inputs)
+    return results
+
+
+def passed(model: ir.Model, *names: str) -> tuple[ir.Model, Bookkeeping]:
+    """A copy of a model after passes, each once, with the books kept."""
+    copy = model.clone()
+    books = Bookkeeping(copy)
+    for name in names:
+        result = find(name).make()(books.model)
+        books.model = result.model
+        books.settle()
+    books.write()
+    return books.model, books
+
+
+def ops(model: ir.Model) -> list[str]:
+    return [node.op_type for node in model.graph]
+
+
+def owners(model: ir.Model) -> dict[str, tuple[str, ...]]:
+    """First output of each node → its owners."""
+    return {str(node.outputs[0].name): tags.owners_of(node.metadata_props) for node in model.graph}
+
+
+def reasons(model: ir.Model) -> dict[str, str]:
+    return {str(node.outputs[0].name): node.metadata_props[tags.REASON] for node in model.graph}
+
+
+def array(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)

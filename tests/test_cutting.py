@@ -1,0 +1,225 @@
+"""What is cut out of a graph computes what the module did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.cutting import cut
+from htp_export.errors import FileError, InputError, UnknownModuleError, UntaggedModelError
+from tests import handmade
+from tests.nets import EXPORTERS, NETS, spread, x
+from tests.truth import equal, run_pytorch
+
+BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
+
+
+def exported_to(path: Path, model: nn.Module, kwargs: dict[str, Any], exporter: str, **options: Any) -> Path:
+    htp_export.export(model, (), path, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False, **options)
+    return path
+
+
+def run_file(path: Path, feeds: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return list(session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()}))
+
+
+CASES = [
+    pytest.param(name, exporter, id=f"{name}-{exporter}")
+    for name, net in NETS.items()
+    for exporter in EXPORTERS
+    if exporter not in net.skip and "hook" not in name and name != "calls_itself"
+]
+
+
+@pytest.mark.parametrize(("name", "exporter"), CASES)
+def test_every_computed_module_gives_alone_what_pytorch_gives(name: str, exporter: str, tmp_path: Path) -> None:
+    model, kwargs = NETS[name].build()
+    file = exported_to(tmp_path / "net.onnx", model, kwargs, exporter, **NETS[name].export_options(exporter))
+    tagged, wrong = htp_export.load(file), []
+    calls, _ = run_pytorch(model, kwargs)
+    for path in tagged:
+        region = tagged[path]
+        if region.fate != "computed" or any(node.graph is not tagged.model.graph for node in region.nodes):
+            continue
+        for nth, call in enumerate(calls.get(path, ())):
+            result = htp_export.extract(tagged, path, tmp_path / "part.onnx", call=nth)
+            ends = (*result.model.graph.inputs, *result.model.graph.outputs)
+            if all(value.shape is not None for value in ends):  # some ranks nobody can infer
+                onnx.checker.check_model(str(tmp_path / "part.onnx"), full_check=True)
+            arguments = tagged.signatures[path][nth].inputs
+            feeds = dict(zip(arguments, call.given, strict=True)) if len(arguments) == len(call.given) else {}
+            if not result.inputs.keys() <= feeds.keys():
+                wrong.append((path, nth, "takes", list(result.inputs)))
+                continue
+            found = run_file(tmp_path / "part.onnx", feeds)
+            if not found or not all(any(equal(one, other) for other in call.returned) for one in found):
+                wrong.append((path, nth, "differs"))
+    assert wrong == []
+
+
+class Scaled(nn.Module):
+    """Reads the size of what it is given, which dynamo reads from the model's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = hidden.shape
+        return self.fc(hidden).reshape(batch * length, 4) * mask.reshape(batch * length, 1)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pre, self.scaled = nn.Linear(4, 4), Scaled()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(self.pre(x).tanh(), (x > 0).any(-1).float())
+
+
+@BOTH
+def test_sizes_are_read_from_the_modules_own_arguments_and_stay_dynamic(exporter: str, tmp_path: Path) -> None:
+    dims = {0: "batch", 1: "length"}
+    options: dict[str, Any] = {"dynamic_shapes": {"x": dims}}
+    if exporter == "torchscript":
+        options = {"input_names": ["x"], "dynamic_axes": {"x": dims}}
+    model = spread(Two()).eval()
+    file = exported_to(tmp_path / "net.onnx", model, {"x": x(2, 3, 4)}, exporter, **options)
+    result = htp_export.extract(file, "scaled", tmp_path / "part.onnx")
+    hidden, mask = x(5, 7, 4, seed=1), x(5, 7, seed=2)
+    (found,) = run_file(tmp_path / "part.onnx", {"hidden": hidden.numpy(), "mask": mask.numpy()})
+    assert (list(result.inputs), result.outside) == (["hidden", "mask"], ())
+    assert equal(found, model.scaled(hidden, mask).detach().numpy())
+    assert not any(isinstance(size, int) for size in result.model.graph.inputs[0].shape[:2])
+
+
+@BOTH
+def test_a_part_keeps_its_tags_its_tree_and_only_its_weights(exporter: str, tmp_path: Path) -> None:
+    model, kwargs = NETS["transformer_encoder"].build()
+    whole = htp_export.load(exported_to(tmp_path / "net.onnx", model, kwargs, exporter))
+    path = next(path for path in whole if path.endswith(".1"))
+    htp_export.extract(whole, path, tmp_path / "part.onnx")
+    part = htp_export.load(tmp_path / "part.onnx")
+    below = [each for each in whole if each.startswith(path)]
+    assert [each for each in part if each.startswith(path)] == below
+    assert part.hierarchy[path] == whole.hierarchy[path]
+    assert {owner.startswith(path) for node in part.nodes for owner in part.owners_of(node)} == {True}
+    named = {value.name for value in part.model.graph.initializers.values() if path in str(value.name)}
+    assert named == {value.name for value in whole.model.graph.initializers.values() if path in str(value.name)}
+    assert not any(value.uses() == () for value in part.model.graph.initializers.values())
+    assert part.model.opset_imports == whole.model.opset_imports
+
+
+def test_external_weights_go_into_a_file_beside_the_part(tmp_path: Path) -> None:
+    model = spread(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))).eval()
+    exported_to(tmp_path / "net.onnx", model, {"input": x(2, 64)}, "dynamo")
+    folder = tmp_path / "apart"
+    folder.mkdir()
+    htp_export.extract(tmp_path / "net.onnx", "1", folder / "part.onnx")
+    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+    assert sizes.keys() == {"part.onnx", "part.onnx.data"}
+    assert 64 * 64 * 4 <= sizes["part.onnx.data"] <= 64 * 64 * 4 + 64 * 4
+    assert sizes["part.onnx"] < 64 * 64
+    given = x(2, 64, seed=3)
+    (found,) = run_file(folder / "part.onnx", {"input": given.numpy()})
+    assert equal(found, model[1](given).detach().numpy())
+
+
+def test_a_call_of_a_module_that_ran_twice_is_a_module_that_ran_once() -> None:
+    whole = htp_export.load(handmade.called_twice())
+    part = htp_export.load(htp_export.extract(whole, "block", call=1).model)
+    assert part.hierarchy["block"].calls == 1
+    assert [(node.name, node.metadata_props.get("htp.call")) for node in part["block.fc"].nodes] == [
+        ("node_fc2", "0"),
+        ("node_fc3", "1"),
+    ]
+
+
+def test_what_other_modules_share_belongs_to_the_module_alone() -> None:
+    part = htp_export.load(htp_export.extract(handmade.encoder(), "layer.1").model)
+    owners = {node.op_type: part.owners_of(node) for node in part.nodes}
+    assert owners == {"Neg": ("layer.1",), "MatMul": ("layer.1.fc",), "Mul": ("layer.1",)}
+
+
+def test_what_a_branch_reads_becomes_an_input() -> None:
+    result = htp_export.extract(handmade.branching(), "gate")
+    assert list(result.inputs) == ["condition", "x", "minus"]
+    assert [value.name for value in result.model.graph.outputs] == ["gated"]
+
+
+def test_functions_come_along() -> None:
+    result = htp_export.extract(handmade.with_function(), "block")
+    assert [name for _, name, _ in result.model.functions] == ["Block"]
+
+
+def test_the_model_that_is_cut_stays_as_it_is() -> None:
+    whole = handmade.encoder()
+    before = ir.to_proto(whole).SerializeToString()
+    htp_export.extract(whole, "layer.0")
+    assert ir.to_proto(whole).SerializeToString() == before
+
+
+def test_an_inner_tensor_that_has_an_arguments_name_gets_another() -> None:
+    whole = handmade.encoder()
+    whole.metadata_props["htp.signatures"] = '{"layer.0":[[{"fc0":"x"},["layer0"]]]}'
+    result = htp_export.extract(whole, "layer.0")
+    names = [value.name for node in result.model.graph for value in node.outputs]
+    assert list(result.inputs) == ["fc0"]
+    assert "fc0" not in names
+    assert len(set(names)) == len(names)
+    onnx.checker.check_model(ir.to_proto(result.model))
+
+
+def test_a_fused_module_says_which_to_take_instead(tmp_path: Path) -> None:
+    model, kwargs = NETS["conv_bn_relu"].build()
+    file = exported_to(tmp_path / "net.onnx", model, kwargs, "dynamo")
+    fused = next(path for path, info in htp_export.load(file).hierarchy.items() if info.fate == "fused")
+    with pytest.raises(InputError, match=rf"{fused}.* was fused with .* instead") as error:
+        htp_export.extract(file, fused, tmp_path / "part.onnx")
+    assert not (tmp_path / "part.onnx").exists()
+    instead = str(error.value).split("take ")[1].split("'")[1]
+    assert htp_export.extract(file, instead).nodes > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "call", "kind", "message"),
+    [
+        ("layer.7", 0, UnknownModuleError, "nearest: 'layer"),
+        ("layer.0", 3, InputError, "has no call 3"),
+        ("layer.0", -1, InputError, "has no call -1"),
+        ("dropout", 0, InputError, "gives back what it is given"),
+    ],
+)
+def test_what_cannot_be_cut_is_said(path: str, call: int, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        cut(htp_export.load(handmade.encoder()), path, call)
+
+
+def test_a_module_inside_a_branch_names_the_module_around_it() -> None:
+    with pytest.raises(InputError, match=r"inside a branch.*'gate' instead"):
+        cut(htp_export.load(handmade.branching()), "gate.yes")
+
+
+def test_a_model_without_tags_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+    bare = handmade.encoder()
+    bare.metadata_props.clear()
+    for node in bare.graph:
+        node.metadata_props.clear()
+    with pytest.raises(UntaggedModelError):
+        htp_export.extract(bare, "layer.0")
+    with pytest.raises(FileError, match="nowhere"):
+        htp_export.extract(tmp_path / "nowhere.onnx", "layer.0")

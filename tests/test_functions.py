@@ -1,0 +1,492 @@
+"""Modules as functions of the model, and back: nesting, sharing, convexity, tags, and equal results."""
+
+import json
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+
+import htp_export
+from htp_export.cli.main import main
+from htp_export.errors import InputError, SelectorError, UntaggedModelError
+from htp_export.hierarchy import ModuleInfo
+from tests import handmade
+from tests.exporting import exported, exported_net
+from tests.handmade import tagged_node, value
+from tests.nets import NETS, spread
+
+EXPORTERS = ["dynamo", "torchscript"]
+
+
+def run(model, feeds):
+    """The outputs of a model, computed as the graph says: no optimisation but that functions are inlined."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
+    onnx.checker.check_model(proto)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, dict(zip([given.name for given in session.get_inputs()], feeds, strict=True)))
+
+
+def arrays(kwargs):
+    return [tensor.numpy() for tensor in kwargs.values()]
+
+
+def equal(one, other):
+    return len(one) == len(other) and all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one, other, strict=True))
+
+
+def same_file(one, other):
+    """Whether two models are equal to the last bit, but for the order in which types are listed."""
+    protos = [ir.to_proto(ir.from_proto(m) if isinstance(m, onnx.ModelProto) else m) for m in (one, other)]
+    types = []
+    for proto in protos:
+        types.append(sorted(info.SerializeToString() for info in proto.graph.value_info))
+        del proto.graph.value_info[:]
+        entries = sorted((entry.key, entry.value) for entry in proto.metadata_props)
+        del proto.metadata_props[:]
+        types[-1].append(entries)
+    return protos[0] == protos[1] and types[0] == types[1]
+
+
+def function(model, name):
+    return model.functions["htp", name, ""]
+
+
+def op_types(nodes):
+    return [node.op_type for node in nodes]
+
+
+def owners(nodes):
+    return [htp_export.tags.owners_of(node.metadata_props) for node in nodes]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """Flat files of a BERT of three layers, with its inputs, by exporter."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32, vocab_size=50)
+    mask = torch.ones(1, 6, dtype=torch.long)
+    mask[:, -2:] = 0
+    kwargs = {"input_ids": torch.randint(3, 50, (1, 6)), "attention_mask": mask}
+    model = spread(BertModel(config)).eval()
+    return {
+        exporter: (exported(model, kwargs, exporter, tmp_path_factory.mktemp(exporter)), arrays(kwargs))
+        for exporter in EXPORTERS
+    }
+
+
+# --- what is made ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_equal_layers_share_one_function_with_their_weights_as_inputs(bert, exporter):
+    flat, _ = bert[exporter]
+    nested = htp_export.functions(flat, "encoder.layer.*")
+    assert dict(nested.modules) == {f"encoder.layer.{k}": "htp::BertLayer" for k in range(3)}
+    assert list(nested.functions) == ["htp::BertLayer"]
+    calls = [node for node in nested.model.graph if node.domain == "htp"]
+    assert [call.name for call in calls] == ["encoder.layer.0", "encoder.layer.1", "encoder.layer.2"]
+    layer = function(nested.model, "BertLayer")
+    position = [given.name for given in layer.inputs].index("attention.self.query.bias")
+    assert [call.inputs[position].name for call in calls] == [
+        f"encoder.layer.{k}.attention.self.query.bias" for k in range(3)
+    ]
+    assert layer.inputs[0].name == "hidden_states"
+    assert [result.name for result in layer.outputs] == ["output"]
+    assert nested.functions["htp::BertLayer"].calls == 3
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_functions_nest_as_modules_do_and_compute_the_same(bert, exporter):
+    flat, feeds = bert[exporter]
+    nested = htp_export.functions(flat, "**")
+    tagged = htp_export.load(flat)
+    assert set(nested.modules) == {path for path in tagged if path and tagged[path].fate == "computed"}
+    assert op_types(function(nested.model, "BertLayer")) == ["BertAttention", "BertIntermediate", "BertOutput"]
+    assert op_types(function(nested.model, "BertAttention")) == ["BertSelfAttention", "BertSelfOutput"]
+    assert [node.name for node in function(nested.model, "BertAttention")] == ["self", "output"]
+    assert nested.functions["htp::Linear"].calls == 18
+    assert equal(run(nested.model, feeds), run(flat, feeds))
+    onnx.shape_inference.infer_shapes(ir.to_proto(nested.model), strict_mode=True)
+
+
+def test_names_in_a_function_are_unique_and_those_of_parameters_relative(bert):
+    nested = htp_export.functions(bert["dynamo"][0], "**")
+    for made in nested.model.functions.values():
+        names = [v.name for v in (*made.inputs, *(out for node in made.all_nodes() for out in node.outputs))]
+        assert len(set(names)) == len(names)
+        assert not made.graph.initializers
+    attention = [given.name for given in function(nested.model, "BertSelfAttention").inputs]
+    assert {"hidden_states", "query.weight", "query.bias", "key.bias", "value.bias"} <= set(attention)
+
+
+def test_call_is_tagged_with_its_module_and_body_with_those_of_all_calls(bert):
+    nested = htp_export.functions(bert["dynamo"][0], "encoder.layer.*")
+    call = next(node for node in nested.model.graph if node.name == "encoder.layer.1")
+    assert {key: call.metadata_props[key] for key in ("htp.module", "htp.reason", "namespace")} == {
+        "htp.module": "encoder.layer.1",
+        "htp.reason": "function",
+        "namespace": "encoder/layer.1",
+    }
+    assert ("encoder.layer.0.output", "encoder.layer.1.output", "encoder.layer.2.output") in owners(
+        function(nested.model, "BertLayer")
+    )
+    tagged = htp_export.load(nested.model)
+    assert not tagged.untagged
+    assert call in tagged["encoder.layer.1"].nodes
+    assert len(tagged["encoder.layer.1"].nodes) > 20
+
+
+def test_function_called_once_keeps_names_and_tags_of_its_nodes():
+    nested = htp_export.functions(handmade.encoder(), "layer.0")
+    made = function(nested.model, "Layer")
+    assert [(node.name, *owner) for node, owner in zip(made, owners(made), strict=True)] == [
+        ("node_turned", "layer.0.fc"),
+        ("node_fc0", "layer.0.fc"),
+        ("node_layer0", "layer.0"),
+    ]
+    assert "htp.functions" not in nested.model.metadata_props
+
+
+def test_modules_of_a_class_that_compute_differently_are_numbered_and_shared_nodes_stay_outside():
+    nested = htp_export.functions(handmade.encoder(), "layer.*")
+    assert dict(nested.modules) == {"layer.0": "htp::Layer", "layer.1": "htp::Layer_2"}
+    assert op_types(nested.model.graph) == ["Neg", "Layer", "Layer_2", "Relu"]
+    assert dict(nested.outside) == {"layer.0": 1, "layer.1": 1}
+
+
+def test_constants_in_attributes_tell_bodies_apart():
+    def block(name, owner, source, number):
+        constant = tagged_node("Constant", [], owner, f"c{name}")
+        constant.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.float32([number])))
+        return [constant, tagged_node("Mul", [source, constant.outputs[0]], owner, name)]
+
+    x = value("x")
+    first = block("one", "one", x, 2.0)
+    second = block("two", "two", first[-1].outputs[0], 2.0)
+    third = block("three", "three", second[-1].outputs[0], 3.0)
+    modules = [ModuleInfo(path, "net.Scale", 1, "computed") for path in ("", "one", "two", "three")]
+    nested = htp_export.functions(handmade.model([x], [*first, *second, *third], [], modules), "**")
+    assert dict(nested.modules) == {"one": "htp::Scale", "two": "htp::Scale", "three": "htp::Scale_2"}
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_every_call_of_a_module_is_a_call_of_its_function(exporter, tmp_path):
+    flat = exported_net("loop_of_three", exporter, tmp_path)
+    nested = htp_export.functions(flat, "**")
+    assert [(node.name, node.op_type, node.metadata_props.get("htp.call")) for node in nested.model.graph][::2] == [
+        ("block", "Sequential", "0"),
+        ("block#1", "Sequential", "1"),
+        ("block#2", "Sequential", "2"),
+    ]
+    assert nested.functions["htp::Sequential"].calls == 3
+    assert op_types(function(nested.model, "Sequential")) == ["Linear", "Tanh"]
+
+
+def test_node_whose_call_is_not_known_is_in_the_call_whose_nodes_lie_around_it():
+    model = handmade.called_twice()  # block.odd ran three times in two calls of block
+    nested = htp_export.functions(model, "block")
+    assert dict(nested.modules) == {"block": "htp::Block"}
+    assert op_types(nested.model.graph) == ["Block", "Block_2"]
+    assert [len(made) for made in nested.model.functions.values()] == [4, 5]
+    assert same_file(htp_export.inline(nested).model, model)
+
+
+def test_branch_is_a_function_whose_captured_tensors_are_inputs():
+    model = handmade.branching()
+    nested = htp_export.functions(model, "**")
+    assert op_types(nested.model.graph) == ["Neg", "Gate", "Relu"]
+    gate = function(nested.model, "Gate")
+    assert sorted(given.name for given in gate.inputs) == ["condition", "input", "x"]
+    then = next(iter(gate)).attributes["then_branch"].as_graph()
+    assert op_types(then) == ["Yes"]
+    x = np.float32([[1, -2, 3, -4]] * 2)
+    for condition in (True, False):
+        assert equal(run(nested.model, [x, np.array(condition)]), run(model, [x, np.array(condition)]))
+    assert same_file(htp_export.inline(nested).model, model)
+
+
+# --- sets of nodes that do not hold together --------------------------------------------------------
+
+
+def chain(*owners_of_nodes):
+    """A chain of nodes; each is of the module named, or of none for an empty name, and of the root for a dot."""
+    x, nodes = value("x"), []
+    for number, owner in enumerate(owners_of_nodes):
+        source = nodes[-1].outputs[0] if nodes else x
+        nodes.append(tagged_node("Neg", [source], "" if owner == "." else owner, f"v{number}"))
+        if not owner:
+            nodes[-1].metadata_props.clear()
+    paths = ["", *sorted({owner for owner in owners_of_nodes if owner not in ("", ".")})]
+    return handmade.model([x], nodes, [], [ModuleInfo(path, "net.Any", 1, "computed") for path in paths])
+
+
+X = np.float32([[1, -2, 3, -4]] * 2)
+
+
+def test_nodes_before_what_lies_between_are_left_outside():
+    model = chain("a", ".", "a", "a", "a")
+    nested = htp_export.functions(model, "a")
+    assert op_types(nested.model.graph) == ["Neg", "Neg", "Any"]
+    assert op_types(function(nested.model, "Any")) == ["Neg", "Neg", "Neg"]
+    assert dict(nested.outside) == {"a": 1}
+    assert equal(run(nested.model, [X]), run(model, [X]))
+    assert same_file(htp_export.inline(nested).model, model)
+
+
+def test_module_in_two_halves_stays_flat_and_what_lies_between_is_named():
+    with pytest.raises(InputError, match=r"a: it does not hold together: node 'node_v2' of '' lies between"):
+        htp_export.functions(chain("a", "a", ".", "a", "a"), "a")
+
+
+def test_modules_in_each_others_way_are_cut_until_the_graph_has_an_order():
+    model = chain("a", "b", "a", "a", "b", "b", "b")
+    nested = htp_export.functions(model, "**")
+    assert set(nested.modules) == {"a", "b"}
+    assert dict(nested.outside) == {"a": 1, "b": 1}
+    assert equal(run(nested.model, [X]), run(model, [X]))
+
+
+def test_untagged_node_inside_a_module_goes_with_it():
+    nested = htp_export.functions(chain("a", "", "a", "."), "a")
+    assert op_types(nested.model.graph) == ["Any", "Neg"]
+    assert len(function(nested.model, "Any")) == 3
+
+
+def test_modules_below_one_that_stays_flat_are_still_made():
+    nested = htp_export.functions(chain("a.x", "a.x", ".", "a.y", "a.y"), "**")
+    assert dict(nested.modules) == {"a.x": "htp::Any", "a.y": "htp::Any"}
+
+
+def test_module_that_also_runs_inside_another_keeps_what_it_did_at_its_own_place(tmp_path):
+    flat = exported_net("two_parents", "dynamo", tmp_path)
+    nested = htp_export.functions(flat, "**")
+    assert set(nested.modules) == {"left", "left.shared", "right"}
+    assert same_file(htp_export.inline(nested).model, flat)
+
+
+# --- and back -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("select", ["encoder.layer.*", "**", "class:Linear", ["**.attention", "class:BertEncoder"]])
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_inline_gives_the_flat_file_to_the_last_bit(bert, exporter, select):
+    flat, _ = bert[exporter]
+    nested = htp_export.functions(flat, select)
+    assert same_file(htp_export.inline(ir.to_proto(nested.model)).model, flat)
+
+
+@pytest.mark.parametrize(
+    ("name", "exporter"),
+    [
+        ("cond", "dynamo"),
+        ("cond_over_self", "dynamo"),
+        ("positions_from_shapes", "dynamo"),
+        ("called_twice", "torchscript"),
+        ("lstm", "torchscript"),
+        ("odd_keys", "torchscript"),
+        ("tied_weights", "torchscript"),
+    ],
+)
+def test_nets_compute_the_same_and_come_back(name, exporter, tmp_path):
+    flat = exported_net(name, exporter, tmp_path)
+    feeds = arrays(NETS[name].build()[1])
+    nested = htp_export.functions(flat, "**")
+    assert equal(run(nested.model, feeds), run(flat, feeds))
+    assert same_file(htp_export.inline(nested).model, flat)
+
+
+def test_functions_of_an_earlier_call_are_dissolved_first(bert):
+    flat, _ = bert["dynamo"]
+    again = htp_export.functions(htp_export.functions(flat, "**"), "encoder.layer.*")
+    assert list(again.functions) == ["htp::BertLayer"]
+    assert same_file(again.model, htp_export.functions(flat, "encoder.layer.*").model)
+
+
+def test_without_its_record_a_file_still_comes_back_with_owners_and_unique_names(bert):
+    flat, feeds = bert["dynamo"]
+    nested = htp_export.functions(flat, "**").model
+    del nested.metadata_props["htp.functions"]
+    back = htp_export.inline(nested).model
+    names = [result.name for node in back.graph for result in node.outputs]
+    assert len(set(names)) == len(names) == len(flat.graph.node)
+    tagged, before = htp_export.load(back), htp_export.load(flat)
+    for path in before:
+        assert sorted(op_types(tagged[path].nodes)) == sorted(op_types(before[path].nodes)), path
+    assert equal(run(back, feeds), run(flat, feeds))
+
+
+def test_what_another_inliner_makes_of_it_has_the_owner_among_the_owners(bert):
+    import onnx.inliner
+
+    nested = htp_export.functions(bert["dynamo"][0], "encoder.layer.*")
+    foreign = htp_export.load(onnx.inliner.inline_local_functions(ir.to_proto(nested.model)))
+    assert not foreign.untagged
+    assert len(foreign["encoder.layer.2"].nodes) >= len(htp_export.load(bert["dynamo"][0])["encoder.layer.2"].nodes)
+
+
+def test_inline_gives_nodes_of_other_functions_their_own_tags_or_those_of_the_call():
+    model = handmade.with_function()
+    body = next(iter(model.functions.values()))
+    call = model.graph[0]
+    call.metadata_props["htp.call"] = "1"
+    untagged = next(node for node in body if node.op_type == "Relu")
+    untagged.metadata_props.clear()
+    inlined = htp_export.inline(model)
+    assert dict(inlined.functions) == {"pkg::Block": 1}
+    assert [
+        (node.op_type, node.metadata_props["htp.module"], node.metadata_props.get("htp.call"))
+        for node in inlined.model.graph
+    ] == [
+        ("MatMul", "block.fc", None),
+        ("Relu", "block", "1"),
+        ("Neg", "", None),
+    ]
+    assert equal(run(inlined.model, [X]), run(model, [X]))
+
+
+def test_inline_of_a_flat_model_changes_nothing():
+    assert same_file(htp_export.inline(handmade.encoder()).model, handmade.encoder())
+
+
+# --- models, files and weights are left alone ---------------------------------------------------------
+
+
+def test_model_in_memory_is_left_as_it_was_and_weights_are_not_copied():
+    model = handmade.encoder()
+    before = ir.to_proto(model).SerializeToString()
+    nested = htp_export.functions(model, "**")
+    htp_export.inline(nested)
+    assert ir.to_proto(model).SerializeToString() == before
+    for name, initializer in model.graph.initializers.items():
+        assert nested.model.graph.initializers[name].const_value is initializer.const_value
+
+
+def test_external_weights_stay_in_their_file_unread(tmp_path):
+    model = handmade.encoder(16)
+    for node in model.graph:
+        node.outputs[0].shape = None  # they tell of a width of 4
+    htp_export.load(model).save(tmp_path / "flat.onnx", external_data="weights")
+    weights = (tmp_path / "weights").read_bytes()
+    (tmp_path / "weights").unlink()
+    htp_export.functions(tmp_path / "flat.onnx", "**", tmp_path / "nested.onnx")
+    htp_export.inline(tmp_path / "nested.onnx", tmp_path / "back.onnx")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back.onnx", "flat.onnx", "nested.onnx"]
+    (tmp_path / "weights").write_bytes(weights)
+    x = np.ones((2, 16), np.float32)
+    results = [
+        onnxruntime.InferenceSession(str(tmp_path / name), providers=["CPUExecutionProvider"]).run(None, {"x": x})
+        for name in ("flat.onnx", "nested.onnx", "back.onnx")
+    ]
+    assert equal(results[0], results[1])
+    assert equal(results[0], results[2])
+
+
+# --- results and errors ---------------------------------------------------------------------------
+
+
+def test_result_says_what_was_left_flat_and_why():
+    nested = htp_export.functions(handmade.encoder(), "**")
+    assert dict(nested.skipped) == {
+        "": "it is the graph itself",
+        "layer": "it never ran; select what it holds",
+        "dropout": "it gives back what it is given",
+    }
+    assert nested.to_dict()["functions"]["htp::Layer"] == {
+        "class_name": "net.Layer",
+        "modules": ["layer.0"],
+        "calls": 1,
+        "nodes": 2,
+        "inputs": 3,
+        "outputs": 1,
+    }
+    assert str(nested).splitlines()[0].split() == ["function", "calls", "nodes", "inputs", "outputs", "first", "module"]
+    assert str(nested).splitlines()[-1] == "left flat: 3 of 7 modules"
+
+
+def test_module_whose_nodes_are_all_shared_is_flat(tmp_path):
+    flat = exported_net("equal_siblings", "dynamo", tmp_path)
+    with pytest.raises(InputError, match="first: all its nodes are shared with other modules"):
+        htp_export.functions(flat, "first")
+
+
+def test_module_that_lies_in_a_function_of_the_model_is_flat():
+    with pytest.raises(InputError, match=r"block\.fc: it lies in functions that the model has already"):
+        htp_export.functions(handmade.with_function(), "block.fc")
+
+
+def test_selector_that_matches_nothing_is_refused():
+    with pytest.raises(SelectorError, match="encoder"):
+        htp_export.functions(handmade.encoder(), "encoder.*")
+
+
+def test_models_without_tags_of_this_package_are_refused():
+    bare = handmade.encoder()
+    bare.metadata_props.clear()
+    for node in bare.graph:
+        node.metadata_props.clear()
+    with pytest.raises(UntaggedModelError, match="no module tags"):
+        htp_export.functions(bare, "**")
+    for node in bare.graph:
+        node.metadata_props["pkg.torch.onnx.name_scopes"] = "['', 'layer', 'n']"
+        node.metadata_props["pkg.torch.onnx.class_hierarchy"] = "['net.Net', 'net.Layer', 'op']"
+    with pytest.raises(UntaggedModelError, match="not exact enough"):
+        htp_export.functions(bare, "**")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "[",
+        "3",
+        '{"calls": 3}',
+        '{"calls": {"block": []}}',
+        '{"order": "x"}',
+        '{"calls": {"block": {"fc": 1}}}',
+        '{"calls": {"block": {"fc": {"inside": {"node_fc0": {"outputs": {"7": {}}}}}}}}',
+    ],
+)
+def test_broken_record_is_refused(record):
+    nested = htp_export.functions(handmade.called_twice(), "**").model
+    nested.metadata_props["htp.functions"] = record
+    with pytest.raises(InputError, match=r"cannot be inlined: htp\.functions"):
+        htp_export.inline(nested)
+
+
+@pytest.mark.parametrize("domain", ["htp", "pkg"])
+def test_function_that_calls_itself_is_refused(domain):
+    x, formal = value("x"), value("a")
+    inner = ir.node("F", [formal], domain=domain, outputs=[value("b")])
+    body = ir.Graph([formal], list(inner.outputs), nodes=[inner], opset_imports={"": 20, domain: 1})
+    call = ir.node("F", [x], domain=domain, outputs=[value("y")], metadata_props={"htp.module": ""})
+    model = handmade.model([x], [call], [], [ModuleInfo("", "net.Net", 1, "computed")])
+    model.functions[domain, "F", ""] = ir.Function(domain, "F", graph=body, attributes=[])
+    with pytest.raises(InputError, match="cannot be inlined"):
+        htp_export.inline(model)
+
+
+def test_commands_write_the_files_and_say_what_was_made(tmp_path, capsys):
+    flat, nested, back = (tmp_path / name for name in ("flat.onnx", "nested.onnx", "back.onnx"))
+    htp_export.load(handmade.encoder()).save(flat)
+    assert main(["functions", str(flat), "layer.*", "!layer.1", "-o", str(nested)]) == 0
+    assert "htp::Layer" in capsys.readouterr().out
+    assert main(["inline", str(nested), "-o", str(back), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "functions": {"htp::Layer": 1}, "nodes_before": 8, "nodes_after": 7
+    }  # fmt: skip
+    assert same_file(onnx.load(back), onnx.load(flat))
+
+
+def test_command_that_makes_nothing_writes_nothing(tmp_path, capsys):
+    flat = tmp_path / "flat.onnx"
+    htp_export.load(handmade.encoder()).save(flat)
+    assert main(["functions", str(flat), "dropout", "-o", str(tmp_path / "nested.onnx")]) == 2
+    assert "dropout: it gives back what it is given" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["flat.onnx"]
+    assert main(["inline", str(tmp_path / "none.onnx"), "-o", str(tmp_path / "x.onnx")]) == 2

@@ -1,0 +1,278 @@
+"""Folders of stages: written whole, read with care, and the command that writes them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from torch import nn
+
+import htp_export
+from htp_export.cli.main import main
+from htp_export.errors import FileError, InputError
+from tests import handmade
+from tests.nets import x
+
+FEED = {"x": np.arange(8, dtype=np.float32).reshape(2, 4)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two stages of two layers."""
+    htp_export.partition(handmade.encoder(), 2, tmp_path / "stages")
+    return tmp_path / "stages"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+
+
+def results(found: htp_export.Partition) -> list[list[float]]:
+    return [array.tolist() for array in found.run(FEED).values()]
+
+
+# --- what is written --------------------------------------------------------------------------------------
+
+
+def test_the_manifest_says_what_the_result_says(tmp_path: Path) -> None:
+    found = htp_export.partition(handmade.encoder(), 2, tmp_path / "stages")
+    manifest = json.loads((tmp_path / "stages" / "manifest.json").read_text())
+    assert manifest == found.to_dict()
+    assert manifest["inputs"] == [{"name": "x", "type": "FLOAT", "shape": [2, 4]}]
+    assert manifest["outputs"] == [{"name": "out", "type": "FLOAT", "shape": [2, 4], "stage": 1, "tensor": "out"}]
+    assert [(stage["file"], stage["modules"], stage["parameter_bytes"]) for stage in manifest["stages"]] == [
+        ("stage0.onnx", ["layer.0"], 64),
+        ("stage1.onnx", ["layer.1"], 64),
+    ]
+    assert [(each["name"], each["from"], each["to"]) for each in manifest["crossing"]] == [
+        ("mask", 0, [1]),
+        ("layer0", 0, [1]),
+    ]
+    assert [(each["name"], each["stage"]) for each in manifest["stages"][1]["inputs"]] == [("mask", 0), ("layer0", 0)]
+    assert manifest["files"] == ["stage0.onnx", "stage1.onnx"]
+    assert manifest["versions"]["opset"] == {"": 20, "pkg": 1}
+
+
+def test_what_is_read_again_is_what_was_written_and_runs(folder: Path) -> None:
+    in_memory = htp_export.partition(handmade.encoder(), 2)
+    again = htp_export.load_partition(folder)
+    assert again == htp_export.partition(handmade.encoder(), 2, folder)
+    assert results(again) == results(in_memory)
+
+
+def test_a_moved_folder_runs(folder: Path, tmp_path: Path) -> None:
+    shutil.move(folder, tmp_path / "elsewhere")
+    found = htp_export.load_partition(tmp_path / "elsewhere")
+    assert len(results(found)) == 1
+
+
+def test_external_weights_go_beside_the_stage_that_reads_them(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).eval()
+    htp_export.export(net, (x(2, 64),), tmp_path / "net.onnx", verbose=False, external_data=True)
+    found = htp_export.partition(tmp_path / "net.onnx", 2, tmp_path / "stages")
+    sizes = {name: len(data) for name, data in contents(tmp_path / "stages").items()}
+    assert [stage.files for stage in found.stages] == [(f"stage{k}.onnx", f"stage{k}.onnx.data") for k in range(2)]
+    assert [sizes[f"stage{k}.onnx.data"] for k in range(2)] == [64 * 64 * 4] * 2
+    assert sizes["stage0.onnx"] < 64 * 64
+    (tmp_path / "net.onnx.data").unlink()  # nothing refers to it
+    (result,) = found.run({"input": x(2, 64)}).values()
+    assert np.allclose(result, net(x(2, 64)).detach().numpy(), atol=1e-5)
+
+
+def test_a_new_partition_takes_the_place_of_an_old_one(folder: Path) -> None:
+    htp_export.partition(handmade.encoder(), 1, folder, serve="ray")
+    assert contents(folder).keys() == {"manifest.json", "stage0.onnx", "serve_app.py", "serve.yaml"}
+    htp_export.partition(handmade.encoder(), 1, folder)
+    assert contents(folder).keys() == {"manifest.json", "stage0.onnx"}
+    assert [each.name for each in folder.parent.iterdir()] == ["stages"]
+
+
+def test_stages_can_be_cut_again_into_their_own_folder(folder: Path) -> None:
+    expected = results(htp_export.load_partition(folder))
+    htp_export.partition(handmade.encoder(), 1, folder)
+    found = htp_export.partition(folder / "stage0.onnx", 2, folder)
+    assert results(found) == expected
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(folder: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+    before = contents(folder)
+    with pytest.raises(FileError, match=r"holds 'notes\.txt', which is not of the partition"):
+        htp_export.partition(handmade.encoder(), 1, folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(FileError, match="is not empty, and no earlier partition"):
+        htp_export.partition(handmade.encoder(), 1, folder)
+    before.pop("manifest.json")
+    assert contents(folder) == before
+
+
+def test_a_file_in_the_folders_place_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "stages").write_text("mine")
+    with pytest.raises(FileError, match="is a file"):
+        htp_export.partition(handmade.encoder(), 2, tmp_path / "stages")
+    assert (tmp_path / "stages").read_text() == "mine"
+
+
+def test_a_failure_leaves_what_was_there_and_nothing_else(folder: Path) -> None:
+    before = contents(folder)
+    model = handmade.encoder()
+    model.graph.inputs[0].shape = None  # which Triton cannot be told
+    with pytest.raises(InputError, match="Triton needs"):
+        htp_export.partition(model, 1, folder, serve="triton")
+    assert contents(folder) == before
+    assert [each.name for each in folder.parent.iterdir()] == ["stages"]
+
+
+def test_missing_external_weights_leave_nothing_behind(tmp_path: Path) -> None:
+    onnx.save(ir.to_proto(handmade.encoder(64)), tmp_path / "one.onnx")
+    htp_export.load(tmp_path / "one.onnx").save(tmp_path / "net.onnx", "net.data")
+    (tmp_path / "net.data").unlink()
+    with pytest.raises(FileError):
+        htp_export.partition(tmp_path / "net.onnx", 2, tmp_path / "stages")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["net.onnx", "one.onnx"]
+
+
+# --- what is read -----------------------------------------------------------------------------------------
+
+
+def changed(folder: Path, change: Any) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    "name", ["../stage0.onnx", "sub/../../stage0.onnx", "/etc/passwd", "C:\\stage0.onnx", "..\\stage0.onnx", "", "a\0b"]
+)
+@pytest.mark.parametrize("place", ["file", "files", "all"])
+def test_files_outside_the_folder_are_not_read(folder: Path, name: str, place: str) -> None:
+    shutil.copy(folder / "stage0.onnx", folder.parent)
+
+    def change(manifest: Any) -> None:
+        if place == "file":
+            manifest["stages"][0]["file"] = name
+        elif place == "files":
+            manifest["stages"][0]["files"] = [name]
+        else:
+            manifest["files"] = [name]
+
+    changed(folder, change)
+    with pytest.raises(FileError, match="does not lie in its folder"):
+        htp_export.load_partition(folder)
+
+
+def test_links_out_of_the_folder_are_not_followed(folder: Path) -> None:
+    shutil.move(folder / "stage0.onnx", folder.parent / "secret.onnx")
+    (folder / "stage0.onnx").symlink_to(folder.parent / "secret.onnx")
+    with pytest.raises(FileError, match="a link out of its folder"):
+        htp_export.load_partition(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update({"htp.partition": "2"}), "'htp.partition' is not '1'"),
+        (lambda m: m.pop("stages"), "no 'stages'"),
+        (lambda m: m.update(stages=[]), "it has no stages"),
+        (lambda m: m.update(stages=7), "not iterable"),
+        (lambda m: m["stages"][0].update(file="stage9.onnx"), r"'stage9\.onnx' is missing"),
+        (lambda m: m["stages"][0].update(file=7), "7 is no text"),
+        (lambda m: m["stages"][0].update(nodes=-1), "-1 is no number"),
+        (lambda m: m["stages"][1]["inputs"][0].update(stage=1), "of a stage that is not before it"),
+        (lambda m: m["stages"][1]["inputs"][0].update(name="y"), "'y', which nothing gives"),
+        (lambda m: m["stages"][0]["inputs"][0].update(name="y"), "'y', which nothing gives"),
+        (lambda m: m["stages"][0]["inputs"].append(m["stages"][0]["inputs"][0]), "listed twice"),
+        (lambda m: m["outputs"][0].update(stage=5), "a stage that does not give it"),
+        (lambda m: m["inputs"][0].update(type="FLOATS"), "of no ONNX type: 'FLOATS'"),
+        (lambda m: m["inputs"][0].update(shape=[1.5]), "has no shape"),
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_refused(folder: Path, change: Any, message: str) -> None:
+    changed(folder, change)
+    with pytest.raises(FileError, match=rf"manifest\.json: not the manifest of a partition: .*{message}"):
+        htp_export.load_partition(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", "7"])
+def test_what_is_no_manifest_is_refused(folder: Path, text: str) -> None:
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(FileError, match=r"manifest\.json: not"):
+        htp_export.load_partition(folder)
+
+
+def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"manifest\.json: cannot be read"):
+        htp_export.load_partition(tmp_path)
+
+
+# --- the command ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    onnx.save(ir.to_proto(handmade.encoder()), tmp_path / "net.onnx")
+    return str(tmp_path / "net.onnx")
+
+
+def test_command_takes_a_number_and_prints_a_table(model: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["partition", model, "2", "-o", str(tmp_path / "stages")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[1:3]] == [["0", "layer.0", "4"], ["1", "layer.1", "3"]]
+    assert lines[3:5] == ["2 tensors cross:", "  mask: FLOAT[2, 4], from stage 0 to 1"]
+
+
+def test_command_takes_modules_and_prints_the_manifest(model: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["partition", model, "layer.0", "layer.1", "-o", str(tmp_path / "stages"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "stages" / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"layer.0": 1, "layer.1": 2}, {"modules": {"layer.0": {"total_ms": 1}, "layer.1": {"total_ms": 2.5}}}]
+)
+def test_command_balances_by_a_file_of_numbers(model: str, numbers: Any, tmp_path: Path) -> None:
+    (tmp_path / "latency.json").write_text(json.dumps(numbers))
+    command = ["partition", model, "2", "-o", str(tmp_path / "stages"), "--balance", str(tmp_path / "latency.json")]
+    assert main(command) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["7"], "cannot be cut into 7 stages; there are 1 borders: before 'layer.1'"),
+        (["0"], "one stage or more"),
+        (["layer.9"], "no module 'layer.9'"),
+        (["2", "--balance", "nowhere.json"], "nowhere.json: cannot be read"),
+        (["2", "--serve", "nginx"], "nginx"),
+        (["2", "--slack", "-1"], "slack"),
+        ([], "Missing argument"),
+    ],
+)
+def test_command_says_what_is_wrong(
+    model: str, arguments: list[str], message: str, tmp_path: Path, capsys: Any
+) -> None:
+    assert main(["partition", model, *arguments, "-o", str(tmp_path / "stages")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "stages").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "no JSON object"),
+        ('{"layer.0": "1"}', "'layer.0' has no number"),
+        ('{"a": {}}', "'a'"),
+    ],
+)
+def test_files_of_numbers_are_checked(model: str, text: str, message: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "latency.json").write_text(text)
+    command = ["partition", model, "2", "-o", str(tmp_path / "stages"), "--balance", str(tmp_path / "latency.json")]
+    assert main(command) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,269 @@
+"""What an engine is given to run stages: Triton's model repository, and a Ray Serve application."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from torch import nn
+
+import htp_export
+from htp_export.errors import InputError
+from tests import handmade
+from tests.handmade import tagged_node, value
+from tests.nets import spread, x
+
+# --- Triton -----------------------------------------------------------------------------------------------
+
+
+def parsed(text: str) -> dict[str, list[Any]]:
+    """Protobuf's text format: field → its values; messages as such dictionaries, strings without their escapes."""
+    tokens = re.findall(r'"(?:[^"\\\n]|\\.)*"|[\w.+-]+|[{}\[\]:,]', text)
+    assert "".join(tokens) == re.sub(r'\s+(?=(?:[^"]*"[^"]*")*[^"]*$)', "", text), "something that is no token"
+
+    def scalar(token: str) -> Any:
+        if token.startswith('"'):
+            raw = re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), token[1:-1].encode())
+            return raw.decode()
+        return int(token) if re.fullmatch(r"-?\d+", token) else token
+
+    def message(rest: Iterator[str]) -> dict[str, list[Any]]:
+        fields: dict[str, list[Any]] = {}
+        for name in rest:
+            if name == "}":
+                break
+            assert re.fullmatch(r"[a-z_]+", name)
+            follows = next(rest)
+            if follows == "{":
+                fields.setdefault(name, []).append(message(rest))
+                continue
+            assert follows == ":"
+            token = next(rest)
+            if token == "[":
+                items = iter(lambda: next(rest), "]")
+                fields.setdefault(name, []).extend(scalar(item) for item in items if item != ",")
+            else:
+                fields.setdefault(name, []).append(scalar(token))
+        return fields
+
+    return message(iter(tokens))
+
+
+def configurations(folder: Path) -> dict[str, dict[str, list[Any]]]:
+    """Model of a repository → its configuration; its name has to be its folder's."""
+    found = {file.parent.name: parsed(file.read_text()) for file in (folder / "triton").glob("*/config.pbtxt")}
+    assert all(each["name"] == [name] and each["max_batch_size"] == [0] for name, each in found.items())
+    return found
+
+
+def tensors(listed: list[Any]) -> dict[str, tuple[str, list[int]]]:
+    return {each["name"][0]: (each["data_type"][0], each["dims"]) for each in listed}
+
+
+def pairs(listed: list[Any]) -> dict[str, str]:
+    return {each["key"][0]: each["value"][0] for each in listed}
+
+
+def check_ensemble(ensemble: dict[str, list[Any]], models: dict[str, Any]) -> None:
+    """What Triton checks when it loads an ensemble: every tensor is mapped, written before it is read, and fits."""
+    written = tensors(ensemble["input"])
+    unread = set(written)
+    for step in ensemble["ensemble_scheduling"][0]["step"]:
+        model = models[step["model_name"][0]]
+        inputs, outputs = pairs(step["input_map"]), pairs(step["output_map"])
+        assert inputs.keys() == tensors(model["input"]).keys()
+        assert outputs.keys() <= tensors(model["output"]).keys()
+        for name, there in inputs.items():
+            assert written[there] == tensors(model["input"])[name]
+        unread -= set(inputs.values())
+        assert not written.keys() & set(outputs.values())
+        written.update({there: tensors(model["output"])[name] for name, there in outputs.items()})
+    assert unread == set()
+    assert tensors(ensemble["output"]).items() <= written.items()
+
+
+def test_triton_repository_has_a_model_for_each_stage_and_an_ensemble(tmp_path: Path) -> None:
+    htp_export.partition(handmade.encoder(), 2, tmp_path / "stages", serve="triton")
+    models = configurations(tmp_path / "stages")
+    assert models.keys() == {"Net", "Net_stage0", "Net_stage1"}
+    assert models["Net"]["platform"] == ["ensemble"]
+    assert models["Net_stage0"]["backend"] == ["onnxruntime"]
+    assert tensors(models["Net_stage0"]["output"]) == {"mask": ("TYPE_FP32", [2, 4]), "layer0": ("TYPE_FP32", [2, 4])}
+    check_ensemble(models["Net"], models)
+
+
+def test_triton_reads_the_files_of_the_stages_which_are_not_copied(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval()
+    htp_export.export(net, (x(2, 64),), tmp_path / "net.onnx", verbose=False, external_data=True)
+    found = htp_export.partition(tmp_path / "net.onnx", 2, tmp_path / "stages", serve="triton")
+    for number, stage in enumerate(found.stages):
+        version = tmp_path / "stages" / "triton" / f"Sequential_stage{number}" / "1"
+        assert {file.name for file in version.iterdir()} == {"model.onnx", f"stage{number}.onnx.data"}
+        for file, other in zip(stage.files, ("model.onnx", f"stage{number}.onnx.data"), strict=True):
+            assert (tmp_path / "stages" / file).samefile(version / other)
+
+
+def test_triton_has_open_sizes_as_minus_one_and_no_tensors_without_dimensions(tmp_path: Path) -> None:
+    given, number = value("x"), ir.val("number", ir.DataType.FLOAT, [])
+    given.shape = ir.Shape(["batch", None, 4])
+    first = tagged_node("ReduceMax", [given], "first", "a")
+    first.attributes["keepdims"] = ir.AttrInt64("keepdims", 0)
+    second = tagged_node("Mul", [first.outputs[0], number], "second", "b")
+    first.outputs[0].shape = second.outputs[0].shape = ir.Shape([])
+    infos = [htp_export.ModuleInfo(path, "net.Net", 1, "computed") for path in ("", "first", "second")]
+    made = handmade.model([given, number], [first, second], [], infos)
+    htp_export.partition(made, 2, tmp_path / "stages", serve="triton")
+    models = configurations(tmp_path / "stages")
+    check_ensemble(models["Net"], models)
+    assert tensors(models["Net"]["input"])["x"] == ("TYPE_FP32", [-1, -1, 4])
+    assert tensors(models["Net"]["input"])["number"] == ("TYPE_FP32", [1])
+    assert not any("reshape" in each for each in models["Net"]["input"])
+    (scalar,) = (each for each in models["Net_stage1"]["input"] if each["name"] == ["number"])
+    assert scalar["reshape"] == [{"shape": []}]
+
+
+NASTY = 'a"b\\c\n} name: "x\u20ac'
+
+
+def test_names_of_tensors_cannot_break_out_of_triton_files(tmp_path: Path) -> None:
+    model = handmade.encoder()
+    model.graph.inputs[0].name = NASTY
+    model.graph.name = "../../evil"
+    model.metadata_props["htp.modules"] = model.metadata_props["htp.modules"].replace("net.Net", "../../evil")
+    htp_export.partition(model, 2, tmp_path / "stages", serve="triton")
+    models = configurations(tmp_path / "stages")
+    assert all(re.fullmatch(r"[\w-]+", name) for name in models)
+    (ensemble,) = (each for each in models.values() if "ensemble_scheduling" in each)
+    assert list(tensors(ensemble["input"])) == [NASTY]
+    check_ensemble(ensemble, models)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(ir.DataType.FLOAT8E4M3FN, [2]), (ir.DataType.FLOAT, None)])
+def test_triton_is_not_given_what_it_does_not_have(kind: ir.DataType, shape: Any, tmp_path: Path) -> None:
+    model = handmade.encoder()
+    model.graph.inputs[0].type, model.graph.inputs[0].shape = ir.TensorType(kind), shape and ir.Shape(shape)
+    with pytest.raises(InputError, match=r"tensor 'x' is .*: Triton needs"):
+        htp_export.partition(model, 2, tmp_path / "stages", serve="triton")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- Ray Serve --------------------------------------------------------------------------------------------
+
+
+def test_ray_program_is_the_same_for_every_model_and_needs_nothing_of_ours(tmp_path: Path) -> None:
+    model = handmade.encoder()
+    model.graph.inputs[0].name = NASTY
+    htp_export.partition(handmade.encoder(), 2, tmp_path / "one", serve="ray")
+    htp_export.partition(model, 1, tmp_path / "other", serve="ray")
+    programs = {(tmp_path / name / "serve_app.py").read_text() for name in ("one", "other")}
+    assert len(programs) == 1
+    tree = ast.parse(programs.pop())
+    imported = {each.names[0].name for each in ast.walk(tree) if isinstance(each, ast.Import)}
+    imported |= {str(each.module) for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)}
+    assert imported == {"__future__", "json", "pathlib", "sys", "typing", "onnxruntime", "numpy", "ray"}
+
+
+def test_ray_configuration_has_a_deployment_for_each_stage(tmp_path: Path) -> None:
+    htp_export.partition(handmade.encoder(), 2, tmp_path / "stages", serve="ray")
+    text = (tmp_path / "stages" / "serve.yaml").read_text()
+    assert re.findall(r"- name: (\w+)", text) == ["stages", "stage0", "stage1", "pipeline"]
+    assert "import_path: serve_app:build" in text
+
+
+def test_ray_is_not_given_tensors_that_numpy_does_not_have(tmp_path: Path) -> None:
+    model = handmade.encoder()
+    for node in model.graph:
+        node.outputs[0].type = ir.TensorType(ir.DataType.BFLOAT16)
+    with pytest.raises(InputError, match="which numpy arrays cannot carry"):
+        htp_export.partition(model, 2, tmp_path / "stages", serve="ray")
+
+
+def program(folder: Path) -> Any:
+    """The module ``serve_app`` of a folder."""
+    spec = importlib.util.spec_from_file_location("serve_app", folder / "serve_app.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["serve_app"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Any, htp_export.Partition, dict[str, Any]]]:
+    """The program of three stages, one of which reads tensors of both others; the stages; and inputs."""
+    net = spread(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))).eval()
+    tied = htp_export.export(net, (x(2, 4),), verbose=False)
+    found = htp_export.partition(tied, 3, tmp_path / "stages", serve="ray")
+    yield program(tmp_path / "stages"), found, {"input": x(2, 4).numpy()}
+    sys.modules.pop("serve_app", None)
+
+
+class Handle:
+    """Calls a stage here, as a Ray Serve handle does elsewhere."""
+
+    def __init__(self, stage: Any) -> None:
+        self._stage = stage
+
+    def remote(self, inputs: Any, *before: Any) -> Any:
+        return Response(self._stage(inputs, *(each.value for each in before)))
+
+
+class Response:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __await__(self) -> Any:
+        yield from ()
+        return self.value
+
+
+class Request:
+    def __init__(self, body: Any) -> None:
+        self._body = body
+
+    async def json(self) -> Any:
+        return json.loads(json.dumps(self._body))
+
+
+def test_ray_program_chains_the_stages_and_answers_requests(served: Any, tmp_path: Path) -> None:
+    app, found, inputs = served
+    folder = str(tmp_path / "stages")
+    stages = [Handle(app.Stage(folder, number, ["CPUExecutionProvider"])) for number in range(len(found.stages))]
+    pipeline = app.Pipeline(folder, *stages)
+    expected = found.run(inputs)
+
+    def result(coroutine: Any) -> Any:
+        with pytest.raises(StopIteration) as stop:
+            coroutine.send(None)
+        return stop.value.value
+
+    arrays = result(pipeline.run(inputs))
+    answer = result(pipeline(Request({name: array.tolist() for name, array in inputs.items()})))
+    assert {name: array.tolist() for name, array in arrays.items()} == answer
+    assert all(np.array_equal(arrays[name], array) for name, array in expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Ray's own code and what it depends on
+def test_ray_serves_the_stages(served: Any) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'htp-export[serve]'")
+    serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'htp-export[serve]'")
+    app, found, inputs = served
+    ray.init(num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    try:
+        handle = serve.run(app.build({}), name="stages", route_prefix=None)
+        answer = handle.run.remote(inputs).result(timeout_s=60)
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+    assert all(np.array_equal(answer[name], array) for name, array in found.run(inputs).items())
