@@ -44,6 +44,7 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
         >>> readers["0.weight"]
         frozenset({'0'})
     """
+    import torch
     from torch.overrides import TorchFunctionMode
 
     names: defaultdict[int, list[str]] = defaultdict(list)
@@ -56,7 +57,7 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if running:
+            if running and not torch.compiler.is_compiling():  # what is traced has no values
                 for tensor in _leaves((*args, *(kwargs or {}).values())):
                     if id(tensor) in found:
                         found[id(tensor)].add(running[-1])
@@ -66,10 +67,12 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
     for path, module in model.named_modules():
 
         def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
-            running.append(path)
+            if not torch.compiler.is_compiling():
+                running.append(path)
 
         def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-            running.pop()
+            if not torch.compiler.is_compiling():
+                running.pop()
 
         handles.append(module.register_forward_pre_hook(enter))
         handles.append(module.register_forward_hook(leave, always_call=True))

@@ -1,0 +1,124 @@
+"""Tensors of PyTorch and of ONNX Runtime as numpy arrays, and a store for many of them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Array", "ArrayStore", "Held", "from_ort", "from_torch", "to_ort"]
+
+Array = npt.NDArray[Any]
+
+_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+
+
+def from_torch(tensor: torch.Tensor) -> Array:
+    """The values of a tensor; they may share its memory.
+
+    Example:
+        >>> import torch
+        >>> from_torch(torch.ones(2, dtype=torch.bfloat16)).dtype
+        dtype(bfloat16)
+    """
+    import ml_dtypes
+    import torch
+
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    narrow = {torch.bfloat16: (torch.int16, ml_dtypes.bfloat16)}  # numpy has none of its own
+    for name in _FLOAT8:
+        narrow[getattr(torch, name)] = (torch.uint8, getattr(ml_dtypes, name))
+    if tensor.dtype in narrow:
+        bits, dtype = narrow[tensor.dtype]
+        return tensor.view(bits).numpy().view(dtype)
+    return tensor.numpy()
+
+
+def to_ort(array: Array, onnx_type: ir.DataType | None = None) -> Any:
+    """An ``OrtValue`` that shares the array's memory where the array is contiguous.
+
+    Args:
+        array: The values.
+        onnx_type: Their ONNX type, for those that numpy has not; found by the array's dtype where it is None.
+    """
+    import onnxruntime
+
+    array = np.asarray(array, order="C")
+    if array.dtype.isbuiltin == 1 or array.dtype.kind in "OUS":
+        return onnxruntime.OrtValue.ortvalue_from_numpy(array)
+    kind = onnx_type or ir.DataType.from_numpy(array.dtype)
+    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, int(kind))
+
+
+def from_ort(value: Any) -> Array:
+    """The values of an ``OrtValue`` that is a tensor in main memory."""
+    name = _NARROW.get(value.data_type())
+    if name is None:
+        return np.asarray(value.numpy())
+    import ml_dtypes
+
+    dtype = np.dtype(getattr(ml_dtypes, name))  # ONNX Runtime gives no arrays of types that numpy itself has not
+    shape = tuple(value.shape())
+    stored = ctypes.string_at(value.data_ptr(), math.prod(shape) * dtype.itemsize)
+    return np.frombuffer(stored, dtype=dtype).reshape(shape)
+
+
+_NARROW = {f"tensor({name.replace('_', '')})": name for name in _FLOAT8} | {"tensor(bfloat16)": "bfloat16"}
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """An array that a store keeps, in memory or in a file.
+
+    Attributes:
+        array: The values; of those in a file, what is used is read.
+    """
+
+    array: Array
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the values."""
+        return int(self.array.nbytes)
+
+
+class ArrayStore:
+    """Keeps arrays: in memory as long as they are few, and beyond that in files that are gone with the store.
+
+    Args:
+        memory_bytes: How many bytes stay in memory.
+        folder: For the files.
+    """
+
+    def __init__(self, memory_bytes: int, folder: Path) -> None:
+        self._left, self._folder, self._files = memory_bytes, folder, 0
+
+    @classmethod
+    @contextmanager
+    def opened(cls, memory_bytes: int) -> Iterator[ArrayStore]:
+        """A store for the time of a ``with`` block."""
+        with tempfile.TemporaryDirectory(prefix="htp_export_", ignore_cleanup_errors=True) as folder:
+            yield cls(memory_bytes, Path(folder))
+
+    def keep(self, array: Array) -> Held:
+        """Copy an array into the store."""
+        if array.nbytes <= self._left or not array.nbytes:
+            self._left -= array.nbytes
+            return Held(array.copy())
+        self._files += 1
+        path = self._folder / f"{self._files}.bin"
+        with path.open("wb") as stream:
+            np.ascontiguousarray(array).view(np.uint8).tofile(stream) if array.ndim else stream.write(array.tobytes())
+        return Held(np.memmap(path, dtype=array.dtype, mode="r", shape=array.shape))

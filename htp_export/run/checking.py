@@ -1,0 +1,160 @@
+"""Every call of every module against the tensors of one run of a file, and where what differs comes from."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from htp_export.errors import InputError
+from htp_export.run.arrays import Array, Held
+from htp_export.run.comparing import Difference, Tolerance, difference
+from htp_export.run.pairing import Pair, PairedCall
+from htp_export.run.results import TensorResult
+from htp_export.run.runner import Runner, portions
+from htp_export.tagged import TaggedModel
+
+__all__ = ["CheckedCall", "Tolerances", "check_calls", "excesses", "tensor_values"]
+
+Tolerances = Callable[[str], Tolerance | None]
+"""Module path → what may differ there; None for what ``TOLERANCES`` says."""
+
+_Key = tuple[Held, ir.Value, Tolerance | None]
+
+
+@dataclass(frozen=True)
+class CheckedCall:
+    """A call with the differences of its tensors.
+
+    Attributes:
+        paired: The call.
+        outputs: What it gave back: the tensor of the file, and how far it is from what it should be.
+        inputs: The same for what it was given.
+        failed: Why its part of the file cannot be run; ``""`` where it can.
+    """
+
+    paired: PairedCall
+    outputs: tuple[tuple[ir.Value, TensorResult], ...]
+    inputs: tuple[tuple[ir.Value, TensorResult], ...]
+    failed: str = ""
+
+    @property
+    def path(self) -> str:
+        """The module."""
+        return self.paired.call.path
+
+    @property
+    def wrong(self) -> bool:
+        """Whether something that it gave back differs, or it gave back nothing."""
+        return bool(self.failed) or any(not result.difference.agrees for _, result in self.outputs)
+
+
+def check_calls(
+    tagged: TaggedModel,
+    calls: Sequence[PairedCall],
+    feed: Mapping[str, Array],
+    runner: Runner,
+    portion_bytes: int,
+    tolerances: Tolerances,
+    *,
+    across_dtypes: bool = False,
+) -> list[CheckedCall]:
+    """Run a file, and compare the tensors of calls.
+
+    Args:
+        tagged: The file.
+        calls: The calls, with the tensors of the file that belong to them.
+        feed: Input name → values.
+        runner: Runs the file; once for each portion of its tensors.
+        portion_bytes: How many bytes of tensors are taken out of one run.
+        tolerances: What may differ at a module.
+        across_dtypes: Whether floats of different widths may be compared.
+
+    Raises:
+        InputError: If ONNX Runtime cannot run the file.
+    """
+    wanted: defaultdict[ir.Value, dict[_Key, None]] = defaultdict(dict)
+    for paired in calls:
+        for pair in (*paired.outputs, *paired.inputs):
+            for value in pair.candidates:
+                wanted[value][pair.expected, value, tolerances(paired.call.path)] = None
+    sizes = {str(value.name): max(key[0].nbytes for key in keys) for value, keys in wanted.items()}
+    by_name = {str(value.name): value for value in wanted}
+    found: dict[_Key, Difference] = {}
+
+    def compare(name: str, array: Array) -> None:
+        for key in wanted[by_name[name]]:
+            found[key] = difference(key[0].array, array, key[2], across_dtypes=across_dtypes)
+
+    tensor_values(tagged, sizes, feed, runner, portion_bytes, compare)
+
+    def best(pair: Pair, tolerance: Tolerance | None) -> tuple[ir.Value, TensorResult]:
+        options = ((value, found[pair.expected, value, tolerance]) for value in pair.candidates)
+        value, nearest = min(options, key=lambda option: _rank(option[1]))
+        return value, TensorResult(pair.name, str(value.name), nearest)
+
+    checked = []
+    for paired in calls:
+        tolerance = tolerances(paired.call.path)
+        outputs = tuple(best(pair, tolerance) for pair in paired.outputs)
+        checked.append(CheckedCall(paired, outputs, tuple(best(pair, tolerance) for pair in paired.inputs)))
+    return checked
+
+
+def _rank(found: Difference) -> tuple[bool, float]:
+    return bool(found.problem), math.inf if math.isnan(found.max_abs) else found.max_abs
+
+
+def tensor_values(
+    tagged: TaggedModel,
+    sizes: Mapping[str, int],
+    feed: Mapping[str, Array],
+    runner: Runner,
+    portion_bytes: int,
+    use: Callable[[str, Array], None],
+) -> None:
+    """Give the values of tensors of a file to a function, each once; they are let go of portion by portion.
+
+    Args:
+        tagged: The file.
+        sizes: Tensor name → its size in bytes, as far as it is known.
+        feed: Input name → values.
+        runner: Runs the file.
+        portion_bytes: How many bytes of tensors are taken out of one run.
+        use: What takes a name and the values.
+
+    Raises:
+        InputError: If ONNX Runtime cannot run the file.
+    """
+    computed = {}
+    for name, size in sizes.items():
+        value = tagged.values[name]
+        if name in feed and value.producer() is None:
+            use(name, feed[name])
+        elif value.is_initializer() and value.const_value is not None:
+            use(name, _constant(value))
+        else:
+            computed[name] = size
+    for names in portions(computed, portion_bytes):
+        arrays = runner.run(feed, names)
+        for name in names:
+            use(name, arrays.pop(name))
+
+
+def _constant(value: ir.Value) -> Array:
+    try:
+        return value.const_value.numpy()  # type: ignore[union-attr] # it has one: see above
+    except (OSError, ValueError) as error:
+        raise InputError(f"weight {value.name!r} cannot be read: {error}") from error
+
+
+def excesses(calls: Iterable[CheckedCall]) -> dict[ir.Value, float]:
+    """Every tensor that was compared → how far off it is at least, in units of what may differ."""
+    found: dict[ir.Value, float] = {}
+    for call in calls:
+        for value, result in (*call.outputs, *call.inputs):
+            found[value] = min(found.get(value, math.inf), result.difference.excess)
+    return found

@@ -1,0 +1,213 @@
+"""Numbers that say how far one array is from another, and whether that is within what rounding explains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["TOLERANCES", "Difference", "Tolerance", "difference"]
+
+Array = npt.NDArray[Any]
+
+_BLOCK = 1 << 20  # elements that are held in double precision at a time
+_SMALLEST_SCALE = 0.1
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What may differ: elements agree within ``absolute * scale + relative * abs(expected)``.
+
+    ``scale`` is the root mean square of the expected tensor, at least 0.1: kernels sum in other orders, and where large
+    terms cancel, the error is that of the terms and not of the sum.
+
+    Attributes:
+        absolute: In units of ``scale``.
+        relative: Of each element.
+    """
+
+    absolute: float
+    relative: float
+
+
+TOLERANCES: Mapping[str, Tolerance] = {
+    "float64": Tolerance(1e-9, 1e-8),
+    "float32": Tolerance(1e-4, 1e-4),
+    "float16": Tolerance(1e-2, 1e-2),
+    "bfloat16": Tolerance(5e-2, 5e-2),
+    "complex64": Tolerance(1e-4, 1e-4),
+    "complex128": Tolerance(1e-9, 1e-8),
+}
+"""Dtype → what may differ where nothing else is asked for. Tensors of other dtypes have to be equal."""
+
+_DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a tensor is from the one that it should be.
+
+    Attributes:
+        max_abs: The largest difference of two elements; NaN where shapes or dtypes differ, or where one element is NaN
+            and the other is not; infinite where one of them is.
+        mean_abs: The mean of the differences.
+        max_rel: The largest difference in units of the expected element, over those that are not zero.
+        mean_rel: The mean of the same.
+        cosine: Cosine of the angle between the tensors, over elements that are finite in both; NaN where one is zero.
+        problem: What is wrong, for a person; ``""`` where the tensors agree.
+        note: What was done to be able to compare; ``""`` as a rule.
+        excess: The largest difference of two elements in units of what may differ: up to 1, they agree.
+    """
+
+    max_abs: float
+    mean_abs: float
+    max_rel: float
+    mean_rel: float
+    cosine: float
+    problem: str = ""
+    note: str = ""
+    excess: float = 0.0
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all elements are within the tolerance."""
+        return not self.problem
+
+
+_NAN = float("nan")
+
+
+def difference(
+    expected: Array, found: Array, tolerance: Tolerance | None = None, *, across_dtypes: bool = False
+) -> Difference:
+    """Compare two arrays, element by element; nothing is broadcast or cast.
+
+    NaN agrees with NaN alone, and an infinity with the same infinity alone.
+
+    Args:
+        expected: The array as it should be.
+        found: The array as it is.
+        tolerance: What may differ; the entry of ``TOLERANCES`` for the dtype where it is None.
+        across_dtypes: Whether floats of different widths may be compared: in double precision, with the tolerance of
+            the narrower, and with a note.
+
+    Example:
+        >>> difference(np.float32([1, np.nan, np.inf]), np.float32([1, np.nan, np.inf])).agrees
+        True
+        >>> difference(np.float32([1, np.nan]), np.float32([1, 2])).problem
+        '1 of 2 elements are NaN on one side only'
+        >>> difference(np.ones((1, 3)), np.ones(3)).problem
+        'shape [3], not [1, 3]'
+        >>> difference(np.float32([2, 4]), np.float32([2, 5])).max_abs
+        1.0
+    """
+    if expected.shape != found.shape:
+        return _incomparable(f"shape {list(found.shape)}, not {list(expected.shape)}")
+    note, dtype = "", str(expected.dtype)
+    if expected.dtype != found.dtype:
+        if not (across_dtypes and str(expected.dtype) in _DIGITS and str(found.dtype) in _DIGITS):
+            return _incomparable(f"dtype {found.dtype}, not {expected.dtype}")
+        dtype = min(str(expected.dtype), str(found.dtype), key=_DIGITS.__getitem__)
+        note = f"{found.dtype} against {expected.dtype}, with the tolerance of {dtype}"
+    allowed = tolerance or TOLERANCES.get(dtype, Tolerance(0.0, 0.0))
+    if expected.dtype.kind not in "biufcV":  # text: equal or not
+        unequal = int(np.count_nonzero(expected != found))
+        return _incomparable(f"{unequal} of {expected.size} elements differ") if unequal else _EQUAL
+    sums = _Sums(allowed, _scale(expected))
+    one, other = expected.reshape(-1), found.reshape(-1)
+    for start in range(0, one.size, _BLOCK):
+        sums.add(one[start : start + _BLOCK], other[start : start + _BLOCK])
+    return sums.result(note)
+
+
+def _incomparable(problem: str) -> Difference:
+    return Difference(_NAN, _NAN, _NAN, _NAN, _NAN, problem, excess=float("inf"))
+
+
+_EQUAL = Difference(0.0, 0.0, 0.0, 0.0, 1.0)
+
+
+def _wide(array: Array) -> Array:
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def _scale(expected: Array) -> float:
+    """The root mean square of the finite elements, at least ``_SMALLEST_SCALE``."""
+    total, count, flat = 0.0, 0, expected.reshape(-1)
+    for start in range(0, flat.size, _BLOCK):
+        block = np.abs(_wide(flat[start : start + _BLOCK]))
+        finite = np.isfinite(block)
+        if not finite.all():
+            block = block[finite]
+        total, count = total + float(np.square(block).sum()), count + block.size
+    return max(_SMALLEST_SCALE, (total / count) ** 0.5) if count else 1.0
+
+
+class _Sums:
+    """What is summed up over the blocks of two arrays; without BLAS, whose threads would fight with those of torch."""
+
+    def __init__(self, tolerance: Tolerance, scale: float) -> None:
+        self._tolerance, self._scale = tolerance, scale
+        self._count = self._strays = self._outside = self._nonzero = 0
+        self._max_abs = self._sum_abs = self._max_rel = self._sum_rel = self._excess = 0.0
+        self._dot = self._one = self._other = 0.0
+
+    def add(self, expected: Array, found: Array) -> None:
+        one, other = _wide(expected), _wide(found)
+        finite = np.isfinite(one) & np.isfinite(other)
+        self._count += one.size
+        if not finite.all():
+            self._add_unusual(one[~finite], other[~finite])
+            one, other, expected, found = one[finite], other[finite], expected[finite], found[finite]
+        if not one.size:
+            return
+        apart, size = np.abs(one - other), np.abs(one)
+        if self._tolerance == Tolerance(0.0, 0.0):  # also where double precision holds no more of whole numbers
+            self._outside += int(np.count_nonzero(expected != found))
+        else:
+            limit = self._tolerance.absolute * self._scale + self._tolerance.relative * size
+            self._outside += int(np.count_nonzero(apart > limit))
+            most = np.divide(apart, limit, out=np.where(apart > 0, np.inf, 0.0), where=limit > 0)
+            self._excess = max(self._excess, float(most.max()))
+        self._max_abs = max(self._max_abs, float(apart.max()))
+        self._sum_abs += float(apart.sum())
+        nonzero = size > 0
+        relative = apart[nonzero] / size[nonzero]
+        self._nonzero += relative.size
+        self._max_rel = max(self._max_rel, float(relative.max(initial=0.0)))
+        self._sum_rel += float(relative.sum())
+        self._dot += float(np.real(one * other.conj()).sum())
+        self._one += float(np.square(size).sum())
+        self._other += float(np.square(np.abs(other)).sum())
+
+    def _add_unusual(self, one: Array, other: Array) -> None:
+        """Elements of which at least one is NaN or infinite."""
+        strays = np.isnan(one) != np.isnan(other)
+        unequal = ~strays & ~np.isnan(one) & (one != other)
+        self._strays += int(np.count_nonzero(strays))
+        if unequal.any():
+            self._outside += int(np.count_nonzero(unequal))
+            self._max_abs = self._sum_abs = self._max_rel = self._sum_rel = float("inf")
+
+    def result(self, note: str) -> Difference:
+        problem = ""
+        if self._strays:
+            problem = f"{self._strays} of {self._count} elements are NaN on one side only"
+            self._max_abs = self._sum_abs = self._max_rel = self._sum_rel = _NAN
+        elif self._outside:
+            problem = f"{self._outside} of {self._count} elements differ"
+        lengths = (self._one * self._other) ** 0.5
+        cosine = self._dot / lengths if lengths else (1.0 if not (self._one or self._other) else _NAN)
+        return Difference(
+            self._max_abs,
+            self._sum_abs / max(self._count, 1),
+            self._max_rel,
+            self._sum_rel / max(self._nonzero, 1),
+            min(1.0, cosine) if cosine == cosine else cosine,
+            problem,
+            note,
+            max(self._excess, float("inf")) if self._strays or (problem and self._excess <= 1) else self._excess,
+        )

@@ -1,0 +1,107 @@
+"""What a file gives to every module and gets back, as one run of it tells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import onnx_ir as ir
+
+from htp_export.errors import InputError
+from htp_export.run.arrays import Array, ArrayStore, Held
+from htp_export.run.checking import tensor_values
+from htp_export.run.feeds import Feed
+from htp_export.run.pairing import leaving_tensors, signature_of
+from htp_export.run.pytorch_calls import ModuleCall
+from htp_export.run.runner import Runner
+from htp_export.tagged import TaggedModel
+
+__all__ = ["calls_in_file"]
+
+
+def calls_in_file(
+    tagged: TaggedModel, feed: Feed, runner: Runner, store: ArrayStore, portion_bytes: int
+) -> list[ModuleCall]:
+    """Every call of every module that a file knows of, with its tensors; in the order in which they end.
+
+    Args:
+        tagged: The file.
+        feed: Its inputs.
+        runner: Runs it.
+        store: Where the values go.
+        portion_bytes: How many bytes of tensors are taken out of one run, as far as their sizes are known.
+
+    Raises:
+        InputError: If ONNX Runtime cannot run the file.
+    """
+    tensors = list(_tensors_of_calls(tagged))
+    sizes = _sizes(tagged, feed)
+    wanted = dict.fromkeys(value for _, _, given, back in tensors for value in (*given.values(), *back) if value)
+    held: dict[str, Held] = {}
+
+    def keep(name: str, array: Array) -> None:
+        held[name] = store.keep(array)
+
+    names = {str(value.name): sizes(value) for value in wanted}
+    tensor_values(tagged, names, feed.arrays, runner, portion_bytes, keep)
+    calls = []
+    for path, number, given, back in tensors:
+        outputs = tuple(held[str(value.name)] if value is not None else None for value in back)
+        inputs = {argument: held[str(value.name)] for argument, value in given.items()}
+        calls.append(ModuleCall(path, number, inputs, outputs))
+    return calls
+
+
+_CallTensors = tuple[str, int, dict[str, ir.Value], list["ir.Value | None"]]
+
+
+def _tensors_of_calls(tagged: TaggedModel) -> Iterator[_CallTensors]:
+    """Path, number of the call, arguments and results of every call that a file knows of."""
+    order = {value: place for place, value in enumerate(tagged.values.values())}
+    found: list[_CallTensors] = []
+    for path, info in tagged.hierarchy.items():
+        for number in range(max(len(tagged.signatures.get(path, ())), info.calls)):
+            signature = signature_of(tagged, path, number)
+            given = {} if signature is None else signature.inputs
+            inputs = {
+                arg: tagged.values[name] for arg, name in given.items() if name is not None and name in tagged.values
+            }
+            found.append((path, number, inputs, _results(tagged, path, number)))
+    last = [max((order.get(value, -1) for value in back if value is not None), default=-1) for *_, back in found]
+    depth = [-path.count(".") - bool(path) for path, *_ in found]
+    return iter([found[k] for k in sorted(range(len(found)), key=lambda k: (last[k], depth[k]))])
+
+
+def _results(tagged: TaggedModel, path: str, number: int) -> list[ir.Value | None]:
+    if not path:
+        return list(tagged.model.graph.outputs)
+    signature = signature_of(tagged, path, number)
+    if signature is not None and all(name is None or name in tagged.values for name in signature.outputs):
+        return [None if name is None else tagged.values[name] for name in signature.outputs]
+    if tagged.source == "none":
+        return []
+    region = tagged[path]
+    try:
+        region = region.call(number) if region.calls > 1 else region
+    except InputError:
+        return []
+    return list(leaving_tensors(tagged, region))
+
+
+def _sizes(tagged: TaggedModel, feed: Feed) -> Callable[[ir.Value], int]:
+    """Bytes of a tensor, as far as its type and shape are known from those of the inputs."""
+    dims: dict[str, int] = {}
+    for value in tagged.model.graph.inputs:
+        if value.shape is not None and value.name in feed.arrays:
+            for dim, extent in zip(value.shape, feed.arrays[str(value.name)].shape, strict=False):
+                if not isinstance(dim, int) and dim.value is not None:
+                    dims[dim.value] = extent
+
+    def size(value: ir.Value) -> int:
+        typed = tagged.typed.get(str(value.name), value)
+        if typed.shape is None or typed.dtype is None or typed.dtype == ir.DataType.STRING:
+            return 0
+        known = [dim if isinstance(dim, int) else dims.get(str(dim.value), 1) for dim in typed.shape]
+        return math.ceil(math.prod(known) * typed.dtype.itemsize)
+
+    return size

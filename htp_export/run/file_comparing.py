@@ -1,0 +1,169 @@
+"""``compare``: two ONNX files of one model, module by module."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from htp_export import tags
+from htp_export.errors import InputError, UntaggedModelError
+from htp_export.run.arrays import Array, ArrayStore
+from htp_export.run.checking import check_calls
+from htp_export.run.feeds import Feed, feed_from, inputs_of, random_feed
+from htp_export.run.file_calls import calls_in_file
+from htp_export.run.locating import blame_by_graph
+from htp_export.run.pairing import pair_call, signature_of
+from htp_export.run.reporting import module_results, tolerance_of
+from htp_export.run.results import NOT_COMPARED, Comparison, ModuleResult
+from htp_export.run.runner import Engine, Runner
+from htp_export.tagged import ModelSource, TaggedModel, load
+
+__all__ = ["compare"]
+
+_PORTION_BYTES = 1 << 30
+
+
+def compare(
+    a: ModelSource,
+    b: ModelSource,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    seed: int = 0,
+    select: str | Sequence[str] | None = None,
+    tolerances: Mapping[str, tuple[float, float]] | None = None,
+    portion_bytes: int = _PORTION_BYTES,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+    session_entries: Mapping[str, str] | None = None,
+) -> Comparison:
+    """Compare two ONNX files of one model, module by module: before an optimiser and after it, float and quantized.
+
+    Both run on the same inputs. What each module gives back in ``b`` is compared with what it gives back in ``a``. A
+    module that has no tensor of its own in one of the files, since it was fused away, is compared at the nearest module
+    around it that has one in both. Floats of different widths are compared with the tolerance of the narrower.
+
+    Args:
+        a: What is right: a file, or a model in memory.
+        b: What is compared with it.
+        inputs: Input name of ``a`` → array; random ones where it is None.
+        dims: For random inputs: name of a size that ``a`` leaves open → size; 1 where it is not given.
+        shapes: For random inputs: input name → its whole shape.
+        seed: Of random inputs.
+        select: Only these modules; see ``TaggedModel.select``.
+        tolerances: As for ``verify``.
+        portion_bytes: As for ``verify``.
+        providers: ONNX Runtime's execution providers.
+        session_entries: ONNX Runtime's session configuration entries.
+
+    Returns:
+        The result for every module: ``.ok``, ``.first_wrong``, ``.modules[path].max_abs``, ``.modules[path].status``.
+
+    Raises:
+        InputError: If the files are not of one model, or cannot run on these inputs.
+        FileError: If a file cannot be read.
+        UntaggedModelError: If a file has no module tags.
+
+    Example:
+        >>> import torch, htp_export
+        >>> net, x = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval(), torch.randn(2, 4)
+        >>> one, other = (htp_export.export(net, (x,), verbose=False) for _ in range(2))
+        >>> print(htp_export.compare(one, other).summary)
+        3 of 3 modules agree (worst 0, (root))
+    """
+    ours, theirs = load(a), load(b)
+    one, other = _name(a, "a"), _name(b, "b")
+    for tagged, name in ((ours, one), (theirs, other)):
+        if tagged.source == "none" and not tagged.signatures:
+            raise UntaggedModelError(
+                f"{name}: has no module tags; a tool took them off, or it was not exported by htp_export"
+            )
+    _check_one_model(ours, theirs, one, other)
+    allowed = tolerance_of(ours, tolerances or {})
+    chosen = set(ours.paths if select is None else ours.select(select))
+    known = inputs_of(ours.model)
+    feed = random_feed(known, dims, shapes, seed) if inputs is None else feed_from(known, inputs)
+    other_feed = _other_feed(ours, theirs, feed, other)
+    engine = Engine(providers, session_entries or {})
+    with ArrayStore.opened(portion_bytes) as store:
+        calls = calls_in_file(ours, feed, Runner(ours.model, one, engine), store, portion_bytes)
+        wanted = [call for call in calls if call.path in chosen and call.path in theirs]
+        paired = [pair_call(theirs, call) for call in wanted]
+        runner = Runner(theirs.model, other, engine)
+        checked = check_calls(theirs, paired, other_feed, runner, portion_bytes, allowed, across_dtypes=True)
+    blame = blame_by_graph(theirs, checked)
+    results = module_results(ours, chosen, checked, blame, {}, isolated=False)
+    there = {call.path for call in checked if call.outputs}
+    here = {call.path for call in calls if any(held is not None for held in call.outputs)}
+    lacking = {path: _lacking(path, here, theirs, one, other) for path in results if path not in there}
+    modules = {path: _around(results, result, lacking.get(path, "")) for path, result in results.items()}
+    return Comparison(modules, tuple(path for path in blame.modules if path in modules))
+
+
+def _name(source: ModelSource, otherwise: str) -> str:
+    return os.fspath(source) if isinstance(source, str | os.PathLike) else f"model {otherwise}"
+
+
+def _check_one_model(ours: TaggedModel, theirs: TaggedModel, one: str, other: str) -> None:
+    shared = [path for path in ours if path in theirs]
+    for path in shared:
+        here, there = ours.hierarchy[path], theirs.hierarchy[path]
+        if here.class_name and there.class_name and here.simple_class != there.simple_class:
+            problem = (
+                f"module {path or '(root)'!r} is a {here.simple_class} in one and a {there.simple_class} in the other"
+            )
+            raise InputError(f"{one} and {other} are not of one model: {problem}")
+    if len(shared) <= 1 < min(len(ours), len(theirs)):
+        raise InputError(f"{one} and {other} are not of one model: they have no module in common")
+
+
+def _other_feed(ours: TaggedModel, theirs: TaggedModel, feed: Feed, name: str) -> dict[str, Array]:
+    """The same inputs under the names, and in the float types, that the other file has for them."""
+    signature, other_signature = signature_of(ours, "", 0), signature_of(theirs, "", 0)
+    by_argument: dict[str, Array] = {}
+    if signature is not None:
+        by_argument = {
+            argument: feed.arrays[tensor]
+            for argument, tensor in signature.inputs.items()
+            if tensor is not None and tensor in feed.arrays
+        }
+    arguments = {} if other_signature is None else {tensor: arg for arg, tensor in other_signature.inputs.items()}
+    known = inputs_of(theirs.model)
+    found: dict[str, Array] = {}
+    for place, each in enumerate(known):
+        array = feed.arrays.get(each.name)
+        if array is None:
+            array = by_argument.get(arguments.get(each.name, ""))
+        if array is None and len(known) == len(feed.arrays):
+            array = list(feed.arrays.values())[place]
+        if array is None:
+            raise InputError(f"{name}: takes an input {each.name!r}, and the other file has none of that name")
+        wanted = each.type.numpy() if each.type is not None and each.type.is_floating_point() else array.dtype
+        found[each.name] = array.astype(wanted) if array.dtype != wanted and _is_float(array) else array
+    try:
+        return dict(feed_from(known, found).arrays)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+
+
+def _is_float(array: Array) -> bool:
+    return str(array.dtype).startswith(("float", "bfloat"))
+
+
+def _lacking(path: str, here: Collection[str], theirs: TaggedModel, one: str, other: str) -> str:
+    """Which of the files has no tensor of a module."""
+    if path not in theirs:
+        return f"{other} has no such module"
+    return f"{other if path in here else one} has none of its tensors"
+
+
+def _around(results: Mapping[str, ModuleResult], result: ModuleResult, lacking: str) -> ModuleResult:
+    """A module without a tensor in one of the files, with the nearest one around it that has some in both."""
+    if result.compared or result.status not in (NOT_COMPARED, "fused"):
+        return result
+    around = (up for up in tags.ancestors(result.path) if up != result.path and up in results and results[up].compared)
+    at = next(around, None)
+    where = f"; compared at {at or '(root)'}" if at is not None else ""
+    return replace(result, status=NOT_COMPARED, reason=lacking + where, compared_at=at)

@@ -1,0 +1,98 @@
+"""The kernels of a profile, each with the modules whose work it does."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from htp_export.run.correspondence import bodies_of
+from htp_export.run.replaced import optimized_owners
+from htp_export.run.trace import KernelKey, Trace
+
+__all__ = ["Kernel", "attributed_kernels"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A node of the graph that ONNX Runtime runs.
+
+    Attributes:
+        name: Its name; for a node without one, its operator and index.
+        op_type: Its operator, after fusion.
+        provider: The execution provider that ran it.
+        ms: Time in one run, all its launches together, without the kernels of its subgraphs; see ``Trace.typical``.
+        launches: How often it ran in one run, on average.
+        owners: The paths of the modules whose work it does, in the order of execution; empty where none is known.
+    """
+
+    name: str
+    op_type: str
+    provider: str
+    ms: float
+    launches: float
+    owners: tuple[str, ...]
+
+
+def attributed_kernels(
+    trace: Trace,
+    original: ir.Model,
+    optimized: ir.Model | None,
+    owners_of: Callable[[ir.Node], tuple[str, ...]],
+) -> tuple[Kernel, ...]:
+    """The kernels of a profile, in the order in which they first ran.
+
+    Args:
+        trace: The profile.
+        original: The model as it was given, without functions.
+        optimized: The graph that ran; None where it is not known: then only kernels that kept their names have owners.
+        owners_of: The owners of an original node.
+    """
+    graph = original if optimized is None else optimized
+    owners = optimized_owners(original, graph, owners_of)
+    nodes = _nodes(trace.times, graph)
+    return tuple(
+        Kernel(
+            name=key.label,
+            op_type=key.op_type,
+            provider=key.provider,
+            ms=trace.typical(key),
+            launches=trace.launches[key] / trace.runs,
+            owners=tuple(dict.fromkeys(path for node in nodes[key] for path in owners.get(node, ()))),
+        )
+        for key in trace.times
+    )
+
+
+def _nodes(keys: Iterable[KernelKey], model: ir.Model) -> dict[KernelKey, list[ir.Node]]:
+    """The nodes that each kernel may be; more than one only where equal names leave it open."""
+    groups: defaultdict[tuple[tuple[KernelKey, ...], str, str], list[KernelKey]] = defaultdict(list)
+    found: dict[KernelKey, list[ir.Node]] = {}
+    named: dict[ir.Graph, dict[tuple[str, str], list[ir.Node]]] = {}
+    for key in keys:
+        unnamed = key.label == f"{key.op_type}_{key.index}"
+        groups[key.holders, "" if unnamed else key.label, key.op_type].append(key)
+    # Outer graphs first: which subgraph a kernel lies in is known by the node that holds it.
+    for (holders, label, op_type), members in sorted(groups.items(), key=lambda group: len(group[0][0])):
+        graphs = [model.graph]
+        if holders:
+            holding = found.get(holders[-1], ())
+            graphs = [body for node in holding for bodies in bodies_of(node).values() for body in bodies]
+        for graph in graphs:
+            if graph not in named:
+                named[graph] = _by_name(graph)
+        names = [label] if label else ["", *(member.label for member in members)]
+        there = [node for graph in graphs for name in names for node in named[graph].get((name, op_type), ())]
+        # A graph runs in the order in which it is written down.
+        alike = len(there) == len(members)
+        found.update({key: [there[k]] if alike else there for k, key in enumerate(members)})
+    return found
+
+
+def _by_name(graph: ir.Graph) -> dict[tuple[str, str], list[ir.Node]]:
+    found: defaultdict[tuple[str, str], list[ir.Node]] = defaultdict(list)
+    for node in graph:
+        found[node.name or "", node.op_type].append(node)
+    return found

@@ -1,0 +1,300 @@
+"""Latency by module: ONNX Runtime's own profiler, its kernels given to the modules whose work they do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.errors import InputError, UntaggedModelError
+from htp_export.hierarchy import ModuleInfo
+from htp_export.run.feeds import feed_from, inputs_of, random_feed
+from htp_export.run.kernels import Kernel, attributed_kernels
+from htp_export.run.session import Engine, RunnableModel, Session, temporary_folder
+from htp_export.tables import ModuleTable
+from htp_export.tagged import ModelSource, TaggedModel, all_nodes, load
+
+__all__ = ["ModuleLatency", "Profile", "profile"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModuleLatency:
+    """What a module costs in one run of the model; see ``Trace.typical`` for which run that is.
+
+    Attributes:
+        path: The module's path; ``""`` is the root.
+        class_name: Its fully qualified class.
+        calls: How often its ``forward`` ran.
+        total_ms: Time of the module and all below it. Of a kernel that does work of several modules, each owner has
+            an equal part, so that this is the sum over the modules below and ``self_ms``.
+        self_ms: The part that the module itself owns.
+        share: ``total_ms`` as a part of the time of all kernels, from 0 to 1.
+        fused_ms: How much of ``total_ms`` is parts of kernels that modules outside own too; the finer truth about
+            these parts is not known.
+        kernels: Kernels that the module or one below it owns, alone or with others.
+        launches: How often these ran in one run of the model, which is more where they are in a loop.
+        by_op: Type of kernel → its part of ``total_ms``, the longest first.
+    """
+
+    path: str
+    class_name: str
+    calls: int
+    total_ms: float
+    self_ms: float
+    share: float
+    fused_ms: float
+    kernels: int
+    launches: float
+    by_op: Mapping[str, float]
+
+    @property
+    def simple_class(self) -> str:
+        """The class without its module."""
+        return self.class_name.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Profile(ModuleTable):
+    """Where the time of a model goes.
+
+    Attributes:
+        modules: Module path → its latency, for every module, in the order of ``named_modules()``.
+        end_to_end_ms: Median time of a run without the profiler.
+        profiled_ms: Median time of a run with it.
+        kernels_ms: Sum of all kernels; it is the total of the root and ``unattributed_ms``. What is missing to
+            ``profiled_ms`` is ONNX Runtime's own work between kernels. With several threads between operators, kernels
+            overlap, and it may be more.
+        unattributed_ms: Time of kernels that belong to no module as far as is known.
+        unattributed: These kernels.
+        kernels: All kernels, in the order in which they first ran.
+        runs: How many runs were measured.
+        providers: The execution providers that were used.
+        notes: What was assumed to make inputs.
+    """
+
+    modules: Mapping[str, ModuleLatency]
+    end_to_end_ms: float
+    profiled_ms: float
+    kernels_ms: float
+    unattributed_ms: float
+    unattributed: tuple[Kernel, ...]
+    kernels: tuple[Kernel, ...]
+    runs: int
+    providers: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def by_path(self, field: str = "total_ms") -> dict[str, float]:
+        """Module path → one number, to lay over a drawing of the model.
+
+        Args:
+            field: Which: ``total_ms``, ``self_ms``, ``share`` or any other number of ``ModuleLatency``.
+        """
+        return {path: float(getattr(module, field)) for path, module in self.modules.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON; times are in ms."""
+        data = asdict(self)
+        data["modules"] = {
+            path: {name: value for name, value in module.items() if name != "path"}
+            for path, module in data["modules"].items()
+        }
+        return data
+
+    def __str__(self) -> str:
+        rows = [
+            (m.path or "(root)", m.simple_class, f"{m.total_ms:.3f}", f"{m.self_ms:.3f}", f"{m.share:.1%}")
+            for m in self.modules.values()
+            if m.kernels
+        ]
+        header = ("module", "class", "total ms", "self ms", "share")
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = [
+            "{:<{}}  {:<{}}  {:>{}}  {:>{}}  {:>{}}".format(
+                *(part for cell in zip(row, widths, strict=True) for part in cell)
+            )
+            for row in (header, *rows)
+        ]
+        return "\n".join((*lines, *self.summary))
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """The times of the whole in words, a line each."""
+        lines = [
+            f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}; "
+            f"{self.profiled_ms:.3f} ms under the profiler, {self.kernels_ms:.3f} ms of it in kernels"
+        ]
+        if self.unattributed:
+            longest = sorted(self.unattributed, key=lambda kernel: -kernel.ms)
+            named = ", ".join(f"{kernel.op_type} {kernel.name!r}" for kernel in longest[:3])
+            more = f" and {len(longest) - 3} more" if len(longest) > 3 else ""
+            lines.append(f"{self.unattributed_ms:.3f} ms belongs to no module: {named}{more}")
+        return (*lines, *(f"assumed: {note}" for note in self.notes))
+
+
+def profile(
+    onnx: ModelSource,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    runs: int = 20,
+    warmup: int = 3,
+    dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+    session_options: Any = None,
+) -> Profile:
+    """Measure the latency of every module in ONNX Runtime.
+
+    The model runs as it would without profiling, all optimisations of ONNX Runtime included, first with its profiler
+    and then without. What ONNX Runtime fuses, rewrites or inserts when it loads the model is given to all the modules
+    whose work it does, in equal parts; what cannot be given to any is listed. On a GPU, ONNX Runtime's profiler sees
+    how long a kernel takes to be launched, unless it was built to see more.
+
+    Args:
+        onnx: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; it is not changed, and nothing is
+            written beside it.
+        inputs: Input name → numpy array or torch tensor. Without them, random ones: floats are normal, integers 0 or
+            1, booleans true.
+        runs: How many runs the medians are of, each with the profiler and without.
+        warmup: How many runs before those.
+        dims: For random inputs, name of a size that the model leaves open → size; without one, it is 1.
+        shapes: For random inputs, input name → shape.
+        providers: Execution providers, in order of preference, as ``onnxruntime.InferenceSession`` takes them.
+        session_options: An ``onnxruntime.SessionOptions``: threads, level of optimisation and so on. What is changed
+            in it for profiling is put back.
+
+    Returns:
+        Times in ms, by module path.
+
+    Raises:
+        UntaggedModelError: If the model has no module tags.
+        FileError: If the file cannot be read.
+        InputError: If the inputs are not those of the model, ONNX Runtime cannot run it, a provider is not there, or
+            ``runs`` or ``warmup`` is too small.
+
+    Example:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1)).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> report = htp_export.profile(program, runs=2)
+        >>> list(report.modules), report.unattributed_ms, report.modules["1"].by_op.keys()
+        (['', '0', '1'], 0, dict_keys(['Softmax']))
+    """
+    if runs < 1 or warmup < 0:
+        raise InputError(f"there is nothing to measure in {runs} runs after {warmup} to warm up")
+    engine = Engine(tuple(providers), session_options)
+    engine.check()
+    tagged = load(onnx)
+    if tagged.source == "none":
+        tagged.select("**")  # says what is missing
+        raise UntaggedModelError("the model has no module tags")
+    wanted = inputs_of(tagged.model)
+    feed = random_feed(wanted, dims, shapes) if inputs is None else feed_from(wanted, inputs)
+    with temporary_folder() as folder:
+        flat = _flat(tagged)
+        if flat is tagged and isinstance(onnx, str | os.PathLike):
+            runnable = RunnableModel(Path(onnx), os.fspath(onnx))
+        else:
+            runnable = RunnableModel.of(flat.model, tagged.hierarchy.root.simple_class or "model", folder)
+        session = Session(runnable, engine, folder)
+        session.run(feed, warmup)
+        profiled = session.run(feed, runs)
+        trace = session.end_profiling(runs)
+        plain = session.run(feed, runs)
+        kernels = attributed_kernels(trace, flat.model, session.optimized, flat.owners_of)
+    if trace.runs < runs:
+        _log.warning("ONNX Runtime's profile is full: it has %d of %d runs; ask for fewer", trace.runs, runs)
+    none = tuple(kernel for kernel in kernels if not kernel.owners)
+    return Profile(
+        modules=_by_module(kernels, tagged),
+        end_to_end_ms=statistics.median(plain),
+        profiled_ms=statistics.median(profiled),
+        kernels_ms=sum(kernel.ms for kernel in kernels),
+        unattributed_ms=sum(kernel.ms for kernel in none),
+        unattributed=none,
+        kernels=kernels,
+        runs=runs,
+        providers=session.providers,
+        notes=feed.notes,
+    )
+
+
+def _flat(tagged: TaggedModel) -> TaggedModel:
+    """The model without functions, as ONNX Runtime runs it; the same where it has none."""
+    if not tagged.model.functions:
+        return tagged
+    from onnx_ir.passes.common import InlinePass
+
+    model = tagged.model.clone()  # shares the weights
+    functions = set(model.functions)
+    for node, original in zip(all_nodes(model), all_nodes(tagged.model), strict=True):
+        owners = json.dumps(tagged.owners_of(original))
+        if node.op_identifier() in functions:
+            node.metadata_props[_CALL] = owners  # what is inlined inherits it
+        elif tagged.owners_of(original):
+            node.metadata_props[_OWNERS] = owners
+    InlinePass()(model)
+    return _Flat(model, tagged.hierarchy, tagged.source)
+
+
+_OWNERS, _CALL = "htp.profile.owners", "htp.profile.call"
+
+
+class _Flat(TaggedModel):
+    """A model whose functions were inlined."""
+
+    def owners_of(self, node: ir.Node) -> tuple[str, ...]:
+        """What a function's node says itself, unless it lies outside the module of the call.
+
+        Then one function serves several modules, and the call says which.
+        """
+        own = tuple(json.loads(node.metadata_props.get(_OWNERS, "[]")))
+        call = tuple(json.loads(node.metadata_props.get(_CALL, "[]")))
+        fits = all(any(tags.is_under(path, owner) for owner in call) for path in own)
+        return own if own and (not call or fits) else call
+
+
+def _by_module(kernels: Sequence[Kernel], tagged: TaggedModel) -> dict[str, ModuleLatency]:
+    """Kernels summed up by module; each owner has an equal part."""
+    whole = sum(kernel.ms for kernel in kernels)
+    own: defaultdict[str, float] = defaultdict(float)
+    below: defaultdict[str, list[tuple[Kernel, float]]] = defaultdict(list)
+    for kernel in kernels:
+        parts: defaultdict[str, int] = defaultdict(int)
+        for owner in kernel.owners:
+            own[owner] += kernel.ms / len(kernel.owners)
+            for up in tags.ancestors(owner):
+                parts[up] += 1
+        for path, count in parts.items():
+            below[path].append((kernel, count / len(kernel.owners)))
+    return {path: _module(tagged.hierarchy[path], own[path], below[path], whole) for path in tagged.hierarchy}
+
+
+def _module(info: ModuleInfo, self_ms: float, parts: Sequence[tuple[Kernel, float]], whole: float) -> ModuleLatency:
+    by_op: defaultdict[str, float] = defaultdict(float)
+    for kernel, part in parts:
+        by_op[kernel.op_type] += kernel.ms * part
+    total = math.fsum(kernel.ms * part for kernel, part in parts)
+    return ModuleLatency(
+        path=info.path,
+        class_name=info.class_name,
+        calls=info.calls,
+        total_ms=total,
+        self_ms=self_ms,
+        share=total / whole if whole else 0.0,
+        fused_ms=math.fsum(kernel.ms * part for kernel, part in parts if part < 1),
+        kernels=len(parts),
+        launches=sum(kernel.launches for kernel, _ in parts),
+        by_op=dict(sorted(by_op.items(), key=lambda item: -item[1])),
+    )

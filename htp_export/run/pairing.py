@@ -1,0 +1,173 @@
+"""Which tensor of an ONNX file is which tensor of a module's call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.errors import InputError
+from htp_export.run.arrays import Held
+from htp_export.run.pytorch_calls import ModuleCall
+from htp_export.signatures import Signature
+from htp_export.tagged import Region, TaggedModel
+
+__all__ = ["Pair", "PairedCall", "leaving_tensors", "pair_call", "signature_of", "unmatched_calls"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tensor of a call and the tensors of the file that it may be.
+
+    Attributes:
+        name: The argument, or the place among the outputs.
+        expected: Its values.
+        candidates: One tensor where the file says which it is; where it does not, all that have its type and shape.
+    """
+
+    name: str
+    expected: Held
+    candidates: tuple[ir.Value, ...]
+
+
+@dataclass(frozen=True)
+class PairedCall:
+    """A call with what the file has of it.
+
+    Attributes:
+        call: The call.
+        outputs: What it gave back, as far as the file has it.
+        inputs: What it was given, as far as the file says.
+        missing: How many of its outputs the file does not have.
+        reason: How its tensors were found, or why there are none; ``""`` where the file says it.
+    """
+
+    call: ModuleCall
+    outputs: tuple[Pair, ...]
+    inputs: tuple[Pair, ...] = ()
+    missing: int = 0
+    reason: str = ""
+
+
+def signature_of(tagged: TaggedModel, path: str, number: int) -> Signature | None:
+    """What the file says of one call of a module; None where it says nothing."""
+    calls = tagged.signatures.get(path, ())
+    return calls[number] if number < len(calls) else None
+
+
+def pair_call(tagged: TaggedModel, call: ModuleCall) -> PairedCall:
+    """Find the tensors of one call in a file.
+
+    The model's own outputs are those of the graph, in order. For other modules the file's ``htp.signatures`` say it;
+    where a tool has renamed or removed those tensors, or there are no signatures, what leaves the module's region is
+    taken, as far as type and shape fit.
+
+    Args:
+        tagged: The file.
+        call: The call, as it ran.
+    """
+    signature = signature_of(tagged, call.path, call.number)
+    inputs = () if signature is None else tuple(_inputs(tagged, call, signature))
+    graph_outputs = list(tagged.model.graph.outputs)
+    if not call.path and len(graph_outputs) == len(call.outputs):
+        return _in_order(call, graph_outputs, inputs)
+    names: Sequence[str | None] = () if signature is None else signature.outputs
+    if len(names) == len(call.outputs) and not any(name is not None and name not in tagged.values for name in names):
+        return _in_order(call, [None if name is None else tagged.values[name] for name in names], inputs)
+    if not call.path and len(graph_outputs) < len(call.outputs):
+        return PairedCall(call, (), inputs, len(call.outputs) - len(graph_outputs))
+    return _by_region(tagged, call, inputs)
+
+
+def _in_order(call: ModuleCall, values: Sequence[ir.Value | None], inputs: tuple[Pair, ...]) -> PairedCall:
+    known = zip(call.outputs, values, strict=True)
+    pairs = [Pair(str(k), held, (value,)) for k, (held, value) in enumerate(known) if held and value is not None]
+    return PairedCall(call, tuple(pairs), inputs, len(values) - len(pairs))
+
+
+def _inputs(tagged: TaggedModel, call: ModuleCall, signature: Signature) -> Iterable[Pair]:
+    for argument, held in call.inputs.items():
+        name = signature.inputs.get(argument)
+        if name is not None and name in tagged.values:
+            yield Pair(argument, held, (tagged.values[name],))
+
+
+def _by_region(tagged: TaggedModel, call: ModuleCall, inputs: tuple[Pair, ...]) -> PairedCall:
+    """Pair outputs with what leaves the module's region."""
+    if tagged.source == "none" or call.path not in tagged:
+        return PairedCall(call, (), inputs, len(call.outputs), "the file has no nodes of it")
+    region = tagged[call.path]
+    try:
+        region = region.call(call.number) if region.calls > 1 else region
+    except InputError as error:
+        return PairedCall(call, (), inputs, len(call.outputs), str(error))
+    leaving = leaving_tensors(tagged, region)
+    pairs = []
+    for place, held in enumerate(call.outputs):
+        if held is None:
+            continue
+        fitting = tuple(value for value in leaving if _fits(value, held))
+        if len(call.outputs) == len(leaving) and leaving[place] in fitting:
+            fitting = (leaving[place],)
+        if fitting:
+            pairs.append(Pair(str(place), held, fitting))
+    reason = "its tensors are those that leave its nodes: the file does not name them"
+    if not pairs:
+        reason = _why_none(tagged, region)
+    return PairedCall(call, tuple(pairs), inputs, len(call.outputs) - len(pairs), reason)
+
+
+def _why_none(tagged: TaggedModel, region: Region) -> str:
+    if tagged.model.functions and any(node.graph is not tagged.model.graph for node in region.nodes):
+        return "its nodes lie inside a function; verify what htp_export.inline(...) makes of the file"
+    if region.nodes and not any(node.graph is tagged.model.graph for node in region.nodes):
+        return "its nodes lie inside a branch or a loop"
+    return "the file has none of its tensors"
+
+
+def leaving_tensors(tagged: TaggedModel, region: Region) -> list[ir.Value]:
+    """What leaves a region in the main graph, without what was merged with the work of modules outside it."""
+    values = (value for value in region.outputs if value.name and tagged.values.get(value.name) is value)
+    return [value for value in values if not _is_of_others(tagged, region.path, value.producer())]
+
+
+def _is_of_others(tagged: TaggedModel, path: str, node: ir.Node | None) -> bool:
+    """Whether a node does work of other modules too; what is shared, each of its owners does alone."""
+    if node is None or node.metadata_props.get(tags.REASON) == "shared":
+        return False
+    return not all(tags.is_under(owner, path) for owner in tagged.owners_of(node))
+
+
+def _fits(value: ir.Value, held: Held) -> bool:
+    """Whether a tensor of a graph may hold an array, as far as its type and shape are known."""
+    if value.dtype is not None and value.dtype != ir.DataType.STRING and value.dtype.numpy() != held.array.dtype:
+        return False
+    shape = held.array.shape
+    if value.shape is None:
+        return True
+    dims = zip(value.shape, shape, strict=False)
+    return len(value.shape) == len(shape) and all(not isinstance(dim, int) or dim == size for dim, size in dims)
+
+
+def unmatched_calls(tagged: TaggedModel, ran: Mapping[str, int]) -> dict[str, str]:
+    """Modules whose calls are others than in the export, with what is to be said of them.
+
+    Args:
+        tagged: The file.
+        ran: Module path → how often it ran now.
+    """
+    found = {}
+    for path, info in tagged.hierarchy.items():
+        now = ran.get(path, 0)
+        known = len(tagged.signatures[path]) if path in tagged.signatures else info.calls
+        if not now and known and info.fate != "uncalled":
+            found[path] = "its calls cannot be seen: it runs in a branch, or its forward is called directly"
+        elif now != known and known and info.fate != "uncalled":
+            found[path] = f"it ran {_times(now)} now and {_times(known)} in the export"
+    return found
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")

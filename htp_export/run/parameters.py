@@ -1,0 +1,115 @@
+"""Whether the parameters in a file are read by nodes of the modules that read them in PyTorch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.run.arrays import Array, from_torch
+from htp_export.run.readers import named_tensors
+from htp_export.tagged import TaggedModel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["known_parameters", "misplaced_parameters"]
+
+
+def known_parameters(tagged: TaggedModel, model: nn.Module) -> dict[ir.Value, str]:
+    """Initializer → the parameter or buffer that it is: by name, and matrices also by value.
+
+    Exporters fold the transposition of a Linear's weight into the weight, which loses its name. Of each matrix, the
+    first row and column are read, and the whole only where several parameters begin alike.
+
+    Args:
+        tagged: The file.
+        model: The PyTorch model.
+    """
+    initializers = [value for graph in tagged.model.graphs() for value in graph.initializers.values()]
+    tensors = dict(named_tensors(model))
+    found = {value: str(value.name) for value in initializers if value.name in tensors}
+    weights: defaultdict[tuple[str, frozenset[int]], list[tuple[str, Array]]] = defaultdict(list)
+    for name in [name for name in tensors if name not in set(found.values())]:
+        if tensors[name].dim() == 2:
+            array = from_torch(tensors[name])
+            weights[str(array.dtype), frozenset(array.shape)].append((name, array))
+    for value in initializers:
+        tensor = value.const_value
+        if value in found or tensor is None or len(tensor.shape) != 2 or tensor.dtype == ir.DataType.STRING:
+            continue
+        listed = weights.get((str(np.dtype(tensor.dtype.numpy())), frozenset(tensor.shape.numpy())))
+        matched = _matching(tensor.numpy(), listed) if listed else None
+        if matched is not None:
+            found[value] = matched
+    return found
+
+
+def _matching(array: Array, weights: list[tuple[str, Array]]) -> str | None:
+    """The parameter that a matrix is, as it is or transposed."""
+    begin_alike = [
+        (name, turned) for name, weight in weights for turned in (weight, weight.T) if _begins_as(array, turned)
+    ]
+    if len({name for name, _ in begin_alike}) <= 1:
+        return begin_alike[0][0] if begin_alike else None
+    return next((name for name, turned in begin_alike if np.array_equal(array, turned)), None)
+
+
+def _begins_as(one: Array, other: Array) -> bool:
+    if one.shape != other.shape or not np.array_equal(one[:1], other[:1]):
+        return False
+    return np.array_equal(one[:, :1], other[:, :1])
+
+
+def misplaced_parameters(
+    tagged: TaggedModel, known: Mapping[ir.Value, str], readers: Mapping[str, frozenset[str]], model: nn.Module
+) -> tuple[str, ...]:
+    """The parameters that a node reads which belongs to no module that reads them in PyTorch.
+
+    An initializer that is a parameter is right if every node that reads it has an owner at or below a module that holds
+    this tensor, or one that read it when PyTorch ran; tied parameters are one tensor.
+
+    Args:
+        tagged: The file.
+        known: Initializer → parameter, as ``known_parameters`` tells.
+        readers: Parameter → the modules that hold or read it, as ``parameter_readers`` tells.
+        model: The PyTorch model.
+
+    Returns:
+        A line for each such node: ``"fc.weight is read by Gemm 'node_3' of 'other'"``.
+    """
+    return tuple(line for value, name in known.items() for line in _misplaced(tagged, value, name, readers, model))
+
+
+def _misplaced(
+    tagged: TaggedModel, initializer: ir.Value, name: str, readers: Mapping[str, frozenset[str]], model: nn.Module
+) -> Iterator[str]:
+    right = readers[name]
+    if any(path in tagged and tagged.hierarchy[path].fate == "constant" for path in right):
+        return  # what it was folded into is read wherever the module's result is
+    strays = [use.node for use in initializer.uses() if not _reads(tagged, use.node, right)]
+    if strays:  # exporters merge equal tensors under one name: then it may be read wherever any of them is
+        right = right.union(*(readers[other] for other in _equal_tensors(model, name)))
+    for node in strays:
+        if not _reads(tagged, node, right):
+            owners = ", ".join(repr(owner) for owner in tagged.owners_of(node)) or "no module"
+            yield f"{name} is read by {node.op_type} {node.name!r} of {owners}"
+
+
+def _reads(tagged: TaggedModel, node: ir.Node, modules: frozenset[str]) -> bool:
+    if node.op_identifier() in tagged.model.functions:  # what is in the function reads it
+        return any(tags.is_under(path, owner) for owner in tagged.owners_of(node) for path in modules)
+    return any(tags.is_under(owner, path) for owner in tagged.owners_of(node) for path in modules)
+
+
+def _equal_tensors(model: nn.Module, name: str) -> list[str]:
+    import torch
+
+    every = dict(named_tensors(model))
+    this = every[name]
+    alike = (other for other, tensor in every.items() if tensor.shape == this.shape and tensor.dtype == this.dtype)
+    return [other for other in alike if torch.equal(every[other], this)]

@@ -1,0 +1,159 @@
+"""What PyTorch gives to every module and gets back, recorded in one run of the model."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from htp_export.capture.calls import arguments_by_name, named_tensors_in, tensors_in
+from htp_export.capture.modules import training_modes_kept
+from htp_export.capture.torch_internals import attention_fast_path_off
+from htp_export.errors import InputError
+from htp_export.run.arrays import ArrayStore, Held, from_torch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["ModuleCall", "evaluating", "record_calls"]
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module, as it ran.
+
+    Attributes:
+        path: The module.
+        number: Which of its calls, from 0, in the order in which they began.
+        inputs: Argument of ``forward`` (``hidden_states``, ``states.1``) → its values at entry; those asked for.
+        outputs: What ``forward`` returned: its tensors in order; None for one that is not known.
+        began: When it began, among all calls: those that began later, and ended before it did, ran inside it.
+    """
+
+    path: str
+    number: int
+    inputs: Mapping[str, Held]
+    outputs: tuple[Held | None, ...]
+    began: int = 0
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients and without fused attention kernels; afterwards all is as it was."""
+    import torch
+
+    with training_modes_kept(model), attention_fast_path_off(), torch.no_grad():
+        model.eval()
+        yield
+
+
+def record_calls(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    store: ArrayStore,
+    wanted: Callable[[str, int, str], bool],
+) -> list[ModuleCall]:
+    """Run a model once, and take down every call of every module.
+
+    Args:
+        model: The model, in the mode that is wanted; its hooks are gone again afterwards.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        store: Where the values go. Values that several modules see are kept once.
+        wanted: Whether to keep an argument, by module path, number of the call, and name.
+
+    Returns:
+        The calls, in the order in which they ended.
+
+    Raises:
+        InputError: If the model does not take these arguments, or fails on them.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Sequential(torch.nn.ReLU())
+        >>> with ArrayStore.opened(1 << 20) as store:
+        ...     calls = record_calls(net, (torch.tensor([-1.0, 2.0]),), {}, store, lambda *_: True)
+        >>> [(call.path, call.inputs["input"].array.tolist(), call.outputs[0].array.tolist()) for call in calls]
+        [('0', [-1.0, 2.0], [0.0, 2.0]), ('', [-1.0, 2.0], [0.0, 2.0])]
+    """
+    recorder = _Recorder(store, wanted)
+    handles: list[Any] = []
+    try:
+        for path, module in model.named_modules():
+            with contextlib.suppress(RuntimeError):  # scripted modules take no hooks; they have no calls of their own
+                handles += recorder.watch(path, module)
+        try:
+            model(*args, **kwargs)
+        except Exception as error:  # whatever the user's own code raises
+            raise InputError(_failed(model, recorder.running, error)) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return recorder.calls
+
+
+def _failed(model: nn.Module, running: Sequence[str], error: Exception) -> str:
+    where = f" in module {running[-1]!r}" if running and running[-1] else ""
+    told = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(model).__name__} cannot run on these inputs{where}: {type(error).__name__}: {told}"
+
+
+class _Recorder:
+    """Takes down calls as hooks see them."""
+
+    def __init__(self, store: ArrayStore, wanted: Callable[[str, int, str], bool]) -> None:
+        self._store, self._wanted = store, wanted
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._open: list[tuple[str, int, int, dict[str, Held]]] = []
+        self._begun = 0
+        self._known: dict[int, tuple[weakref.ref[Any], int, Held]] = {}
+        self.calls: list[ModuleCall] = []
+
+    @property
+    def running(self) -> list[str]:
+        """Paths of the modules that are running, outermost first."""
+        return [path for path, *_ in self._open]
+
+    def watch(self, path: str, module: nn.Module) -> Iterator[Any]:
+        """Put hooks on a module; they come after those that it has."""
+        import torch
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling():  # what is traced has no values
+                return
+            number = self._counts[path]
+            self._counts[path] += 1
+            named = named_tensors_in(arguments_by_name(module.forward, args, kwargs))
+            inputs = {name: self._hold(tensor) for name, tensor in named if self._wanted(path, number, name)}
+            self._open.append((path, number, self._begun, inputs))
+            self._begun += 1
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            while self._open[-1][0] != path:  # calls that raised, and whose error somebody caught
+                self._open.pop()
+            _, number, began, inputs = self._open.pop()
+            outputs = tuple(self._hold(tensor) for tensor in tensors_in(output))
+            self.calls.append(ModuleCall(path, number, inputs, outputs, began))
+
+        yield module.register_forward_pre_hook(enter, with_kwargs=True)
+        yield module.register_forward_hook(leave, with_kwargs=True)
+
+    def _hold(self, tensor: torch.Tensor) -> Held:
+        """The values of a tensor as it is now; those of one that was seen before and not changed since, again."""
+        try:
+            version = tensor._version
+        except RuntimeError:  # made in inference mode: nobody counts its changes
+            return self._store.keep(from_torch(tensor))
+        seen = self._known.get(id(tensor))
+        if seen is not None and seen[0]() is tensor and seen[1] == version:
+            return seen[2]
+        held = self._store.keep(from_torch(tensor))
+        self._known[id(tensor)] = (weakref.ref(tensor), version, held)
+        return held

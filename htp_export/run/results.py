@@ -1,0 +1,336 @@
+"""What verifying a file against PyTorch, or comparing two files, says of every module."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from htp_export.run.comparing import Difference
+from htp_export.tables import ModuleTable
+
+__all__ = ["CallResult", "Comparison", "ModuleResult", "TensorResult", "Verification", "short_number"]
+
+AGREES, DIFFERS, INHERITS, NOT_COMPARED = "agrees", "differs", "inherits", "not compared"
+COMPARED = (AGREES, DIFFERS, INHERITS)
+
+
+@dataclass(frozen=True)
+class TensorResult:
+    """One tensor that a module's call was given or gave back.
+
+    Attributes:
+        name: The argument of ``forward``, or the place among what it returned: ``"0"``.
+        tensor: Its name in the ONNX file.
+        difference: How far it is from what it should be.
+    """
+
+    name: str
+    tensor: str
+    difference: Difference
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """One call of a module.
+
+    Attributes:
+        number: Which call, from 0.
+        status: As for the module.
+        outputs: What it gave back, as far as the file has it.
+        inputs: The same for what it was given.
+        missing: How many of the tensors that it gave back the file does not have.
+    """
+
+    number: int
+    status: str
+    outputs: tuple[TensorResult, ...]
+    inputs: tuple[TensorResult, ...] = ()
+    missing: int = 0
+
+
+@dataclass(frozen=True)
+class ModuleResult:
+    """One module.
+
+    Attributes:
+        path: The module.
+        class_name: Its fully qualified class.
+        fate: What became of it in the export.
+        status: ``agrees``; ``differs``, wrong by itself; ``inherits``, wrong by what it was given or by a module below
+            it; for a module without a tensor to compare its fate, or ``not compared``.
+        calls: Its calls, as far as they were compared.
+        reason: Why it was not compared, or what is to be known about how it was; ``""`` as a rule.
+        compared_at: For a module without a tensor of its own in one of two files, the nearest one around it that was
+            compared in its place; None otherwise.
+    """
+
+    path: str
+    class_name: str
+    fate: str
+    status: str
+    calls: tuple[CallResult, ...] = ()
+    reason: str = ""
+    compared_at: str | None = None
+
+    @property
+    def compared(self) -> bool:
+        """Whether it had a tensor to compare."""
+        return self.status in COMPARED
+
+    @property
+    def differences(self) -> list[Difference]:
+        """The differences of its outputs, call by call."""
+        return [output.difference for call in self.calls for output in call.outputs]
+
+    @property
+    def max_abs(self) -> float | None:
+        """The largest difference between elements of its outputs; None where there is none to compare."""
+        return _largest(each.max_abs for each in self.differences)
+
+    @property
+    def mean_abs(self) -> float | None:
+        """The largest mean difference of an output."""
+        return _largest(each.mean_abs for each in self.differences)
+
+    @property
+    def max_rel(self) -> float | None:
+        """The largest relative difference."""
+        return _largest(each.max_rel for each in self.differences)
+
+    @property
+    def mean_rel(self) -> float | None:
+        """The largest mean relative difference of an output."""
+        return _largest(each.mean_rel for each in self.differences)
+
+    @property
+    def cosine(self) -> float | None:
+        """The smallest cosine of an output."""
+        found = _largest(-each.cosine for each in self.differences)
+        return None if found is None else -found
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the first output that differs."""
+        return next((each.problem for each in self.differences if each.problem), "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data."""
+        numbers: dict[str, Any] = {name: _plain(getattr(self, name)) for name in _NUMBERS}
+        said = {"problem": self.problem, "reason": self.reason, "compared_at": self.compared_at}
+        return {
+            "class_name": self.class_name,
+            "fate": self.fate,
+            "status": self.status,
+            **numbers,
+            **{name: text for name, text in said.items() if text},
+            "calls": [_call_to_dict(call) for call in self.calls],
+        }
+
+
+_NUMBERS = ("max_abs", "mean_abs", "max_rel", "mean_rel", "cosine")
+
+
+def _largest(values: Iterable[float]) -> float | None:
+    """The largest number; NaN if one is."""
+    listed = list(values)
+    if not listed:
+        return None
+    return next((value for value in listed if math.isnan(value)), max(listed))
+
+
+def _plain(value: float | None) -> float | str | None:
+    """A number as JSON has it, which knows neither NaN nor infinity."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _call_to_dict(call: CallResult) -> dict[str, Any]:
+    def tensors(listed: Sequence[TensorResult]) -> list[dict[str, Any]]:
+        found = []
+        for each in listed:
+            numbers: dict[str, Any] = {name: _plain(getattr(each.difference, name)) for name in _NUMBERS}
+            said = {"problem": each.difference.problem, "note": each.difference.note}
+            found.append({"name": each.name, "tensor": each.tensor, **numbers, **{k: v for k, v in said.items() if v}})
+        return found
+
+    plain: dict[str, Any] = {"call": call.number, "status": call.status, "outputs": tensors(call.outputs)}
+    return {**plain, "inputs": tensors(call.inputs), **({"missing": call.missing} if call.missing else {})}
+
+
+@dataclass(frozen=True)
+class Comparison(ModuleTable):
+    """Module by module: what one side computes, against what it should be.
+
+    Attributes:
+        modules: Module path → result; in the order of ``named_modules()``.
+        wrong: The modules that are wrong by themselves, in the order in which their calls ended: innermost first.
+        isolated: Whether each module was run on its own, on the right inputs.
+    """
+
+    modules: Mapping[str, ModuleResult]
+    wrong: tuple[str, ...] = ()
+    isolated: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether every module that could be compared agrees, and at least one could."""
+        compared = [module for module in self.modules.values() if module.compared]
+        return bool(compared) and all(module.status == AGREES for module in compared)
+
+    @property
+    def first_wrong(self) -> str | None:
+        """The innermost module that is wrong by itself, the first that ran; None where there is none."""
+        return self.wrong[0] if self.wrong else None
+
+    @property
+    def worst(self) -> str | None:
+        """The module with the largest difference of elements; None where nothing was compared."""
+        found = {path: module.max_abs for path, module in self.modules.items() if module.compared}
+        if not found:
+            return None
+        strange = [path for path, value in found.items() if value is not None and math.isnan(value)]
+        return strange[0] if strange else max(found, key=lambda path: found[path] or 0.0)
+
+    @property
+    def score(self) -> str:
+        """How many agree, of how many that could be compared: ``312 of 312``, and the worst."""
+        compared = [module for module in self.modules.values() if module.compared]
+        agreeing = sum(module.status == AGREES for module in compared)
+        return f"{agreeing} of {len(compared)}"
+
+    @property
+    def summary(self) -> str:
+        """What a person needs, in one line.
+
+        Example:
+            >>> from htp_export.run.comparing import difference
+            >>> import numpy as np
+            >>> fc = TensorResult("0", "y", difference(np.float32([1]), np.float32([2])))
+            >>> call = CallResult(0, "differs", (fc,))
+            >>> module = ModuleResult("fc", "torch.nn.Linear", "computed", "differs", (call,))
+            >>> print(Comparison({"fc": module}, ("fc",)).summary)
+            first wrong: fc: max 1; 0 modules after it inherit the error
+        """
+        if self.ok:
+            return f"{self.score} modules agree{self.worst_in_brackets}"
+        if not any(module.compared for module in self.modules.values()):
+            return "no module has a tensor that could be compared"
+        if self.first_wrong is None:
+            count = sum(module.status != AGREES for module in self.modules.values() if module.compared)
+            return f"{count} modules differ"
+        inherit = sum(module.status == INHERITS for module in self.modules.values())
+        others = f"; also wrong: {', '.join(map(_shown, self.wrong[1:4]))}" if len(self.wrong) > 1 else ""
+        others += f" and {len(self.wrong) - 4} more" if len(self.wrong) > 4 else ""
+        after = f"{inherit} module{'s' * (inherit != 1)} after it inherit{'s' * (inherit == 1)} the error"
+        if self.isolated:
+            around = "them" if others else "it"
+            after = f"{inherit} module{'s' * (inherit != 1)} around {around} differ{'s' * (inherit == 1)} too"
+        merged = self.modules[self.first_wrong].reason
+        who = _shown(self.first_wrong) + (f" ({merged})" if merged.startswith("merged with") else "")
+        return f"first wrong: {who}: {self._how_wrong(self.first_wrong)}{others}; {after}"
+
+    @property
+    def worst_in_brackets(self) -> str:
+        """The largest difference and where, as it stands at the end of a line."""
+        worst = self.worst
+        value = None if worst is None else self.modules[worst].max_abs
+        return "" if worst is None or value is None else f" (worst {short_number(value)}, {_shown(worst)})"
+
+    def _how_wrong(self, path: str) -> str:
+        module = self.modules[path]
+        largest = module.max_abs
+        if largest is None or math.isnan(largest) or not module.problem:
+            return module.problem or module.reason
+        return f"max {short_number(largest)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON: NaN and infinities as text."""
+        return {
+            "ok": self.ok,
+            "summary": self.summary,
+            "first_wrong": self.first_wrong,
+            "wrong": list(self.wrong),
+            "isolated": self.isolated,
+            "modules": {path: module.to_dict() for path, module in self.modules.items()},
+        }
+
+    def __str__(self) -> str:
+        header = ("module", "class", "status", "max abs", "mean abs", "max rel", "cosine", "")
+        rows = [header, *(_row(module) for module in self.modules.values())]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join((*lines, self.summary, *self.notes()))
+
+    def notes(self) -> Iterable[str]:
+        """What is to be known besides: how many modules were not compared, and why."""
+        fates = Counter(module.status for module in self.modules.values() if not module.compared)
+        if fates:
+            yield "not compared: " + ", ".join(
+                f"{count} {_FATE_WORDS.get(fate, fate)}" for fate, count in fates.items()
+            )
+
+
+_FATE_WORDS = {NOT_COMPARED: "for other reasons"}
+
+
+@dataclass(frozen=True)
+class Verification(Comparison):
+    """What verifying a file against PyTorch found.
+
+    Attributes:
+        parameters: How many initializers are known to be a parameter or buffer, by name or, for matrices, by value.
+        misplaced: Each of those that a node reads whose owners do not: ``"fc.weight is read by 'node' of other"``.
+    """
+
+    parameters: int = 0
+    misplaced: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every module that could be compared agrees, and the owners of the parameters are right."""
+        return super().ok and not self.misplaced
+
+    @property
+    def summary(self) -> str:
+        """What a person needs, in one line."""
+        if not self.misplaced:
+            return super().summary
+        wrong = f"owners of {len(self.misplaced)} of {self.parameters} parameters are wrong: {self.misplaced[0]}"
+        agree = Comparison(self.modules, self.wrong, self.isolated)
+        return f"{agree.summary}; {wrong}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON."""
+        return {**super().to_dict(), "parameters": self.parameters, "misplaced": list(self.misplaced)}
+
+    def notes(self) -> Iterable[str]:
+        """The same, and the parameters that are read in the wrong place."""
+        yield from super().notes()
+        yield from self.misplaced
+
+
+def _shown(path: str) -> str:
+    return path or "(root)"
+
+
+def _row(module: ModuleResult) -> tuple[str, ...]:
+    numbers = (module.max_abs, module.mean_abs, module.max_rel)
+    cells = ("" if value is None else short_number(value) for value in numbers)
+    cosine = "" if module.cosine is None else f"{module.cosine:.6f}"
+    simple = module.class_name.rpartition(".")[2]
+    return (_shown(module.path), simple, module.status, *cells, cosine, module.reason or module.problem)
+
+
+def short_number(value: float) -> str:
+    """A number in a few characters.
+
+    Example:
+        >>> short_number(3.14e-6), short_number(0.4142), short_number(12.0), short_number(float("nan"))
+        ('3.1e-6', '0.41', '12', 'nan')
+    """
+    if value and math.isfinite(value) and not 1e-3 <= abs(value) < 1e5:
+        mantissa, _, exponent = f"{value:.1e}".partition("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:.2g}" if abs(value) < 10 else f"{value:.4g}"

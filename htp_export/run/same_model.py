@@ -1,0 +1,135 @@
+"""Whether a file was exported from a model, as far as that can be told before anything is run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.errors import InputError
+from htp_export.hierarchy import Hierarchy
+from htp_export.run.arrays import Array, from_torch
+from htp_export.run.readers import named_tensors
+from htp_export.tagged import TaggedModel
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["check_same_model", "check_same_modules_ran"]
+
+
+_SAMPLE = 256  # elements of each parameter that are looked at
+_FEWEST = 3  # other values than the model's in so many parameters are no fault that somebody planted
+
+
+def check_same_model(tagged: TaggedModel, model: nn.Module, name: str) -> None:
+    """Refuse a file of another model: other modules, classes, shapes of parameters, or other weights altogether.
+
+    One weight that was changed is no reason: the comparison finds it.
+
+    Args:
+        tagged: The file.
+        model: The model.
+        name: What to call the file in errors.
+
+    Raises:
+        InputError: If it is a file of another model; the message says how that is known.
+    """
+    here = Hierarchy.from_module(model)
+    exact = tagged.source != "torch"  # torch's own scopes name modules wrongly, and do not tell what was fused
+    for path, info in tagged.hierarchy.items() if exact else ():
+        if path not in here:
+            _refuse(name, model, f"it has a module {path!r}, and the model has none")
+        ours = here[path]
+        if info.class_name and info.simple_class != ours.simple_class:
+            _refuse(name, model, f"its module {path or '(root)'!r} is a {info.simple_class}, not a {ours.simple_class}")
+    parameters = dict(named_tensors(model))
+    shared = [(value, parameters[key]) for key, value in _initializers(tagged) if key in parameters]
+    for value, tensor in shared:
+        found, wanted = list(value.const_value.shape.numpy()), list(tensor.shape)  # type: ignore[union-attr]
+        if found != wanted:
+            _refuse(name, model, f"its {value.name!r} has the shape {found}, and the model's has {wanted}")
+    _check_dtypes(shared, name, model)
+    if exact:
+        _check_values(tagged, shared, name, model)
+
+
+def check_same_modules_ran(tagged: TaggedModel, model: nn.Module, ran: Mapping[str, int], name: str) -> None:
+    """Refuse a file that lacks modules which ran and have parameters.
+
+    Args:
+        tagged: The file.
+        model: The model.
+        ran: Module path → how often it ran.
+        name: What to call the file in errors.
+
+    Raises:
+        InputError: If there is one.
+    """
+    modules = dict(model.named_modules())
+    for path in ran:
+        if path not in tagged.hierarchy and any(True for _ in modules[path].parameters(recurse=False)):
+            _refuse(name, model, f"the model's module {path!r} ran, and the file has none")
+
+
+def _refuse(name: str, model: nn.Module, reason: str) -> None:
+    raise InputError(f"{name}: was not exported from this {type(model).__name__}: {reason}")
+
+
+def _initializers(tagged: TaggedModel) -> Iterator[tuple[str, ir.Value]]:
+    for key, value in tagged.model.graph.initializers.items():
+        if value.const_value is not None:
+            yield key, value
+
+
+def _check_dtypes(shared: list[tuple[ir.Value, torch.Tensor]], name: str, model: nn.Module) -> None:
+    """Refuse a file whose weights are mostly of another type of floats."""
+    floats = [(value, tensor) for value, tensor in shared if tensor.is_floating_point()]
+    other = [(value, tensor) for value, tensor in floats if _dtype(value) != str(tensor.dtype).removeprefix("torch.")]
+    if len(other) > len(floats) / 2:
+        value, tensor = other[0]
+        ours = str(tensor.dtype).removeprefix("torch.")
+        _refuse(
+            name,
+            model,
+            f"its {value.name!r} is {_dtype(value)}, and the model's is {ours}; give the model as it was exported, "
+            "or compare(...) the file with one in the model's precision",
+        )
+
+
+def _dtype(value: ir.Value) -> str:
+    return str(np.dtype(value.const_value.dtype.numpy()))  # type: ignore[union-attr] # see _initializers
+
+
+def _check_values(
+    tagged: TaggedModel, shared: list[tuple[ir.Value, torch.Tensor]], name: str, model: nn.Module
+) -> None:
+    """Refuse a file most of whose weights have other values."""
+    other = looked_at = 0
+    for value, tensor in shared:
+        owner = str(value.name).rpartition(".")[0]
+        fused = owner in tagged and tagged.hierarchy[owner].fate == "fused"  # then a neighbour's were worked into it
+        if fused or not tensor.is_floating_point() or _dtype(value) != str(tensor.dtype).removeprefix("torch."):
+            continue
+        looked_at += 1
+        try:
+            stored = value.const_value.numpy()  # type: ignore[union-attr] # see _initializers
+            other += not _alike(_sample(stored), from_torch(_sample(tensor)))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{name}: its weight {value.name!r} cannot be read: {error}") from error
+    if other >= _FEWEST and other > looked_at / 2:
+        _refuse(name, model, f"{other} of {looked_at} parameters have other values: it has other weights")
+
+
+def _sample(values: Any) -> Any:
+    """The first elements of the last dimension, without touching the others."""
+    while values.ndim > 1 and 0 not in values.shape:
+        values = values[0]
+    return values.reshape(-1)[:_SAMPLE]
+
+
+def _alike(one: Array, other: Array) -> bool:
+    return one.tobytes() == other.tobytes()

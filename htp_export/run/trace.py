@@ -1,0 +1,153 @@
+"""ONNX Runtime's profile of a session, read: how long each kernel took in each run, without what ran inside it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+__all__ = ["KernelKey", "Trace", "read_trace"]
+
+_KERNEL = "_kernel_time"
+_EXECUTE = "Executor::Execute"
+
+
+@dataclass(frozen=True)
+class KernelKey:
+    """A kernel, as the profile names it.
+
+    Attributes:
+        label: The node's name; for a node without a name, its operator and index.
+        op_type: The operator.
+        index: The node's index in its graph.
+        provider: The execution provider that ran it.
+        holders: The kernels whose subgraphs it lies in, the outermost first.
+    """
+
+    label: str
+    op_type: str
+    index: int
+    provider: str = field(default="", compare=False)
+    holders: tuple[KernelKey, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a profile holds of some runs.
+
+    Attributes:
+        runs: How many there are.
+        times: Kernel → its own time in each run, in ms; kernels in the order in which they first ran.
+        launches: Kernel → how often it ran, in all runs together.
+    """
+
+    runs: int
+    times: Mapping[KernelKey, Sequence[float]]
+    launches: Mapping[KernelKey, int]
+
+    def typical(self, key: KernelKey) -> float:
+        """What a kernel takes, in ms: the mean over the middle half of the runs, by the time of all their kernels.
+
+        Runs with a hiccup are left out, as a median would, but these times add up to that of a middle run. Medians of
+        kernels do not: on a busy machine each run is held up somewhere else, and their sum is a third of any run.
+        """
+        return statistics.fmean(self.times[key][run] for run in self._middle)
+
+    @cached_property
+    def _middle(self) -> list[int]:
+        totals = [math.fsum(times[run] for times in self.times.values()) for run in range(self.runs)]
+        order = sorted(range(self.runs), key=totals.__getitem__)
+        cut = self.runs // 4
+        return order[cut : self.runs - cut]
+
+
+@dataclass
+class _Event:
+    """A kernel, or the execution of a graph, with what ran inside it."""
+
+    key: KernelKey | None
+    start: int
+    duration: int
+    inside: list[_Event]
+
+    def kernels(self, holders: tuple[KernelKey, ...] = ()) -> Iterator[tuple[KernelKey, int, int]]:
+        """The kernels from here on: key, start, and duration without the kernels inside, in microseconds."""
+        if self.key is None:
+            for event in self.inside:
+                yield from event.kernels(holders)
+            return
+        key = KernelKey(self.key.label, self.key.op_type, self.key.index, self.key.provider, holders)
+        inside = [kernel for event in self.inside for kernel in event.kernels((*holders, key))]
+        yield key, self.start, max(0, self.duration - sum(duration for _, _, duration in inside))
+        yield from inside
+
+
+def read_trace(path: Path, runs: int) -> Trace:
+    """Read the profile that ``InferenceSession.end_profiling`` wrote.
+
+    Args:
+        path: The file.
+        runs: How many runs at its end to read; those before warmed up. Runs are left out that are not complete, as
+            the profiler stops after a million events.
+    """
+    text = path.read_text(encoding="utf-8")
+    with _no_garbage_collection():
+        events = json.loads(text)
+    windows = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "model_run"][-runs:]
+    found = sorted((kernel for event in _nested(events) for kernel in event.kernels()), key=lambda kernel: kernel[1])
+    times: defaultdict[KernelKey, list[float]] = defaultdict(lambda: [0.0] * len(windows))
+    launches: defaultdict[KernelKey, int] = defaultdict(int)
+    run = 0
+    for key, start, duration in found:
+        while run < len(windows) and start > windows[run][1]:
+            run += 1
+        if run < len(windows) and start >= windows[run][0]:
+            times[key][run] += duration / 1000
+            launches[key] += 1
+    return Trace(len(windows), dict(times), dict(launches))
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Reading takes a third of the time where the collector does not look again and again through all that was read."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _nested(events: Sequence[Mapping[str, Any]]) -> list[_Event]:
+    """The kernels of the main graph, with what ran inside them.
+
+    An event is written when it ends, so that those inside it stand before it. Only kernels hold executions of graphs,
+    and only these hold kernels; both are told by their start, on the same thread.
+    """
+    open_events: defaultdict[int, list[_Event]] = defaultdict(list)
+    for event in events:
+        name = str(event.get("name", ""))
+        kernel = event.get("cat") == "Node" and name.endswith(_KERNEL)
+        if not kernel and not name.endswith(_EXECUTE):
+            continue
+        arguments = event.get("args", {})
+        key = None
+        if kernel:
+            label = name.removesuffix(_KERNEL)
+            index = int(arguments.get("node_index", -1))
+            key = KernelKey(label, str(arguments.get("op_name", "")), index, str(arguments.get("provider", "")))
+        before = open_events[event["tid"]]
+        inside: list[_Event] = []
+        while before and before[-1].start >= event["ts"] and (before[-1].key is None) == kernel:
+            inside.append(before.pop())
+        before.append(_Event(key, event["ts"], event["dur"], inside[::-1]))
+    return [event for thread in open_events.values() for event in thread]

@@ -1,0 +1,165 @@
+"""``verify``: a PyTorch model against its ONNX file, module by module."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from htp_export.capture.calls import arguments_by_name, named_tensors_in
+from htp_export.errors import InputError, UntaggedModelError
+from htp_export.run.arrays import ArrayStore, from_torch
+from htp_export.run.checking import check_calls
+from htp_export.run.feeds import feed_from, inputs_of
+from htp_export.run.isolating import check_isolated
+from htp_export.run.locating import blame_by_graph, blame_by_nesting, with_missing_outputs
+from htp_export.run.pairing import pair_call, signature_of, unmatched_calls
+from htp_export.run.parameters import known_parameters, misplaced_parameters
+from htp_export.run.pytorch_calls import evaluating, record_calls
+from htp_export.run.readers import parameter_readers
+from htp_export.run.reporting import module_results, tolerance_of
+from htp_export.run.results import Verification
+from htp_export.run.runner import Engine, Runner
+from htp_export.run.same_model import check_same_model, check_same_modules_ran
+from htp_export.tagged import ModelSource, TaggedModel, load
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["verify"]
+
+PORTION_BYTES = 1 << 30
+
+
+def verify(
+    model: nn.Module,
+    onnx: ModelSource,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    isolated: bool = False,
+    select: str | Sequence[str] | None = None,
+    tolerances: Mapping[str, tuple[float, float]] | None = None,
+    portion_bytes: int = PORTION_BYTES,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+    session_entries: Mapping[str, str] | None = None,
+) -> Verification:
+    """Compare a PyTorch model with its ONNX file, module by module.
+
+    PyTorch runs once, in eval mode, with hooks on every module. The file runs in ONNX Runtime as it is written, without
+    optimisation, and gives the tensors that the modules return. What each module gave back in PyTorch is compared with
+    what the file has in its place; ``docs/verify.md`` says by which rules. The model is left as it was.
+
+    Args:
+        model: The PyTorch model.
+        onnx: What it was exported to: a file, or a model in memory.
+        args: Positional arguments of the model.
+        kwargs: Keyword arguments of the model.
+        isolated: Run each module's part of the file alone, on what PyTorch gave the module, so that an error is seen in
+            the module where it arises and not in those after it.
+        select: Only these modules; see ``TaggedModel.select``.
+        tolerances: Selector → absolute and relative tolerance of the outputs of these modules, in the meaning of
+            ``run.comparing.Tolerance``; of several that fit, the last one holds.
+        portion_bytes: How many bytes of tensors are taken out of one run, and how many of PyTorch's stay in memory;
+            what is beyond goes into temporary files.
+        providers: ONNX Runtime's execution providers.
+        session_entries: ONNX Runtime's session configuration entries.
+
+    Returns:
+        The result for every module: ``.ok``, ``.first_wrong``, ``.modules[path].max_abs``, ``.modules[path].status``.
+
+    Raises:
+        InputError: If the file is one of another model, if the model or the file cannot run on these arguments, or if
+            a selector matches nothing.
+        FileError: If the file cannot be read.
+        UntaggedModelError: If it has no module tags.
+
+    Example:
+        >>> import torch, htp_export
+        >>> net, x = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval(), torch.randn(2, 4)
+        >>> program = htp_export.export(net, (x,), verbose=False)
+        >>> result = htp_export.verify(net, program, (x,))
+        >>> result.ok, result.first_wrong, result.modules["0"].status
+        (True, None, 'agrees')
+    """
+    kwargs = dict(kwargs or {})
+    tagged, name = load(onnx), _name(onnx)
+    if tagged.source == "none" and not tagged.signatures:
+        raise UntaggedModelError(f"{name}: has no module tags; export it with htp_export.export(...)")
+    exact = tagged.source != "torch"  # torch's own scopes name modules wrongly
+    allowed = tolerance_of(tagged, tolerances or {})
+    chosen = set(tagged.paths if select is None else tagged.select(select))
+    check_same_model(tagged, model, name)
+    feed = feed_of_call(tagged, model, args, kwargs, name)
+    engine = Engine(providers, session_entries or {})
+    with ArrayStore.opened(portion_bytes) as store:
+
+        def wanted(path: str, number: int, argument: str) -> bool:
+            signature = signature_of(tagged, path, number)
+            return path in chosen and signature is not None and signature.inputs.get(argument) is not None
+
+        with evaluating(model), parameter_readers(model) as readers:
+            calls = record_calls(model, args, kwargs, store, wanted)
+        ran = Counter(call.path for call in calls)
+        if exact:
+            check_same_modules_ran(tagged, model, ran, name)
+        unmatched = unmatched_calls(tagged, ran)
+        chosen_calls = [call for call in calls if call.path in chosen and call.path not in unmatched]
+        runner = Runner(tagged.model, name, engine)
+        if isolated:
+            checked, reasons = check_isolated(tagged, chosen_calls, feed, runner, engine, store, portion_bytes, allowed)
+            blame = blame_by_nesting(checked)
+        else:
+            paired = [pair_call(tagged, call) for call in chosen_calls if call.path in tagged]
+            checked, reasons = check_calls(tagged, paired, feed, runner, portion_bytes, allowed), {}
+            blame = blame_by_graph(tagged, checked)
+    blame = with_missing_outputs(tagged, blame, calls[-1])
+    known = known_parameters(tagged, model) if exact else {}
+    modules = module_results(tagged, chosen, checked, blame, {**reasons, **unmatched}, isolated=isolated)
+    return Verification(
+        modules=modules,
+        wrong=tuple(path for path in blame.modules if path in modules),
+        isolated=isolated,
+        parameters=len(known),
+        misplaced=misplaced_parameters(tagged, known, readers, model),
+    )
+
+
+def _name(onnx: ModelSource) -> str:
+    return os.fspath(onnx) if isinstance(onnx, str | os.PathLike) else "the ONNX model"
+
+
+def feed_of_call(
+    tagged: TaggedModel, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> dict[str, npt.NDArray[Any]]:
+    """The arguments of a call of the model, as inputs of the file.
+
+    The file says which input is which argument; where it does not, their names do, or else their order.
+
+    Args:
+        tagged: The file.
+        model: The model.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        name: What to call the file in errors.
+
+    Raises:
+        InputError: If the call has not the inputs that the file takes, or they have other types or shapes.
+    """
+    inputs = inputs_of(tagged.model)
+    given = dict(named_tensors_in(arguments_by_name(model.forward, tuple(args), kwargs)))
+    signature = signature_of(tagged, "", 0)
+    arguments = {} if signature is None else {tensor: argument for argument, tensor in signature.inputs.items()}
+    names = {each.name: arguments.get(each.name, each.name) for each in inputs}
+    if not all(argument in given for argument in names.values()):
+        if len(inputs) != len(given):
+            raise InputError(f"{name}: takes {len(inputs)} inputs, and the call has {len(given)} tensors")
+        names = dict(zip(names, given, strict=True))
+    try:
+        arrays = {key: from_torch(given[argument]) for key, argument in names.items()}
+        return dict(feed_from(inputs, arrays).arrays)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error

@@ -1,0 +1,194 @@
+"""Compare: two ONNX files of one model, module by module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.errors import InputError, UntaggedModelError
+from tests import faults
+from tests.exporting import exported
+from tests.nets import EXPORTERS, NETS, spread, x
+
+
+class Wide(nn.Module):
+    """A linear, a norm and a linear that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.last(self.norm(self.first(x)))))
+
+
+def file_of(folder: Path, exporter: str = "torchscript", model: nn.Module | None = None, **options: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    exported(spread(model or Wide()).eval(), {"x": x(2, 32)}, exporter, folder, **options)
+    return folder / "model.onnx"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The same model from both exporters; not to be written to."""
+    return [file_of(tmp_path_factory.mktemp(exporter), exporter) for exporter in EXPORTERS]
+
+
+def test_the_files_of_both_exporters_agree(files):
+    inputs = {"x": x(2, 32).numpy()}
+    result = htp_export.compare(*files, inputs)
+    assert result.ok, str(result)
+    assert [module.status for module in result.modules.values()] == ["agrees"] * 4
+    assert [call.number for call in result.modules["last"].calls] == [0, 1]
+    assert htp_export.compare(*reversed(files)).ok
+
+
+def test_a_change_is_found_in_its_module(files):
+    changed = htp_export.load(files[1])
+    faults.weight_changed(changed, "norm")
+    result = htp_export.compare(files[0], changed)
+    assert not result.ok
+    assert result.wrong == ("norm",)
+    assert {path: module.status for path, module in result.modules.items()} == {
+        "": "inherits",
+        "first": "agrees",
+        "norm": "differs",
+        "last": "inherits",
+    }
+
+
+def test_random_inputs_follow_the_seed_and_the_sizes_asked_for(files, tmp_path):
+    changed = htp_export.load(files[1])
+    faults.weight_changed(changed, "norm")
+    one, again, other = (htp_export.compare(files[1], changed, seed=seed).to_dict() for seed in (0, 0, 1))
+    assert one == again != other
+    dynamic = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
+    path = file_of(tmp_path, **dynamic)
+    assert htp_export.compare(path, path, dims={"batch": 5}).ok
+    with pytest.raises(InputError, match="no size 'bacth'"):
+        htp_export.compare(path, path, dims={"bacth": 5})
+
+
+def test_portions_give_the_same_as_one_run(files):
+    one, many = (htp_export.compare(*files, portion_bytes=size).to_dict() for size in (1 << 30, 1))
+    assert one == many
+
+
+def in_half(path: Path, to: Path) -> Path:
+    """Weights, inputs and outputs in half precision, as a converter does it."""
+    model = onnx.load(path)
+    for each in (*model.graph.input, *model.graph.output):
+        each.type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+    for tensor in model.graph.initializer:
+        array = onnx.numpy_helper.to_array(tensor)
+        if array.dtype == np.float32:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array.astype(np.float16), tensor.name))
+    del model.graph.value_info[:]
+    onnx.save(model, to)
+    return to
+
+
+def test_half_precision_is_compared_with_its_own_tolerance_and_a_note(files, tmp_path):
+    half = in_half(files[1], tmp_path / "half.onnx")
+    result = htp_export.compare(files[1], half)
+    assert result.ok, str(result)
+    assert result.modules["first"].differences[0].note == "float16 against float32, with the tolerance of float16"
+    assert 0 < result.modules["first"].max_abs < 1e-2
+
+
+def test_quantized_weights_differ_by_themselves_and_agree_within_a_tolerance(tmp_path):
+    from onnxruntime.quantization import quantize_dynamic
+
+    net = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))
+    exported(spread(net).eval(), {"input": x(2, 32)}, "torchscript", tmp_path)
+    quantize_dynamic(tmp_path / "model.onnx", tmp_path / "int8.onnx")
+    result = htp_export.compare(tmp_path / "model.onnx", tmp_path / "int8.onnx")
+    assert not result.ok
+    assert result.first_wrong == "0"
+    assert all(module.cosine > 0.999 for module in result.modules.values())
+    assert htp_export.compare(tmp_path / "model.onnx", tmp_path / "int8.onnx", tolerances={"**": (0.1, 0.1)}).ok
+
+
+def test_a_tool_that_breaks_a_module_is_found(files, tmp_path):
+    """ONNX Runtime's dynamic quantization transposes a weight once for each Gemm that reads it."""
+    from onnxruntime.quantization import quantize_dynamic
+
+    quantize_dynamic(files[1], tmp_path / "int8.onnx")
+    result = htp_export.compare(files[1], tmp_path / "int8.onnx", tolerances={"**": (0.2, 0.2)})
+    assert result.wrong == ("last",)
+    assert result.modules["last"].cosine < 0.5
+
+
+def test_a_module_that_was_fused_away_is_compared_at_the_one_around_it(tmp_path):
+    """A Linear whose result only exists together with the ReLU after it."""
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+    exported(spread(net).eval(), {"input": x(2, 4)}, "dynamo", tmp_path)
+    fused = htp_export.load(tmp_path / "model.onnx")
+    gemm, relu = fused["0"].nodes
+    merged = ir.node(
+        "FusedGemm",
+        gemm.inputs,
+        {"transB": 1, "activation": "Relu"},
+        domain="com.microsoft",
+        metadata_props={"htp.module": "0", "htp.owners": '["0.0","0.1"]', "htp.reason": "fused"},
+    )
+    merged.outputs[0].name = "merged"
+    graph = fused.model.graph
+    graph.insert_before(gemm, merged)
+    relu.outputs[0].replace_all_uses_with(merged.outputs[0])
+    graph.remove([relu, gemm], safe=True)
+    graph.opset_imports["com.microsoft"] = 1
+    result = htp_export.compare(tmp_path / "model.onnx", htp_export.load(fused.model))
+    assert result.ok, str(result)
+    assert result.modules["0"].status == "agrees"
+    for path in ("0.0", "0.1"):
+        module = result.modules[path]
+        assert (module.status, module.compared_at) == ("not compared", "0")
+        assert module.reason == "model b has none of its tensors; compared at 0"
+
+
+def test_merged_modules_of_both_files_are_compared_around(tmp_path):
+    model, kwargs = NETS["conv_bn_relu"].build()
+    for exporter in EXPORTERS:
+        (tmp_path / exporter).mkdir()
+        exported(model, kwargs, exporter, tmp_path / exporter)
+    result = htp_export.compare(*(tmp_path / exporter / "model.onnx" for exporter in EXPORTERS))
+    assert result.ok
+    assert result.modules["0"].compared_at == ""
+
+
+def test_files_of_two_models_are_refused(files, tmp_path):
+    class Wider(Wide):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(32)
+
+    other = file_of(tmp_path, "dynamo", Wider())
+    with pytest.raises(InputError, match=r"are not of one model: module '\(root\)' is a Wide in one and a Wider"):
+        htp_export.compare(files[0], other)
+
+
+def test_wrong_inputs_are_refused(files):
+    with pytest.raises(InputError, match="'x': is float"):
+        htp_export.compare(*files, {"x": np.ones((2, 3), np.float32)})
+    with pytest.raises(InputError, match="no input 'y'"):
+        htp_export.compare(*files, {"y": np.ones((2, 32), np.float32)})
+
+
+def test_an_untagged_file_is_refused(files, tmp_path):
+    model = onnx.load(files[1])
+    for entries in (model.metadata_props, *(node.metadata_props for node in model.graph.node)):
+        del entries[:]
+    for node in model.graph.node:
+        node.name = ""
+    onnx.save(model, tmp_path / "plain.onnx")
+    with pytest.raises(UntaggedModelError, match=r"plain\.onnx: has no module tags"):
+        htp_export.compare(files[1], tmp_path / "plain.onnx")

@@ -1,0 +1,434 @@
+"""Latency by module: times that add up, kernels that belong to all their owners, and inputs that are refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import htp_export
+from htp_export.cli.main import main
+from htp_export.errors import FileError, InputError, UntaggedModelError
+from htp_export.run.feeds import feed_from, inputs_of, random_feed
+from htp_export.run.latency import Profile
+from htp_export.run.trace import KernelKey, read_trace
+from htp_export.show.latency import render_profile
+from tests.handmade import branching, encoder, with_function
+from tests.nets import spread
+
+MODELS = ("bert", "resnet", "gpt2")
+
+
+def small(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    import transformers as tf
+
+    ids = torch.arange(12).reshape(1, 12)
+    words = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if name == "bert":
+        sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
+        return tf.BertModel(tf.BertConfig(num_hidden_layers=2, **sizes)), words
+    if name == "gpt2":
+        config = tf.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=100, n_positions=32, use_cache=False)
+        return tf.GPT2LMHeadModel(config), {**words, "position_ids": ids}
+    config = tf.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], num_labels=3)
+    return tf.ResNetForImageClassification(config), {"pixel_values": torch.randn(1, 3, 32, 32)}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    folder = tmp_path_factory.mktemp("models")
+    made = {}
+    for name in MODELS:
+        for exporter in ("dynamo", "torchscript"):
+            torch.manual_seed(0)
+            model, kwargs = small(name)
+            made[name, exporter] = folder / f"{name}_{exporter}.onnx"
+            dynamo = exporter == "dynamo"
+            htp_export.export(
+                spread(model).eval(), (), made[name, exporter], kwargs=kwargs, dynamo=dynamo, verbose=False
+            )
+    return made
+
+
+def assert_adds_up(report: Profile) -> None:
+    """Whole, modules and their children agree, and what is left is listed."""
+    root = report.modules[""]
+    assert root.total_ms + report.unattributed_ms == pytest.approx(report.kernels_ms)
+    assert sum(m.self_ms for m in report.modules.values()) == pytest.approx(root.total_ms)
+    assert report.unattributed_ms == pytest.approx(sum(kernel.ms for kernel in report.unattributed))
+    assert sum(kernel.ms for kernel in report.kernels) == pytest.approx(report.kernels_ms)
+    paths = [*report.modules]
+    for path, module in report.modules.items():
+        children = [p for p in paths if p and p != path and p.rpartition(".")[0] == path]
+        below = sum(report.modules[child].total_ms for child in children)
+        assert module.total_ms == pytest.approx(module.self_ms + below, abs=1e-9)
+        assert sum(module.by_op.values()) == pytest.approx(module.total_ms)
+
+
+class TestRealModels:
+    @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+    @pytest.mark.parametrize("name", MODELS)
+    def test_all_kernels_of_an_optimised_model_belong_to_modules_and_times_add_up(self, files, name, exporter):
+        report = htp_export.profile(files[name, exporter], runs=3)
+        assert report.unattributed == ()
+        assert report.kernels_ms > 0
+        assert report.end_to_end_ms > 0
+        assert_adds_up(report)
+        assert set(report.modules) == set(htp_export.load(files[name, exporter]).paths)
+
+    @pytest.mark.parametrize("level", ["ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED"])
+    def test_less_optimisation_loses_no_kernel_either(self, files, level):
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+        report = htp_export.profile(files["bert", "dynamo"], runs=1, session_options=options)
+        assert report.unattributed == ()
+        fused = {kernel.op_type for kernel in report.kernels} & {"SkipLayerNormalization", "FusedMatMul"}
+        assert bool(fused) == (level == "ORT_ENABLE_EXTENDED")
+        assert_adds_up(report)
+
+    @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+    def test_a_fused_kernel_belongs_to_every_module_whose_work_it_does(self, files, exporter):
+        report = htp_export.profile(files["bert", exporter], runs=1)
+        output = "encoder.layer.1.attention.output"
+        (skip,) = [k for k in report.kernels if k.op_type.startswith("Skip") and output in k.owners]
+        assert skip.owners == (output, f"{output}.LayerNorm")
+        pooler = [kernel.owners for kernel in report.kernels if kernel.op_type == "FusedGemm"]
+        assert pooler == [("pooler.dense", "pooler.activation")]
+        norm = report.modules[f"{output}.LayerNorm"]
+        assert norm.self_ms == pytest.approx(skip.ms / 2)
+        assert norm.fused_ms == pytest.approx(norm.total_ms)
+        assert report.modules[output].fused_ms == 0
+
+    @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+    def test_a_convolution_that_adds_and_clips_belongs_to_the_block_and_its_activation_too(self, files, exporter):
+        report = htp_export.profile(files["resnet", exporter], runs=1)
+        block = "resnet.encoder.stages.1.layers.1"
+        parts = {f"{block}.layer.2.convolution", f"{block}.layer.2.normalization", block, f"{block}.activation"}
+        mine = [kernel for kernel in report.kernels if parts & {*kernel.owners}]
+        assert parts <= {path for kernel in mine for path in kernel.owners}
+        # Whatever this machine's kernels are, none of them reaches into another block.
+        for kernel in mine:
+            assert all(path == "resnet.pooler" or path.startswith(block) for path in kernel.owners)
+
+    def test_memory_and_file_are_profiled_alike(self, files, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)  # weights are beside the file, and not here
+        path = files["bert", "dynamo"]
+        names = [kernel.name for kernel in htp_export.profile(path, runs=1).kernels]
+        for source in (htp_export.load(path), onnx.load(path), htp_export.load(path).model):
+            assert [kernel.name for kernel in htp_export.profile(source, runs=1).kernels] == names
+
+    def test_nothing_is_written_beside_the_file_and_nothing_is_left(self, files, tmp_path, monkeypatch):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        path = files["bert", "dynamo"]
+        before = {each: each.stat().st_mtime_ns for each in path.parent.iterdir()}
+        htp_export.profile(path, runs=1)
+        with pytest.raises(InputError):
+            htp_export.profile(path, {"input_ids": 1})
+        assert {each: each.stat().st_mtime_ns for each in path.parent.iterdir()} == before
+        assert list(tmp_path.iterdir()) == []
+
+    def test_session_options_are_put_back(self, files):
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.profile_file_prefix = 1, "mine"
+        htp_export.profile(files["gpt2", "dynamo"], runs=1, session_options=options)
+        kept = (options.enable_profiling, options.profile_file_prefix, options.optimized_model_filepath)
+        assert kept == (False, "mine", "")
+        assert options.intra_op_num_threads == 1
+
+
+class Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.wide, self.back = nn.Linear(64, 64), nn.Linear(64, 3200), nn.Linear(3200, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.small(torch.relu(self.back(torch.relu(self.wide(self.small(x))))))
+
+
+def test_the_heavy_module_comes_first_and_calls_are_counted():
+    program = htp_export.export(Uneven().eval(), (torch.randn(64, 64),), verbose=False)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    report = htp_export.profile(program, runs=5, session_options=options)
+    order = sorted((m for m in report.modules.values() if m.path), key=lambda m: -m.self_ms)
+    assert {module.path for module in order[:2]} == {"wide", "back"}
+    assert report.modules["wide"].share > 0.25
+    assert (report.modules["small"].calls, report.modules["small"].kernels) == (2, 2)
+    assert report.by_path("share")["wide"] == report.modules["wide"].share
+
+
+def tagged(text: str, **owners: str) -> ir.Model:
+    """A model from ONNX text; the node that gives each tensor belongs to a module."""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    for node in model.graph.all_nodes():
+        if node.outputs[0].name in owners:
+            node.metadata_props["htp.module"] = owners[str(node.outputs[0].name)]
+    return model
+
+
+LOOP = """
+<ir_version: 10, opset_import: ["": 20]>
+g (float[64, 64] x, int64 n, bool c) => (float[64, 64] y) <bool go = {1}> {
+  r = Loop(n, go, x) <body = b (int64 i, bool k, float[64, 64] s) => (bool k2, float[64, 64] o) {
+    k2 = Identity(k) m = MatMul(s, s) o = If(c) <
+      then_branch = t () => (float[64, 64] u) { u = Tanh(m) },
+      else_branch = e () => (float[64, 64] v) { v = Relu(m) }
+    >
+  }>
+  y = Neg(r)
+}
+"""
+
+
+def test_work_in_loops_and_branches_belongs_to_its_own_module_and_is_counted_as_often_as_it_ran():
+    owners = {"r": "loop", "k2": "loop", "m": "loop.step", "o": "loop", "u": "loop.yes", "v": "loop.no", "y": ""}
+    feed = {"x": np.ones((64, 64), np.float32), "n": np.asarray(5, np.int64), "c": np.asarray(True)}
+    report = htp_export.profile(tagged(LOOP, **owners), feed, runs=3)
+    assert_adds_up(report)
+    assert report.unattributed == ()
+    launches = {(kernel.op_type, kernel.owners): kernel.launches for kernel in report.kernels}
+    assert launches == {
+        ("Loop", ("loop",)): 1,
+        ("Identity", ("loop",)): 5,
+        ("MatMul", ("loop.step",)): 5,
+        ("If", ("loop",)): 5,
+        ("Tanh", ("loop.yes",)): 5,
+        ("Neg", ("",)): 1,
+    }
+    assert report.modules["loop.step"].launches == 5
+    assert report.modules["loop.no"].total_ms == 0
+
+
+def test_a_branch_is_profiled_where_it_is_taken():
+    feed = {"x": np.ones((2, 4), np.float32), "condition": np.asarray(True)}
+    report = htp_export.profile(branching(), feed, runs=1)
+    assert report.modules["gate.yes"].kernels == 1
+    assert_adds_up(report)
+
+
+def test_functions_are_seen_through():
+    report = htp_export.profile(with_function(), runs=1)
+    assert [kernel.owners for kernel in report.kernels] == [("block.fc",), ("block.act",), ("",)]
+    assert report.modules["block"].kernels == 2
+
+
+def test_a_function_that_serves_two_modules_is_told_apart_by_its_calls():
+    text = """
+    <ir_version: 10, opset_import: ["": 20, "pkg": 1]>
+    g (float[2] x) => (float[2] y) { a = pkg.Block(x) y = pkg.Block(a) }
+    <domain: "pkg", opset_import: ["": 20]> Block (p) => (q) { h = Neg(p) q = Exp(h) }
+    """
+    model = tagged(text, a="layer.0", y="layer.1")
+    for node in next(iter(model.functions.values())):
+        node.metadata_props["htp.module"] = "layer.0.inner" if node.op_type == "Neg" else "layer.0"
+    report = htp_export.profile(model, runs=1)
+    assert [kernel.owners for kernel in report.kernels] == [
+        ("layer.0.inner",),
+        ("layer.0",),
+        ("layer.1",),
+        ("layer.1",),
+    ]
+    assert model.functions
+
+
+def test_what_belongs_to_no_module_is_listed_with_its_time():
+    text = '<ir_version: 10, opset_import: ["": 20]> g (float[99,99] x) => (float[99,99] y) { a = Exp(x) y = Neg(a) }'
+    report = htp_export.profile(tagged(text, y="act"), runs=2)
+    (lost,) = report.unattributed
+    assert (lost.op_type, lost.owners) == ("Exp", ())
+    assert report.unattributed_ms == lost.ms > 0
+    assert_adds_up(report)
+    assert "ms belongs to no module: Exp" in str(report)
+
+
+def test_torch_scopes_are_taken_with_a_warning_and_no_tags_are_refused(tmp_path, caplog):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)).eval()
+    torch.onnx.export(net, (torch.randn(2, 4),), tmp_path / "plain.onnx", verbose=False, dynamo=True)
+    report = htp_export.profile(tmp_path / "plain.onnx", runs=1)
+    assert report.modules["1"].by_op.keys() == {"Softmax"}
+    assert "not exact" in caplog.text
+    bare = tagged('<ir_version: 10, opset_import: ["": 20]> g (float[2] x) => (float[2] y) { y = Neg(x) }')
+    with pytest.raises(UntaggedModelError, match=r"export it with htp_export\.export"):
+        htp_export.profile(bare)
+
+
+class TestInputs:
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({}, r"no value for input 'x' \(float \[2, 4\]\)"),
+            ({"x": np.ones((2, 4)), "z": 1}, "no input 'z', only 'x'"),
+            ({"x": np.ones((2, 4))}, r"input 'x': is double \[2, 4\], and the model wants float \[2, 4\]"),
+            ({"x": torch.ones(2, 5)}, r"input 'x': is float \[2, 5\], and the model wants float \[2, 4\]"),
+            ({"x": np.ones(4, np.float32)}, r"is float \[4\]"),
+            ({"x": "words"}, "input 'x'"),
+            ([np.ones((2, 4))], "a dict of name"),
+        ],
+    )
+    def test_wrong_ones_are_refused_by_name(self, given, message):
+        with pytest.raises(InputError, match=message):
+            htp_export.profile(encoder(), given)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"runs": 0}, "0 runs"),
+            ({"providers": ["NoSuchProvider"]}, "no NoSuchProvider, only"),
+            ({"dims": {"batch": 2}}, "no size 'batch' open"),
+            ({"shapes": {"z": [2]}}, "no input 'z'"),
+            ({"shapes": {"x": [2, 5]}}, r"is float \[2, 5\]"),
+        ],
+    )
+    def test_wrong_options_are_refused(self, options, message):
+        with pytest.raises(InputError, match=message):
+            htp_export.profile(encoder(), **options)
+
+    def test_open_sizes_are_bound_by_name_and_assumptions_are_said(self):
+        values = [ir.val("x", ir.DataType.FLOAT16, ["b", "s", 4]), ir.val("ids", ir.DataType.INT64, ["b", None])]
+        wanted = inputs_of(ir.Model(ir.Graph(values, [], nodes=[]), ir_version=10))
+        feed = random_feed(wanted, {"b": 3})
+        assert {name: array.shape for name, array in feed.arrays.items()} == {"x": (3, 1, 4), "ids": (3, 1)}
+        assert feed.notes == ("size 's' is 1", "size 1 of input 'ids' is 1")
+        assert feed.arrays["x"].dtype == np.float16
+        assert set(random_feed(wanted, shapes={"ids": [9, 9], "x": [1, 1, 4]}).arrays["ids"].flat) == {0, 1}
+
+    def test_bfloat16_runs_from_torch_and_at_random(self):
+        text = '<ir_version: 10, opset_import: ["": 20]> g (bfloat16[4] x) => (float[4] y) { y = Cast<to = 1>(x) }'
+        model = tagged(text, y="act")
+        assert htp_export.profile(model, {"x": torch.ones(4, dtype=torch.bfloat16)}, runs=1).modules["act"].kernels == 1
+        assert htp_export.profile(model, runs=1).modules["act"].kernels == 1
+        array = feed_from(inputs_of(model), {"x": torch.tensor([1.5, 2, 3, 4], dtype=torch.bfloat16)}).arrays["x"]
+        assert array.astype(np.float32).tolist() == [1.5, 2, 3, 4]
+
+    def test_no_random_value_can_be_made_of_strings(self):
+        value = ir.val("s", ir.DataType.STRING, [2])
+        with pytest.raises(InputError, match="'s': no random value"):
+            random_feed(inputs_of(ir.Model(ir.Graph([value], [], nodes=[]), ir_version=10)))
+
+    def test_a_model_that_cannot_run_is_an_input_error(self):
+        text = '<ir_version: 10, opset_import: ["": 20]> g (float[2] x) => (float[3] y) { y = NoSuchOperator(x) }'
+        with pytest.raises(InputError, match="ONNX Runtime cannot load it"):
+            htp_export.profile(tagged(text, y="act"))
+
+
+def event(name: str, start: int, duration: int, category: str = "Node", thread: int = 1) -> dict[str, Any]:
+    arguments = {"op_name": name.partition("_")[0], "node_index": "0"} if category == "Node" else {}
+    ending = "_kernel_time" if category == "Node" else ""
+    return {"cat": category, "name": name + ending, "ts": start, "dur": duration, "tid": thread, "args": arguments}
+
+
+def test_a_trace_gives_each_kernel_its_own_time_in_measured_runs(tmp_path):
+    execute = "SequentialExecutor::Execute"
+    one = [
+        event("Neg_a", 10, 0),
+        event("Exp_b", 10, 4),
+        event(execute, 9, 6, "Session"),
+        event("If_c", 8, 10),
+        event("Neg_d", 18, 5),
+        event(execute, 7, 20, "Session"),
+        event("model_run", 5, 25, "Session"),
+    ]
+    later = [{**each, "ts": each["ts"] + 100, "dur": each["dur"] * 2} for each in one[:-1]]
+    parallel = event("Abs_e", 111, 7, thread=2)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps([*one, *later, parallel, event("model_run", 105, 60, "Session")]))
+    trace = read_trace(path, 1)
+    holder = KernelKey("If_c", "If", 0)
+    assert trace.runs == 1
+    assert {key.label: (key.holders, times) for key, times in trace.times.items()} == {
+        "If_c": ((), [0.012]),
+        "Neg_a": ((holder,), [0.0]),
+        "Exp_b": ((holder,), [0.008]),
+        "Abs_e": ((), [0.007]),
+        "Neg_d": ((), [0.010]),
+    }
+    assert read_trace(path, 5).runs == 2
+    path.write_text(json.dumps([*one, *later]))  # full: the second run is not complete
+    assert next(iter(read_trace(path, 2).times.values())) == [0.006]
+
+
+class TestCommandLine:
+    @pytest.fixture
+    def file(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        htp_export.load(encoder()).save("net.onnx")
+        return "net.onnx"
+
+    def test_shows_the_tree_with_times(self, file, capsys):
+        assert main(["profile", file, "--runs", "2", "--warmup", "0", "--threads", "1"]) == 0
+        lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        assert lines[0].split() == ["module", "class", "total", "ms", "self", "ms", "share", "kernels", "mostly"]
+        names = [line.strip("│├└─ ").split()[0] for line in lines[1:6]]
+        assert names == ["(root)", "layer.0", "fc", "layer.1", "fc"]
+        assert "ms a run, median of 2" in lines[-1]
+
+    def test_depth_and_order_can_be_chosen(self, file, capsys):
+        assert main(["profile", file, "--runs", "1", "--depth", "1"]) == 0
+        assert "fc" not in capsys.readouterr().out
+        assert main(["profile", file, "--runs", "1", "--sort", "total"]) == 0
+        assert capsys.readouterr().out.splitlines()[1].startswith("(root)")
+
+    def test_json_is_all_that_is_on_stdout(self, file, capsys):
+        assert main(["profile", file, "--runs", "1", "--optimization", "disable", "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["modules"]["layer.0"]["kernels"] == 4
+        assert result["unattributed_ms"] == 0
+        assert {kernel["op_type"] for kernel in result["kernels"]} == {
+            "Neg",
+            "Transpose",
+            "MatMul",
+            "Add",
+            "Mul",
+            "Relu",
+        }
+
+    def test_inputs_come_from_npz_or_shapes(self, file, capsys):
+        np.savez("inputs.npz", x=np.ones((2, 4), np.float32))
+        Path("shapes.json").write_text('{"x": [2, 4]}')
+        for given in ("inputs.npz", "shapes.json"):
+            assert main(["profile", file, "--runs", "1", "--inputs", given]) == 0
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--dims", "batch"], "--dims batch: write name=size"),
+            (["--dims", "batch=1"], "no size 'batch' open"),
+            (["--inputs", "nowhere.npz"], "nowhere.npz: cannot be read"),
+            (["--inputs", "pickle.npz"], "pickle.npz: holds no plain arrays"),
+            (["--inputs", "text.npz"], "text.npz: holds no plain arrays"),
+            (["--provider", "cuda2"], "no cuda2, only"),
+            (["--runs", "0"], "--runs"),
+        ],
+    )
+    def test_bad_input_is_status_2(self, file, capsys, options, message):
+        np.savez("pickle.npz", x=np.array([{}], dtype=object))
+        Path("text.npz").write_text("x")
+        assert main(["profile", file, *options]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_names_that_look_like_markup_are_drawn_as_they_are():
+    text = '<ir_version: 10, opset_import: ["": 20]> g (float[2] x) => (float[2] y) { y = Neg(x) }'
+    report = htp_export.profile(tagged(text, y="[red]x[/]"), runs=1)
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(render_profile(report))
+    assert "[red]x[/]" in stream.getvalue()
+    with pytest.raises(ValueError, match="sort"):
+        render_profile(report, sort="size")
+
+
+def test_a_missing_file_is_a_file_error():
+    with pytest.raises(FileError):
+        htp_export.profile("nowhere.onnx")
