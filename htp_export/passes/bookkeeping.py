@@ -1,0 +1,217 @@
+"""What stays true while passes change a model: owners of every node, tensors of modules' signatures, fates."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.errors import HtpExportError
+from htp_export.hierarchy import Hierarchy
+from htp_export.passes.editing import BOUNDARY
+from htp_export.passes.merging import Difference, Snapshot, merge_tags
+from htp_export.passes.results import Change
+from htp_export.refating import Borders, refate
+from htp_export.signatures import Signature, signatures_to_json
+from htp_export.tagged import TaggedModel, load
+
+__all__ = ["Bookkeeping", "Mark"]
+
+_UNTAGGED = ""  # what untagged models are attributed to
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The state of a model and its books at one time.
+
+    Attributes:
+        model: A copy of the model.
+        hierarchy: Its modules.
+        names: Tensor of a signature → its name at that time; None where it was gone.
+        lost: Module → owners on the other side of tensors that it lost.
+    """
+
+    model: ir.Model
+    hierarchy: Hierarchy
+    names: Mapping[str, str | None]
+    lost: Mapping[str, tuple[str, ...]]
+
+
+class Bookkeeping:
+    """Follows a model through passes.
+
+    Args:
+        model: The model; it is changed in place by whoever calls `settle` afterwards.
+
+    Attributes:
+        hierarchy: The module tree, with the fates that the graph has given it so far.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        self.model = model
+        tagged: TaggedModel = load(model)
+        self._tagged = tagged.source == "htp"
+        self.hierarchy = tagged.hierarchy
+        self._order: dict[str, int] = {}
+        for place, node in enumerate(tagged.nodes):
+            for owner in tags.owners_of(node.metadata_props):
+                self._order.setdefault(owner, place)
+        self._signatures = tagged.signatures if self._tagged else {}
+        self._where: dict[str, ir.Value | None] = {}
+        self._lost: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        self._find_signatures()
+        self._snapshot = Snapshot(model)
+        borders = Borders(model, self._signatures, list(self._snapshot.nodes)) if self._signatures else None
+        self._excused = borders.unknown if borders is not None else {}
+
+    def _find_signatures(self) -> None:
+        values = _values(self.model)
+        for name in _named(self._signatures):
+            if self._where.get(name, name) is not None:
+                self._where[name] = values.get(name)
+        self._note_boundary()
+
+    def _note_boundary(self) -> None:
+        for value in self._where.values():
+            if value is not None:
+                value.meta[BOUNDARY] = True
+
+    def settle(self) -> tuple[dict[str, Change], dict[str, tuple[str, ...]]]:
+        """Take in what a pass did: tag new nodes, follow tensors, find fates.
+
+        Returns:
+            What it did to nodes, by module; and the modules that are fused since, with their partners.
+
+        Raises:
+            HtpExportError: If a node has no owner, in a model where all had.
+        """
+        before, after = self._snapshot, Snapshot(self.model)
+        difference = Difference.between(before, after)
+        if not difference:
+            return {}, {}
+        self._snapshot = after
+        if not self._tagged:
+            return {_UNTAGGED: Change(len(difference.removed), len(difference.added))}, {}
+        merge_tags(difference, self._order, self.hierarchy.called)
+        self._check()
+        self._follow(difference)
+        return _changes(difference), self._find_fates()
+
+    def mark(self) -> Mark:
+        """Everything as it is now, to go back to."""
+        names = {name: None if value is None else value.name for name, value in self._where.items()}
+        lost = {path: tuple(others) for path, others in self._lost.items()}
+        return Mark(self.model.clone(), self.hierarchy, names, lost)
+
+    def restore(self, mark: Mark) -> None:
+        """Go back: the model is a copy of what it was, with other objects of the same names."""
+        values = _values(mark.model)
+        self.model, self.hierarchy = mark.model, mark.hierarchy
+        self._where = {name: None if now is None else values.get(now) for name, now in mark.names.items()}
+        self._lost = defaultdict(dict, {path: dict.fromkeys(others) for path, others in mark.lost.items()})
+        self._snapshot = Snapshot(mark.model)
+
+    def _check(self) -> None:
+        bare = [node for node in self._snapshot.nodes if tags.MODULE not in node.metadata_props]
+        if bare:
+            listed = ", ".join(f"{node.op_type} {node.name!r}" for node in bare[:3])
+            raise HtpExportError(f"{len(bare)} nodes have no owner: {listed}")
+
+    def _follow(self, difference: Difference) -> None:
+        """Find where the tensors of signatures are now; note those that are gone, and who worked around them."""
+        if not self._where:
+            return
+        values = _values(self.model)
+        here = set(values.values())
+        lost: dict[str, ir.Value] = {}
+        for name, value in self._where.items():
+            if value is None or value in here:
+                continue
+            now, seen = difference.equal.get(value), set[ir.Value]()
+            while now is not None and now not in here and now not in seen:
+                seen.add(now)
+                now = difference.equal.get(now)
+            before = difference.before.names.get(value, value.name)
+            found = now if now in here else values.get(before) if before else None
+            if found is None and value in difference.live_values:  # whatever is constant may come and go
+                lost[name] = value
+            self._where[name] = found
+        self._note_boundary()
+        if lost:
+            self._note_lost(difference, lost)
+
+    def _note_lost(self, difference: Difference, lost: Mapping[str, ir.Value]) -> None:
+        before = difference.before
+        around: dict[ir.Value, dict[str, None]] = {}
+        for value in lost.values():
+            maker = before.makers.get(value)
+            makers = [before.nodes[maker]] if maker is not None else []
+            seen = [*makers, *(entry for entry in before.nodes.values() if value in entry.inputs)]
+            around[value] = dict.fromkeys(owner for entry in seen for owner in tags.owners_of(entry.metadata))
+        for path, calls in self._signatures.items():
+            for call in calls:
+                for original in (*call.inputs.values(), *call.outputs):
+                    gone = lost.get(original) if original is not None else None
+                    if gone is not None:
+                        others = (owner for owner in around[gone] if not tags.is_under(owner, path))
+                        self._lost[path].update(dict.fromkeys(others))
+
+    def _find_fates(self) -> dict[str, tuple[str, ...]]:
+        if not self._signatures:
+            return {}
+        borders = Borders(self.model, self.signatures, list(self._snapshot.nodes))
+        was, self.hierarchy = self.hierarchy, refate(borders, self.hierarchy, self._lost, self._excused)
+        return {
+            path: module.fused_with
+            for path, module in self.hierarchy.items()
+            if module.fate == "fused" and was[path].fate != "fused"
+        }
+
+    @property
+    def signatures(self) -> dict[str, tuple[Signature, ...]]:
+        """What the modules took and gave, under the names that the tensors have now."""
+        return {
+            path: tuple(
+                Signature(
+                    {argument: self._now(name) for argument, name in call.inputs.items()},
+                    tuple(self._now(name) for name in call.outputs),
+                )
+                for call in calls
+            )
+            for path, calls in self._signatures.items()
+        }
+
+    def _now(self, name: str | None) -> str | None:
+        value = self._where.get(name) if name is not None else None
+        return None if value is None or value.is_initializer() else value.name
+
+    def write(self) -> None:
+        """Put fates and signatures into the model's metadata."""
+        if not self._tagged:
+            return
+        if tags.MODULES in self.model.metadata_props:
+            self.model.metadata_props[tags.MODULES] = self.hierarchy.to_json()
+        if self._signatures:
+            self.model.metadata_props[tags.SIGNATURES] = signatures_to_json(self.signatures)
+
+
+def _named(signatures: Mapping[str, Sequence[Signature]]) -> Iterable[str]:
+    for calls in signatures.values():
+        for call in calls:
+            yield from (name for name in (*call.inputs.values(), *call.outputs) if name is not None)
+
+
+def _values(model: ir.Model) -> dict[str, ir.Value]:
+    graph = model.graph
+    made = (value for node in graph for value in node.outputs)
+    return {value.name: value for value in (*graph.initializers.values(), *graph.inputs, *made) if value.name}
+
+
+def _changes(difference: Difference) -> dict[str, Change]:
+    removed = Counter(difference.before.nodes[node].metadata.get(tags.MODULE, "") for node in difference.removed)
+    added = Counter(node.metadata_props.get(tags.MODULE, "") for node in difference.added)
+    merged = Counter(node.metadata_props.get(tags.MODULE, "") for node in difference.merged)
+    return {path: Change(removed[path], added[path], merged[path]) for path in {**removed, **added, **merged}}

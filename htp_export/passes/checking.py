@@ -1,0 +1,106 @@
+"""Whether a pass keeps to its level: outputs before and after it, in ONNX Runtime with its own optimisations off."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.errors import InputError
+from htp_export.files import write_model
+from htp_export.passes.registry import Level
+
+__all__ = ["TOLERANCE", "OutputCheck"]
+
+TOLERANCE: Mapping[Level, float] = {"exact": 0.0, "tolerant": 1e-5, "fused": 1e-3}
+"""How far outputs may be off, relative to the largest of an output's values where that is more than 1."""
+
+_Arrays = dict[str, np.ndarray[Any, Any]]
+_SIZES = (2, 8, 5, 3, 7)  # of free dimensions, one after another
+
+
+class OutputCheck:
+    """Compares outputs of a model with what they were before each pass, and at first.
+
+    Args:
+        model: The model as it was.
+        inputs: Its inputs by name; random ones where it is None: floats of a normal distribution, integers 0 and 1.
+
+    Raises:
+        InputError: If the model cannot be run on the inputs.
+    """
+
+    def __init__(self, model: ir.Model, inputs: Mapping[str, Any] | None = None) -> None:
+        self._inputs = _random_inputs(model) if inputs is None else {k: np.asarray(v) for k, v in inputs.items()}
+        try:
+            self._expected = _outputs(model, self._inputs)
+        except Exception as error:
+            raise InputError(
+                f"the model does not run in ONNX Runtime, so that nothing can be verified: {error}"
+            ) from error
+        self._latest = self._expected
+        self.max_abs = 0.0
+
+    def fault(self, model: ir.Model, level: Level) -> str:
+        """Why a pass that just changed the model does not keep to its level; empty where it does."""
+        try:
+            found = _outputs(model, self._inputs)
+        except Exception as error:
+            return f"it does not run any more: {str(error).splitlines()[0][:200]}"
+        for name, expected in self._latest.items():
+            if name not in found or found[name].shape != expected.shape or found[name].dtype != expected.dtype:
+                return f"output {name!r} has another shape or dtype"
+            off, scale = _distance(expected, found[name])
+            if not off <= TOLERANCE[level] * max(1.0, scale):
+                return f"output {name!r} is off by {off:.3g}, more than {level} allows"
+        self._latest = found
+        self.max_abs = max((_distance(array, found[name])[0] for name, array in self._expected.items()), default=0.0)
+        return ""
+
+
+def _distance(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """The largest difference, infinite where only one of two numbers is finite; and the largest finite number."""
+    if one.dtype.kind in "biuSUO":
+        return (0.0 if np.array_equal(one, other) else float("inf")), 0.0
+    a, b = one.astype(np.float64), other.astype(np.float64)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        off = np.where(same, 0.0, np.abs(a - b))
+    off = np.where(np.isnan(off), np.inf, off)
+    return float(off.max(initial=0.0)), float(np.abs(a[np.isfinite(a)]).max(initial=0.0))
+
+
+def _outputs(model: ir.Model, inputs: Mapping[str, Any]) -> _Arrays:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        write_model(model, path)
+        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        names = [output.name for output in session.get_outputs()]
+        return dict(zip(names, session.run(names, dict(inputs)), strict=True))
+
+
+def _random_inputs(model: ir.Model) -> _Arrays:
+    generator, sizes, found = np.random.default_rng(0), dict[str, int](), _Arrays()
+    for value in model.graph.inputs:
+        if value.is_initializer():
+            continue
+        if value.shape is None or value.dtype is None:
+            raise InputError(f"input {value.name!r} has no shape or type; give inputs to verify with")
+        shape = []
+        for dim in value.shape:
+            name = str(dim.value) if isinstance(dim, ir.SymbolicDim) else ""
+            shape.append(dim if isinstance(dim, int) else sizes.setdefault(name, _SIZES[len(sizes) % len(_SIZES)]))
+        dtype = value.dtype.numpy()
+        floating = value.dtype.is_floating_point()
+        drawn = generator.standard_normal(shape) if floating else generator.integers(0, 2, shape)
+        found[str(value.name)] = drawn.astype(dtype)
+    return found

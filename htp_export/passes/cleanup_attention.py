@@ -1,0 +1,62 @@
+"""Scaling in attention, done once instead of on both sides of a product."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.passes.editing import (
+    Array,
+    add_constant,
+    constant_array,
+    is_boundary,
+    is_standard,
+    only_reader,
+    remove_unused,
+    replace,
+)
+from htp_export.passes.registry import register
+
+__all__ = ["CleanupAttention"]
+
+
+@register("cleanup_attention", level="tolerant")
+class CleanupAttention(ir.passes.InPlacePass):
+    """Scales a product of two scaled matrices once, after it: queries and keys come scaled by a root each."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        for node in model.graph:
+            if is_standard(node, "MatMul"):
+                modified |= _scale_after(model.graph, node)
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+def _scale_after(graph: ir.Graph, node: ir.Node) -> bool:
+    sides = [scaled(value) for value in node.inputs]
+    if any(side is None for side in sides):
+        return False
+    (left, one), (right, other) = (side for side in sides if side is not None)
+    factor = add_constant(graph, np.asarray(one * other, dtype=one.dtype), f"{node.outputs[0].name}_scale")
+    joint = ir.node("MatMul", [left, right])
+    replace(node, [joint, ir.node("Mul", [joint.outputs[0], factor])])
+    return True
+
+
+def scaled(value: ir.Value | None) -> tuple[ir.Value, Array] | None:
+    """What a value is a multiple of by one constant, if nothing else reads it."""
+    node = value.producer() if value is not None else None
+    if value is None or node is None or not is_standard(node, "Mul", "Div"):
+        return None
+    if only_reader(value) is None or is_boundary(value):
+        return None
+    for place in (1, 0) if node.op_type == "Mul" else (1,):
+        factor, source = constant_array(node.inputs[place], 1), node.inputs[1 - place]
+        if factor is not None and factor.dtype.kind == "f" and factor.size == 1 and source is not None:
+            flat = factor.reshape(())
+            same_rank = value.shape is None or source.shape is None or len(value.shape) == len(source.shape)
+            if same_rank and factor.ndim <= 1:
+                return source, np.asarray(flat if node.op_type == "Mul" else 1 / flat, dtype=factor.dtype)
+    return None

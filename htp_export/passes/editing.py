@@ -1,0 +1,114 @@
+"""Small changes to a graph that keep names of tensors where they can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+__all__ = [
+    "BOUNDARY",
+    "Array",
+    "add_constant",
+    "add_initializer",
+    "constant_array",
+    "is_boundary",
+    "is_constant",
+    "is_standard",
+    "only_reader",
+    "remove_unused",
+    "replace",
+    "stand_in",
+]
+
+
+def is_standard(node: ir.Node | None, *op_types: str) -> bool:
+    """Whether a node is there, and of one of some ONNX operators."""
+    return node is not None and node.domain == "" and node.op_type in op_types
+
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+BOUNDARY = "htp_export.boundary"
+"""Key in a value's ``meta``: a module takes or gives it, so that the module is exact as long as it is there."""
+
+
+def is_boundary(value: ir.Value) -> bool:
+    """Whether a value is one that a module takes or gives; the pipeline notes it on the values."""
+    return BOUNDARY in value.meta
+
+
+def add_constant(graph: ir.Graph, array: Array, name: str) -> ir.Value:
+    """A new initializer; the name is made unique."""
+    return add_initializer(graph, ir.tensor(array), name)
+
+
+def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
+    """A tensor as a new initializer; the name is made unique."""
+    unique, count = name, 0
+    while unique in graph.initializers:
+        count += 1
+        unique = f"{name}_{count}"
+    shape = ir.Shape(tensor.shape.numpy())
+    value = ir.Value(name=unique, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
+def constant_array(value: ir.Value | None, largest: int = 4096) -> Array | None:
+    """The elements of a small constant, or None; large ones are not read."""
+    if value is None or value.const_value is None or value.is_graph_input() or value.const_value.size > largest:
+        return None
+    array: Array = value.const_value.numpy()
+    return array
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    """Whether a value is an initializer that nobody can override."""
+    return value is not None and value.const_value is not None and not value.is_graph_input()
+
+
+def only_reader(value: ir.Value) -> ir.Node | None:
+    """The one node that reads a value, once; None where there are others, or where it leaves the graph."""
+    uses = tuple(value.uses())
+    return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
+
+
+def stand_in(old: ir.Value, new: ir.Value) -> bool:
+    """Let a value stand for another one that is equal to it, everywhere; False where it cannot.
+
+    A graph's output keeps its name: the value that takes its place is renamed, unless it bears a fixed name itself.
+    """
+    if old.is_graph_output():
+        fixed = new.is_graph_output() or new.is_graph_input() or new.is_initializer()
+        if fixed or new.producer() is None or new.graph is not old.graph:
+            return False
+        name = old.name
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        old.name, new.name = None, name
+    else:
+        old.replace_all_uses_with(new)
+    if new.shape is None and old.shape is not None:
+        new.shape = old.shape
+    if new.type is None:
+        new.type = old.type
+    return True
+
+
+def replace(old: ir.Node, new: Sequence[ir.Node]) -> None:
+    """Put nodes in the place of one; the last of them makes what it made, under the same name."""
+    graph = old.graph
+    if graph is None:
+        raise ValueError(f"{old.op_type} {old.name!r} is in no graph")
+    result = new[-1].outputs[0]
+    for place, node in enumerate(new, 1 - len(new)):
+        node.name = old.name if place == 0 else f"{old.name}_{node.op_type}{-place}"
+    ir.convenience.replace_nodes_and_values(graph, old, [old], list(new), [old.outputs[0]], [result])
+
+
+def remove_unused(model: ir.Model) -> None:
+    """Take out what nothing reads any more."""
+    RemoveUnusedNodesPass()(model)

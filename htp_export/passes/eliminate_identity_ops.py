@@ -1,0 +1,63 @@
+"""Nodes that give back what they are given."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.passes.editing import constant_array, is_standard, stand_in
+from htp_export.passes.registry import register
+from htp_export.passes.symbolic import Symbolic
+
+__all__ = ["EliminateIdentityOps"]
+
+_IF_SHAPE_STAYS = frozenset(("Expand", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Tile"))
+"""These change nothing but the shape, or repeat elements: where the shape stays, so does everything."""
+
+_NEUTRAL = {"Mul": 1, "Div": 1, "Sub": 0, "Pow": 1}
+"""Operators and second arguments that leave the first as it is, bit for bit; adding 0 turns -0 into 0."""
+
+
+@register("eliminate_identity_ops", level="exact")
+class EliminateIdentityOps(ir.passes.InPlacePass):
+    """Takes out ``Identity``, and operators that do nothing here: casts to the same type, and slices of everything."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
+            known = Symbolic(graph)
+            for node in graph:
+                if is_nothing(node, known) and stand_in(node.outputs[0], node.inputs[0]):  # type: ignore[arg-type]
+                    graph.remove(node, safe=True)
+                    modified = True
+        return ir.passes.PassResult(model, modified)
+
+
+def is_nothing(node: ir.Node, known: Symbolic) -> bool:
+    """Whether a node gives back its first input."""
+    if node.domain != "" or not node.inputs or node.inputs[0] is None:
+        return False
+    given, result = node.inputs[0], node.outputs[0]
+    if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
+        return False
+    if node.op_type == "Identity" or (is_standard(node, "Concat", "Sum", "Max", "Min") and len(node.inputs) == 1):
+        return True
+    if node.op_type == "Cast":
+        return known.dtype(given) is not None and node.attributes["to"].as_int() == known.dtype(given)
+    if node.op_type == "Dropout":
+        return len(node.inputs) < 3 or node.inputs[2] is None
+    shape = known.shape(given)
+    if shape is None or shape != known.shape(result):
+        return False
+    if node.op_type in _IF_SHAPE_STAYS:
+        return True
+    if node.op_type == "Slice":
+        steps = known.constant(node.inputs[4]) if len(node.inputs) > 4 else [1]
+        return steps is not None and all(step == 1 for step in steps)
+    if node.op_type == "Pad":
+        pads = known.constant(node.inputs[1]) if len(node.inputs) > 1 else None
+        return pads is not None and not any(pads)
+    if node.op_type in _NEUTRAL:
+        other = constant_array(node.inputs[1], 1)
+        return other is not None and bool(np.all(other == _NEUTRAL[node.op_type]))
+    return False

@@ -1,0 +1,56 @@
+"""Transpositions that do nothing, or that undo each other."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from htp_export.passes.editing import is_boundary, is_standard, remove_unused, replace, stand_in
+from htp_export.passes.registry import register
+from htp_export.passes.symbolic import Symbolic
+
+__all__ = ["EliminateRedundantTransposes"]
+
+
+@register("eliminate_redundant_transposes", level="exact")
+class EliminateRedundantTransposes(ir.passes.InPlacePass):
+    """Makes one transposition of several in a row, and takes out those that change nothing."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        known: Symbolic | None = None
+        for node in model.graph:
+            if not is_standard(node, "Transpose") or node.inputs[0] is None:
+                continue
+            known = known or Symbolic(model.graph)
+            modified |= _merge(node, known)
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+def permutation(node: ir.Node, known: Symbolic) -> list[int] | None:
+    """The permutation of a ``Transpose``; None where it is not written and the rank is not known."""
+    written, rank = node.attributes.get_ints("perm"), known.rank(node.inputs[0])
+    if written is not None:
+        return list(written)
+    return None if rank is None else list(reversed(range(rank)))
+
+
+def _merge(node: ir.Node, known: Symbolic) -> bool:
+    perm = permutation(node, known)
+    given = node.inputs[0]
+    if perm is None or given is None:
+        return False
+    if perm == sorted(perm):
+        return stand_in(node.outputs[0], given)
+    first = given.producer()
+    if first is None or not is_standard(first, "Transpose") or first.inputs[0] is None:
+        return False
+    before = permutation(first, known)
+    if before is None or is_boundary(given):
+        return False
+    joint = [before[axis] for axis in perm]
+    if joint == sorted(joint):
+        return stand_in(node.outputs[0], first.inputs[0])
+    replace(node, [ir.node("Transpose", [first.inputs[0]], {"perm": joint})])
+    return True

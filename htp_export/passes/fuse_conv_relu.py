@@ -1,0 +1,31 @@
+"""Rectification, done by the convolution before it."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from htp_export.passes.editing import is_standard, only_reader, remove_unused, replace
+from htp_export.passes.registry import register
+
+__all__ = ["FuseConvRelu"]
+
+_DOMAIN = "com.microsoft"
+
+
+@register("fuse_conv_relu", level="fused")
+class FuseConvRelu(ir.passes.InPlacePass):
+    """Makes ONNX Runtime's ``FusedConv`` of a convolution and a ``Relu``."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        for node in model.graph:
+            conv = node.inputs[0].producer() if is_standard(node, "Relu") and node.inputs[0] is not None else None
+            if conv is None or not is_standard(conv, "Conv") or only_reader(conv.outputs[0]) is None:
+                continue
+            attributes = {**conv.attributes, "activation": ir.AttrString("activation", "Relu")}
+            replace(node, [ir.node("FusedConv", conv.inputs, attributes, domain=_DOMAIN)])
+            modified = True
+        if modified:
+            model.graph.opset_imports.setdefault(_DOMAIN, 1)
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)

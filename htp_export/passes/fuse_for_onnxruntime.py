@@ -1,0 +1,83 @@
+"""ONNX Runtime's own operators for attention, normalisation with skip connections, GELU and rotary embedding."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.passes.editing import add_constant, is_standard, only_reader, remove_unused, replace
+from htp_export.passes.registry import register
+from htp_export.passes.simplify_shape_chains import reshape_target
+from htp_export.passes.symbolic import Symbolic
+
+__all__ = ["FuseForOnnxruntime"]
+
+
+@register("fuse_for_onnxruntime", level="fused")
+class FuseForOnnxruntime(ir.passes.InPlacePass):
+    """Fuses attention, skip connections with normalisation, GELU and rotary embedding, with onnxscript's rules."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        from onnxscript.rewriter.ort_fusions import optimize_for_ort
+
+        before = list(model.graph)
+        _unflatten(model)
+        fused, _ = optimize_for_ort(model)
+        _drop_unread_outputs(fused)
+        return ir.passes.PassResult(fused, list(fused.graph) != before)
+
+
+def _unflatten(model: ir.Model) -> None:
+    """Make ``MatMul`` and ``Add`` of a ``Gemm`` between reshapes that only join the dimensions before the last.
+
+    onnxscript's rules look for attention without them; where a part of it is joined with the reshape before, its rule
+    for attention would take the joined shape for the plain one.
+    """
+    known: Symbolic | None = None
+    for node in list(model.graph):
+        if not is_standard(node, "Gemm") or len(node.inputs) < 3:
+            continue
+        first = node.inputs[0].producer() if node.inputs[0] is not None else None
+        last = only_reader(node.outputs[0])
+        if first is None or last is None or not (is_standard(first, "Reshape") and is_standard(last, "Reshape")):
+            continue
+        known = known or Symbolic(model.graph)
+        _unflatten_one(model.graph, first, node, last, known)
+    if known is not None:
+        remove_unused(model)
+
+
+def _unflatten_one(graph: ir.Graph, first: ir.Node, gemm: ir.Node, last: ir.Node, known: Symbolic) -> None:
+    attributes = gemm.attributes
+    if any(attributes.get_int(key, 0) for key in ("transA", "transB")):
+        return
+    if any(attributes.get_float(key, 1.0) != 1.0 for key in ("alpha", "beta")):
+        return
+    source = first.inputs[0]
+    given, matrix, result = known.shape(source), known.shape(gemm.inputs[1]), known.shape(last.outputs[0])
+    if source is None or given is None or matrix is None or result is None or len(result) < 3:
+        return
+    if result[-1] != matrix[1] or known.rank(gemm.inputs[2]) != 1:
+        return
+    wanted = (*result[:-1], matrix[0])
+    target = reshape_target(given, wanted)
+    nodes = []
+    if given != wanted:
+        if target is None:
+            return
+        shape = add_constant(graph, np.array(target, np.int64), f"{last.outputs[0].name}_rows")
+        nodes.append(ir.node("Reshape", [source, shape]))
+        source = nodes[0].outputs[0]
+    product = ir.node("MatMul", [source, gemm.inputs[1]])
+    replace(last, [*nodes, product, ir.node("Add", [product.outputs[0], gemm.inputs[2]])])
+
+
+def _drop_unread_outputs(model: ir.Model) -> None:
+    """Take off optional results that nothing reads: the sum that a fused skip connection can give, too."""
+    for node in model.graph:
+        if node.domain != "com.microsoft":
+            continue
+        count = len(node.outputs)
+        while count > 1 and not node.outputs[count - 1].uses() and not node.outputs[count - 1].is_graph_output():
+            count -= 1
+        node.resize_outputs(count)

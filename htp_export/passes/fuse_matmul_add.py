@@ -1,0 +1,55 @@
+"""A product of matrices and a bias, as one node."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from htp_export.passes.editing import is_boundary, is_constant, is_standard, only_reader, remove_unused, replace
+from htp_export.passes.registry import register
+from htp_export.passes.sizes import Dim
+from htp_export.passes.symbolic import Symbolic
+
+__all__ = ["FuseMatmulAdd", "product_and_bias"]
+
+
+@register("fuse_matmul_add", level="tolerant")
+class FuseMatmulAdd(ir.passes.InPlacePass):
+    """Makes ``Gemm`` of ``MatMul`` and ``Add`` where the matrices have two dimensions."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        known: Symbolic | None = None
+        modified = False
+        for node in model.graph:
+            if not is_standard(node, "Add"):
+                continue
+            parts = product_and_bias(node)
+            if parts is None:
+                continue
+            known = known or Symbolic(model.graph)
+            product, bias = parts
+            if all(known.rank(value) == 2 for value in product.inputs) and _fits(known, product, bias):
+                replace(node, [ir.node("Gemm", [*product.inputs, bias])])
+                modified = True
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+def product_and_bias(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
+    """The ``MatMul`` and the constant that an ``Add`` adds up, if nothing else reads the product."""
+    for product, bias in (node.inputs, tuple(reversed(node.inputs))):
+        maker = product.producer() if product is not None else None
+        if product is None or bias is None or maker is None or not is_standard(maker, "MatMul"):
+            continue
+        if is_constant(bias) and only_reader(product) is not None and not is_boundary(product):
+            return maker, bias
+    return None
+
+
+def _fits(known: Symbolic, product: ir.Node, bias: ir.Value) -> bool:
+    """Whether a bias can be broadcast to a product, and not the other way round."""
+    result, shape = known.shape(product.outputs[0]), known.shape(bias)
+    if result is None or shape is None or len(shape) > 2:
+        return False
+    pairs: list[tuple[Dim, Dim]] = list(zip(reversed(shape), reversed(result), strict=False))
+    return all(mine == 1 or mine == whole for mine, whole in pairs)

@@ -1,0 +1,60 @@
+"""A product of a batch of matrices with one matrix and a bias, as one node between two reshapes."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.passes.editing import add_constant, is_constant, is_standard, remove_unused, replace
+from htp_export.passes.fuse_matmul_add import product_and_bias
+from htp_export.passes.registry import register
+from htp_export.passes.simplify_shape_chains import reshape_target
+from htp_export.passes.symbolic import Symbolic
+
+__all__ = ["FuseMatmulAdd3d"]
+
+
+@register("fuse_matmul_add_3d", level="tolerant")
+class FuseMatmulAdd3d(ir.passes.InPlacePass):
+    """Makes ``Reshape``, ``Gemm``, ``Reshape`` of ``MatMul`` and ``Add`` with a batch.
+
+    It saves nodes where reshapes merge, and costs exactness there: the result of the linear layer is no tensor of the
+    file any more.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        known: Symbolic | None = None
+        modified = False
+        for node in model.graph:
+            parts = product_and_bias(node) if is_standard(node, "Add") else None
+            if parts is None:
+                continue
+            known = known or Symbolic(model.graph)
+            modified |= _fuse(model.graph, node, *parts, known)
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+def _fuse(graph: ir.Graph, node: ir.Node, product: ir.Node, bias: ir.Value, known: Symbolic) -> bool:
+    source, weight = product.inputs
+    given, matrix, result = known.shape(source), known.shape(weight), known.shape(node.outputs[0])
+    if given is None or matrix is None or result is None or not is_constant(weight):
+        return False
+    if len(given) < 3 or len(matrix) != 2 or known.rank(bias) != 1 or known.shape(bias) != matrix[-1:]:
+        return False
+    back = _back(given, result)
+    if back is None or not isinstance(matrix[0], int):
+        return False
+    name = str(node.outputs[0].name)
+    rows = ir.node("Reshape", [source, add_constant(graph, np.array([-1, matrix[0]], np.int64), f"{name}_rows")])
+    gemm = ir.node("Gemm", [rows.outputs[0], weight, bias])
+    shaped = ir.node("Reshape", [gemm.outputs[0], add_constant(graph, np.array(back, np.int64), f"{name}_shape")])
+    replace(node, [rows, gemm, shaped])
+    return True
+
+
+def _back(given: tuple[object, ...], result: tuple[object, ...]) -> list[int] | None:
+    """The shape of the result in numbers, seen from rows alone: at most one size may be free."""
+    target = reshape_target((), result)  # type: ignore[arg-type]
+    return target if target is not None and given[:-1] == result[:-1] else None

@@ -1,0 +1,60 @@
+"""Padding with zeros, done by the convolution that follows."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from htp_export.passes.editing import constant_array, is_standard, only_reader, remove_unused, replace
+from htp_export.passes.registry import register
+from htp_export.passes.symbolic import Symbolic
+
+__all__ = ["FusePadIntoConv"]
+
+
+@register("fuse_pad_into_conv", level="tolerant")
+class FusePadIntoConv(ir.passes.InPlacePass):
+    """Lets a convolution pad its input itself."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        known: Symbolic | None = None
+        modified = False
+        for node in model.graph:
+            pad = node.inputs[0].producer() if is_standard(node, "Conv") and node.inputs[0] is not None else None
+            if pad is None or not is_standard(pad, "Pad") or only_reader(pad.outputs[0]) is None:
+                continue
+            known = known or Symbolic(model.graph)
+            modified |= _fuse(pad, node, known)
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+def _fuse(pad: ir.Node, conv: ir.Node, known: Symbolic) -> bool:
+    pads = known.constant(pad.inputs[1]) if len(pad.inputs) > 1 else None
+    rank = known.rank(pad.inputs[0])
+    if pads is None or rank is None or len(pads) != 2 * rank or min(pads) < 0:
+        return False
+    if pad.attributes.get_string("mode", "constant") != "constant" or not _is_zero(pad):
+        return False
+    if any(pads[axis] or pads[axis + rank] for axis in (0, 1)):
+        return False
+    auto = conv.attributes.get_string("auto_pad", "NOTSET")
+    if auto not in ("NOTSET", "VALID"):
+        return False
+    spatial = rank - 2
+    own = conv.attributes.get_ints("pads") if auto == "NOTSET" else None
+    own = own or [0] * (2 * spatial)
+    extra = [*pads[2:rank], *pads[rank + 2 :]]
+    attributes: dict[str, ir.Attr | list[int]] = {k: v for k, v in conv.attributes.items() if k != "auto_pad"}
+    attributes["pads"] = [a + b for a, b in zip(own, extra, strict=True)]
+    replace(conv, [ir.node("Conv", [pad.inputs[0], *conv.inputs[1:]], attributes)])
+    return True
+
+
+def _is_zero(pad: ir.Node) -> bool:
+    if len(pad.inputs) > 3 and pad.inputs[3] is not None:
+        return False
+    if len(pad.inputs) < 3 or pad.inputs[2] is None:
+        return True
+    fill = constant_array(pad.inputs[2], 1)
+    return fill is not None and not fill.any()

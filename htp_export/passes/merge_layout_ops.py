@@ -1,0 +1,96 @@
+"""A transposition between two reshapes that only put dimensions together and take them apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.passes.editing import add_constant, is_boundary, is_standard, only_reader, remove_unused, replace
+from htp_export.passes.eliminate_redundant_transposes import permutation
+from htp_export.passes.registry import register
+from htp_export.passes.simplify_shape_chains import reshape_target
+from htp_export.passes.sizes import Dim, product
+from htp_export.passes.symbolic import Symbolic
+
+__all__ = ["MergeLayoutOps"]
+
+
+@register("merge_layout_ops", level="exact")
+class MergeLayoutOps(ir.passes.InPlacePass):
+    """Makes one ``Transpose`` of Reshape, Transpose, Reshape where whole dimensions move.
+
+    And a ``Reshape`` of a ``Transpose`` next to one, where only dimensions of size 1 move.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        known: Symbolic | None = None
+        modified = False
+        for node in model.graph:
+            if not is_standard(node, "Transpose"):
+                continue
+            known = known or Symbolic(model.graph)
+            modified |= _between_reshapes(node, known) or _moves_only_ones(model.graph, node, known)
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+def _between_reshapes(node: ir.Node, known: Symbolic) -> bool:
+    first = node.inputs[0].producer() if node.inputs[0] is not None else None
+    last = only_reader(node.outputs[0])
+    if first is None or last is None or not (is_standard(first, "Reshape") and is_standard(last, "Reshape")):
+        return False
+    shapes = [known.shape(value) for value in (first.inputs[0], node.inputs[0], last.outputs[0])]
+    perm = permutation(node, known)
+    given, joined, result = shapes
+    if is_boundary(node.outputs[0]) or (node.inputs[0] is not None and is_boundary(node.inputs[0])):
+        return False
+    if given is None or joined is None or result is None or perm is None or last.inputs[0] is not node.outputs[0]:
+        return False
+    groups = grouped(given, joined)
+    if groups is None:
+        return False
+    axes = [axis for place in perm for axis in groups[place]]
+    if tuple(given[axis] for axis in axes) != result:
+        return False
+    replace(last, [ir.node("Transpose", [first.inputs[0]], {"perm": axes})])
+    return True
+
+
+def grouped(given: Sequence[Dim], joined: Sequence[Dim]) -> list[list[int]] | None:
+    """Which neighbouring dimensions of one shape were put together to each of another; None where it was not so.
+
+    Example:
+        >>> grouped((2, 4, 8, 16), (8, 8, 16)), grouped((2, 4), (8,)), grouped((8, 4), (4, 8))
+        ([[0, 1], [2], [3]], [[0, 1]], None)
+    """
+    groups: list[list[int]] = []
+    place = 0
+    for size in joined:
+        group: list[int] = []
+        while place < len(given) and (not group or product(given[axis] for axis in group) != size):
+            group.append(place)
+            place += 1
+        if product(given[axis] for axis in group) != size:
+            return None
+        groups.append(group)
+    return groups if place == len(given) else None
+
+
+def _moves_only_ones(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
+    """A ``Transpose`` that is a ``Reshape`` in truth, where it can be merged with one."""
+    given, result, perm = known.shape(node.inputs[0]), known.shape(node.outputs[0]), permutation(node, known)
+    if node.inputs[0] is None or given is None or result is None or perm is None:
+        return False
+    moving = [axis for axis in perm if given[axis] != 1]
+    before, after = node.inputs[0].producer(), only_reader(node.outputs[0])
+    if moving != sorted(moving) or not (is_standard(before, "Reshape") or is_standard(after, "Reshape")):
+        return False
+    target = reshape_target(given, result)
+    if target is None:
+        return False
+    shape = add_constant(graph, np.array(target, np.int64), f"{node.outputs[0].name}_shape")
+    replace(node, [ir.node("Reshape", [node.inputs[0], shape])])
+    return True

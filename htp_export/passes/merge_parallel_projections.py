@@ -1,0 +1,88 @@
+"""Linear layers that read the same, computed in one product: queries, keys and values."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.passes.editing import add_constant, add_initializer, is_standard, remove_unused, replace
+from htp_export.passes.fuse_matmul_add import product_and_bias
+from htp_export.passes.registry import register
+
+__all__ = ["MergeParallelProjections"]
+
+_FEWEST = 3
+"""Three layers are six nodes; merged they are two, and one slice each."""
+
+
+@register("merge_parallel_projections", level="tolerant")
+class MergeParallelProjections(ir.passes.InPlacePass):
+    """Makes one product of three or more linear layers that read the same tensor, and cuts their results out of it.
+
+    Each layer stays exact: its slice is its own, and the product belongs to all. The joint weights are put together
+    when they are written, so that no second set is held in memory.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        layers: defaultdict[ir.Value | None, list[_Layer]] = defaultdict(list)
+        for node in model.graph:
+            parts = product_and_bias(node) if is_standard(node, "Add") else None
+            if parts is not None and _is_linear(*parts):
+                layers[parts[0].inputs[0]].append((node, *parts))
+        modified = False
+        for found in layers.values():
+            if len(found) >= _FEWEST:
+                _merge(model.graph, found)
+                modified = True
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+_Layer = tuple[ir.Node, ir.Node, ir.Value]
+
+
+def _is_linear(product: ir.Node, bias: ir.Value) -> bool:
+    weight = product.inputs[1]
+    if weight is None or weight.const_value is None or weight.is_graph_input() or bias.const_value is None:
+        return False
+    shape = weight.const_value.shape
+    return len(shape) == 2 and list(bias.const_value.shape) == [shape[1]]
+
+
+def _merge(graph: ir.Graph, layers: Sequence[_Layer]) -> None:
+    weights = [_tensor(product.inputs[1]) for _, product, _ in layers]
+    biases = [_tensor(bias) for _, _, bias in layers]
+    height, widths = weights[0].shape.numpy()[0], [tensor.shape.numpy()[1] for tensor in weights]
+    first = layers[0][0]
+    name = str(first.outputs[0].name)
+    weight = add_initializer(graph, _joined(weights, [height, sum(widths)]), f"{name}_joint_weight")
+    bias = add_initializer(graph, _joined(biases, [sum(widths)]), f"{name}_joint_bias")
+    product = ir.node("MatMul", [layers[0][1].inputs[0], weight], name=f"{first.name}_joint_MatMul")
+    whole = ir.node("Add", [product.outputs[0], bias], name=f"{first.name}_joint_Add")
+    earliest = layers[0][1]
+    graph.insert_before(earliest, [product, whole])
+    axis = add_constant(graph, np.array([-1], np.int64), f"{name}_axis")
+    start = 0
+    for (node, _, _), width in zip(layers, widths, strict=True):
+        bounds = [add_constant(graph, np.array([at], np.int64), f"{name}_bound") for at in (start, start + width)]
+        replace(node, [ir.node("Slice", [whole.outputs[0], *bounds, axis])])
+        start += width
+
+
+def _tensor(value: ir.Value | None) -> ir.TensorProtocol:
+    if value is None or value.const_value is None:
+        raise ValueError("no constant")
+    return value.const_value
+
+
+def _joined(tensors: Sequence[ir.TensorProtocol], shape: Sequence[int]) -> ir.TensorProtocol:
+    """Tensors side by side."""
+    return ir.LazyTensor(
+        lambda: ir.tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=-1)),
+        tensors[0].dtype,
+        ir.Shape(shape),
+    )

@@ -1,0 +1,56 @@
+"""Reshapes in a row, made one."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.passes.editing import add_constant, is_boundary, is_standard, remove_unused, replace
+from htp_export.passes.registry import register
+from htp_export.passes.simplify_shape_chains import reshape_target
+from htp_export.passes.symbolic import Symbolic
+
+__all__ = ["MergeReshapes"]
+
+_VIEWS = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")
+
+
+@register("merge_reshapes", level="exact")
+class MergeReshapes(ir.passes.InPlacePass):
+    """Makes one ``Reshape`` of several operators in a row that only change the shape."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        known: Symbolic | None = None
+        modified = False
+        for node in model.graph:
+            if not is_standard(node, *_VIEWS) or node.inputs[0] is None:
+                continue
+            first = node.inputs[0].producer()
+            if first is None or not is_standard(first, *_VIEWS) or first.inputs[0] is None:
+                continue
+            known = known or Symbolic(model.graph)
+            modified |= _merge(model.graph, first, node, known)
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+def _merge(graph: ir.Graph, first: ir.Node, second: ir.Node, known: Symbolic) -> bool:
+    source = first.inputs[0]
+    given, result = known.shape(source), known.shape(second.outputs[0])
+    if source is None or given is None or result is None or not _goes(first):
+        return False
+    target = reshape_target(given, result)
+    if target is None:
+        return False
+    name = f"{second.outputs[0].name}_shape"
+    replace(second, [ir.node("Reshape", [source, add_constant(graph, np.array(target, np.int64), name)])])
+    return True
+
+
+def _goes(node: ir.Node) -> bool:
+    """Whether a node is needed no more once all those that only change the shape read past it."""
+    value = node.outputs[0]
+    return not (value.is_graph_output() or is_boundary(value)) and all(
+        is_standard(use.node, *_VIEWS) for use in value.uses()
+    )

@@ -1,0 +1,314 @@
+"""The one policy for tags: whoever does the work of nodes has their owners.
+
+A pass needs to know nothing of tags. The graph is compared with what it was before the pass, and what passes keep
+tells what replaced what: a node that stays computes what it computed before, so that where it reads another value than
+before, the two values are equal; and so are values of one name. Between such pairs lie, on the old side, the nodes
+that are gone, and on the new side those that do their work now.
+
+- A new node has the owners of all the nodes that it replaces: ``fused`` where they are several modules'.
+- A node that is now read in place of another that did equal work has the owners of both: ``shared``.
+- A node that only passed on what it was given leaves nothing behind.
+- A new node that replaces none serves the nodes that read it, and has their owners: ``flow``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import onnx_ir as ir
+
+from htp_export import tags
+
+__all__ = ["Difference", "Snapshot", "merge_tags"]
+
+_Slots = Sequence[ir.Value | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A node as it was; ``metadata`` is its own, which nobody writes to once it is gone."""
+
+    inputs: _Slots
+    outputs: Sequence[ir.Value]
+    operator: tuple[object, ...]
+    metadata: Mapping[str, str]
+
+
+class Snapshot:
+    """A model's nodes at one time: what they read and made, and whose they were.
+
+    Args:
+        model: The model, which goes on to change.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        self.nodes: dict[ir.Node, _Seen] = {}
+        self.makers: dict[ir.Value, ir.Node] = {}
+        self.names: dict[ir.Value, str | None] = {}
+        self.inputs = frozenset(value for value in model.graph.inputs if not value.is_initializer())
+        self.results: dict[ir.Graph, tuple[ir.Value, ...]] = {}
+        for graph in (model.graph, *(function.graph for function in model.functions.values())):
+            self._add(graph)
+
+    def _add(self, graph: ir.Graph) -> None:
+        """Take in a graph, with those inside it."""
+        self.results[graph] = tuple(graph.outputs)
+        for node in graph:
+            attributes = tuple(node.attributes.data.values())
+            operator = (node.domain, node.op_type, node.overload, *attributes)
+            self.nodes[node] = seen = _Seen(node.inputs, node.outputs, operator, node.metadata_props)
+            for value in seen.outputs:
+                self.makers[value] = node
+                self.names[value] = value.name
+            for attribute in attributes:
+                if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref():
+                    self._add(attribute.as_graph())
+                elif attribute.type == ir.AttributeType.GRAPHS and not attribute.is_ref():
+                    for inner in attribute.as_graphs():
+                        self._add(inner)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a pass did to a graph.
+
+    Attributes:
+        removed: Nodes that are gone, as they were.
+        added: Nodes that are new.
+        equal: Old value → the value that stands in its place, and is equal to it.
+        merged: Nodes that stayed, and do the work of others now, too.
+    """
+
+    before: Snapshot
+    after: Snapshot
+    removed: tuple[ir.Node, ...]
+    added: tuple[ir.Node, ...]
+    equal: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    merged: dict[ir.Node, None] = field(default_factory=dict)
+
+    @classmethod
+    def between(cls, before: Snapshot, after: Snapshot) -> Difference:
+        """Compare two snapshots of one model."""
+        changed = {
+            node
+            for node, seen in before.nodes.items()
+            if node in after.nodes and seen.operator != after.nodes[node].operator
+        }
+        removed = tuple(node for node in before.nodes if node not in after.nodes or node in changed)
+        added = tuple(node for node in after.nodes if node not in before.nodes or node in changed)
+        difference = cls(before, after, removed, added)
+        difference._pair(changed)
+        return difference
+
+    def __bool__(self) -> bool:
+        return bool(self.removed or self.added or self.equal)
+
+    def _pair(self, changed: Collection[ir.Node]) -> None:
+        """Find what stands in the place of what, by those who read it and by its name."""
+        for node, seen in self.before.nodes.items():
+            if node in self.after.nodes and node not in changed:
+                self._pair_slots(seen.inputs, self.after.nodes[node].inputs)
+        for graph, results in self.before.results.items():
+            self._pair_slots(results, self.after.results.get(graph, ()))
+        for node in changed:  # changed in place; it may still give the same result
+            self.equal.update({value: value for value in self.before.nodes[node].outputs})
+        gone = {name: value for node in self.removed for value in self.before.nodes[node].outputs
+                if (name := self.before.names[value])}  # fmt: skip
+        for node in self.added:
+            for value in self.after.nodes[node].outputs:
+                if value.name in gone:
+                    self.equal.setdefault(gone[value.name], value)
+
+    def _pair_slots(self, old: _Slots, new: _Slots) -> None:
+        if old == new:
+            return
+        for was, now in zip(old, new, strict=False):
+            if was is not now and was is not None and now is not None:
+                self.equal[was] = now
+
+    def same(self, gone: ir.Node, kept: ir.Node) -> bool:
+        """Whether a removed node did what a kept one does: the same operator, with equal values."""
+        one, other = self.before.nodes[gone], self.after.nodes[kept]
+        alike = (gone.domain, gone.op_type, len(one.inputs)) == (kept.domain, kept.op_type, len(other.inputs))
+        return alike and all(
+            a is b or (a is not None and self.equal.get(a) is b) for a, b in zip(one.inputs, other.inputs, strict=True)
+        )
+
+    def replaced(self, value: ir.Value) -> tuple[list[ir.Node], set[ir.Value]]:
+        """The removed nodes that made a value of old, back to values that still have an equal, and what they read."""
+        return _slice(value, self._removed, self.before.makers, self.equal)
+
+    def replacing(self, value: ir.Value) -> list[ir.Node]:
+        """The new nodes that make a value, back to values that replace one of old."""
+        return _slice(value, self._added, self.after.makers, self._standing)[0]
+
+    @cached_property
+    def live(self) -> frozenset[ir.Node]:
+        """The removed nodes that depend on values of the model's inputs, not on constants and sizes alone."""
+        live = self.live_values
+        return frozenset(node for node in self.removed if any(v in live for v in self.before.nodes[node].outputs))
+
+    @cached_property
+    def live_values(self) -> frozenset[ir.Value]:
+        """The values of old that depend on values of the model's inputs."""
+        live: set[ir.Value] = set(self.before.inputs)
+        for node, seen in self.before.nodes.items():
+            if node.op_type not in ("Shape", "Size") and any(value in live for value in seen.inputs):
+                live.update(seen.outputs)
+        return frozenset(live)
+
+    @cached_property
+    def _removed(self) -> dict[ir.Node, _Seen]:
+        return {node: self.before.nodes[node] for node in self.removed}
+
+    @cached_property
+    def _added(self) -> dict[ir.Node, _Seen]:
+        return {node: self.after.nodes[node] for node in self.added}
+
+    @cached_property
+    def _standing(self) -> frozenset[ir.Value]:
+        return frozenset(self.equal.values())
+
+
+def _slice(
+    value: ir.Value,
+    nodes: Mapping[ir.Node, _Seen],
+    makers: Mapping[ir.Value, ir.Node],
+    stops: Collection[ir.Value],
+) -> tuple[list[ir.Node], set[ir.Value]]:
+    """Nodes that lie behind a value, and the values at which the way back ended."""
+    found: dict[ir.Node, None] = {}
+    ends: set[ir.Value] = set()
+    queue = [value]
+    while queue:
+        current = queue.pop()
+        maker = makers.get(current)
+        if maker not in nodes or maker is None or (current in stops and current is not value):
+            ends.add(current)
+        elif maker not in found:
+            found[maker] = None
+            queue.extend(each for each in nodes[maker].inputs if each is not None)
+    return list(found), ends
+
+
+class _Work:
+    """Whose work a node does: collects owners with their calls."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[Mapping[str, str]]] = []
+
+    def add(self, nodes: Iterable[Mapping[str, str]]) -> None:
+        group = [metadata for metadata in nodes if tags.MODULE in metadata]
+        if group:
+            self.groups.append(group)
+
+
+def merge_tags(difference: Difference, order: Mapping[str, int], called: Collection[str]) -> None:
+    """Give every node that does the work of others their owners.
+
+    Args:
+        difference: What a pass did. What it says is merged is noted in it.
+        order: Owner → when it first ran.
+        called: Paths of the modules that ran.
+    """
+    work: defaultdict[ir.Node, _Work] = defaultdict(_Work)
+    before, after = difference.before, difference.after
+    is_new = set(difference.added)
+    for old, new in list(difference.equal.items()):
+        maker = after.makers.get(new)
+        if maker is None:  # an input or an initializer now
+            continue
+        replaced, ends = difference.replaced(old)
+        if maker in is_new:
+            # Work on constants and sizes is folded away, and absorbed by nobody, unless that is all there was.
+            done = [gone for gone in replaced if gone in difference.live] or replaced
+            for node in difference.replacing(new):
+                work[node].add(before.nodes[gone].metadata for gone in done)
+        elif replaced and new not in ends:
+            for gone, kept in _twins(difference, old, new):
+                if gone not in difference.live and not difference.same(gone, kept):
+                    continue  # sizes are taken from wherever they are known
+                if tags.owners_of(before.nodes[gone].metadata) != tags.owners_of(kept.metadata_props):
+                    work[kept].add([kept.metadata_props])
+                    work[kept].add([before.nodes[gone].metadata])
+                    difference.merged[kept] = None
+    for node, found in work.items():
+        _write(node, found, order, called)
+    _place_strays([node for node in reversed(difference.added) if not work[node].groups], order, called)
+
+
+def _twins(difference: Difference, old: ir.Value, new: ir.Value) -> Iterator[tuple[ir.Node, ir.Node]]:
+    """A removed node and the kept one that makes an equal value; and, as far as they are alike, those before them."""
+    queue, seen = [(old, new)], set[ir.Node]()
+    while queue:
+        was, now = queue.pop()
+        gone, kept = difference.before.makers.get(was), difference.after.makers.get(now)
+        if gone is None or kept is None or gone is kept or gone not in difference._removed or gone in seen:
+            continue
+        seen.add(gone)
+        yield gone, kept
+        one, other = difference.before.nodes[gone], difference.after.nodes[kept]
+        if (gone.domain, gone.op_type) == (kept.domain, kept.op_type):
+            queue.extend(
+                (a, b)
+                for a, b in zip(one.inputs, other.inputs, strict=False)
+                if a is not None and b is not None and a is not b and a not in difference.equal
+            )
+
+
+def _write(node: ir.Node, work: _Work, order: Mapping[str, int], called: Collection[str]) -> None:
+    if not work.groups:
+        return
+    groups = [dict.fromkeys(owner for entry in group for owner in tags.owners_of(entry)) for group in work.groups]
+    owners = sorted(dict.fromkeys(owner for group in groups for owner in group), key=lambda path: order.get(path, 0))
+    entries = [entry for group in work.groups for entry in group]
+    calls = {(tags.owners_of(entry), entry.get(tags.CALL)) for entry in entries}
+    reasons = {entry.get(tags.REASON, "flow") for entry in entries}
+    if len(owners) == 1:
+        reason = reasons.pop() if len(reasons) == 1 else "scope" if "scope" in reasons else "flow"
+    elif len({owners for owners, _ in calls}) == 1 and len(reasons) == 1:
+        reason = reasons.pop()
+    else:
+        reason = "shared" if all(len(group) == 1 for group in groups) else "fused"
+    call = next(iter(calls))[1] if len(calls) == 1 else None
+    write_tags(node, owners, reason, call, called)
+
+
+def write_tags(node: ir.Node, owners: Sequence[str], reason: str, call: str | None, called: Collection[str]) -> None:
+    """Say on a node whose it is, in the file format's words."""
+    module = tags.common_ancestor(owners)
+    for key in tags.NODE_KEYS:
+        node.metadata_props.pop(key, None)
+    node.metadata_props.update(
+        {tags.MODULE: module, tags.REASON: reason, tags.NAMESPACE: tags.namespace(module, called)}
+    )
+    if len(owners) > 1:
+        node.metadata_props[tags.OWNERS] = json.dumps(list(owners), separators=(",", ":"), ensure_ascii=False)
+    if call is not None:
+        node.metadata_props[tags.CALL] = call
+
+
+def _place_strays(nodes: Sequence[ir.Node], order: Mapping[str, int], called: Collection[str]) -> None:
+    """Tag new nodes that replace none, last first: by those who read them, or else by whom they read."""
+    for node in nodes:
+        for key in tags.NODE_KEYS:
+            node.metadata_props.pop(key, None)
+    for near in (_readers, _makers):
+        for node in nodes if near is _readers else reversed(nodes):
+            if tags.MODULE not in node.metadata_props:
+                found = dict.fromkeys(owner for other in near(node) for owner in tags.owners_of(other.metadata_props))
+                if found:
+                    owners = sorted(found, key=lambda path: order.get(path, 0))
+                    write_tags(node, owners, "flow", None, called)
+
+
+def _readers(node: ir.Node) -> Iterator[ir.Node]:
+    return (use.node for value in node.outputs for use in value.uses())
+
+
+def _makers(node: ir.Node) -> Iterator[ir.Node]:
+    return (maker for value in node.inputs if value is not None and (maker := value.producer()) is not None)

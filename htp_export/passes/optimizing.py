@@ -1,0 +1,73 @@
+"""optimize(): fewer nodes, and the tags that were there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from htp_export.files import write_model
+from htp_export.passes.checking import OutputCheck
+from htp_export.passes.pipeline import Pipeline
+from htp_export.passes.registry import Level, choose
+from htp_export.passes.results import Optimized
+from htp_export.regions import all_nodes
+from htp_export.tagged import ModelSource, load
+
+__all__ = ["optimize"]
+
+
+def optimize(
+    model: ModelSource,
+    output: str | os.PathLike[str] | None = None,
+    passes: str | Sequence[str] = "default",
+    level: Level = "exact",
+    verify: bool = False,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    external_data: str | None = None,
+) -> Optimized:
+    """Make a model's graph smaller, and keep its tags true.
+
+    Every node that is left or new says whose work it does: a node that replaces others has the owners of all of them.
+    A module one of whose tensors was merged away is ``fused`` from then on, and names the modules with which.
+
+    Args:
+        model: The model. A model in memory is not changed.
+        output: The file to write.
+        passes: ``"default"``, or names of passes, as a list or with commas; see `htp_export.passes.available`.
+        level: What may happen to the results: ``"exact"``, outputs stay the same bit for bit; ``"tolerant"``, they may
+            change by 1e-5; ``"fused"``, operators that only ONNX Runtime has are used, too.
+        verify: Run the model in ONNX Runtime before and after every pass. A pass that breaks its level is undone and
+            named in the result.
+        inputs: The model's inputs by name, for ``verify``; random ones where it is None.
+        external_data: Name of a file beside ``output`` that takes all weights of more than 256 bytes.
+
+    Raises:
+        InputError: If there is no such pass or level, or if ``verify`` cannot run the model.
+        FileError: If a file cannot be read or written.
+
+    Example:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> exported = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> result = htp_export.optimize(exported, level="tolerant", verify=True)
+        >>> result.nodes_after <= result.nodes_before, result.max_abs <= 1e-5
+        (True, True)
+    """
+    chosen = choose(passes, level)
+    original = load(model).model
+    nodes_before = sum(1 for _ in all_nodes(original))
+    check = OutputCheck(original, inputs) if verify else None
+    pipeline = Pipeline(chosen, check)
+    optimized = pipeline.run(original if isinstance(model, str | os.PathLike) else original.clone())
+    if output is not None:
+        write_model(optimized, output, external_data)
+    return Optimized(
+        nodes_before,
+        sum(1 for _ in all_nodes(optimized)),
+        pipeline.attribution,
+        pipeline.reports,
+        None if check is None else check.max_abs,
+        model=optimized,
+    )

@@ -1,0 +1,169 @@
+"""The passes by name: those of this package, those registered by a program, and those of other packages."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Literal, TypeAlias, TypeVar
+
+import onnx_ir as ir
+
+from htp_export.errors import InputError
+
+__all__ = ["DEFAULT", "GROUP", "LEVELS", "Level", "PassInfo", "available", "choose", "find", "register"]
+
+Level: TypeAlias = Literal["exact", "tolerant", "fused"]
+LEVELS: tuple[Level, ...] = ("exact", "tolerant", "fused")
+"""What a pass may do to the results: nothing; change them by up to 1e-5; use operators of ONNX Runtime only, too."""
+
+GROUP = "htp_export.passes"
+"""The group of entry points that other packages name their passes in; each names a module that registers, or a pass."""
+
+DEFAULT = (
+    "fuse_for_onnxruntime",
+    "eliminate_dead_nodes",
+    "eliminate_identity_ops",
+    "simplify_shape_chains",
+    "fold_constants",
+    "eliminate_duplicate_constants",
+    "eliminate_common_subexpressions",
+    "eliminate_redundant_transposes",
+    "merge_reshapes",
+    "merge_layout_ops",
+    "cleanup_attention",
+    "simplify_arithmetic",
+    "fuse_pad_into_conv",
+    "fuse_conv_batchnorm",
+    "merge_parallel_projections",
+    "fuse_matmul_add",
+    "fuse_conv_relu",
+    "eliminate_unused_initializers",
+)
+"""The passes that run where none are named, in order; each round runs those that the level allows."""
+
+_BY_NAME_ONLY = ("fuse_matmul_add_3d",)
+"""Passes of this package that run only where they are named."""
+
+
+@dataclass(frozen=True)
+class PassInfo:
+    """A pass that can be named.
+
+    Attributes:
+        name: Its name.
+        level: What it may do to the results, one of `LEVELS`.
+        make: Makes the pass, without arguments.
+    """
+
+    name: str
+    level: Level
+    make: Callable[[], ir.passes.PassBase]
+
+    @property
+    def summary(self) -> str:
+        """What it does: the first line of its documentation."""
+        return (self.make.__doc__ or "").strip().partition("\n")[0]
+
+
+_registered: dict[str, PassInfo] = {}  # the one thing here that changes: what ``register`` was given
+
+_Make = TypeVar("_Make", bound=Callable[[], ir.passes.PassBase])
+
+
+def register(name: str, level: Level) -> Callable[[_Make], _Make]:
+    """Make a pass known by a name; for a class, or a function without arguments, that makes an onnx_ir pass.
+
+    The pass needs to know nothing of tags. It has to keep one rule: a node that stays in the graph computes what it
+    computed before. What computes something else is a new node, and takes the name of a value only to hold that value.
+
+    Args:
+        name: The name. A name that is registered again means the new pass.
+        level: ``"exact"`` if outputs stay the same bit for bit, ``"tolerant"`` if they may change by 1e-5, ``"fused"``
+            if the pass uses operators that only ONNX Runtime has.
+
+    Raises:
+        InputError: If the level is none of these.
+
+    Example:
+        >>> import onnx_ir as ir
+        >>> @register("do_nothing", level="exact")
+        ... class DoNothing(ir.passes.InPlacePass):
+        ...     '''Does nothing.'''
+        ...     def call(self, model):
+        ...         return ir.passes.PassResult(model, modified=False)
+        >>> find("do_nothing").summary
+        'Does nothing.'
+    """
+    if level not in LEVELS:
+        raise InputError(f"pass {name!r}: level {level!r} is none of {', '.join(LEVELS)}")
+
+    def decorate(make: _Make) -> _Make:
+        _registered[name] = PassInfo(name, level, make)
+        return make
+
+    return decorate
+
+
+def available() -> dict[str, PassInfo]:
+    """Every pass by name, those of installed packages too.
+
+    Example:
+        >>> available()["eliminate_dead_nodes"].level
+        'exact'
+    """
+    for name in (*DEFAULT, *_BY_NAME_ONLY):
+        if name not in _registered:
+            importlib.import_module(f"htp_export.passes.{name}")
+    for entry in entry_points(group=GROUP):
+        if entry.name not in _registered:
+            loaded = entry.load()
+            if isinstance(loaded, type) and issubclass(loaded, ir.passes.PassBase) and entry.name not in _registered:
+                level: Level = getattr(loaded, "level", "tolerant")
+                register(entry.name, level)(loaded)
+    return dict(_registered)
+
+
+def find(name: str) -> PassInfo:
+    """The pass of a name.
+
+    Raises:
+        InputError: If there is none; the message lists those there are.
+    """
+    if name not in _registered and name in (*DEFAULT, *_BY_NAME_ONLY):
+        importlib.import_module(f"htp_export.passes.{name}")
+    if name in _registered:
+        return _registered[name]
+    known = available()
+    if name not in known:
+        raise InputError(f"no pass {name!r}; there are: {', '.join(sorted(known))}")
+    return known[name]
+
+
+def choose(passes: str | Sequence[str], level: Level) -> list[PassInfo]:
+    """The passes to run.
+
+    Args:
+        passes: ``"default"``, names with commas between them, or a list of names.
+        level: What they may do to the results. Default passes that do more are left out.
+
+    Raises:
+        InputError: If there is no such pass or level, or if a pass is named that does more than the level allows.
+    """
+    if level not in LEVELS:
+        raise InputError(f"level {level!r} is none of {', '.join(LEVELS)}")
+    if passes == "default":
+        return [info for info in map(find, DEFAULT) if _allowed(info, level)]
+    names: Iterable[str] = passes.split(",") if isinstance(passes, str) else passes
+    chosen = [find(name.strip()) for name in names]
+    if not chosen:
+        raise InputError("no passes were named; give 'default' or names")
+    for info in chosen:
+        if not _allowed(info, level):
+            raise InputError(f"pass {info.name!r} is {info.level}, more than level {level!r} allows")
+    return chosen
+
+
+def _allowed(info: PassInfo, level: Level) -> bool:
+    return LEVELS.index(info.level) <= LEVELS.index(level)

@@ -1,0 +1,43 @@
+"""Constants in a row, made one."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.passes.cleanup_attention import scaled
+from htp_export.passes.editing import Array, add_constant, constant_array, is_standard, remove_unused, replace
+from htp_export.passes.registry import register
+
+__all__ = ["SimplifyArithmetic"]
+
+
+@register("simplify_arithmetic", level="tolerant")
+class SimplifyArithmetic(ir.passes.InPlacePass):
+    """Multiplies once where a value is multiplied by one constant after another."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        for node in model.graph:
+            if not is_standard(node, "Mul", "Div"):
+                continue
+            outer = _factor(node)
+            inner = scaled(outer[0]) if outer is not None else None
+            if outer is None or inner is None:
+                continue
+            joint = np.asarray(outer[1] * inner[1], dtype=inner[1].dtype)
+            factor = add_constant(model.graph, joint, f"{node.outputs[0].name}_factor")
+            replace(node, [ir.node("Mul", [inner[0], factor])])
+            modified = True
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+def _factor(node: ir.Node) -> tuple[ir.Value, Array] | None:
+    """What a node multiplies by a constant number, and the number."""
+    for place in (1, 0) if node.op_type == "Mul" else (1,):
+        factor, source = constant_array(node.inputs[place], 1), node.inputs[1 - place]
+        if factor is not None and factor.dtype.kind == "f" and factor.ndim == 0 and source is not None:
+            return source, factor if node.op_type == "Mul" else np.asarray(1 / factor)
+    return None

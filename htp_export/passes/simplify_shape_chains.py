@@ -1,0 +1,128 @@
+"""Computations of sizes: folded where they are constant, shared where they are equal, not needed where possible."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.passes.editing import add_constant, is_standard, only_reader, remove_unused, replace, stand_in
+from htp_export.passes.registry import register
+from htp_export.passes.sizes import Dim
+from htp_export.passes.symbolic import Contents, Symbolic
+
+__all__ = ["SimplifyShapeChains"]
+
+
+@register("simplify_shape_chains", level="exact")
+class SimplifyShapeChains(ir.passes.InPlacePass):
+    """Computes sizes once, and lets ``Reshape`` and ``Expand`` do with constants where shapes allow it."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph, known = model.graph, Symbolic(model.graph)
+        seen: dict[object, ir.Value] = {}
+        modified = False
+        for node in graph:
+            modified |= _constant_target(graph, node, known) or _one_gather(graph, node, known)
+            contents = known.contents(node.outputs[0]) if len(node.outputs) == 1 else None
+            if contents is not None and node.inputs:
+                modified |= _reuse(graph, node.outputs[0], contents, known, seen)
+                modified |= _put_together(graph, node, contents, known, seen)
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+def _reuse(graph: ir.Graph, value: ir.Value, contents: Contents, known: Symbolic, seen: dict[object, ir.Value]) -> bool:
+    """Let a constant, or an earlier value of equal contents, stand for a value."""
+    dtype = known.dtype(value)
+    if dtype is None or not value.uses():
+        return False
+    flat = contents.reshape(-1).tolist()
+    if all(isinstance(item, int) for item in flat):
+        if value.is_graph_output():
+            return False
+        array = np.array(flat, dtype=dtype.numpy()).reshape(contents.shape)
+        return stand_in(value, add_constant(graph, array, f"{value.name}_folded"))
+    earlier = seen.setdefault((dtype, contents.shape, *flat), value)
+    return earlier is not value and stand_in(value, earlier)
+
+
+def _one_gather(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
+    """Take one size as a vector at once, where it is taken as a number and made a vector."""
+    gather = node.inputs[0].producer() if is_standard(node, "Unsqueeze") and node.inputs[0] is not None else None
+    if gather is None or not is_standard(gather, "Gather") or only_reader(gather.outputs[0]) is None:
+        return False
+    place = known.contents(gather.inputs[1])
+    if place is None or place.ndim or known.rank(gather.inputs[0]) != 1:
+        return False
+    index = add_constant(graph, np.array([place.item()], np.int64), f"{node.outputs[0].name}_index")
+    replace(node, [ir.node("Gather", [gather.inputs[0], index], {"axis": 0})])
+    return True
+
+
+def _put_together(
+    graph: ir.Graph, node: ir.Node, contents: Contents, known: Symbolic, seen: dict[object, ir.Value]
+) -> bool:
+    """Make a shape that was chosen element by element of its parts."""
+    dtype = known.dtype(node.outputs[0])
+    if not is_standard(node, "Where") or contents.ndim != 1 or dtype is None or not node.outputs[0].uses():
+        return False
+    parts: list[ir.Value] = []
+    for item in contents:
+        if isinstance(item, int):
+            parts.append(add_constant(graph, np.array([item], dtype.numpy()), f"{node.outputs[0].name}_part"))
+        elif (dtype, (1,), item) in seen:
+            parts.append(seen[dtype, (1,), item])
+        else:
+            return False
+    replace(node, [ir.node("Concat", parts, {"axis": 0})])
+    return True
+
+
+def _constant_target(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
+    """Give a ``Reshape`` or ``Expand`` a constant in place of a computed shape."""
+    if not is_standard(node, "Reshape", "Expand") or node.inputs[1] is None or known.constant(node.inputs[1]):
+        return False
+    given, result = known.shape(node.inputs[0]), known.shape(node.outputs[0])
+    if given is None or result is None:
+        return False
+    target = reshape_target(given, result) if node.op_type == "Reshape" else _expand_target(given, result)
+    if target is None or (node.op_type == "Reshape" and node.attributes.get_int("allowzero", 0) == 1):
+        return False
+    node.replace_input_with(1, add_constant(graph, np.array(target, np.int64), f"{node.outputs[0].name}_shape"))
+    return True
+
+
+def reshape_target(given: tuple[Dim, ...], result: tuple[Dim, ...]) -> list[int] | None:
+    """What a ``Reshape`` is to be told to get from one shape to another; None where numbers cannot say it.
+
+    A size that stays in its place is 0, and one other that is not known -1.
+
+    Example:
+        >>> from htp_export.passes.sizes import symbol
+        >>> batch, length = symbol("batch"), symbol("length")
+        >>> reshape_target((batch, length, 64), (batch, length, 4, 16))
+        [0, 0, 4, 16]
+        >>> reshape_target((batch, length, 64), (batch * length, 64))
+        [-1, 64]
+    """
+    target: list[int] = []
+    for place, dim in enumerate(result):
+        if isinstance(dim, int):
+            if dim == 0:
+                return None
+            target.append(dim)
+        elif place < len(given) and given[place] == dim:
+            target.append(0)
+        elif -1 in target:
+            return None
+        else:
+            target.append(-1)
+    return target
+
+
+def _expand_target(given: tuple[Dim, ...], result: tuple[Dim, ...]) -> list[int] | None:
+    """What an ``Expand`` is to be told; a size that the input has itself is 1."""
+    own: tuple[Dim, ...] = (1,) * (len(result) - len(given)) + given
+    target = [1 if dim == mine else dim for dim, mine in zip(result, own, strict=True)]
+    return [dim for dim in target if isinstance(dim, int)] if all(isinstance(dim, int) for dim in target) else None

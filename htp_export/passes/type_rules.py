@@ -1,0 +1,40 @@
+"""Element types of what operators make, for files that do not say them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+
+from htp_export.passes.shape_rules import ELEMENTWISE, LIKE_FIRST, REDUCE
+
+if TYPE_CHECKING:
+    from htp_export.passes.symbolic import Symbolic
+
+__all__ = ["result_type"]
+
+_MOVING = """
+AveragePool Concat Conv Expand Flatten Gather GatherElements GatherND Gemm GlobalAveragePool MatMul MaxPool Pad Range
+Reshape Slice Split Squeeze Tile Transpose Unsqueeze
+""".split()  # noqa: SIM905 - as a list of strings it would fill the screen
+_OTHERWISE = {"CastLike", "DequantizeLinear", "QuantizeLinear", "RandomNormalLike", "RandomUniformLike"}
+_LIKE_FIRST = frozenset((*LIKE_FIRST, *ELEMENTWISE, *REDUCE, *_MOVING)) - _OTHERWISE
+_TRUTH = {"And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "Not", "Or", "Xor"}
+
+
+def result_type(node: ir.Node, known: Symbolic) -> ir.DataType | None:
+    """The type of a node's first output."""
+    if node.domain != "":
+        return None
+    if node.op_type in _TRUTH:
+        return ir.DataType.BOOL
+    if node.op_type in ("Shape", "Size", "ArgMax", "ArgMin"):
+        return ir.DataType.INT64
+    if node.op_type == "Cast":
+        return ir.DataType(node.attributes["to"].as_int())
+    if node.op_type == "ConstantOfShape":
+        fill = node.attributes.get_tensor("value")
+        return ir.DataType.FLOAT if fill is None else fill.dtype
+    if node.op_type == "Where":
+        return known.dtype(node.inputs[1])
+    return known.dtype(node.inputs[0]) if node.op_type in _LIKE_FIRST and node.inputs else None

@@ -1,0 +1,306 @@
+"""optimize(): levels, attribution, verification and rollback, the registry, files, and real models held to PyTorch."""
+
+import json
+from importlib.metadata import EntryPoint
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+
+import htp_export
+from htp_export.cli.main import main
+from htp_export.errors import FileError, InputError
+from htp_export.passes import register, registry
+from htp_export.passes.checking import OutputCheck
+from htp_export.regions import all_nodes
+from tests.exporting import exported
+from tests.graphs import Builder, array, ops, owners, run
+from tests.truth import inexact
+
+
+class Changing(ir.passes.InPlacePass):
+    """Puts one operator in the place of another."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self.old, self.new = old, new
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        found = [node for node in model.graph if node.op_type == self.old]
+        for node in found:
+            new = ir.node(self.new, node.inputs)
+            ir.convenience.replace_nodes_and_values(model.graph, node, [node], [new], node.outputs, new.outputs)
+        return ir.passes.PassResult(model, bool(found))
+
+
+@pytest.fixture
+def passes():
+    """Passes that a test registers are forgotten afterwards."""
+    before = dict(registry._registered)
+    yield register
+    registry._registered.clear()
+    registry._registered.update(before)
+
+
+def small_net() -> ir.Model:
+    net = Builder(x=[2, 4])
+    net.add("Identity", "x", "a", "drop")
+    net.add("Relu", "a", "b", "layer.act")
+    net.add("Neg", "b", "y", "layer")
+    return net.model("y", {"drop": (["x"], ["a"]), "layer": (["a"], ["y"]), "layer.act": (["a"], ["b"])})
+
+
+def test_attribution_says_how_many_nodes_went_where():
+    result = htp_export.optimize(small_net())
+    assert (result.nodes_before, result.nodes_after) == (3, 2)
+    assert {name: dict(found) for name, found in result.attribution.items() if found} == {
+        "eliminate_identity_ops": {"drop": htp_export.passes.results.Change(removed=1)}
+    }
+    assert result.below("")["eliminate_identity_ops"].saved == 1
+    assert result.below("layer")["eliminate_identity_ops"].saved == 0
+    assert result.max_abs is None
+
+
+def test_a_model_in_memory_is_not_changed():
+    model = small_net()
+    before = ir.to_proto(model).SerializeToString()
+    result = htp_export.optimize(model)
+    assert ir.to_proto(model).SerializeToString() == before
+    assert ops(result.model) == ["Relu", "Neg"]
+
+
+def test_a_result_prints_as_a_table_and_goes_into_json():
+    result = htp_export.optimize(small_net(), verify=True)
+    assert "eliminate_identity_ops" in str(result)
+    assert str(result).endswith("3 nodes before, 2 after")
+    data = json.loads(json.dumps(result.to_dict()))
+    assert data["max_abs"] == 0.0
+    assert [entry["modules"] for entry in data["passes"] if entry["modules"]] == [
+        {"drop": {"removed": 1, "added": 0, "merged": 0}}
+    ]
+
+
+def test_a_pass_of_ones_own_gets_its_tags_from_the_policy(passes):
+    @passes("negate_differently", level="exact")
+    class Softens(Changing):
+        """Computes something else, and is not asked."""
+
+        def __init__(self) -> None:
+            super().__init__("Neg", "Softsign")
+
+    result = htp_export.optimize(small_net(), passes="negate_differently", level="exact")
+    assert owners(result.model)["y"] == ("layer",)
+
+
+def test_a_pass_that_breaks_its_level_is_undone_and_named(passes):
+    passes("wrong", level="tolerant")(lambda: Changing("Neg", "Abs"))
+    model = small_net()
+    result = htp_export.optimize(model, passes=["eliminate_identity_ops", "wrong"], level="tolerant", verify=True)
+    assert list(result.rolled_back) == ["wrong"]
+    assert "output 'y' is off by" in result.rolled_back["wrong"]
+    assert ops(result.model) == ["Relu", "Neg"]
+    assert owners(result.model) == {"b": ("layer.act",), "y": ("layer",)}
+    signatures = htp_export.load(result.model).signatures
+    assert signatures["layer.act"][0].inputs == {"arg0": "x"}
+    assert np.array_equal(run(result.model, x=array(2, 4))[0], run(model, x=array(2, 4))[0])
+
+
+def test_without_verification_a_wrong_pass_is_believed(passes):
+    passes("wrong", level="exact")(lambda: Changing("Neg", "Abs"))
+    assert ops(htp_export.optimize(small_net(), passes="wrong").model) == ["Identity", "Relu", "Abs"]
+
+
+def test_an_exact_pass_may_not_change_a_bit(passes):
+    class Scales(ir.passes.InPlacePass):
+        def call(self, model: ir.Model) -> ir.passes.PassResult:
+            weight = model.graph.initializers["w"]
+            weight.const_value = ir.tensor(weight.const_value.numpy() * np.float32(1 + 2e-7))
+            return ir.passes.PassResult(model, modified=True)
+
+    net = Builder(x=[2, 4])
+    net.const("w", array(4))
+    net.add("Mul", "x w", "y", "fc")
+    model = net.model("y")
+    for level, undone in (("exact", ["scales"]), ("tolerant", [])):
+        passes("scales", level=level)(Scales)
+        result = htp_export.optimize(model, passes="scales", level=level, verify=True)
+        assert list(result.rolled_back) == undone
+
+
+def test_values_that_are_not_numbers_are_compared():
+    net = Builder(x=[2])
+    net.add("Log", "x", "y", "a")
+    one = net.model("y")
+    other = Builder(x=[2])
+    other.add("Relu", "x", "y", "a")
+    check = OutputCheck(one, {"x": np.float32([-1, 1])})
+    assert check.fault(one, "exact") == ""
+    assert "off by inf" in check.fault(other.model("y"), "tolerant")
+
+
+def test_a_pass_above_the_level_is_refused():
+    with pytest.raises(InputError, match="'fuse_conv_batchnorm' is tolerant, more than level 'exact' allows"):
+        htp_export.optimize(small_net(), passes="fuse_conv_batchnorm")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"level": "wild"}, "level 'wild'"), ({"passes": "nothing"}, "no pass 'nothing'"), ({"passes": []}, "no passes")],
+)
+def test_what_cannot_be_chosen_is_told(arguments, message):
+    with pytest.raises(InputError, match=message):
+        htp_export.optimize(small_net(), **arguments)
+
+
+def test_a_level_that_there_is_not_cannot_be_registered():
+    with pytest.raises(InputError, match="level 'wild' is none of"):
+        register("mine", level="wild")
+
+
+def test_passes_of_other_packages_come_from_entry_points(passes, monkeypatch):
+    entry = EntryPoint("from_elsewhere", "tests.test_optimize:Elsewhere", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == registry.GROUP else [])
+    assert registry.find("from_elsewhere").level == "exact"
+    assert ops(htp_export.optimize(small_net(), passes="from_elsewhere").model) == ["Identity", "Relu", "Neg"]
+
+
+class Elsewhere(ir.passes.InPlacePass):
+    """Does nothing."""
+
+    level = "exact"
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        return ir.passes.PassResult(model, modified=False)
+
+
+def test_a_functional_pass_may_give_another_model(passes):
+    class Copies(ir.passes.FunctionalPass):
+        def call(self, model: ir.Model) -> ir.passes.PassResult:
+            return ir.passes.PassResult(model.clone(), modified=True)
+
+    passes("copies", level="exact")(Copies)
+    result = htp_export.optimize(small_net(), passes=["copies", "eliminate_identity_ops"], level="exact")
+    assert owners(result.model) == {"b": ("layer.act",), "y": ("layer",)}
+    assert htp_export.load(result.model).hierarchy["layer"].fate == "computed"
+
+
+def test_an_untagged_model_is_optimised_too():
+    model = small_net()
+    for node in model.graph:
+        node.metadata_props.clear()
+    model.metadata_props.clear()
+    result = htp_export.optimize(model)
+    assert ops(result.model) == ["Relu", "Neg"]
+    assert dict(result.model.metadata_props) == {}
+
+
+def test_external_data_stays_where_it_is(tmp_path):
+    net = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Linear(64, 64), torch.nn.ReLU()).eval()
+    source, target = tmp_path / "model.onnx", tmp_path / "small.onnx"
+    htp_export.export(net, (torch.randn(2, 64),), source, external_data=True, verbose=False)
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.data")}
+    htp_export.optimize(source, target)
+    assert before
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.data")} == before
+    assert target.stat().st_size < 64 * 64 * 4
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(FileError, match=r"nowhere\.onnx"):
+        htp_export.optimize(tmp_path / "nowhere.onnx", tmp_path / "out.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_writes_a_file_and_tells_what_it_did(tmp_path, capsys):
+    source, target = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(ir.to_proto(small_net()), source)
+    assert main(["optimize", str(source), "-o", str(target), "--verify"]) == 0
+    assert "3 nodes before, 2 after; outputs differ by 0 at most" in capsys.readouterr().out
+    assert ops(ir.load(target)) == ["Relu", "Neg"]
+    assert main(["optimize", str(source), "-o", str(target), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nodes_after"] == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--level", "wild"], ["--passes", "nothing"], ["--passes", "fuse_conv_relu"]], ids=lambda a: a[1]
+)
+def test_the_command_ends_with_status_2_and_writes_nothing(arguments, tmp_path, capsys):
+    source, target = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(ir.to_proto(small_net()), source)
+    assert main(["optimize", str(source), "-o", str(target), *arguments]) == 2
+    assert arguments[1] in capsys.readouterr().err
+    assert not target.exists()
+
+
+# --- real architectures ---------------------------------------------------
+
+
+def spread(model: torch.nn.Module) -> torch.nn.Module:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.eval()
+
+
+def text() -> dict[str, torch.Tensor]:
+    mask = torch.ones(1, 8, dtype=torch.long)
+    mask[:, -2:] = 0
+    return {"input_ids": torch.randint(3, 100, (1, 8)), "attention_mask": mask}
+
+
+def bert() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    return BertModel(BertConfig(vocab_size=100, **sizes)), text()
+
+
+def gpt2() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, use_cache=False, **ends)
+    return GPT2LMHeadModel(config), text()
+
+
+def resnet() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1])
+    return ResNetForImageClassification(config), {"pixel_values": torch.randn(1, 3, 32, 32)}
+
+
+@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
+@pytest.mark.parametrize(
+    ("build", "most"), [(bert, (144, 74)), (gpt2, (149, 87)), (resnet, (45, 45))], ids=["bert", "gpt2", "resnet"]
+)
+def test_real_models_stay_exact_or_say_with_what_they_are_fused(build, most, exporter, tmp_path):
+    model, kwargs = build()
+    spread(model)
+    options = {}
+    if exporter == "torchscript":
+        axes = {key: {0: "batch", 1: "length"} if value.ndim == 2 else {0: "batch"} for key, value in kwargs.items()}
+        options = {"opset_version": 14, "do_constant_folding": False, "input_names": list(kwargs), "dynamic_axes": axes}
+    exported(model, kwargs, exporter, tmp_path, **options)
+    source, target = tmp_path / "model.onnx", tmp_path / "small.onnx"
+    result = htp_export.optimize(source, target, level="tolerant", verify=True)
+    assert result.rolled_back == {}
+    assert result.max_abs is not None
+    assert result.max_abs <= 1e-4
+    assert result.nodes_after <= most[exporter == "dynamo"]
+    assert all("htp.module" in node.metadata_props for node in all_nodes(result.model))
+    assert inexact(model, kwargs, target) == []
+
+
+def test_attention_for_onnxruntime_has_all_its_owners(tmp_path):
+    model, kwargs = bert()
+    exported(spread(model), kwargs, "dynamo", tmp_path)
+    result = htp_export.optimize(tmp_path / "model.onnx", tmp_path / "small.onnx", level="fused", verify=True)
+    assert result.rolled_back == {}
+    attention = next(node for node in result.model.graph if node.op_type in ("Attention", "MultiHeadAttention"))
+    path = "encoder.layer.0.attention.self"
+    found = owners(result.model)[attention.outputs[0].name]
+    assert set(found) >= {path}
+    assert inexact(model, kwargs, tmp_path / "small.onnx") == []
