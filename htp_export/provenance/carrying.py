@@ -1,0 +1,296 @@
+"""`carry`: module tags onto what any other tool made of a tagged model."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.errors import InputError, UntaggedModelError
+from htp_export.files import write_model
+from htp_export.hierarchy import Hierarchy
+from htp_export.provenance.alignment import Alignment
+from htp_export.provenance.fates import FatesAfter
+from htp_export.provenance.maps import MAP, map_to_text, text_to_map
+from htp_export.provenance.ownership import Owned, owners_after
+from htp_export.provenance.sketch import NOTHING, Sketch, draw
+from htp_export.provenance.work import divide
+from htp_export.signatures import Signature, signatures_from_json, signatures_to_json
+from htp_export.tagged import ModelSource, TaggedModel, load, model_of
+
+__all__ = ["Carried", "carry", "carry_in_place", "embed_map", "tagged_model"]
+
+_IR_VERSION = 10  # the first with metadata on nodes
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What `carry` did.
+
+    Attributes:
+        model: The model after the tool, with tags on every node.
+        nodes: How many nodes it has, those in subgraphs and functions too.
+        kept: How many of them still had their tags from before, and rightly.
+        recovered: ``htp.reason`` → how many of the others have their owners by that evidence; see ``docs/format.md``.
+        fates: Module path → its fate now, for modules that have another fate than before: ``fused`` where a border
+            tensor is gone, ``constant`` where the tool folded their work away.
+        contamination: ``(module, tensor, leaves)`` for border tensors of modules that are none in PyTorch.
+    """
+
+    model: ir.Model = field(repr=False)
+    nodes: int
+    kept: int
+    recovered: Mapping[str, int]
+    fates: Mapping[str, str]
+    contamination: Sequence[tuple[str, str, bool]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, without the model."""
+        return {
+            "nodes": self.nodes,
+            "kept": self.kept,
+            "recovered": dict(self.recovered),
+            "fates": dict(self.fates),
+            "contamination": [list(entry) for entry in self.contamination],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.nodes:7} nodes, all with owners", f"{self.kept:7} kept their tags"]
+        lines += [f"{count:7} by {reason}" for reason, count in self.recovered.items()]
+        lines += [f"{count:7} modules now {fate}" for fate, count in Counter(self.fates.values()).items()]
+        if self.contamination:
+            lines.append(f"{len(self.contamination):7} border tensors that are none in PyTorch")
+        return "\n".join(lines)
+
+
+def carry(
+    before: ModelSource | None, after: ModelSource | None = None, output: str | os.PathLike[str] | None = None
+) -> Carried:
+    """Put module tags on what another tool made of a tagged model.
+
+    Every node gets owners: one that still computes what it did, those that it had; one that does the work of several,
+    all of theirs; one that the tool inserted (quantizers, casts, layouts), those of the nodes that it serves. Modules
+    of which a border tensor is gone become ``fused``, with the modules that they were merged with.
+
+    No weights are read. Nothing is run.
+
+    Args:
+        before: The tagged model that the tool was given: a file, `TaggedModel`, ``ModelProto`` or ``ir.Model``. Where
+            it is gone, give the model after alone, ``carry(after)``: then the map in its metadata is used, which
+            `embed_map` and the adapters in ``htp_export.tools`` write before a tool runs.
+        after: What the tool made of it. Models in memory are not changed.
+        output: A file to write; its weights stay external if they are.
+
+    Raises:
+        UntaggedModelError: ``before`` has no tags of htp_export, or, where it is gone, ``after`` has no map.
+        InputError: ``after`` has an input or a result that ``before`` does not have.
+        FileError: A file cannot be read or written.
+
+    Example:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> stripped = program.model.clone()
+        >>> for node in stripped.graph:
+        ...     node.metadata_props.clear()
+        >>> print(carry(program, stripped))
+              2 nodes, all with owners
+              0 kept their tags
+              2 by tensor
+    """
+    if after is None:
+        before, after = None, before
+    if after is None:
+        raise InputError("no model to carry tags to")
+    with _collector_held():
+        model = model_of(after)
+        if not isinstance(after, str | os.PathLike | onnx.ModelProto):  # those were read into a model of our own
+            model = model.clone()
+        return carry_in_place(before, model, output)
+
+
+def carry_in_place(
+    before: ModelSource | None, after: ir.Model, output: str | os.PathLike[str] | None = None
+) -> Carried:
+    """`carry` onto a model that may be changed."""
+    result = _carried(_from_map(after) if before is None else _from_model(before), after)
+    if output is not None:
+        write_model(after, output)
+    return result
+
+
+def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) -> ir.Model:
+    """Write into a tagged model's metadata what `carry` has to know of it, for when the model itself is gone.
+
+    About 30 bytes a node: operators, names of tensors and owners, no weights. Tools that keep the metadata of models
+    keep it, as nearly all do.
+
+    Args:
+        model: The tagged model; one in memory is not changed.
+        output: A file to write.
+
+    Returns:
+        The model with the map.
+
+    Raises:
+        UntaggedModelError: It has no tags of htp_export.
+        FileError: A file cannot be read or written.
+
+    Example:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> mapped = embed_map(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
+        >>> for node in mapped.graph:
+        ...     node.metadata_props.clear()
+        >>> carry(mapped).recovered
+        {'tensor': 2}
+    """
+    mapped = tagged_model(model)
+    mapped.metadata_props[MAP] = map_to_text(_drawn(mapped))
+    if output is not None:
+        write_model(mapped, output)
+    return mapped
+
+
+@contextlib.contextmanager
+def _collector_held() -> Iterator[None]:
+    """No garbage collection inside: all that is made here is kept, and looking through it takes half the time."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What is known of the model before.
+
+    Attributes:
+        sketch: Its nodes and their owners.
+        hierarchy: Its modules.
+        signatures: What they took and gave.
+        has_map: Whether it says so itself, in its metadata.
+    """
+
+    sketch: Sketch
+    hierarchy: Hierarchy
+    signatures: Mapping[str, Sequence[Signature]]
+    has_map: bool
+
+
+def tagged_model(source: ModelSource) -> ir.Model:
+    """A tagged model, as one that may be changed: a file's own, or a copy of one in memory.
+
+    Raises:
+        UntaggedModelError: It has no tags of htp_export, or lost some.
+    """
+    model = _tagged(source).model
+    return model if isinstance(source, str | os.PathLike) else model.clone()
+
+
+def _tagged(source: ModelSource) -> TaggedModel:
+    tagged = load(source)
+    if tagged.source != "htp":
+        raise UntaggedModelError(
+            f"model {tagged.model.graph.name!r} has no module tags to carry; export it with htp_export.export(...)"
+        )
+    return tagged
+
+
+def _drawn(model: ir.Model) -> Sketch:
+    """The sketch of a model all of whose nodes have tags."""
+    sketch, _ = draw(model, model.functions.values())
+    lost = sum(not node.owners for node in sketch.nodes)
+    if lost:
+        raise UntaggedModelError(
+            f"{lost} nodes of model {model.graph.name!r} have no tags; carry them from the model as it was exported"
+        )
+    return sketch
+
+
+def _from_model(source: ModelSource) -> _Origin:
+    tagged = _tagged(source)
+    return _Origin(_drawn(tagged.model), tagged.hierarchy, tagged.signatures, MAP in tagged.model.metadata_props)
+
+
+def _from_map(model: ir.Model) -> _Origin:
+    """From what the model after itself says of the one before."""
+    props = model.metadata_props
+    if MAP not in props or tags.MODULES not in props:
+        raise UntaggedModelError(
+            f"model {model.graph.name!r} does not say what it was made of; give carry(before, after) the model before, "
+            "or use htp_export.embed_map(before) ahead of the tool"
+        )
+    try:
+        signatures = signatures_from_json(props[tags.SIGNATURES]) if tags.SIGNATURES in props else {}
+        return _Origin(text_to_map(props[MAP]), Hierarchy.from_json(props[tags.MODULES]), signatures, True)
+    except ValueError as error:
+        raise InputError(f"model {model.graph.name!r}: {error}") from error
+
+
+def _carried(origin: _Origin, model: ir.Model) -> Carried:
+    after, nodes = draw(model, model.functions.values())
+    alignment = Alignment(origin.sketch, after)
+    for value in (*after.inputs, *after.outputs):
+        if alignment.meaning[value] == NOTHING:
+            raise InputError(
+                f"the second model was not made of the first, which has no {after.values[value].name!r} of that shape"
+            )
+    owned = owners_after(origin.sketch, after, divide(alignment))
+    fates = FatesAfter(alignment, origin.hierarchy, origin.signatures, [one.paths for one in owned])
+    _write(model, nodes, owned, fates)
+    if origin.has_map:
+        model.metadata_props[MAP] = map_to_text(_drawn(model))
+    return Carried(
+        model=model,
+        nodes=len(nodes),
+        kept=sum(one.kept for one in owned),
+        recovered=dict(Counter(one.reason for one in owned if not one.kept).most_common()),
+        fates={path: info.fate for path, info in fates.hierarchy.items() if info.fate != origin.hierarchy[path].fate},
+        contamination=fates.contamination,
+    )
+
+
+def _write(model: ir.Model, nodes: Sequence[ir.Node], owned: Sequence[Owned], fates: FatesAfter) -> None:
+    """Tags into a model."""
+    hierarchy = fates.hierarchy
+
+    @cache
+    def entry(paths: tuple[str, ...], reason: str) -> dict[str, str]:
+        module = paths[0] if len(paths) == 1 else tags.common_ancestor(paths)
+        said = {tags.MODULE: module, tags.REASON: reason, tags.NAMESPACE: tags.namespace(module, hierarchy.called)}
+        if len(paths) > 1:
+            said[tags.OWNERS] = json.dumps(paths, separators=(",", ":"), ensure_ascii=False)
+        return said
+
+    for node, one in zip(nodes, owned, strict=True):
+        said = node.metadata_props
+        for key in tags.NODE_KEYS:
+            said.pop(key, None)
+        said.update(entry(one.paths, one.reason))
+        if one.call:
+            said[tags.CALL] = one.call
+    props = model.metadata_props
+    for key in (*tags.MODEL_KEYS, MAP):
+        props.pop(key, None)
+    props[tags.FORMAT], props[tags.MODULES] = tags.VERSION, hierarchy.to_json()
+    signatures = fates.signatures()
+    if signatures:
+        props[tags.SIGNATURES] = signatures_to_json(signatures)
+    if fates.contamination:
+        props[tags.CONTAMINATION] = json.dumps(fates.contamination, separators=(",", ":"))
+    model.graph.name = hierarchy.root.simple_class or model.graph.name
+    model.ir_version = max(model.ir_version, _IR_VERSION)

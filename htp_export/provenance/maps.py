@@ -1,0 +1,140 @@
+"""A sketch as a short text for a file's metadata, ``htp.map``: tags come back from it when the file before is gone."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import zlib
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from htp_export.provenance.sketch import NOTHING, Sketch, SketchNode, SketchValue
+
+__all__ = ["MAP", "map_to_text", "text_to_map"]
+
+MAP = "htp.map"
+_LARGEST = 1 << 28  # bytes of JSON; a text that unfolds to more is no map
+
+T = TypeVar("T", bound=Hashable)
+
+
+def map_to_text(sketch: Sketch) -> str:
+    """A sketch as JSON, deflated, in base 85: the shapes that are known already, and no reasons.
+
+    Example:
+        >>> relu = SketchNode("Relu", "node", (0,), (1,), owners=("act",))
+        >>> sketch = Sketch([relu], [SketchValue("x", kind="input"), SketchValue("y")], [0], [1])
+        >>> text_to_map(map_to_text(sketch)) == sketch
+        True
+    """
+    nodes, values = sketch.nodes, sketch.values
+    columns = {
+        "nodes": [
+            _table(node.op for node in nodes),
+            [node.name for node in nodes],
+            [_relative(node.inputs, index) for index, node in enumerate(nodes)],
+            [_relative(node.outputs, index) for index, node in enumerate(nodes)],
+            _table(node.captured for node in nodes),
+            _table(node.attributes for node in nodes),
+            _table(node.words for node in nodes),
+            _table(node.scope for node in nodes),
+            _table((node.holder, node.has_bodies) for node in nodes),
+            _table((node.owners, node.call) for node in nodes),
+        ],
+        "values": [
+            [value.name for value in values],
+            _table((value.scope, value.shape, value.dtype, value.kind) for value in values),
+            _table(value.content for value in values),
+        ],
+        "inputs": sketch.inputs,
+        "outputs": sketch.outputs,
+    }
+    plain = json.dumps(columns, separators=(",", ":"), ensure_ascii=False).encode()
+    return base64.b85encode(zlib.compress(plain, 9)).decode()
+
+
+def text_to_map(text: str) -> Sketch:
+    """What `map_to_text` wrote.
+
+    Raises:
+        ValueError: It is not such a text.
+    """
+    try:
+        unfolding = zlib.decompressobj()
+        plain = unfolding.decompress(base64.b85decode(text), _LARGEST)
+        if unfolding.unconsumed_tail:
+            raise ValueError("it is too large")
+        return _sketch(json.loads(plain))
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, zlib.error, binascii.Error) as error:
+        raise ValueError(f"{MAP} is not what the file format says: {error}") from error
+
+
+def _sketch(columns: dict[str, Any]) -> Sketch:
+    op, names, inputs, outputs, captured, attributes, words, scopes, held, owned = columns["nodes"]
+    value_names, kinds, contents = columns["values"]
+    values = [
+        SketchValue(_text(name), scope, None if shape is None else tuple(shape), dtype, kind, _text(content))
+        for name, (scope, shape, dtype, kind), content in zip(
+            value_names, _listed(kinds), _listed(contents), strict=True
+        )
+    ]
+    rows = zip(
+        *(_listed(op), names, inputs, outputs, _listed(captured), _listed(attributes)),
+        *(_listed(words), _listed(scopes), _listed(held), _listed(owned)),
+        strict=True,
+    )
+    nodes = [
+        SketchNode(
+            _text(op),
+            _text(name),
+            _absolute(ins, index, len(values)),
+            _absolute(outs, index, len(values)),
+            _within(inner, len(values)),
+            _text(said),
+            tuple(map(_text, said_words)),
+            _text(scope),
+            holder if NOTHING <= holder < index else NOTHING,
+            bool(has_bodies),
+            tuple(map(_text, owners)),
+            _text(call),
+        )
+        for index, (op, name, ins, outs, inner, said, said_words, scope, (holder, has_bodies), (owners, call)) in (
+            enumerate(rows)
+        )
+    ]
+    given, made = (list(_within(columns[key], len(values))) for key in ("inputs", "outputs"))
+    return Sketch(nodes, values, given, made)
+
+
+def _table(column: Iterable[T]) -> list[Any]:
+    """Entries, each once, and for each row the number of its entry."""
+    entries: dict[T, int] = {}
+    rows = [entries.setdefault(entry, len(entries)) for entry in column]
+    return [list(entries), rows]
+
+
+def _listed(table: Sequence[Any]) -> list[Any]:
+    entries, rows = table
+    return [entries[row] for row in rows]
+
+
+def _relative(places: Sequence[int], index: int) -> list[int | None]:
+    """Values by their distance from the node's own number: alike in layers that are alike."""
+    return [None if place == NOTHING else place - index for place in places]
+
+
+def _absolute(places: Sequence[int | None], index: int, count: int) -> tuple[int, ...]:
+    return _within([NOTHING if place is None else place + index for place in places], count)
+
+
+def _within(places: Sequence[int], count: int) -> tuple[int, ...]:
+    if not all(isinstance(place, int) and NOTHING <= place < count for place in places):
+        raise ValueError("a value has a number that no value has")
+    return tuple(places)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a name is not a string")
+    return value

@@ -1,0 +1,73 @@
+"""From the work of each node after a tool to its owners, and how they are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from htp_export.provenance.sketch import NOTHING, Sketch, SketchNode
+from htp_export.provenance.work import Work
+
+__all__ = ["INSERTED", "Owned", "owners_after"]
+
+INSERTED = "inserted"
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """Who owns one node after a tool.
+
+    Attributes:
+        paths: The owners' module paths, in order of execution.
+        reason: How they are known: the word that the node bore before, or one for what the tool changed.
+        call: ``htp.call``, empty for none.
+        kept: Whether the tool left the node's tags, and they are right.
+    """
+
+    paths: tuple[str, ...]
+    reason: str
+    call: str = ""
+    kept: bool = False
+
+
+def owners_after(before: Sketch, after: Sketch, works: Sequence[Work]) -> list[Owned]:
+    """The owners of every node after, in order."""
+    found: list[Owned | None] = [_by_work(before, node, work) for node, work in zip(after.nodes, works, strict=True)]
+    for index in range(len(after.nodes) - 1, -1, -1):
+        if found[index] is None:  # it was inserted, and serves those that read what it makes
+            readers = (
+                reader for value in after.nodes[index].outputs if value != NOTHING for reader in after.readers[value]
+            )
+            found[index] = _together(found[reader] for reader in sorted(set(readers)))
+    for index, node in enumerate(after.nodes):
+        if found[index] is None:  # nothing reads it, but perhaps the node whose subgraph it stands in
+            makers = (after.maker[value] for value in node.reads if value != NOTHING)
+            near = [found[maker] for maker in sorted(set(makers) - {NOTHING})]
+            calls = (found[other] for other, one in enumerate(after.nodes) if node.scope and one.op == node.scope)
+            found[index] = _together(near) or _together([found[node.holder]] if node.holder != NOTHING else calls)
+    return [owned or Owned(("",), INSERTED) for owned in found]
+
+
+def _by_work(before: Sketch, node: SketchNode, work: Work) -> Owned | None:
+    nodes = [before.nodes[index] for index in work.nodes]
+    if not nodes and work.ends != NOTHING and not node.owners:
+        end = before.nodes[work.ends]
+        return Owned(end.owners, INSERTED, end.call)
+    paths = tuple(dict.fromkeys(path for old in nodes for path in old.owners))
+    calls = {(old.owners, old.call) for old in nodes}
+    call = nodes[0].call if len(calls) == 1 else ""
+    if node.owners:
+        same = not nodes or set(node.owners) == set(paths)
+        single = work.coarse and any(old.op == node.op and old.owners == node.owners for old in nodes)
+        if same or single:
+            return Owned(node.owners, node.reason or work.reason, node.call, kept=True)
+    return Owned(paths, work.reason, call) if paths else None
+
+
+def _together(near: Iterable[Owned | None]) -> Owned | None:
+    owned = [one for one in near if one is not None]
+    if not owned:
+        return None
+    calls = {(one.paths, one.call) for one in owned}
+    paths = tuple(dict.fromkeys(path for one in owned for path in one.paths))
+    return Owned(paths, INSERTED, owned[0].call if len(calls) == 1 else "")

@@ -1,0 +1,348 @@
+"""A sketch of a model: its nodes, tensors and owners as numbers and short strings, without weights.
+
+It is everything that is compared of two models, and small enough to be kept in a file's metadata. Nodes inside
+subgraphs stand in the same list, after the node that holds them, which also counts what they capture as read by it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.provenance.shapes import Shape, infer_shapes
+
+__all__ = ["NOTHING", "Sketch", "SketchNode", "SketchValue", "base_op", "draw"]
+
+NOTHING = -1  # no tensor, no node
+_SMALL_BYTES = 256  # constants up to this size are compared by what is in them
+_SIZES = frozenset(("Shape", "Size"))
+
+
+@dataclass(slots=True)
+class SketchValue:
+    """A tensor.
+
+    Attributes:
+        name: Its name.
+        scope: Where the name holds: ``""`` in the main graph, else the way to the subgraph.
+        shape: Dimensions as numbers and symbols; None where the file does not say.
+        dtype: ONNX's number of the element type; 0 where the file does not say.
+        kind: ``input``, ``initializer`` or ``node``, by what makes it.
+        content: What a small constant holds, as a short hash; empty for all else.
+    """
+
+    name: str
+    scope: str = ""
+    shape: tuple[int | str, ...] | None = None
+    dtype: int = 0
+    kind: str = "node"
+    content: str = ""
+
+
+@dataclass(slots=True)
+class SketchNode:
+    """A node.
+
+    Attributes:
+        op: Operator, with its domain where that is not ONNX's: ``com.microsoft::Gelu``.
+        name: The node's name.
+        inputs: Values that it reads, `NOTHING` for one left out.
+        outputs: Values that it makes, `NOTHING` for one left out.
+        captured: Values from outside that its subgraphs read.
+        attributes: What its attributes say, as a short hash.
+        words: Its attributes that are strings: names of operators that it took in, among others.
+        scope: As of `SketchValue`.
+        holder: The node whose subgraph it stands in; `NOTHING` in the main graph.
+        has_bodies: Whether it holds subgraphs.
+        owners: Its owners, empty where it has no tags.
+        call: ``htp.call``.
+        reason: ``htp.reason``.
+    """
+
+    op: str
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    captured: tuple[int, ...] = ()
+    attributes: str = ""
+    words: tuple[str, ...] = ()
+    scope: str = ""
+    holder: int = NOTHING
+    has_bodies: bool = False
+    owners: tuple[str, ...] = ()
+    call: str = ""
+    reason: str = ""
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """What it and its subgraphs read."""
+        return self.inputs + self.captured if self.captured else self.inputs
+
+
+@dataclass
+class Sketch:
+    """A model.
+
+    Attributes:
+        nodes: Every node of the main graph and its subgraphs.
+        values: Every tensor.
+        inputs: The main graph's inputs.
+        outputs: The main graph's outputs.
+        infer: Finds the shapes that the file does not say, by name; called once, when the first is asked for.
+    """
+
+    nodes: list[SketchNode] = field(default_factory=list)
+    values: list[SketchValue] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    infer: Callable[[], Mapping[str, Shape]] | None = field(default=None, repr=False)
+
+    def shape(self, value: int) -> Shape:
+        """Dimensions and element type of a tensor; None and 0 for what is not known."""
+        own = self.values[value]
+        if own.shape is None and self.infer is not None and not own.scope:
+            inferred, self.infer = self.infer(), None
+            for other in self.values:
+                if other.shape is None and not other.scope and other.name in inferred:
+                    other.shape, other.dtype = inferred[other.name]
+        return own.shape, own.dtype
+
+    @cached_property
+    def maker(self) -> list[int]:
+        """Value → the node that makes it."""
+        found = [NOTHING] * len(self.values)
+        for index, node in enumerate(self.nodes):
+            for value in node.outputs:
+                if value != NOTHING:
+                    found[value] = index
+        return found
+
+    @cached_property
+    def readers(self) -> list[list[int]]:
+        """Value → the nodes that read it, each once."""
+        found: list[list[int]] = [[] for _ in self.values]
+        for index, node in enumerate(self.nodes):
+            for value in dict.fromkeys(node.reads):
+                if value != NOTHING:
+                    found[value].append(index)
+        return found
+
+    @cached_property
+    def live(self) -> list[bool]:
+        """Value → whether it depends on the values of the model's inputs; sizes of tensors do not count."""
+        found = [value.kind == "input" for value in self.values]
+        for node in self.nodes:
+            if node.op in _SIZES:
+                continue
+            if any(found[value] for value in node.reads if value != NOTHING):
+                for value in node.outputs:
+                    if value != NOTHING:
+                        found[value] = True
+        return found
+
+    @cached_property
+    def by_name(self) -> dict[str, list[int]]:
+        """Name → the values that bear it: one, but for names that several subgraphs use."""
+        found: dict[str, list[int]] = {}
+        for index, value in enumerate(self.values):
+            if value.name:
+                found.setdefault(value.name, []).append(index)
+        return found
+
+    def find(self, name: str, scope: str = "") -> int:
+        """The value of a name, in that scope if there are several; `NOTHING` where there is none or it is not told."""
+        found = self.by_name.get(name, ())
+        if len(found) > 1:
+            found = [value for value in found if self.values[value].scope == scope] or found
+        return found[0] if len(found) == 1 else NOTHING
+
+
+def base_op(op: str) -> str:
+    """The operator without its domain.
+
+    Example:
+        >>> base_op("com.microsoft.nchwc::Conv"), base_op("Conv")
+        ('Conv', 'Conv')
+    """
+    return op.rpartition("::")[2]
+
+
+def draw(model: ir.Model, functions: Iterable[ir.Function] = ()) -> tuple[Sketch, list[ir.Node]]:
+    """Sketch a model.
+
+    Args:
+        model: The model; no external data of it is read.
+        functions: Functions whose bodies are sketched too, each as a scope of its own.
+
+    Returns:
+        The sketch, and the model's nodes in the same order.
+    """
+    pen = _Pen()
+    pen.graph(model.graph, "", NOTHING)
+    pen.sketch.infer = functools.partial(infer_shapes, model)
+    pen.sketch.inputs = [pen.values[value] for value in model.graph.inputs]
+    pen.sketch.outputs = [pen.values[value] for value in model.graph.outputs if value in pen.values]
+    for function in functions:
+        pen.graph(function.graph, f"{function.domain}::{function.name}", NOTHING)
+    return pen.sketch, pen.nodes
+
+
+class _Pen:
+    """Draws one model."""
+
+    def __init__(self) -> None:
+        self.sketch, self.nodes = Sketch(), list[ir.Node]()
+        self.values: dict[ir.Value, int] = {}
+
+    def graph(self, graph: ir.Graph, scope: str, holder: int) -> None:
+        for value in graph.inputs:
+            self._value(value, scope, "initializer" if value.is_initializer() else "input", _content(value.const_value))
+        for value in graph.initializers.values():
+            self._value(value, scope, "initializer", _content(value.const_value))
+        for node in _in_order(graph):
+            self._node(node, scope, holder)
+
+    def _value(self, value: ir.Value, scope: str, kind: str, content: str = "") -> int:
+        if value in self.values:
+            return self.values[value]
+        shape = None if value.shape is None else tuple(map(_dimension, value.shape.dims))
+        if shape is None and value.const_value is not None:
+            shape = tuple(map(_dimension, value.const_value.shape.dims))
+        dtype = int(value.dtype) if value.dtype is not None else 0
+        self.values[value] = index = len(self.sketch.values)
+        self.sketch.values.append(SketchValue(value.name or "", scope, shape, dtype, kind, content))
+        return index
+
+    def _read(self, value: ir.Value | None, scope: str) -> int:
+        if value is None:
+            return NOTHING
+        found = self.values.get(value)
+        return self._value(value, scope, "node") if found is None else found
+
+    def _node(self, node: ir.Node, scope: str, holder: int) -> None:
+        metadata, bodies = node.metadata_props, list[tuple[str, ir.Graph]]()
+        words: tuple[str, ...] = ()
+        index, attributes, content = len(self.nodes), "", ""
+        if node.attributes:
+            attributes, words, bodies = _attributes(node)
+            if node.op_type == "Constant":
+                content = attributes
+        self.nodes.append(node)
+        self.sketch.nodes.append(
+            SketchNode(
+                sys.intern(f"{node.domain}::{node.op_type}" if node.domain else node.op_type),
+                node.name or "",
+                tuple([self._read(value, scope) for value in node.inputs]),
+                tuple([self._value(value, scope, "node", content) for value in node.outputs]),
+                (),
+                attributes,
+                words,
+                scope,
+                holder,
+                bool(bodies),
+                tags.owners_of(metadata),
+                metadata.get(tags.CALL, ""),
+                metadata.get(tags.REASON, ""),
+            )
+        )
+        for name, body in bodies:
+            self._body(body, f"{scope}/{node.outputs[0].name if node.outputs else node.name}:{name}", index)
+
+    def _body(self, body: ir.Graph, scope: str, holder: int) -> None:
+        before, first = len(self.sketch.values), len(self.sketch.nodes)
+        self.graph(body, scope, holder)
+        inside = self.sketch.nodes[first:]
+        reads = (value for node in inside for value in node.reads)
+        given = (self.values[value] for value in body.outputs if value in self.values)
+        captured = dict.fromkeys(value for value in (*reads, *given) if NOTHING < value < before)
+        own = self.sketch.nodes[holder]
+        own.captured = tuple(dict.fromkeys((*own.captured, *captured)))
+
+
+def _in_order(graph: ir.Graph) -> list[ir.Node]:
+    """A graph's nodes, each after those whose results it reads; some tools write them in another order."""
+    nodes, seen = list(graph), set[ir.Node]()
+    for node in nodes:
+        if any(_made_in(graph, value) not in seen for value in node.inputs if _made_in(graph, value) is not None):
+            break
+        seen.add(node)
+    if len(seen) == len(nodes):
+        return nodes
+    ordered, pending = dict[ir.Node, None](), list(reversed(nodes))
+    waiting = set[ir.Node]()
+    while pending:
+        node = pending[-1]
+        before = [] if node in waiting else [_made_in(graph, value) for value in node.inputs]
+        waiting.add(node)
+        missing = [maker for maker in before if maker is not None and maker not in ordered]
+        if missing:
+            pending.extend(missing)
+        else:
+            ordered.setdefault(pending.pop())
+    return list(ordered)
+
+
+def _made_in(graph: ir.Graph, value: ir.Value | None) -> ir.Node | None:
+    maker = None if value is None else value.producer()
+    return maker if maker is not None and maker.graph is graph else None
+
+
+def _dimension(dimension: object) -> int | str:
+    if isinstance(dimension, int):
+        return dimension
+    return getattr(dimension, "value", None) or "?"
+
+
+def _attributes(node: ir.Node) -> tuple[str, tuple[str, ...], list[tuple[str, ir.Graph]]]:
+    """What attributes say, those of them that are words, and the subgraphs."""
+    parts, words, bodies = [], [], []
+    for name in sorted(node.attributes):
+        attribute = node.attributes[name]
+        kind, value = attribute.type, attribute.value
+        if attribute.is_ref():
+            parts.append(f"{name}@{attribute.ref_attr_name}")
+        elif kind == ir.AttributeType.GRAPH:
+            bodies.append((name, attribute.as_graph()))
+        elif kind == ir.AttributeType.GRAPHS:
+            bodies.extend((f"{name}.{place}", body) for place, body in enumerate(attribute.as_graphs()))
+        elif kind == ir.AttributeType.TENSOR:
+            parts.append(_content(attribute.as_tensor()) or name)
+        else:
+            if kind == ir.AttributeType.STRING:
+                words.append(str(value))
+            parts.append(f"{name}={value!r}")
+    if node.op_type == "Constant" and len(parts) == 1 and "=" in parts[0]:
+        parts = [_plain_content(node.attributes[next(iter(node.attributes))])]
+    text = ";".join(parts)
+    if len(text) > 24:
+        text = hashlib.blake2b(text.encode(), digest_size=9).hexdigest()
+    return sys.intern(text), tuple(words), bodies
+
+
+def _plain_content(attribute: ir.Attr) -> str:
+    """A Constant that is written as plain numbers, as the tensor that it stands for."""
+    kinds = {ir.AttributeType.INT: "int64", ir.AttributeType.INTS: "int64"}
+    kinds |= {ir.AttributeType.FLOAT: "float32", ir.AttributeType.FLOATS: "float32"}
+    if attribute.type not in kinds:
+        return f"{attribute.name}={attribute.value!r}"
+    import numpy as np
+
+    return _content(ir.tensor(np.asarray(attribute.value, dtype=kinds[attribute.type]))) or "constant"
+
+
+def _content(tensor: ir.TensorProtocol | None) -> str:
+    """What a small tensor holds; nothing for one that is large, external, or made of strings."""
+    if tensor is None or isinstance(tensor, ir.ExternalTensor) or tensor.dtype == ir.DataType.STRING:
+        return ""
+    if tensor.nbytes > _SMALL_BYTES:
+        return ""
+    shape = ",".join(str(dimension) for dimension in tensor.shape)
+    said = f"{int(tensor.dtype)}:{shape}:{tensor.tobytes().hex()}"
+    return said if len(said) <= 40 else hashlib.blake2b(said.encode(), digest_size=12).hexdigest()

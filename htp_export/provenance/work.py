@@ -1,0 +1,259 @@
+"""The work of each node after a tool: the nodes before that it stands for.
+
+A node whose inputs and outputs are known computes what lies between them before. Nodes with unknown tensors between
+them share what lies between the known tensors around them; of that, each does what its name, its weights or its
+operator points to. What only moves numbers, and stands where nothing was moved before, was inserted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from htp_export.provenance.alignment import Alignment
+from htp_export.provenance.operators import moves
+from htp_export.provenance.sketch import NOTHING, SketchNode, base_op
+
+__all__ = ["Work", "divide"]
+
+_REPEATED = 40  # nodes that one node is believed to compute once more
+_RESHAPING = frozenset(("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand"))
+_SHARED: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one node does.
+
+    Attributes:
+        nodes: The nodes before whose work it does, in order of execution; empty for one that was inserted.
+        reason: ``tensor``, ``node``, ``initializer`` or ``region``; ``inserted`` where there are no nodes.
+        ends: For an inserted node that gives a tensor of before its old form: the node before that made the tensor.
+        coarse: Whether the nodes are those of several nodes together, which could not be told apart.
+    """
+
+    nodes: tuple[int, ...]
+    reason: str
+    ends: int = NOTHING
+    coarse: bool = False
+
+
+def divide(alignment: Alignment) -> list[Work]:
+    """The work of every node after, in order."""
+    return _Division(alignment).result
+
+
+class _Division:
+    def __init__(self, alignment: Alignment) -> None:
+        self.known = alignment
+        self.before, self.after = alignment.before, alignment.after
+        self.number = alignment.numbers.number
+        self._taken = self._values_taken()
+        self._slices: dict[tuple[frozenset[int], frozenset[int]], tuple[int, ...]] = {}
+        self._behind, self._ahead = self._surroundings()
+        self._done: dict[int, frozenset[int]] = {}  # unknown value → nodes before that are behind it
+        self._claimed = self._claims()
+        self.result = [self._work(index, node) for index, node in enumerate(self.after.nodes)]
+
+    def _values_taken(self) -> set[int]:
+        """Values before that are there under their name."""
+        found = set()
+        for value, number in enumerate(self.known.meaning):
+            if number != NOTHING:
+                origin = self.known.origin(value)
+                if origin != NOTHING and self.before.values[origin].name == self.after.values[value].name:
+                    found.add(origin)
+        return found
+
+    def _surroundings(self) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
+        """For each node after: the numbers that it is made of, and the known values that are made of it."""
+        meaning, nodes = self.known.meaning, self.after.nodes
+        behind, ahead = [_SHARED] * len(nodes), [_SHARED] * len(nodes)
+        carried: dict[int, frozenset[int]] = {}
+        for index, node in enumerate(nodes):
+            found = {meaning[v] for v in node.reads if v != NOTHING} - {NOTHING}
+            behind[index] = frozenset(found.union(*(carried.get(v, _SHARED) for v in node.reads)))
+            carried.update((v, behind[index]) for v in node.outputs if v != NOTHING and meaning[v] == NOTHING)
+        carried = {}
+        for index in range(len(nodes) - 1, -1, -1):
+            outputs = [v for v in nodes[index].outputs if v != NOTHING]
+            found = {v for v in outputs if meaning[v] != NOTHING}
+            ahead[index] = frozenset(found.union(*(carried.get(v, _SHARED) for v in outputs)))
+            for value in nodes[index].reads:
+                if value != NOTHING and meaning[value] == NOTHING:
+                    carried[value] = carried.get(value, _SHARED) | ahead[index]
+        return behind, ahead
+
+    def _claims(self) -> dict[tuple[frozenset[int], str], int]:
+        """How many nodes after share the same known tensors ahead and have the same operator."""
+        found: dict[tuple[frozenset[int], str], int] = {}
+        for index, node in enumerate(self.after.nodes):
+            key = (self._ahead[index], base_op(node.op))
+            found[key] = found.get(key, 0) + 1
+        return found
+
+    # --- one node ---
+
+    def _work(self, index: int, node: SketchNode) -> Work:
+        meaning = self.known.meaning
+        outputs = [v for v in node.outputs if v != NOTHING]
+        unknown = [v for v in outputs if meaning[v] == NOTHING and self.after.readers[v]]
+        if not node.inputs and not node.has_bodies and unknown:
+            return Work((), "inserted")
+        part = self._between(self._ahead[index], self._behind[index])
+        inner = [v for v in node.reads if v != NOTHING and meaning[v] == NOTHING]
+        done = _SHARED.union(*(self._done.get(v, _SHARED) for v in inner))
+        rest = tuple(n for n in part if n not in done) if done else part
+        rest = self._without_movers(node, rest)
+        if moves(node.op):
+            work = self._moved(index, node, rest, bool(unknown))
+        elif not rest:
+            work = self._inserted(node)
+        elif unknown and self._several_owners(rest):
+            work = self._pointed_at(index, node, rest)
+        else:
+            work = Work(rest, self._reason(node, rest), coarse=bool(unknown or inner))
+        if unknown:
+            told = done if work.coarse else done.union(work.nodes)
+            self._done.update(dict.fromkeys(unknown, told))
+        return work
+
+    def _without_movers(self, node: SketchNode, part: tuple[int, ...]) -> tuple[int, ...]:
+        """A node that is one of those before moves nothing besides: what moved was left out, or is done elsewhere."""
+        nodes = self.before.nodes
+        if len(part) < 2 or not any(nodes[n].op == node.op and nodes[n].attributes == node.attributes for n in part):
+            return part
+        return tuple(n for n in part if base_op(nodes[n].op) not in _RESHAPING or nodes[n].op == node.op)
+
+    def _reason(self, node: SketchNode, part: tuple[int, ...]) -> str:
+        """By its tensors' names where one node is that node; by what lies between its tensors otherwise."""
+        named = [self.known.named[v] for v in node.outputs if v != NOTHING and self.known.named[v]]
+        if named and len(part) == 1:
+            return named[0]
+        return "region"
+
+    def _several_owners(self, part: Iterable[int]) -> bool:
+        return len({(self.before.nodes[n].owners, self.before.nodes[n].call) for n in part}) > 1
+
+    def _moved(self, index: int, node: SketchNode, part: tuple[int, ...], open_ended: bool) -> Work:
+        """A node that only moves numbers: those before that moved them, if it is of their kind."""
+        base = base_op(node.op)
+        kinds = _RESHAPING if base in _RESHAPING else frozenset((base,))
+        moved = tuple(n for n in part if base_op(self.before.nodes[n].op) in kinds)
+        if not moved and not open_ended and part and all(moves(self.before.nodes[n].op, views=True) for n in part):
+            moved = part
+        if not moved:
+            return self._inserted(node)
+        return Work(moved, self._reason(node, moved), coarse=open_ended and len(moved) > 1)
+
+    def _inserted(self, node: SketchNode) -> Work:
+        """What stands where nothing stood; it may give a tensor of before back under its name."""
+        for value in node.outputs:
+            if value == NOTHING or self.known.meaning[value] == NOTHING:
+                continue
+            origin = self.known.origin(value)
+            if origin != NOTHING and self.before.values[origin].name == self.after.values[value].name:
+                return Work((), "inserted", ends=self.before.maker[origin])
+        return Work((), "inserted")
+
+    def _pointed_at(self, index: int, node: SketchNode, part: tuple[int, ...]) -> Work:
+        """The part of several nodes' common work that a node's name, weights or operator points to."""
+        nodes = self.before.nodes
+        named = [n for n in part if node.name and nodes[n].name == node.name]
+        weights = {self.after.values[v].name for v in node.inputs if v != NOTHING and not self.after.live[v]} - {""}
+        reading = [
+            n for n in part if any(v != NOTHING and self.before.values[v].name in weights for v in nodes[n].inputs)
+        ]
+        alike = [n for n in part if base_op(nodes[n].op) == base_op(node.op)]
+        same = self._claimed[self._ahead[index], base_op(node.op)]
+        if alike and len(alike) == same:
+            alike = alike[:1]  # in order: those before it are done
+        for found, reason in ((named, "node"), (reading, "initializer"), (alike, "region")):
+            if found:
+                return Work(self._up_to(found, part), reason)
+        return Work(part, "region", coarse=True)
+
+    def _up_to(self, ends: list[int], part: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a part, the nodes that these are made of, and these."""
+        inside, queue, found = set(part), list(ends), set(ends)
+        while queue:
+            for value in self.before.nodes[queue.pop()].reads:
+                maker = self.before.maker[value] if value != NOTHING else NOTHING
+                if maker in inside and maker not in found:
+                    found.add(maker)
+                    queue.append(maker)
+        return tuple(sorted(found))
+
+    # --- what lies between known tensors ---
+
+    def _between(self, ahead: frozenset[int], behind: frozenset[int]) -> tuple[int, ...]:
+        """The nodes before that make the values ``ahead`` out of the tensors ``behind``, in order."""
+        key = ahead, behind
+        if key not in self._slices:
+            found: set[int] = set()
+            for value in ahead:
+                self._collect(value, behind, found)
+            self._slices[key] = tuple(sorted(found))
+        return self._slices[key]
+
+    def _collect(self, value: int, behind: frozenset[int], found: set[int]) -> None:
+        before, number = self.before, self.number
+        starts = self._starts(value, behind)
+        live = any(before.live[v] for v in starts)
+        queue, elsewhere = list(starts), list[int]()
+        first = set(starts)
+        seen: set[int] = set()
+        while queue:
+            at = queue.pop()
+            maker = before.maker[at]
+            if maker == NOTHING or maker in seen or (live and not before.live[at]):
+                continue
+            if at not in first:
+                if number[at] in behind:
+                    continue
+                if number[at] in self.known.known:
+                    elsewhere.append(at)
+                    continue
+            seen.add(maker)
+            if not self.known.numbers.idle[maker] or at in first:
+                found.add(maker)
+            queue.extend(v for v in before.nodes[maker].reads if v != NOTHING)
+        for at in elsewhere:
+            found |= self._repeated(at, behind, live)
+
+    def _starts(self, value: int, behind: frozenset[int]) -> list[int]:
+        """The values before that a value after stands for: its own, and those of equal ones that are gone."""
+        known, origin = self.known, self.known.origin(value)
+        if origin == NOTHING:
+            return []
+        maker = self.before.maker[origin]
+        own = self.before.values[origin].name == self.after.values[value].name
+        idle = maker != NOTHING and known.numbers.idle[maker]
+        if known.meaning[value] in behind:  # it gives back what it reads
+            return [origin] if own and idle else []
+        equal = [
+            member
+            for member in known.numbers.members.get(known.meaning[value], ())
+            if self.before.maker[member] != NOTHING
+            and not known.numbers.idle[self.before.maker[member]]
+            and (member == origin or member not in self._taken)
+        ]
+        return equal or [origin]
+
+    def _repeated(self, value: int, behind: frozenset[int], live: bool) -> set[int]:
+        """Work that another node does as well: only if all that it needs is at hand, and it is little."""
+        before, queue, found = self.before, [value], set[int]()
+        while queue:
+            at = queue.pop()
+            maker = before.maker[at]
+            if self.number[at] in behind or maker in found or (live and not before.live[at]):
+                continue
+            if maker == NOTHING:
+                if before.values[at].kind == "input":
+                    return set()
+                continue
+            if len(found) == _REPEATED:
+                return set()
+            found.add(maker)
+            queue.extend(v for v in before.nodes[maker].reads if v != NOTHING)
+        return {maker for maker in found if not self.known.numbers.idle[maker]}

@@ -1,0 +1,103 @@
+"""What the adapters have in common: a file for the tool, and the tags for what it made of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from htp_export.errors import HtpExportError, InputError
+from htp_export.files import read_model, write_model
+from htp_export.provenance.carrying import Carried, carry_in_place, tagged_model
+from htp_export.tagged import ModelSource
+
+__all__ = ["Tool", "adapted", "library"]
+
+Tool = Callable[[Path, Path], "onnx.ModelProto | ir.Model | None"]
+"""Given the file to work on: returns the model that it made, or writes it to the second path."""
+
+_NAMED_HERE = "htp_export/"
+
+
+def library(name: str, extra: str | None = "tools") -> Any:
+    """Import the library of a tool.
+
+    Raises:
+        InputError: It is not installed; the message says how to install it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        what = f'"htp-export[{extra}]"' if extra else name.partition(".")[0]
+        raise InputError(f"{name} cannot be imported ({error}); pip install {what}") from error
+
+
+def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike[str] | None) -> Carried:
+    """Run a tool on a tagged model and put the tags on its result.
+
+    Nodes without a name of their own get one for the time, by which they are known again.
+
+    Args:
+        name: The tool's name, for messages.
+        tool: The tool.
+        model: The tagged model.
+        output: The file to write.
+
+    Raises:
+        UntaggedModelError: The model has no tags of htp_export.
+        HtpExportError: The tool failed; its own error is the cause.
+        FileError: A file cannot be read or written.
+    """
+    before = tagged_model(model)
+    names = _name_nodes(before)
+    with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
+        given, made = Path(folder) / "model.onnx", Path(folder) / "made.onnx"
+        write_model(before, given)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                after = tool(given, made)
+        except HtpExportError:
+            raise
+        except Exception as error:
+            raise HtpExportError(f"{name} failed on this model: {type(error).__name__}: {error}") from error
+        if after is None:
+            after = read_model(made)
+        elif isinstance(after, onnx.ModelProto):
+            after = ir.from_proto(after)
+        result = carry_in_place(before, after)
+        for node in result.model.graph.all_nodes():
+            if node.name in names:
+                node.name = names[node.name]
+        if output is not None:
+            write_model(result.model, output)
+        _into_memory(result.model, Path(folder))
+    return result
+
+
+def _name_nodes(model: ir.Model) -> dict[str, str | None]:
+    """Give every node a name of its own; new name → old name."""
+    nodes = list(model.graph.all_nodes())
+    uses, names = Counter(node.name for node in nodes), dict[str, str | None]()
+    for index, node in enumerate(nodes):
+        if not node.name or uses[node.name] > 1:
+            names[f"{_NAMED_HERE}{index}"] = node.name
+            node.name = f"{_NAMED_HERE}{index}"
+    return names
+
+
+def _into_memory(model: ir.Model, folder: Path) -> None:
+    """Read the weights that lie in a folder that is about to go."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if isinstance(tensor, ir.ExternalTensor) and Path(tensor.base_dir).resolve() == folder.resolve():
+                value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)

@@ -1,0 +1,59 @@
+"""Conversions: another opset, another precision, shapes written down."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import onnx
+
+from htp_export.provenance.carrying import Carried
+from htp_export.tagged import ModelSource
+from htp_export.tools.adapting import adapted, library
+
+__all__ = ["float16", "symbolic_shape_infer", "version_converter"]
+
+
+def version_converter(model: ModelSource, output: str | os.PathLike[str] | None = None, *, opset: int) -> Carried:
+    """Convert to another opset with ``onnx.version_converter`` and carry the tags.
+
+    Args:
+        model: The tagged model.
+        output: A file to write.
+        opset: The ONNX opset to convert to.
+    """
+    tool = library("onnx.version_converter", None)
+    return adapted(
+        "version_converter", lambda given, _: tool.convert_version(onnx.load(given), int(opset)), model, output
+    )
+
+
+def float16(model: ModelSource, output: str | os.PathLike[str] | None = None, **options: Any) -> Carried:
+    """Convert to half precision with ``onnxruntime.transformers.float16`` and carry the tags.
+
+    Args:
+        model: The tagged model.
+        output: A file to write.
+        **options: As of ``convert_float_to_float16``: ``keep_io_types``, ``op_block_list`` and more.
+    """
+    tool = library("onnxruntime.transformers.float16", None)
+    return adapted(
+        "float16", lambda given, _: tool.convert_float_to_float16(onnx.load(given), **options), model, output
+    )
+
+
+def symbolic_shape_infer(model: ModelSource, output: str | os.PathLike[str] | None = None, **options: Any) -> Carried:
+    """Write the shapes of all tensors with ``onnxruntime.tools.symbolic_shape_infer`` and carry the tags.
+
+    Args:
+        model: The tagged model.
+        output: A file to write.
+        **options: As of ``SymbolicShapeInference.infer_shapes``: ``auto_merge``, ``guess_output_rank`` and more.
+    """
+    tool = library("onnxruntime.tools.symbolic_shape_infer", None)
+    return adapted(
+        "symbolic_shape_infer",
+        lambda given, _: tool.SymbolicShapeInference.infer_shapes(onnx.load(given), **options),
+        model,
+        output,
+    )

@@ -1,0 +1,349 @@
+"""Tags on what another tool made of a model: whose each node is, and how that is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+import htp_export
+from htp_export.errors import FileError, InputError, UntaggedModelError
+from htp_export.hierarchy import ModuleInfo
+from tests.exporting import exported_net, metadata
+from tests.handmade import branching, encoder, model, tagged_node, value, weight, with_function
+from tests.nets import NETS
+from tests.truth import inexact, untagged
+
+
+def stripped(tagged: ir.Model) -> ir.Model:
+    """A copy without node metadata, as most tools leave a model."""
+    copy = tagged.clone()
+    for node in copy.graph.all_nodes():
+        node.metadata_props.clear()
+    for function in copy.functions.values():
+        for node in function:
+            node.metadata_props.clear()
+    return copy
+
+
+def owners(result: ir.Model) -> dict[str, list[str]]:
+    """First output → owners."""
+    found = {}
+    for node in result.graph.all_nodes():
+        said = node.metadata_props
+        found[str(node.outputs[0].name)] = (
+            json.loads(said["htp.owners"]) if "htp.owners" in said else [said["htp.module"]]
+        )
+    return found
+
+
+def reasons(result: ir.Model) -> dict[str, str]:
+    return {str(node.outputs[0].name): node.metadata_props["htp.reason"] for node in result.graph.all_nodes()}
+
+
+def chain(*steps: tuple[str, str, str]) -> ir.Model:
+    """Nodes one after another, as (op type, owner, output); those that take weights have some."""
+    nodes: list[ir.Node] = []
+    weights, last = [], value("x")
+    start = last
+    for op, owner, name in steps:
+        reads = [last]
+        if op in ("Conv", "MatMul", "Add", "BatchNormalization", "LayerNormalization"):
+            weights.append(weight(f"{owner}.{op}.weight"))
+            reads.append(weights[-1])
+        nodes.append(tagged_node(op, reads, owner, name))
+        last = nodes[-1].outputs[0]
+    paths = ["", *dict.fromkeys(owner for _, owner, _ in steps if owner)]
+    return model([start], nodes, weights, [ModuleInfo(path, "net.Any", 1, "computed") for path in paths])
+
+
+def rewire(changed: ir.Model, op: str, reads: list[str], makes: str, domain: str = "", **attributes: str) -> ir.Node:
+    """Put a node at the place of the one that makes a tensor; nodes that nothing reads any more are taken out."""
+    values = {v.name: v for n in changed.graph for v in n.outputs}
+    values |= {v.name: v for v in (*changed.graph.inputs, *changed.graph.initializers.values())}
+    old = values[makes].producer()
+    assert old is not None
+    node = ir.node(op, [values[name] for name in reads], attributes=attributes, domain=domain, name=f"{op}_of_tool")
+    node.outputs[0].name = makes
+    node.outputs[0].shape, node.outputs[0].dtype = values[makes].shape, values[makes].dtype
+    changed.graph.insert_before(old, node)
+    ir.convenience.replace_all_uses_with(values[makes], node.outputs[0], replace_graph_outputs=True)
+    gone = [old]
+    while gone:
+        dead = gone.pop()
+        makers = [v.producer() for v in dead.inputs if v is not None]
+        changed.graph.remove(dead, safe=True)
+        gone += [m for m in dict.fromkeys(makers) if m is not None and not any(v.uses() for v in m.outputs)]
+    return node
+
+
+# --- what is the same ---------------------------------------------------
+
+
+def test_nodes_under_their_names_have_their_owners_again():
+    before = encoder()
+    result = htp_export.carry(before, stripped(before))
+    assert owners(result.model) == owners(before)
+    assert (result.nodes, result.kept, result.recovered) == (7, 0, {"tensor": 7})
+
+
+def test_tags_that_a_tool_left_are_kept_with_their_reason():
+    before = encoder()
+    result = htp_export.carry(before, before.clone())
+    assert (result.kept, result.recovered) == (7, {})
+    assert reasons(result.model) == reasons(before)
+
+
+def test_nodes_are_known_by_what_they_compute_when_every_name_is_another():
+    before, after = encoder(), stripped(encoder())
+    for index, node in enumerate(after.graph):
+        node.name, node.outputs[0].name = f"n{index}", f"t{index}"
+    found = owners(htp_export.carry(before, after).model)
+    assert list(found.values()) == list(owners(before).values())
+
+
+def test_calls_of_a_module_stay_apart(tmp_path):
+    exported = ir.from_proto(exported_net("called_twice", "dynamo", tmp_path))
+    result = htp_export.carry(exported, stripped(exported))
+    calls = [(n.metadata_props["htp.module"], n.metadata_props.get("htp.call")) for n in result.model.graph]
+    assert calls == [(n.metadata_props["htp.module"], n.metadata_props.get("htp.call")) for n in exported.graph]
+    assert {call for _, call in calls} >= {"0", "1"}
+
+
+# --- what was merged ---------------------------------------------------
+
+
+def test_a_node_that_does_the_work_of_several_has_all_their_owners():
+    before = chain(("MatMul", "query", "q"), ("Add", "query", "qb"), ("Softmax", "scores", "s"), ("Relu", "act", "y"))
+    after = stripped(before)
+    rewire(after, "Attention", ["x", "query.MatMul.weight", "query.Add.weight"], "s", "com.microsoft")
+    result = htp_export.carry(before, after)
+    assert owners(result.model) == {"s": ["query", "scores"], "y": ["act"]}
+    assert reasons(result.model)["s"] == "region"
+
+
+def test_a_tag_inherited_from_one_of_the_merged_nodes_is_not_believed():
+    before = chain(("MatMul", "fc", "m"), ("Relu", "act", "y"))
+    after = stripped(before)
+    node = rewire(after, "FusedMatMul", ["x", "fc.MatMul.weight"], "y", "com.microsoft")
+    node.metadata_props.update({"htp.module": "fc", "htp.reason": "scope"})
+    result = htp_export.carry(before, after)
+    assert owners(result.model) == {"y": ["fc", "act"]}
+    assert result.kept == 0
+
+
+def test_modules_that_were_merged_are_fused_with_each_other():
+    before = chain(("MatMul", "fc", "m"), ("Relu", "act", "y"), ("Neg", "out", "z"))
+    after = stripped(before)
+    rewire(after, "FusedMatMul", ["x", "fc.MatMul.weight"], "y", "com.microsoft")
+    result = htp_export.carry(before, after)
+    tree = htp_export.load(result.model).hierarchy
+    assert dict(result.fates) == {"fc": "fused", "act": "fused"}
+    assert (tree["fc"].fused_with, tree["act"].fused_with, tree["out"].fate) == (("act",), ("fc",), "computed")
+
+
+def test_a_name_taken_over_by_a_merged_node_means_the_later_tensor():
+    """As optimisers do that fold BatchNorm: the Conv computes what BatchNorm did, under the Conv's name."""
+    before = chain(("Conv", "conv", "c"), ("BatchNormalization", "bn", "b"), ("Relu", "act", "y"))
+    after = stripped(before)
+    nodes = {node.op_type: node for node in after.graph}
+    nodes["Relu"].replace_input_with(0, nodes["Conv"].outputs[0])
+    after.graph.remove(nodes["BatchNormalization"], safe=True)
+    result = htp_export.carry(before, after)
+    assert owners(result.model) == {"c": ["conv", "bn"], "y": ["act"]}
+    assert dict(result.fates) == {"conv": "fused", "bn": "fused"}
+
+
+def test_equal_work_that_was_merged_belongs_to_all_who_did_it():
+    x = value("x")
+    one, two = tagged_node("Neg", [x], "one", "a"), tagged_node("Neg", [x], "two", "b")
+    left, right = tagged_node("Relu", [one.outputs[0]], "one", "c"), tagged_node("Abs", [two.outputs[0]], "two", "d")
+    out = tagged_node("Add", [left.outputs[0], right.outputs[0]], "", "y")
+    infos = [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "one", "two")]
+    before = model([x], [one, two, left, right, out], [], infos)
+    after = stripped(before)
+    nodes = {node.outputs[0].name: node for node in after.graph}
+    nodes["d"].replace_input_with(0, nodes["a"].outputs[0])
+    after.graph.remove(nodes["b"], safe=True)
+    assert owners(htp_export.carry(before, after).model) == {"a": ["one", "two"], "c": ["one"], "d": ["two"], "y": [""]}
+
+
+def test_what_was_left_out_because_it_changed_nothing_makes_nobody_fused():
+    before = chain(("MatMul", "fc", "m"), ("Identity", "same", "i"), ("Relu", "act", "y"))
+    after = stripped(before)
+    nodes = {node.op_type: node for node in after.graph}
+    nodes["Relu"].replace_input_with(0, nodes["MatMul"].outputs[0])
+    after.graph.remove(nodes["Identity"], safe=True)
+    result = htp_export.carry(before, after)
+    assert owners(result.model) == {"m": ["fc"], "y": ["act"]}
+    assert dict(result.fates) == {"same": "identity"}
+
+
+# --- what was inserted ---------------------------------------------------
+
+
+def test_inserted_quantizers_belong_to_the_modules_that_they_serve():
+    before = chain(("MatMul", "fc", "m"), ("Relu", "act", "y"))
+    after = stripped(before)
+    scale = ir.Value(name="scale", const_value=ir.tensor(np.float32(0.1), name="scale"))
+    after.graph.register_initializer(scale)
+    matmul = after.graph[0]
+    quantize = ir.node("QuantizeLinear", [after.graph.inputs[0], scale], name="q")
+    dequantize = ir.node("DequantizeLinear", [quantize.outputs[0], scale], name="dq")
+    quantize.outputs[0].name, dequantize.outputs[0].name = "x_q", "x_dq"
+    after.graph.insert_before(matmul, [quantize, dequantize])
+    matmul.replace_input_with(0, dequantize.outputs[0])
+    result = htp_export.carry(before, after)
+    assert owners(result.model) == {"x_q": ["fc"], "x_dq": ["fc"], "m": ["fc"], "y": ["act"]}
+    assert reasons(result.model)["x_q"] == "inserted"
+    assert result.fates == {}
+
+
+def test_a_cast_back_to_the_old_type_belongs_to_who_made_the_tensor():
+    before = chain(("MatMul", "fc", "m"), ("Relu", "act", "y"))
+    after = stripped(before)
+    relu = after.graph[-1]
+    relu.outputs[0].name = "y_half"
+    cast = ir.node("Cast", [relu.outputs[0]], attributes={"to": 1}, name="back")
+    cast.outputs[0].name, cast.outputs[0].dtype, cast.outputs[0].shape = "y", ir.DataType.FLOAT, ir.Shape([2, 4])
+    after.graph.append(cast)
+    after.graph.outputs[0] = cast.outputs[0]
+    assert owners(htp_export.carry(before, after).model) == {"m": ["fc"], "y_half": ["act"], "y": ["act"]}
+
+
+def test_a_node_that_gives_a_tensor_its_old_form_back_belongs_to_who_made_it_and_not_to_who_reads_it():
+    before = chain(("MatMul", "fc", "m"), ("Relu", "act", "y"))
+    after = stripped(before)
+    matmul, relu = after.graph
+    old = matmul.outputs[0]
+    old.name = "m_half"
+    cast = ir.node("Cast", [old], attributes={"to": 1}, name="back")
+    cast.outputs[0].name, cast.outputs[0].dtype, cast.outputs[0].shape = "m", ir.DataType.FLOAT, ir.Shape([2, 4])
+    after.graph.insert_before(relu, cast)
+    relu.replace_input_with(0, cast.outputs[0])
+    assert owners(htp_export.carry(before, after).model) == {"m_half": ["fc"], "m": ["fc"], "y": ["act"]}
+
+
+# --- bodies and functions ---------------------------------------------------
+
+
+def test_nodes_in_branches_have_their_owners():
+    before = branching()
+    result = htp_export.carry(before, stripped(before))
+    assert owners(result.model) == owners(before)
+    assert owners(result.model)["yes"] == ["gate.yes"]
+
+
+def test_work_on_what_only_a_branch_reads_is_not_lost():
+    """``minus`` is made outside and read in the branch alone; the tool recomputes it inside the holder."""
+    before, after = branching(), stripped(branching())
+    holder = next(node for node in after.graph if node.op_type == "If")
+    branch = holder.attributes["then_branch"].as_graph()
+    add, x = branch[0], after.graph.inputs[0]
+    double = ir.node("Sub", [x, x], name="folded")
+    double.outputs[0].name = "zero"
+    branch.insert_before(add, double)
+    branch.outputs[0] = double.outputs[0]
+    branch.remove(add, safe=True)
+    after.graph.remove(next(node for node in after.graph if node.op_type == "Neg"), safe=True)
+    result = owners(htp_export.carry(before, after).model)
+    assert (result["gated"], result["out"]) == (["", "gate"], [""])
+
+
+def test_nodes_in_functions_have_their_owners():
+    before = with_function()
+    result = htp_export.carry(before, stripped(before))
+    function = next(iter(result.model.functions.values()))
+    assert [node.metadata_props["htp.module"] for node in function] == ["block.fc", "block.act"]
+
+
+# --- with PyTorch's values ---------------------------------------------------
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("net", ["conv_bn_relu", "mask_made_in_every_layer", "reshapes_that_meet", "called_twice"])
+def test_modules_are_exact_again_after_all_tags_were_lost(net, exporter, tmp_path):
+    exported = exported_net(net, exporter, tmp_path)
+    for node in exported.graph.node:
+        del node.metadata_props[:]
+    carried = htp_export.carry(tmp_path / "model.onnx", exported, tmp_path / "carried.onnx")
+    built, kwargs = NETS[net].build()
+    assert inexact(built, kwargs, tmp_path / "carried.onnx") == []
+    assert carried.kept == 0
+
+
+# --- without the model before ---------------------------------------------------
+
+
+def test_a_map_brings_the_tags_back_when_the_model_before_is_gone():
+    mapped = stripped(htp_export.embed_map(encoder()))
+    result = htp_export.carry(mapped)
+    assert owners(result.model) == owners(encoder())
+    assert owners(htp_export.carry(stripped(result.model)).model) == owners(encoder())  # and again
+
+
+def test_without_a_map_the_model_before_is_asked_for():
+    with pytest.raises(UntaggedModelError, match=r"embed_map"):
+        htp_export.carry(stripped(encoder()))
+
+
+@pytest.mark.parametrize("broken", ["", "no map", "c${Nk"])
+def test_a_broken_map_is_named(broken):
+    mapped = stripped(htp_export.embed_map(encoder()))
+    mapped.metadata_props["htp.map"] = broken
+    with pytest.raises(InputError, match=r"htp\.map"):
+        htp_export.carry(mapped)
+
+
+# --- files and errors ---------------------------------------------------
+
+
+def test_a_model_without_tags_is_refused():
+    with pytest.raises(UntaggedModelError):
+        htp_export.carry(stripped(encoder()), stripped(encoder()))
+
+
+def test_a_model_that_was_not_made_of_the_first_is_refused(tmp_path):
+    with pytest.raises(InputError, match="was not made of the first"):
+        htp_export.carry(encoder(), branching(), tmp_path / "out.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_models_in_memory_are_not_changed():
+    before, after = encoder(), stripped(encoder())
+    htp_export.carry(before, after)
+    assert all(not node.metadata_props for node in after.graph)
+
+
+def test_weights_are_not_read_and_stay_where_they_are(tmp_path):
+    htp_export.load(encoder(64)).save(tmp_path / "before.onnx", external_data="weights.bin")
+    proto = onnx.load(tmp_path / "before.onnx", load_external_data=False)
+    for node in proto.graph.node:
+        del node.metadata_props[:]
+    onnx.save(proto, tmp_path / "after.onnx")
+    (tmp_path / "weights.bin").unlink()
+    result = htp_export.carry(tmp_path / "before.onnx", tmp_path / "after.onnx", tmp_path / "out.onnx")
+    assert owners(result.model) == owners(encoder(64))
+    assert not (tmp_path / "weights.bin").exists()
+
+
+def test_a_file_that_is_missing_is_named(tmp_path):
+    with pytest.raises(FileError, match=r"gone\.onnx"):
+        htp_export.carry(encoder(), Path(tmp_path / "gone.onnx"))
+
+
+def test_the_result_can_be_printed_and_given_as_data():
+    result = htp_export.carry(encoder(), stripped(encoder()))
+    assert "7 nodes, all with owners" in str(result)
+    assert json.loads(json.dumps(result.to_dict()))["recovered"] == {"tensor": 7}
+
+
+def test_an_untagged_node_has_tags_in_the_written_file(tmp_path):
+    htp_export.carry(encoder(), stripped(encoder()), tmp_path / "out.onnx")
+    written = onnx.load(tmp_path / "out.onnx")
+    assert untagged(written) == []
+    assert all({"htp.module", "htp.reason", "namespace"} <= set(metadata(node)) for node in written.graph.node)

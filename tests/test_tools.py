@@ -1,0 +1,212 @@
+"""Other tools, run on small models: the tags come through, and what they say is true."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export import tools
+from htp_export.errors import HtpExportError, InputError, UntaggedModelError
+from tests.exporting import exported, exported_net
+from tests.nets import NETS
+from tests.truth import inexact, owners_of, untagged
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of the tools, to their own developers
+]
+needs = {
+    name: pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
+    for name in ("onnxslim", "onnxsim", "onnxoptimizer")
+}
+FLOAT_TOOLS = [
+    *(pytest.param(name, {}, id=name, marks=needs[name]) for name in needs),
+    pytest.param("onnxscript", {}, id="onnxscript"),
+    *(
+        pytest.param("onnxruntime", {"level": level}, id=f"onnxruntime-{level}")
+        for level in ("basic", "extended", "all")
+    ),
+    pytest.param("version_converter", {"opset": 21}, id="version_converter"),
+    pytest.param("symbolic_shape_infer", {"auto_merge": True}, id="symbolic_shape_infer"),
+]
+
+
+class Attention(nn.Module):
+    """Self-attention with named projections."""
+
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out, self.norm, self.heads = nn.Linear(width, width), nn.LayerNorm(width), heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def split(y: torch.Tensor) -> torch.Tensor:
+            return y.view(y.shape[0], y.shape[1], self.heads, -1).transpose(1, 2)
+
+        q, k, v = split(self.query(x)), split(self.key(x)), split(self.value(x))
+        weights = torch.softmax(q @ k.transpose(2, 3) / 8**0.5, -1)
+        joined = (weights @ v).transpose(1, 2).reshape(x.shape)
+        return self.norm(x + self.out(joined))
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.fixture(scope="module", params=["dynamo", "torchscript"])
+def attention(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+    torch.manual_seed(0)
+    model, kwargs = Encoder().eval(), {"x": torch.randn(2, 6, 32)}
+    folder = tmp_path_factory.mktemp("attention")
+    exported(model, kwargs, request.param, folder)
+    return model, kwargs, folder / "model.onnx"
+
+
+@pytest.mark.parametrize(("name", "options"), FLOAT_TOOLS)
+def test_modules_are_exact_after_a_tool(name, options, attention, tmp_path):
+    model, kwargs, path = attention
+    result = getattr(tools, name)(path, tmp_path / "out.onnx", **options)
+    assert inexact(model, kwargs, tmp_path / "out.onnx") == []
+    assert result.nodes == result.kept + sum(result.recovered.values())
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize(("name", "options"), FLOAT_TOOLS)
+def test_convolutions_are_exact_after_a_tool(name, options, exporter, tmp_path):
+    exported_net("conv_bn_relu", exporter, tmp_path, do_constant_folding=False)
+    model, kwargs = NETS["conv_bn_relu"].build()
+    getattr(tools, name)(tmp_path / "model.onnx", tmp_path / "out.onnx", **options)
+    assert inexact(model, kwargs, tmp_path / "out.onnx") == []
+
+
+def test_a_fused_attention_belongs_to_all_that_it_computes(tmp_path):
+    torch.manual_seed(0)
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=99,
+        attn_implementation="eager",
+    )  # fmt: skip
+    kwargs = {"input_ids": torch.randint(3, 99, (1, 8)), "attention_mask": torch.ones(1, 8, dtype=torch.long)}
+    exported(BertModel(config).eval(), kwargs, "torchscript", tmp_path, opset_version=17)
+    result = tools.onnxruntime_transformers(tmp_path / "model.onnx", num_heads=4, hidden_size=32, opt_level=0)
+    fused = [node.metadata_props for node in result.model.graph if node.op_type == "Attention"]
+    assert len(fused) == 1, "ONNX Runtime fuses no attention any more: take another model"
+    self_attention = "encoder.layer.0.attention.self"
+    parts = {self_attention, *(f"{self_attention}.{part}" for part in ("query", "key", "value"))}
+    assert set(json.loads(fused[0]["htp.owners"])) == {"", *parts}  # the model itself makes the mask that went in too
+    assert fused[0]["htp.reason"] == "region"
+
+
+def test_own_layouts_of_onnxruntime_belong_to_the_convolutions_that_they_serve(tmp_path):
+    exported_net("conv_bn_relu", "dynamo", tmp_path)
+    result = tools.onnxruntime(tmp_path / "model.onnx")
+    said = [(node.op_type, owners_of(ir.to_proto(node))) for node in result.model.graph]
+    if ("ReorderOutput", ("2",)) not in said:
+        pytest.skip("this processor has no layout of its own")
+    assert said == [("Conv", ("0", "1", "2")), ("ReorderOutput", ("2",)), ("Conv", ("3",)), ("ReorderOutput", ("3",))]
+
+
+def test_quantizers_belong_to_the_modules_that_they_serve(tmp_path):
+    exported_net("siblings", "dynamo", tmp_path)
+    _, kwargs = NETS["siblings"].build()
+    feeds = {name: tensor.numpy() for name, tensor in kwargs.items()}
+    before = htp_export.load(tmp_path / "model.onnx")
+    tools.quantize_static(before, tmp_path / "out.onnx", inputs=[feeds])
+    written = onnx.load(tmp_path / "out.onnx")
+    assert untagged(written) == []
+    by_output = {output: node for node in written.graph.node for output in node.output}
+    for node in before.nodes:  # what is still there belongs to whom it belonged, and its weights' quantizers with it
+        same = by_output.get(str(node.outputs[0].name))
+        if same is None or same.op_type != node.op_type:
+            continue
+        assert owners_of(same) == before.owners_of(node)
+        for read in same.input[1:]:
+            if read in by_output and by_output[read].op_type == "DequantizeLinear":
+                assert owners_of(by_output[read]) == before.owners_of(node)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("quantize_dynamic", {}), ("matmul_nbits", {"block_size": 16}), ("float16", {"keep_io_types": True})],
+)
+def test_every_node_of_a_converted_model_has_owners(name, options, attention, tmp_path):
+    getattr(tools, name)(attention[2], tmp_path / "out.onnx", **options)
+    written = onnx.load(tmp_path / "out.onnx")
+    assert untagged(written) == []
+    paths = {path for path, _ in attention[0].named_modules()}
+    assert {owner for node in written.graph.node for owner in owners_of(node)} <= paths
+    assert not any(owners_of(node) == ("",) for node in written.graph.node)  # nothing is the root's in this model
+
+
+@needs["onnxslim"]
+def test_tools_work_on_files_with_external_data(attention, tmp_path):
+    loaded = htp_export.load(attention[2])
+    loaded.save(tmp_path / "model.onnx", external_data="weights.bin")
+    result = tools.onnxslim(tmp_path / "model.onnx")
+    assert result.recovered["tensor"] > 0
+    assert inexact(attention[0], attention[1], ir.to_proto(result.model)) == []
+
+
+def test_nodes_have_their_own_names_again(attention):
+    nameless = htp_export.load(attention[2]).model.clone()
+    for node in nameless.graph:
+        node.name = None
+    result = tools.onnxscript(nameless)
+    assert not any(node.name and node.name.startswith("htp_export/") for node in result.model.graph)
+
+
+def test_a_model_without_tags_is_refused(attention, tmp_path):
+    plain = htp_export.load(attention[2]).model.clone()
+    for node in plain.graph:
+        node.metadata_props.clear()
+        node.name = None
+    plain.metadata_props.clear()
+    with pytest.raises(UntaggedModelError):
+        tools.onnxruntime(plain, tmp_path / "out.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tool_that_fails_is_named_and_leaves_nothing(attention, tmp_path):
+    with pytest.raises(HtpExportError, match="version_converter failed"):
+        tools.version_converter(attention[2], tmp_path / "out.onnx", opset=10_000)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_library_that_is_not_installed_is_named_with_what_to_install():
+    from htp_export.tools.adapting import library
+
+    with pytest.raises(InputError, match=r'pip install "htp-export\[tools\]"'):
+        library("no_such_library_at_all")
+
+
+def test_quantize_static_asks_for_inputs(attention):
+    with pytest.raises(InputError, match="inputs"):
+        tools.quantize_static(attention[2])
+
+
+def test_inputs_of_a_run_may_lie_in_a_file(attention, tmp_path):
+    name = onnx.load(attention[2]).graph.input[0].name
+    np.savez(tmp_path / "run.npz", **{name: attention[1]["x"].numpy()})
+    assert tools.quantize_static(attention[2], inputs=tmp_path / "run.npz").nodes > 50
+
+
+def test_there_is_no_other_level(attention):
+    with pytest.raises(InputError, match="basic, extended, all"):
+        tools.onnxruntime(attention[2], level="most")
