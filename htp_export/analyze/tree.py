@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.analyze.costs import Cost
+from htp_export.analyze.weights import declared_parameters
+from htp_export.tables import ModuleTable
 from htp_export.tagged import TaggedModel
 
-__all__ = ["ModuleRow", "ModuleTree", "tree_rows"]
+__all__ = ["Measured", "ModuleRow", "ModuleTree", "tree_rows", "visible"]
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,14 @@ class ModuleRow:
         fate: What became of it.
         nodes: Nodes in its region.
         own_nodes: Nodes that it computes itself, and no module below it.
-        parameters: Elements of the tensors of weights that its region reads, each tensor once: initializers of
-            floating point that are no scalars. What several modules read counts in each of them, so that the sum
-            over modules may exceed the whole.
+        parameters: Elements of its parameters in PyTorch, each once; where the file does not say what these were, of
+            the weights that its region reads: initializers of floating point that are no scalars. What several modules
+            share counts in each of them, so that the sum over modules may exceed the whole.
+        flops: Two for each multiply-add of matrix products and convolutions, where sizes are known.
+        time_ms: How long it takes, with all below it, where that was measured.
+        own_time_ms: Of that, its own nodes.
+        error: How far it is from PyTorch, or from another file, at most, where that was measured.
+        status: What is wrong with it; empty where nothing is, or it was not checked.
     """
 
     path: str
@@ -38,6 +46,11 @@ class ModuleRow:
     nodes: int
     own_nodes: int
     parameters: int
+    flops: int | None = None
+    time_ms: float | None = None
+    own_time_ms: float | None = None
+    error: float | None = None
+    status: str | None = None
 
     @property
     def simple_class(self) -> str:
@@ -46,26 +59,31 @@ class ModuleRow:
 
 
 @dataclass(frozen=True)
-class ModuleTree:
+class ModuleTree(ModuleTable):
     """The rows of a module tree, in the order of ``named_modules()``.
 
     Attributes:
         rows: One for each module shown.
         untagged: Nodes of the model that belong to no module.
+        notes: What to know about the rows.
     """
 
     rows: tuple[ModuleRow, ...]
     untagged: int = 0
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The tree as plain data, for JSON.
+        """The tree as plain data, for JSON; what is not known of a module is left out.
 
         Example:
             >>> ModuleTree((ModuleRow("", "net.Net", 1, "computed", 3, 1, 20),)).to_dict()["modules"][""]["nodes"]
             3
         """
-        modules = {row.path: {k: v for k, v in asdict(row).items() if k != "path"} for row in self.rows}
-        return {"modules": modules, "untagged": self.untagged}
+        modules = {
+            row.path: {key: _plain(value) for key, value in asdict(row).items() if key != "path" and value is not None}
+            for row in self.rows
+        }
+        return {"modules": modules, "untagged": self.untagged, **({"notes": list(self.notes)} if self.notes else {})}
 
     def __str__(self) -> str:
         header = ("module", "class", "calls", "fate", "nodes", "own nodes", "parameters")
@@ -80,7 +98,31 @@ class ModuleTree:
         return "\n".join((*lines, *note))
 
 
-def tree_rows(tagged: TaggedModel, depth: int | None = None, select: str | Sequence[str] | None = None) -> ModuleTree:
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of one module, elsewhere.
+
+    Attributes:
+        time_ms: How long it takes, with all below it.
+        own_time_ms: Of that, its own nodes.
+        error: How far it is from what it should be, at most.
+        status: What is wrong with it.
+    """
+
+    time_ms: float | None = None
+    own_time_ms: float | None = None
+    error: float | None = None
+    status: str | None = None
+
+
+def tree_rows(
+    tagged: TaggedModel,
+    depth: int | None = None,
+    select: str | Sequence[str] | None = None,
+    *,
+    cost: Cost | None = None,
+    measured: Mapping[str, Measured] | None = None,
+) -> ModuleTree:
     """What each module of a model came to.
 
     Args:
@@ -88,10 +130,33 @@ def tree_rows(tagged: TaggedModel, depth: int | None = None, select: str | Seque
         depth: Leave out modules more than so many levels below the root, whose depth is 0; all where it is None.
             Containers that never run (``nn.ModuleList``) are no level: they are as deep as what they hold.
         select: Only the modules that this selector names, and those above them, which say where they are.
+        cost: What the model costs, for FLOPs.
+        measured: Module path → what was measured of it.
 
     Raises:
         SelectorError: If the selector cannot be read or matches nothing.
         UntaggedModelError: If the model has no tags.
+        ValueError: If ``depth`` is negative.
+    """
+    parameters = declared_parameters(tagged)
+    rows = tuple(
+        _row(tagged, path, parameters, cost, (measured or {}).get(path, Measured()))
+        for path in visible(tagged, depth, select)
+    )
+    return ModuleTree(rows, len(tagged.untagged))
+
+
+def visible(tagged: TaggedModel, depth: int | None = None, select: str | Sequence[str] | None = None) -> list[str]:
+    """The modules that a tree shows.
+
+    Args:
+        tagged: The model.
+        depth: As for ``tree_rows``.
+        select: As for ``tree_rows``.
+
+    Raises:
+        SelectorError: If the selector cannot be read or matches nothing.
+        UntaggedModelError: If the model has no tags, and some modules are selected.
         ValueError: If ``depth`` is negative.
     """
     if depth is not None and depth < 0:
@@ -103,14 +168,14 @@ def tree_rows(tagged: TaggedModel, depth: int | None = None, select: str | Seque
         parent = tagged.hierarchy.parent(path)
         above = 0 if parent is None else level.get(parent, 0)
         level[path] = above + (parent is not None and (parent in tagged.hierarchy.called or not parent))
-    rows = tuple(
-        _row(tagged, path) for path in tagged.paths if path in shown and (depth is None or level[path] <= depth)
-    )
-    return ModuleTree(rows, len(tagged.untagged))
+    return [path for path in tagged.paths if path in shown and (depth is None or level[path] <= depth)]
 
 
-def _row(tagged: TaggedModel, path: str) -> ModuleRow:
+def _row(
+    tagged: TaggedModel, path: str, parameters: Mapping[str, int] | None, cost: Cost | None, measured: Measured
+) -> ModuleRow:
     region = tagged[path]
+    held = sum(map(_elements, region.parameters)) if parameters is None else parameters.get(path, 0)
     return ModuleRow(
         path=path,
         class_name=region.class_name,
@@ -118,8 +183,15 @@ def _row(tagged: TaggedModel, path: str) -> ModuleRow:
         fate=region.fate,
         nodes=len(region.nodes),
         own_nodes=len(region.own_nodes),
-        parameters=sum(map(_elements, region.parameters)),
+        parameters=held,
+        flops=None if cost is None else cost.modules[path].flops,
+        **vars(measured),
     )
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it, which knows neither NaN nor infinity."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _elements(initializer: ir.Value) -> int:

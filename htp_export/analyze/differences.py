@@ -1,0 +1,309 @@
+"""What differs between two files, module by module."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.analyze.alignment import aligned
+from htp_export.analyze.facts import GraphFacts
+from htp_export.analyze.structure import Hasher
+from htp_export.hierarchy import ModuleInfo
+from htp_export.tagged import ModelSource, TaggedModel, load
+
+__all__ = ["STATUSES", "ModelDifference", "ModuleDifference", "ModuleState", "diff"]
+
+STATUSES = ("same", "changed", "moved", "added", "removed")
+"""What can have become of a module; ``moved`` is the same under another path."""
+
+_SETTINGS = frozenset((ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL, ir.DataType.STRING))
+"""Types of sizes, indices and switches, which are no parameters."""
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """A module in one of the files.
+
+    Attributes:
+        path: Its path there.
+        class_name: Its fully qualified class; ``""`` where it is not known.
+        fate: What became of it in the export.
+        nodes: Nodes in its region.
+        operators: Operator → nodes; operators that are not ONNX's own with their domain, ``com.microsoft.Gelu``.
+        parameters: Elements of the weights that its region reads.
+        weight_bytes: Element type → bytes of the constants that its region reads.
+        structure: Hash of what its region computes: operators, wiring, attributes, shapes and types of weights.
+    """
+
+    path: str
+    class_name: str
+    fate: str
+    nodes: int
+    operators: Mapping[str, int]
+    parameters: int
+    weight_bytes: Mapping[str, int]
+    structure: str
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all its constants."""
+        return sum(self.weight_bytes.values())
+
+
+@dataclass(frozen=True)
+class ModuleDifference:
+    """One module in both files.
+
+    Attributes:
+        path: Its path in the second file; in the first, where it is not in the second.
+        status: One of `STATUSES`.
+        before: The module in the first file; None where it was added.
+        after: The module in the second; None where it was removed.
+    """
+
+    path: str
+    status: str
+    before: ModuleState | None
+    after: ModuleState | None
+
+    @property
+    def moved_from(self) -> str | None:
+        """Its path in the first file, where that is another one."""
+        if self.before is None or self.after is None or self.before.path == self.after.path:
+            return None
+        return self.before.path
+
+    @property
+    def simple_class(self) -> str:
+        """The class without its module; both, where it changed."""
+        classes = [state.class_name.rpartition(".")[2] for state in (self.before, self.after) if state is not None]
+        return " → ".join(dict.fromkeys(name for name in classes if name))
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """How many nodes it has, before and after."""
+        return (self.before.nodes if self.before else 0, self.after.nodes if self.after else 0)
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """How many parameters it reads, before and after."""
+        return (self.before.parameters if self.before else 0, self.after.parameters if self.after else 0)
+
+    @property
+    def weight_bytes(self) -> Mapping[str, tuple[int, int]]:
+        """Element type → bytes before and after, types of which there are any."""
+        first = self.before.weight_bytes if self.before else {}
+        second = self.after.weight_bytes if self.after else {}
+        return {dtype: (first.get(dtype, 0), second.get(dtype, 0)) for dtype in sorted({*first, *second})}
+
+    @property
+    def operators(self) -> Mapping[str, int]:
+        """Operator → how many more there are than before, those that changed; the largest change first."""
+        change = Counter(self.after.operators if self.after else {})
+        change.subtract(self.before.operators if self.before else {})
+        changed = [(op, count) for op, count in change.items() if count]
+        return dict(sorted(changed, key=lambda item: (-abs(item[1]), item[0])))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The module as plain data."""
+        return {
+            "status": self.status,
+            "moved_from": self.moved_from,
+            "class": self.simple_class,
+            "nodes": list(self.nodes),
+            "parameters": list(self.parameters),
+            "weight_bytes": {dtype: list(sizes) for dtype, sizes in self.weight_bytes.items()},
+            "operators": dict(self.operators),
+            "before": None if self.before is None else asdict(self.before),
+            "after": None if self.after is None else asdict(self.after),
+        }
+
+
+@dataclass(frozen=True)
+class ModelDifference:
+    """What differs between two files.
+
+    Attributes:
+        modules: Module path → what became of it: the modules of the second file in their order, then what was removed.
+            ``""`` is the whole.
+        by_module: Whether both files know modules; otherwise there is the whole alone.
+    """
+
+    modules: Mapping[str, ModuleDifference]
+    by_module: bool = True
+
+    @cached_property
+    def counts(self) -> Mapping[str, int]:
+        """Status → modules."""
+        found = Counter(module.status for module in self.modules.values())
+        return {status: found[status] for status in STATUSES if found[status]}
+
+    @property
+    def same(self) -> bool:
+        """Whether both files compute the same with weights of the same shapes and types; their values are not read."""
+        return self.modules[""].status == "same" and set(self.counts) == {"same"}
+
+    def of(self, *statuses: str) -> list[ModuleDifference]:
+        """The modules of some statuses."""
+        return [module for module in self.modules.values() if module.status in statuses]
+
+    @property
+    def added(self) -> list[str]:
+        """Paths of the modules that only the second file has."""
+        return [module.path for module in self.of("added")]
+
+    @property
+    def removed(self) -> list[str]:
+        """Paths of the modules that only the first file has."""
+        return [module.path for module in self.of("removed")]
+
+    @property
+    def changed(self) -> list[str]:
+        """Paths of the modules that compute otherwise than before."""
+        return [module.path for module in self.of("changed")]
+
+    @property
+    def moved(self) -> Mapping[str, str]:
+        """Path of a module in the second file → the other path that it has in the first."""
+        return {module.path: module.moved_from for module in self.modules.values() if module.moved_from is not None}
+
+    def topmost(self) -> list[ModuleDifference]:
+        """The modules that differ, without those that were moved, added or removed together with one above them."""
+        return [module for module in self.modules.values() if module.status != "same" and not self._implied(module)]
+
+    def _implied(self, module: ModuleDifference) -> bool:
+        above = next((up for up in tags.ancestors(module.path) if up != module.path and up in self.modules), None)
+        if above is None or module.status == "changed" or self.modules[above].status != module.status:
+            return False
+        if module.status != "moved":
+            return True
+        rest = module.path[len(above) :]
+        return module.moved_from == f"{self.modules[above].moved_from}{rest}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data."""
+        return {
+            "same": self.same,
+            "by_module": self.by_module,
+            "counts": dict(self.counts),
+            "modules": {path: module.to_dict() for path, module in self.modules.items()},
+        }
+
+    def __str__(self) -> str:
+        if self.same:
+            return f"no difference in {len(self.modules)} modules"
+        lines = [("module", "status", "nodes", "parameters", "operators")]
+        for module in self.topmost():
+            operators = ", ".join(f"{count:+d} {op}" for op, count in list(module.operators.items())[:4])
+            status = (
+                module.status if module.moved_from is None else f"{module.status}, was {module.moved_from or '(root)'}"
+            )
+            nodes, parameters = (" → ".join(map(str, pair)) for pair in (module.nodes, module.parameters))
+            lines.append((module.path or "(root)", status, nodes, parameters, operators))
+        widths = [max(len(line[column]) for line in lines) for column in range(4)]
+        layout = "{:<%d}  {:<%d}  {:>%d}  {:>%d}  {}" % tuple(widths)  # noqa: UP031 - braces stay
+        return "\n".join(layout.format(*line).rstrip() for line in lines)
+
+
+def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
+    """What differs between two models, module by module: nodes, operators, parameters, bytes by element type.
+
+    Modules stand beside each other by path. A module whose path is in the second model only is held against those whose
+    path is in the first only: one with equal structure, or of the same class with the same modules inside, has moved.
+    Values of weights are not read, and those of other shapes or types are a change.
+
+    Args:
+        a: The first: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``. Neither is changed.
+        b: The second.
+
+    Returns:
+        Every module of both. Where one of the models has no tags, the whole alone.
+
+    Raises:
+        FileError: A file cannot be read.
+
+    Example:
+        >>> import torch, htp_export
+        >>> def exported(act):
+        ...     net = torch.nn.Sequential(torch.nn.Linear(4, 8), act).eval()
+        ...     return htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> found = diff(exported(torch.nn.ReLU()), exported(torch.nn.Tanh()))
+        >>> found.changed, found.modules["1"].operators
+        (['', '1'], {'Relu': -1, 'Tanh': 1})
+    """
+    first, second = load(a), load(b)
+    by_module = "none" not in (first.source, second.source)
+    before, after = (_states(tagged, by_module) for tagged in (first, second))
+    partner = aligned(before, after)
+    kept = set(partner.values())
+    modules = {
+        path: _compared(path, before[partner[path]] if path in partner else None, state)
+        for path, state in after.items()
+    }
+    modules |= {path: _compared(path, state, None) for path, state in before.items() if path not in kept}
+    return ModelDifference(modules, by_module)
+
+
+def _compared(path: str, before: ModuleState | None, after: ModuleState | None) -> ModuleDifference:
+    if before is None or after is None:
+        status = "added" if before is None else "removed"
+    elif (before.structure, before.fate, before.class_name) != (after.structure, after.fate, after.class_name):
+        status = "changed"
+    else:
+        status = "same" if before.path == after.path else "moved"
+    return ModuleDifference(path, status, before, after)
+
+
+def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
+    hasher = Hasher(GraphFacts(tagged))
+    if by_module:
+        return {path: _state(tagged, path, hasher) for path in tagged.paths}
+    root = tagged.hierarchy.root
+    constants = [*tagged.model.graph.initializers.values()]
+    return {"": _summed(root, tagged.nodes, constants, hasher)}
+
+
+def _state(tagged: TaggedModel, path: str, hasher: Hasher) -> ModuleState:
+    region = tagged[path]
+    if path:
+        return _summed(region.info, region.nodes, region.parameters, hasher)
+    return _summed(region.info, tagged.nodes, list(tagged.model.graph.initializers.values()), hasher)
+
+
+def _summed(info: ModuleInfo, nodes: Sequence[ir.Node], constants: Sequence[ir.Value], hasher: Hasher) -> ModuleState:
+    weight_bytes: Counter[str] = Counter()
+    parameters = 0
+    for tensor in _tensors(constants):
+        weight_bytes[_type_name(tensor.dtype)] += tensor.nbytes
+        if len(tensor.shape) and tensor.dtype not in _SETTINGS:
+            parameters += math.prod(tensor.shape.numpy())
+    return ModuleState(
+        path=info.path,
+        class_name=info.class_name,
+        fate=info.fate,
+        nodes=len(nodes),
+        operators=dict(Counter(map(_operator, nodes)).most_common()),
+        parameters=parameters,
+        weight_bytes=dict(weight_bytes),
+        structure=hasher.part(nodes, frozenset(nodes)),
+    )
+
+
+def _tensors(constants: Sequence[ir.Value]) -> Iterator[ir.TensorProtocol]:
+    return (value.const_value for value in constants if value.const_value is not None)
+
+
+def _type_name(dtype: ir.DataType) -> str:
+    """The element type as numpy names it."""
+    return "string" if dtype == ir.DataType.STRING else str(dtype.numpy().name)
+
+
+def _operator(node: ir.Node) -> str:
+    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"

@@ -1,0 +1,228 @@
+"""What a drawing of a model needs of it: every module and every node, as plain data, and what is known of the tags."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.analyze.node_facts import NodeEntry, NodeReader, TensorEntry
+from htp_export.analyze.weights import declared_parameters
+from htp_export.files import has_external_data
+from htp_export.hierarchy import ModuleInfo
+from htp_export.tagged import Region, TaggedModel, TagSource
+
+_COUNTING = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL, ir.DataType.STRING)  # what no weights are kept in
+
+__all__ = ["Inventory", "ModuleEntry", "take_inventory"]
+
+
+@dataclass(frozen=True)
+class ModuleEntry:
+    """One module.
+
+    Attributes:
+        info: Path, class, calls and fate.
+        nodes: Nodes in its region.
+        own_nodes: Positions, in ``Inventory.nodes``, of those that it computes itself, and no module below it.
+        shared: Nodes in its region that do what several modules did each.
+        fused: Nodes in its region that do a part of several modules' work each.
+        parameters: Elements of its parameters in PyTorch, each once; where the file does not say what these were, of
+            the weights that its region reads.
+        weight_bytes: Bytes of the weights that its region reads, each tensor once.
+        operators: Operator → nodes in its region, the most frequent first.
+        reasons: ``htp.reason`` → nodes in its region.
+        weights: The weights that it reads itself.
+        inputs: The tensors that enter its region.
+        outputs: The tensors that leave it.
+        source: Where its ``forward`` stands, ``modeling_bert.py:140-172``, as far as the file says; else ``""``.
+        failure: Why it could not be exported; ``""`` as a rule.
+    """
+
+    info: ModuleInfo
+    nodes: int = 0
+    own_nodes: tuple[int, ...] = ()
+    shared: int = 0
+    fused: int = 0
+    parameters: int = 0
+    weight_bytes: int = 0
+    operators: Mapping[str, int] = field(default_factory=dict)
+    reasons: Mapping[str, int] = field(default_factory=dict)
+    weights: tuple[TensorEntry, ...] = ()
+    inputs: tuple[TensorEntry, ...] = ()
+    outputs: tuple[TensorEntry, ...] = ()
+    source: str = ""
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """A model, ready to be drawn.
+
+    Attributes:
+        name: What to call it.
+        tags: Where the owners of nodes come from, as in ``TaggedModel.source``.
+        lost: Whether the file was tagged once, and its nodes have lost the tags.
+        modules: Module path → module, in the order of ``named_modules()``; the root alone where there are no tags.
+        nodes: Every node, those of subgraphs after the node that holds them.
+        reasons: ``htp.reason`` → nodes.
+        untagged: How many nodes belong to no module.
+        called: The paths of the modules that ran; the others are no level of their own.
+        producer: The program that wrote the file, with its version.
+        opsets: Domain → version; the main domain is ``ai.onnx``.
+        ir_version: Version of the file format.
+        external_data: Whether the weights lie in a file of their own.
+        inputs: The model's inputs.
+        outputs: The model's outputs.
+        notes: What else there is to know, as sentences.
+    """
+
+    name: str
+    tags: TagSource
+    lost: bool
+    modules: Mapping[str, ModuleEntry]
+    nodes: tuple[NodeEntry, ...]
+    reasons: Mapping[str, int]
+    untagged: int
+    called: frozenset[str]
+    producer: str = ""
+    opsets: Mapping[str, int] = field(default_factory=dict)
+    ir_version: int = 0
+    external_data: bool = False
+    inputs: tuple[TensorEntry, ...] = ()
+    outputs: tuple[TensorEntry, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def advice(self) -> str:
+        """What to do about tags that are missing or not exact; ``""`` where they are exact."""
+        if self.tags == "none" and self.lost:
+            return (
+                "The nodes of this file have lost their module tags: htp_export.carry(before, after) brings them back."
+            )
+        if self.tags == "none":
+            return (
+                "This file has no module tags. "
+                "Export it with htp_export.export(...) in place of torch.onnx.export(...)."
+            )
+        if self.tags == "torch":
+            return (
+                "The modules are read from torch's own scopes, which are not exact. "
+                "Export with htp_export.export(...) in place of torch.onnx.export(...) for exact ones."
+            )
+        return ""
+
+
+def take_inventory(tagged: TaggedModel, name: str = "") -> Inventory:
+    """Everything that a drawing of a model shows.
+
+    The weights are not read. A model without tags is one module, its root, which owns every node.
+
+    Args:
+        tagged: The model.
+        name: What to call it; the graph's own name where it is empty.
+
+    Example:
+        >>> import onnx_ir as ir
+        >>> from htp_export.tagged import load
+        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "act", "htp.reason": "scope"})
+        >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="Net")
+        >>> inventory = take_inventory(load(ir.Model(graph, ir_version=10)))
+        >>> inventory.modules["act"].operators, inventory.reasons
+        ({'Relu': 1}, {'scope': 1})
+    """
+    reader = NodeReader(tagged)
+    nodes = reader.entries()
+    model = tagged.model
+    if tagged.source == "none":
+        modules = {"": _everything(tagged, reader, nodes)}
+    else:
+        place = {node: position for position, node in enumerate(tagged.nodes)}
+        modules = {path: _module(tagged[path], reader, nodes, place) for path in tagged.paths}
+        for path, parameters in (declared_parameters(tagged) or {}).items():
+            if path in modules:
+                modules[path] = replace(modules[path], parameters=parameters)
+    return Inventory(
+        name=name or model.graph.name or "model",
+        tags=tagged.source,
+        lost=tagged.source == "none" and tags.MODULES in model.metadata_props,
+        modules=modules,
+        nodes=nodes,
+        reasons=dict(tagged.reasons.most_common()),
+        untagged=len(tagged.untagged),
+        called=tagged.hierarchy.called,
+        producer=" ".join(part for part in (model.producer_name, model.producer_version) if part),
+        opsets={domain or "ai.onnx": version for domain, version in model.opset_imports.items()},
+        ir_version=model.ir_version,
+        external_data=has_external_data(model),
+        inputs=tuple(map(reader.tensor_entry, model.graph.inputs)),
+        outputs=tuple(map(reader.tensor_entry, model.graph.outputs)),
+    )
+
+
+def _module(
+    region: Region, reader: NodeReader, nodes: tuple[NodeEntry, ...], place: Mapping[ir.Node, int]
+) -> ModuleEntry:
+    inside = [nodes[place[node]] for node in region.nodes]
+    own = [place[node] for node in region.own_nodes]
+    weights = [value for value in region.parameters if _elements(value)]
+    own_reads = {value for node in region.own_nodes for value in node.inputs}
+    return ModuleEntry(
+        info=region.info,
+        nodes=len(inside),
+        own_nodes=tuple(own),
+        shared=sum(node.reason == "shared" for node in inside),
+        fused=sum(node.reason == "fused" for node in inside),
+        parameters=sum(map(_elements, weights)),
+        weight_bytes=sum(map(_bytes, weights)),
+        operators=dict(Counter(node.operator for node in inside).most_common()),
+        reasons=dict(Counter(node.reason for node in inside if node.reason).most_common()),
+        weights=tuple(reader.tensor_entry(value) for value in weights if value in own_reads),
+        inputs=tuple(map(reader.tensor_entry, region.inputs)),
+        outputs=tuple(map(reader.tensor_entry, region.outputs)),
+        source=_source([nodes[position] for position in own]),
+    )
+
+
+def _everything(tagged: TaggedModel, reader: NodeReader, nodes: tuple[NodeEntry, ...]) -> ModuleEntry:
+    """The root of a model without tags."""
+    weights = [value for value in tagged.model.graph.initializers.values() if _elements(value)]
+    return ModuleEntry(
+        info=tagged.hierarchy.root,
+        nodes=len(nodes),
+        own_nodes=tuple(range(len(nodes))),
+        parameters=sum(map(_elements, weights)),
+        weight_bytes=sum(map(_bytes, weights)),
+        operators=dict(Counter(node.operator for node in nodes).most_common()),
+        inputs=tuple(map(reader.tensor_entry, tagged.model.graph.inputs)),
+        outputs=tuple(map(reader.tensor_entry, tagged.model.graph.outputs)),
+    )
+
+
+def _elements(initializer: ir.Value) -> int:
+    """Elements of an initializer that holds weights; 0 for the indices, sizes and scalars of an exporter."""
+    tensor = initializer.const_value
+    if tensor is None or tensor.dtype in _COUNTING or not len(tensor.shape):
+        return 0
+    return math.prod(tensor.shape.numpy())
+
+
+def _bytes(initializer: ir.Value) -> int:
+    return 0 if initializer.const_value is None else initializer.const_value.nbytes
+
+
+def _source(own: list[NodeEntry]) -> str:
+    """The file in which most of a module's own nodes were written down, with the lines, first to last."""
+    lines: dict[str, list[int]] = {}
+    for node in own:
+        if node.source is not None:
+            lines.setdefault(node.source.file, []).append(node.source.line)
+    if not lines:
+        return ""
+    file = max(lines, key=lambda name: len(lines[name]))
+    first, last = min(lines[file]), max(lines[file])
+    return f"{file}:{first}" if first == last else f"{file}:{first}-{last}"

@@ -1,0 +1,94 @@
+"""Routing: a choice among experts, made for each position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from htp_export.analyze.facts import GraphFacts
+
+__all__ = ["Router", "routers"]
+
+_GATES = ("Softmax", "Sigmoid", "Cast", "Add", "Sub", "Mul", "Div", "Identity", "Softplus", "Sqrt", "Reshape")
+_PICKS = frozenset((
+    "Gather", "GatherElements", "GatherND", "Equal", "NonZero", "OneHot", "Scatter", "ScatterElements", "ScatterND"
+))  # fmt: skip
+_MOST_EXPERTS = 1024
+
+
+@dataclass(frozen=True)
+class Router:
+    """A choice among experts.
+
+    Attributes:
+        node: The node that chooses.
+        experts: How many there are to choose from; None where that is not known.
+        chosen: How many are chosen; None where that is not constant.
+    """
+
+    node: ir.Node
+    experts: int | None
+    chosen: int | None
+
+
+def routers(facts: GraphFacts) -> list[Router]:
+    """``TopK`` or ``ArgMax`` over what a linear layer gives, by whose choice something is picked."""
+    return [*_by_top_k(facts), *_by_largest(facts)]
+
+
+def _by_top_k(facts: GraphFacts) -> Iterator[Router]:
+    for node in facts.nodes_of("TopK"):
+        experts = _scored(facts, node.inputs[0])
+        last = _along_last(facts, node)
+        chosen = facts.scalar(node.inputs[1]) if len(node.inputs) > 1 else None
+        if experts is None or not last or (chosen is not None and chosen >= experts):
+            continue
+        if len(node.outputs) > 1 and _picks(node.outputs[1]):
+            yield Router(node, experts, None if chosen is None else int(chosen))
+
+
+def _by_largest(facts: GraphFacts) -> Iterator[Router]:
+    for node in facts.nodes_of("ArgMax"):
+        gate = facts.maker(node.inputs[0], "Softmax", "Sigmoid")
+        experts = _scored(facts, node.inputs[0]) if gate is not None else None
+        weighs = gate is not None and len(gate.outputs[0].uses()) > 1  # by how much, beside which
+        if experts is not None and weighs and _picks(node.outputs[0]):
+            yield Router(node, experts, 1)
+
+
+def _scored(facts: GraphFacts, value: ir.Value | None) -> int | None:
+    """The width of the linear layer that gives a value, with nothing but a gate between."""
+    for _ in range(8):
+        node = None if value is None else value.producer()
+        if node is None:
+            return None
+        if node.op_type in ("MatMul", "Gemm"):
+            shape = facts.shape(node.outputs[0])
+            weight = facts.shape(node.inputs[1])
+            if not facts.is_constant(node.inputs[1]) or weight is None or len(weight) != 2:
+                return None
+            turned = node.attributes.get_int("transB", 0)
+            width = shape[-1] if shape and isinstance(shape[-1], int) else weight[0 if turned else 1]
+            return width if isinstance(width, int) and 2 <= width <= _MOST_EXPERTS else None
+        if node.op_type not in _GATES:
+            return None
+        value = next((given for given in node.inputs if given is not None and not facts.is_constant(given)), None)
+    return None
+
+
+def _along_last(facts: GraphFacts, node: ir.Node) -> bool:
+    axis, rank = node.attributes.get_int("axis", -1), facts.rank(node.inputs[0])
+    return axis == -1 or (rank is not None and axis == rank - 1)
+
+
+def _picks(value: ir.Value) -> bool:
+    """Whether something is picked by a choice, a few steps later."""
+    values = [value]
+    for _ in range(8):
+        readers = [use.node for each in values for use in each.uses()]
+        if any(node.op_type in _PICKS for node in readers):
+            return True
+        values = [output for node in readers for output in node.outputs][:16]
+    return False

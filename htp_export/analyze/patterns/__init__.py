@@ -1,0 +1,1 @@
+"""Matchers of patterns: each looks once at the nodes of an operator, and a few steps around them."""

@@ -1,0 +1,254 @@
+"""``cost`` and the columns of ``tree`` in the terminal."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from rich.console import Console
+
+import htp_export
+from htp_export.analyze.tree import Measured, ModuleRow, ModuleTree, tree_rows
+from htp_export.cli.main import main
+from htp_export.show.module_table import si
+from htp_export.show.tree import render
+from htp_export.tagged import load
+from tests.handmade import encoder
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    made = tmp_path / "model.onnx"
+    load(encoder()).save(made)
+    return made
+
+
+@pytest.fixture
+def open_file(tmp_path: Path) -> Path:
+    """The same with a size that is left open."""
+    made = encoder()
+    made.graph.inputs[0].shape = ir.Shape(["batch", 4])
+    for node in made.graph:
+        if node.op_type != "Transpose":
+            node.outputs[0].shape = None
+    path = tmp_path / "open.onnx"
+    load(made).save(path)
+    return path
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_cost_draws_the_tree_and_says_the_rest_in_words(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cost", str(file), "--columns", "nodes,parameters,flops,other_flops"]) == 0
+    assert lines(capsys)[:7] == [
+        "module        nodes   parameters   FLOPs   other",
+        "(root)            7           32     128      32",
+        "├── layer.0       4           16      64      16",
+        "│   └── fc        2           16      64       0",
+        "├── layer.1       3           16      64      16",
+        "│   └── fc        1           16      64       0",
+        "└── dropout       0            0       0       0",
+    ]
+
+
+def test_cost_says_the_peak_what_is_not_counted_and_what_is_assumed(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cost", str(file), "--fused", "--depth", "1"]) == 0
+    text = "\n".join(lines(capsys))
+    assert "128 FLOPs (2 for each multiply-add of matrix products), 32 other operations" in text
+    assert "bytes of activations at the peak, at 'node_" in text
+    assert "saved" in text.splitlines()[0]
+    assert "an estimate" in text
+
+
+def test_cost_wants_open_sizes_and_takes_them_as_numbers_shapes_or_values(
+    open_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cost", str(open_file)]) == 2
+    assert "sizes are open: 'batch'; give dims (batch=...)" in capsys.readouterr().err
+    (tmp_path / "shapes.json").write_text('{"x": [2, 4]}')
+    np.savez(tmp_path / "values.npz", x=np.zeros((2, 4), np.float32))
+    for given in (
+        ["--dims", "batch=2"],
+        ["--inputs", f"{tmp_path}/shapes.json"],
+        ["--inputs", f"{tmp_path}/values.npz"],
+    ):
+        assert main(["cost", str(open_file), "--json", *given]) == 0
+        data = json.loads(capsys.readouterr().out)
+        assert (data["modules"][""]["flops"], data["dims"]) == (128, {"batch": 2})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dims", "batch"], "write name=size"),
+        (["--dims", "length=3"], "no open size 'length'"),
+        (["--columns", "colour"], "no column 'colour'"),
+        (["--sort", "colour"], "no column 'colour'"),
+        (["--inputs", "nowhere.npz"], "cannot be read"),
+        (["--select", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input_is_told_and_ends_with_2(
+    arguments: list[str], message: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cost", str(file), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_cost_as_csv_has_every_module_and_column_and_nodes_if_asked(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cost", str(file), "--csv"]) == 0
+    rows = {row["module"]: row for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}
+    assert list(rows) == ["", "layer", "layer.0", "layer.0.fc", "layer.1", "layer.1.fc", "dropout"]
+    assert (rows["layer.0"]["flops"], rows["layer.0"]["self_flops"]) == ("64", "0")
+    assert main(["cost", str(file), "--csv", "--nodes"]) == 0
+    nodes = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert (nodes[2]["name"], nodes[2]["flops"], nodes[2]["shapes"], nodes[0]["owners"]) == (
+        "node_fc0", "64", "2x4", "layer.0 layer.1",
+    )  # fmt: skip
+
+
+def test_a_sorted_tree_is_a_list_with_the_largest_first(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tree", str(file), "--sort", "flops", "--columns", "flops", "--select", "**.fc"]) == 0
+    assert [line.split() for line in lines(capsys)[1:]] == [
+        ["(root)", "128"], ["layer", "128"], ["layer.0", "64"], ["layer.0.fc", "64"], ["layer.1", "64"],
+        ["layer.1.fc", "64"],
+    ]  # fmt: skip
+
+
+def test_the_tree_has_flops_where_sizes_are_known(
+    file: Path, open_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tree", str(file), "--depth", "0"]) == 0
+    assert lines(capsys) == [
+        "module   class   nodes   parameters   FLOPs   fate",
+        "(root)   Net         7           32     128",
+    ]
+    assert main(["tree", str(open_file), "--depth", "0"]) == 0
+    assert lines(capsys) == [
+        "module   class   nodes   parameters   fate",
+        "(root)   Net         7           32",
+        "no FLOPs: sizes are open: 'batch'; give dims (batch=...), or example inputs",
+    ]
+    assert main(["tree", str(open_file), "--depth", "0", "--dims", "batch=2"]) == 0
+    assert "128" in capsys.readouterr().out
+    assert main(["tree", str(open_file), "--dims", "batch=x"]) == 2
+
+
+def test_times_and_errors_of_other_commands_are_columns(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = {"": {"total_ms": 3.0, "self_ms": 0.5}, "layer.0": {"total_ms": 2.0, "self_ms": 1.0}}
+    errors = {"": {"max_abs": "nan", "status": "inherits"}, "layer.0": {"max_abs": 0.25, "status": "differs"}}
+    (tmp_path / "profile.json").write_text(json.dumps({"modules": times}))
+    (tmp_path / "verify.json").write_text(json.dumps({"modules": errors}))
+    given = ["--profile", f"{tmp_path}/profile.json", "--verify", f"{tmp_path}/verify.json"]
+    assert main(["tree", str(file), "--depth", "1", "--columns", "time,own_time,error,status", *given]) == 0
+    assert lines(capsys) == [
+        "module           ms   own ms     error   status",
+        "(root)        3.000    0.500       nan   inherits",
+        "├── layer.0   2.000    1.000   2.5e-01   differs",
+        "├── layer.1",
+        "└── dropout",
+    ]
+    assert main(["tree", str(file), "--csv", "--sort", "error", "--columns", "error", *given]) == 0
+    assert lines(capsys)[:3] == ["module,error", ",nan", "layer.0,0.25"]
+    assert main(["tree", str(file), "--json", *given]) == 0
+    data = json.loads(capsys.readouterr().out)["modules"]
+    assert (data[""]["error"], data["layer.0"]["time_ms"], "error" in data["layer.1"]) == ("nan", 2.0, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is not JSON"), ("[]", "no results by module"), ('{"modules": {"": {"max_abs": 1}}}', "another command")],
+)
+def test_results_of_something_else_are_refused(
+    text: str, message: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong.json").write_text(text)
+    assert main(["tree", str(file), "--profile", f"{tmp_path}/wrong.json"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def row(path: str, **measured: float) -> ModuleRow:
+    return ModuleRow(path, "net.Block", 1, "computed", 2, 2, 1_000_000, flops=2_000_000, **measured)
+
+
+def drawn(tree: ModuleTree, width: int) -> list[str]:
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(render(tree))
+    return [line.rstrip() for line in stream.getvalue().splitlines()]
+
+
+def test_alike_layers_are_one_line_with_their_mean_time_and_largest_error() -> None:
+    layers = [row(f"layer.{k}", time_ms=1.0 + k, error=0.1 * k) for k in range(3)]
+    found = drawn(ModuleTree((row(""), *layers)), 100)
+    assert found[2].startswith("└── layer.0 … layer.2 × 3   Block")  # noqa: RUF001 - "times"
+    assert found[2].split()[-5:] == ["1,000,000", "2.000", "M", "2.000", "2.0e-01"]
+
+
+def test_a_layer_that_is_wrong_is_not_folded_with_those_that_are_right() -> None:
+    wrong = ModuleRow("layer.2", "net.Block", 1, "computed", 2, 2, 10, status="differs")
+    right = [ModuleRow(f"layer.{k}", "net.Block", 1, "computed", 2, 2, 10) for k in range(2)]
+    found = drawn(ModuleTree((ModuleRow("", "net.Net", 1, "computed", 6, 0, 30), *right, wrong)), 100)
+    assert len(found) == 4
+
+
+def test_a_narrow_terminal_shows_what_matters_most_and_says_what_it_left_out() -> None:
+    tree = ModuleTree((row("", time_ms=1.0), row("a_module_with_a_name_that_is_far_too_long", time_ms=1.0)))
+    assert max(map(len, drawn(tree, 40))) <= 40
+    assert drawn(tree, 40)[0].split() == ["module", "ms"]
+    text = " ".join(drawn(tree, 40))
+    assert "too narrow for:" in text
+    assert "…" in text
+    assert "too narrow" not in " ".join(drawn(tree, 120))
+
+
+def test_colours_are_off_where_nobody_wants_them(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = tree_rows(load(file), measured={"": Measured(status="differs")})
+
+    def text() -> str:
+        stream = io.StringIO()
+        Console(file=stream, force_terminal=True, width=100).print(render(tree))
+        return stream.getvalue()
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[36m" in text()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[36m" not in text()
+
+
+def test_the_tree_of_an_export_has_flops_of_its_example_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = "import torch\ndef make():\n    return torch.nn.Linear(4, 3).eval(), {'input': torch.randn(2, 4)}\n"
+    (tmp_path / f"net_{tmp_path.name}.py").write_text(source)
+    arguments = ["export", "--entry", f"net_{tmp_path.name}:make", "-o", "net.onnx"]
+    assert main([*arguments]) == 0
+    assert lines(capsys)[1].split() == ["(root)", "Linear", "1", "15", "48"]
+    assert main([*arguments, "--dynamic", "batch", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["modules"][""]["flops"] == 48
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999, "999"), (999.96, "1.000 k"), (9_999.6, "10.00 k"), (123_456_789, "123.5 M"), (1e21, "1000.0 E")],
+)
+def test_numbers_have_four_digits(number: float, text: str) -> None:
+    assert si(number) == text
+
+
+def test_public_results_are_documented() -> None:
+    assert "FLOPs" in str(htp_export.cost.__doc__)

@@ -1,0 +1,193 @@
+"""Differences between two files: modules that changed, moved, came and went."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.cli.main import main
+from htp_export.errors import FileError
+from tests.nets import spread
+from tests.written import weight, written
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, width), act or nn.ReLU(), nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+def model(**children: nn.Module) -> htp_export.TaggedModel:
+    net = spread(Net(**children)).eval()
+    return htp_export.load(htp_export.export(net, (torch.randn(2, 8),), verbose=False))
+
+
+def statuses(found: htp_export.ModelDifference) -> dict[str, str]:
+    return {path: module.status for path, module in found.modules.items()}
+
+
+def test_a_file_is_the_same_as_itself():
+    found = htp_export.diff(model(a=Block(), b=Block()), model(a=Block(), b=Block()))
+    assert found.same
+    assert set(statuses(found).values()) == {"same"}
+    assert str(found) == "no difference in 9 modules"
+
+
+def test_a_change_shows_in_the_modules_above_it_and_nowhere_else():
+    found = htp_export.diff(model(a=Block(), b=Block()), model(a=Block(), b=Block(act=nn.Tanh())))
+    assert found.changed == ["", "b", "b.act"]
+    assert found.modules["b"].operators == {"Relu": -1, "Tanh": 1}
+    assert found.modules["b.act"].simple_class == "ReLU → Tanh"
+    assert found.modules["b"].nodes == (4, 4)
+
+
+def test_parameters_and_bytes_before_and_after():
+    found = htp_export.diff(model(a=Block(8)), model(a=Block(16)))
+    assert found.modules["a"].parameters == (2 * (8 * 8 + 8), 2 * 8 * 16 + 16 + 8)
+    assert found.modules["a.up"].weight_bytes == {"float32": (4 * 72, 4 * 144)}
+    assert found.modules["a.act"].status == "same"
+
+
+def test_modules_that_come_and_go():
+    found = htp_export.diff(model(a=Block(), old=nn.Linear(8, 8)), model(a=Block(), new=nn.Tanh()))
+    assert (found.added, found.removed) == (["new"], ["old"])
+    assert found.modules["new"].nodes == (0, 1)
+    assert found.modules["old"].nodes == (1, 0)
+    assert found.counts == {"same": 4, "changed": 1, "added": 1, "removed": 1}
+
+
+def test_a_renamed_subtree_has_moved():
+    found = htp_export.diff(model(a=Block(), tail=nn.Tanh()), model(b=Block(), tail=nn.Tanh()))
+    assert found.moved == {"b": "a", "b.up": "a.up", "b.act": "a.act", "b.down": "a.down"}
+    assert [module.path for module in found.topmost()] == ["b"]
+    assert not found.added
+    assert not found.removed
+
+
+def test_a_subtree_under_a_new_prefix_has_moved():
+    found = htp_export.diff(
+        model(a=Block(), b=nn.Tanh()), model(body=Net(a=Block(), b=nn.Tanh()), head=nn.Linear(8, 8))
+    )
+    assert found.moved["body.a"] == "a"
+    assert found.moved["body.b"] == "b"
+    assert found.added == ["body", "head"]
+
+
+def test_equal_modules_move_in_order_and_each_once():
+    before = model(a=Block(), b=Block())
+    after = model(c=Block(), d=Block(), e=Block())
+    found = htp_export.diff(before, after)
+    assert [(path, old) for path, old in found.moved.items() if "." not in path] == [("c", "a"), ("d", "b")]
+    assert [path for path in found.added if "." not in path] == ["e"]
+
+
+def test_a_renamed_subtree_that_changed_inside_is_recognised_by_its_modules():
+    found = htp_export.diff(model(a=Block()), model(b=Block(act=nn.ReLU6())))
+    assert found.modules["b"].status == "changed"
+    assert found.modules["b"].moved_from == "a"
+    assert found.modules["b.up"].status == "moved"
+
+
+def test_quantized_weights_are_counted_by_their_type(tmp_path):
+    from onnxruntime.quantization import quantize_dynamic
+
+    net = spread(Net(a=Block())).eval()
+    htp_export.export(net, (torch.randn(2, 8),), tmp_path / "a.onnx", verbose=False)
+    quantize_dynamic(tmp_path / "a.onnx", tmp_path / "b.onnx")
+    found = htp_export.diff(tmp_path / "a.onnx", tmp_path / "b.onnx")
+    sizes = found.modules[""].weight_bytes
+    assert sizes["int8"] == (0, 2 * 64 + 2)  # and two zero points
+    assert sizes["float32"][1] < sizes["float32"][0]
+
+
+def test_values_of_weights_do_not_count():
+    text = "g (float[2,4] x) => (float[2,4] y) { y = MatMul(x, w) }"
+    one, other = (written(text, 17, {"y": "fc"}, w=weight(4, 4, seed=seed)) for seed in (0, 1))
+    assert htp_export.diff(one, other).same
+
+
+def test_names_and_the_order_of_independent_nodes_do_not_count():
+    one = written("g (float[2] x) => (float[2] y) { a = Neg(x)  b = Abs(x)  y = Add(a, b) }", 17, {})
+    other = written("g (float[2] x) => (float[2] y) { q = Abs(x)  p = Neg(x)  y = Add(p, q) }", 17, {})
+    assert htp_export.diff(one, other).same
+    swapped = written("g (float[2] x) => (float[2] y) { a = Neg(x)  b = Abs(x)  y = Sub(b, a) }", 17, {})
+    assert not htp_export.diff(one, swapped).same
+
+
+def test_attributes_and_settings_count():
+    text = "g (float[2,4] x) => (float[2,4] y) {{ y = {op} }}"
+    soft = [written(text.format(op=f"Softmax<axis={axis}>(x)"), 17, {}) for axis in (0, 1)]
+    assert not htp_export.diff(*soft).same
+    power = [written(text.format(op="Pow(x, p)"), 17, {}, p=np.array(p, np.float32)) for p in (2, 3)]
+    assert not htp_export.diff(*power).same
+
+
+def test_untagged_files_are_compared_whole():
+    text = "g (float[2] x) => (float[2] y) {{ y = {op}(x) }}"
+    found = htp_export.diff(written(text.format(op="Relu")), written(text.format(op="Neg"), 17, {"y": "act"}))
+    assert not found.by_module
+    assert statuses(found) == {"": "changed"}
+    assert found.modules[""].operators == {"Neg": 1, "Relu": -1}
+
+
+def test_neither_model_is_changed():
+    models = [written("g (float[2] x) => (float[2] y) { y = Relu(x) }", 17, {"y": path}) for path in ("a", "b")]
+    before = [ir.to_proto(each).SerializeToString() for each in models]
+    htp_export.diff(*models)
+    assert [ir.to_proto(each).SerializeToString() for each in models] == before
+
+
+def test_the_command(tmp_path, capsys):
+    paths = [str(tmp_path / f"{name}.onnx") for name in "ab"]
+    model(a=Block(), b=Block()).save(paths[0])
+    model(a=Block(), b=Block(act=nn.Tanh())).save(paths[1])
+    assert main(["diff", *paths]) == 0
+    every = capsys.readouterr().out
+    assert main(["diff", *paths, "--only-changed"]) == 0
+    changed = capsys.readouterr().out
+    assert "a.up" in every
+    assert "a.up" not in changed
+    assert "b.act" in changed
+    assert main(["diff", *paths, "--only-changed", "--depth", "1"]) == 0
+    assert "b.act" not in capsys.readouterr().out
+    assert main(["diff", *paths, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["counts"] == {"same": 6, "changed": 3}
+    assert main(["diff", paths[0], paths[0], "--only-changed"]) == 0
+    assert capsys.readouterr().out.strip() == "no difference"
+
+
+def test_a_file_that_is_not_there(tmp_path, capsys):
+    with pytest.raises(FileError):
+        htp_export.diff(tmp_path / "a.onnx", tmp_path / "b.onnx")
+    assert main(["diff", str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx")]) == 2
+    assert "a.onnx" in capsys.readouterr().err
+
+
+def test_names_are_drawn_as_they_are(tmp_path, capsys):
+    text = "g (float[2] x) => (float[2] y) {{ y = {op}(x) }}"
+    for name, op in (("a", "Relu"), ("b", "Neg")):
+        onnx.save(ir.to_proto(written(text.format(op=op), 17, {"y": "[red]act"})), tmp_path / f"{name}.onnx")
+    assert main(["diff", str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx")]) == 0
+    assert "[red]act" in capsys.readouterr().out

@@ -1,0 +1,329 @@
+"""Fingerprints: families by mechanisms, with tags and without, and the blocks that repeat."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.analyze.families import FAMILIES
+from htp_export.cli.main import main
+from htp_export.errors import FileError
+from tests.exporting import exported
+from tests.nets import spread
+from tests.written import weight, written
+
+Made = tuple[nn.Module, dict[str, Any]]
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
+
+
+def of_type(name: str, **overrides: Any) -> Made:
+    from htp_export.huggingface import example_inputs, load_model
+
+    model = load_model(name, random_weights=True, overrides=overrides)
+    return model, dict(example_inputs(model))
+
+
+class TimeUnet(nn.Module):
+    """One level down and up again, told the time step as sines and cosines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(16, 8), nn.SiLU(), nn.Linear(8, 8))
+        self.down, self.inner, self.up = (
+            nn.Conv2d(3, 8, 3, 2, 1),
+            nn.Conv2d(8, 8, 3, 1, 1),
+            nn.ConvTranspose2d(8, 8, 2, 2),
+        )
+        self.norm, self.out = nn.GroupNorm(2, 8), nn.Conv2d(11, 3, 3, 1, 1)
+
+    def forward(self, sample: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        frequencies = torch.exp(-math.log(10_000.0) * torch.arange(8) / 8)
+        waves = timestep[:, None] * frequencies[None]
+        told = self.time(torch.cat([waves.sin(), waves.cos()], -1))
+        inner = torch.relu(self.norm(self.inner(self.down(sample) + told[:, :, None, None])))
+        return self.out(torch.cat([self.up(inner), sample], 1))
+
+
+class Experts(nn.Module):
+    """Two of four layers for each position, chosen by a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4, bias=False)
+        self.weights = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share, chosen = torch.topk(torch.softmax(self.router(x), -1), 2)
+        return (torch.einsum("bd,bkde->bke", x, self.weights[chosen]) * share[..., None]).sum(1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm, self.out = nn.Embedding(30, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.lstm(self.embedding(tokens))[0][:, -1])
+
+
+class Cell(nn.Module):
+    """A recurrence written in Python, which exporters unroll."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input, self.state = nn.Linear(4, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(x.shape[0], 8)
+        states = []
+        for step in range(6):
+            state = torch.tanh(self.input(x[:, step]) + self.state(state))
+            states.append(state)
+        return torch.stack(states, 1)
+
+
+CASES: dict[str, tuple[str, str, Callable[[], Made]]] = {
+    "bert": ("encoder", "torchscript", lambda: of_type("bert", **SMALL, vocab_size=100)),
+    "gpt2": (
+        "decoder",
+        "dynamo",
+        lambda: of_type("gpt2", n_embd=32, n_layer=3, n_head=2, vocab_size=100, bos_token_id=0, eos_token_id=0),
+    ),
+    "bart": (
+        "encoder-decoder",
+        "torchscript",
+        lambda: of_type(
+            "bart",
+            d_model=32,
+            vocab_size=100,
+            **{f"{side}_{key}": 2 for side in ("encoder", "decoder") for key in ("layers", "attention_heads")},
+        ),
+    ),
+    "vit": ("vision transformer", "dynamo", lambda: of_type("vit", **SMALL, image_size=32)),
+    "resnet": (
+        "CNN",
+        "torchscript",
+        lambda: of_type("resnet", embedding_size=8, hidden_sizes=[8, 16], depths=[3, 1], layer_type="basic"),
+    ),
+    "wav2vec2": (
+        "speech",
+        "dynamo",
+        lambda: of_type("wav2vec2", **SMALL, conv_dim=[8] * 7, num_conv_pos_embedding_groups=4),
+    ),
+    "clip": (
+        "multimodal",
+        "torchscript",
+        lambda: of_type(
+            "clip",
+            **{f"{side}_config.{key}": n for side in ("text", "vision") for key, n in SMALL.items()},
+            **{"text_config.vocab_size": 100, "vision_config.image_size": 32, "vision_config.patch_size": 16},
+            **{"text_config.eos_token_id": 99, "text_config.bos_token_id": 0, "text_config.pad_token_id": 1},
+        ),
+    ),
+    "unet": (
+        "diffusion-like",
+        "dynamo",
+        lambda: (TimeUnet(), {"sample": torch.randn(1, 3, 8, 8), "timestep": torch.tensor([3.0])}),
+    ),
+    "experts": ("mixture", "torchscript", lambda: (Experts(), {"x": torch.randn(3, 8)})),
+    "lstm": ("recurrent", "torchscript", lambda: (Recurrent(), {"tokens": torch.randint(0, 30, (2, 5))})),
+    "unrolled": ("recurrent", "dynamo", lambda: (Cell(), {"x": torch.randn(2, 6, 4)})),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Name of a case → its file, each exported once."""
+    made: dict[str, onnx.ModelProto] = {}
+
+    def file(name: str) -> onnx.ModelProto:
+        if name not in made:
+            _, exporter, build = CASES[name]
+            model, inputs = build()
+            made[name] = exported(spread(model).eval(), inputs, exporter, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return file
+
+
+def bare(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The same graph with nothing that says where it is from."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    copy.ClearField("metadata_props")
+    for number, node in enumerate(copy.graph.node):
+        node.ClearField("metadata_props")
+        node.name = f"n{number}"
+    return copy
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_family_with_tags_and_without(name, files):
+    expected = CASES[name][0]
+    found = [htp_export.fingerprint(model).family for model in (files(name), bare(files(name)))]
+    assert found == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "fact"),
+    [
+        ("bert", "3 attentions: 3 bidirectional"),
+        ("gpt2", "3 attentions: 3 causal"),
+        ("bart", "6 attentions: 2 bidirectional, 2 causal, 2 cross"),
+        ("vit", "input pixel_values [1, 3, 32, 32] is an image: it is cut in patches of 16x16"),
+        (
+            "wav2vec2",
+            "input input_values [1, 16000] is a signal or spectrum over time: it enters a convolution of 10, stride 5",
+        ),
+        ("unet", "input timestep is a time step: its sines and cosines enter a linear layer"),
+        ("unet", "1 skips beside a part that makes things smaller and larger again"),
+        ("experts", "1 routers: each position chooses 2 of 4 experts"),
+        ("lstm", "1 LSTM"),
+    ],
+)
+def test_evidence_says_what_was_seen(name, fact, files):
+    assert fact in htp_export.fingerprint(files(name)).evidence
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("bert", [(3, "BertLayer")]),
+        ("gpt2", [(3, "GPT2Block")]),
+        ("bart", [(2, "BartDecoderLayer"), (2, "BartEncoderLayer")]),
+        ("resnet", [(3, "ResNetBasicLayer")]),
+        ("lstm", []),
+    ],
+)
+def test_modules_of_equal_structure_are_blocks(name, blocks, files):
+    found = htp_export.fingerprint(files(name)).blocks
+    assert [(block.count, block.name) for block in found] == blocks
+    assert all(len(block.modules) == block.count for block in found)
+
+
+@pytest.mark.parametrize(("name", "counts"), [("bert", [3]), ("gpt2", [3]), ("bart", [2, 2]), ("vit", [3])])
+def test_blocks_are_found_along_the_chain_where_there_are_no_tags(name, counts, files):
+    found = htp_export.fingerprint(bare(files(name))).blocks
+    assert [block.count for block in found] == counts
+    assert all("Softmax" in block.name and not block.modules for block in found)
+
+
+def test_blocks_differ_where_a_shape_or_an_operator_does():
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(5)]
+    layers[1][1] = nn.Sigmoid()
+    layers[3] = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8))
+    program = htp_export.export(nn.Sequential(*layers).eval(), (torch.randn(2, 8),), verbose=False)
+    (block,) = htp_export.fingerprint(program).blocks
+    assert (block.count, block.modules) == (3, ("0", "2", "4"))
+
+
+def test_a_module_that_runs_again_counts_each_time():
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(4):
+                x = self.layer(x)
+            return x
+
+    program = htp_export.export(Shared().eval(), (torch.randn(2, 8),), verbose=False)
+    (block,) = htp_export.fingerprint(program).blocks
+    assert (block.count, block.modules, block.nodes) == (4, ("layer",), 3)
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_a_causal_mask_is_computed_where_sizes_are_open(exporter, tmp_path):
+    model, inputs = of_type("qwen2", **{**SMALL, "num_hidden_layers": 1}, num_key_value_heads=1, vocab_size=100)
+    axes = {name: {0: "batch", 1: "sequence"} for name in inputs}
+    options = {"dynamic_shapes": axes} if exporter == "dynamo" else {"dynamic_axes": axes, "input_names": [*inputs]}
+    found = htp_export.fingerprint(exported(model, inputs, exporter, tmp_path, **options))
+    assert found.family == "decoder"
+    assert "input input_ids [batch, sequence] is tokens: it is looked up in a table of vectors" in found.evidence
+
+
+MASKED = """g (float[1,2,4,3] q, float[1,2,4,3] k, float[1,2,4,3] v, bool[4,4] given) => (float[1,2,4,3] y) {{
+    t = Transpose<perm=[0,1,3,2]>(k)  s = MatMul(q, t)  {mask}  p = Softmax<axis=-1>(m)  y = MatMul(p, v) }}"""
+LOWER = torch.ones(4, 4).tril().bool().numpy()
+
+
+@pytest.mark.parametrize(
+    ("mask", "family"),
+    [
+        ("m = Where(low, s, least)", "decoder"),
+        ("n = Not(low)  m = Where(n, least, s)", "decoder"),
+        ("m = Where(low, least, s)", "encoder"),
+        ("a = Where(low, zero, least)  m = Add(s, a)", "decoder"),
+        ("m = Add(s, bias)", "encoder"),
+        ("b = And(low, given)  m = Where(b, s, least)", "decoder"),
+        ("m = Where(given, s, least)", "encoder"),
+    ],
+)
+def test_a_mask_is_causal_by_what_it_hides(mask, family):
+    constants = {
+        "low": LOWER,
+        "least": np.array(-1e9, np.float32),
+        "zero": np.array(0, np.float32),
+        "bias": weight(4, 4),
+    }
+    assert htp_export.fingerprint(written(MASKED.format(mask=mask), **constants)).family == family
+
+
+def test_rotary_positions_are_no_time_steps():
+    text = """g (float[1] t, float[1,4] x) => (float[1,4] y) {
+        w = Mul(t, f)  s = Sin(w)  c = Cos(w)  a = Mul(x, s)  b = Mul(x, c)  h = Add(a, b)  y = MatMul(h, m) }"""
+    assert htp_export.fingerprint(written(text, f=weight(4), m=weight(4, 4))).family == "unknown"
+
+
+def test_what_is_none_of_these_is_unknown():
+    found = htp_export.fingerprint(written("g (float[2,3] x) => (float[2,3] y) { y = Relu(x) }"))
+    assert (found.family, found.blocks) == ("unknown", ())
+    assert "unknown" in FAMILIES
+
+
+def test_prints_and_is_plain_data(files, tmp_path, capsys):
+    path = tmp_path / "bert.onnx"
+    onnx.save(files("bert"), path)
+    found = htp_export.fingerprint(path)
+    assert str(found).splitlines()[0] == "encoder"
+    assert "3 × BertLayer" in str(found)  # noqa: RUF001 - "times"
+    assert main(["fingerprint", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "encoder" in printed
+    assert "BertLayer" in printed
+    assert main(["fingerprint", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["blocks"][0]["modules"] == [f"encoder.layer.{k}" for k in range(3)]
+    assert main(["fingerprint", str(tmp_path)]) == 2
+
+
+def test_what_is_no_model_is_an_error(tmp_path):
+    with pytest.raises(FileError):
+        htp_export.fingerprint(tmp_path / "nowhere.onnx")
+    with pytest.raises(TypeError):
+        htp_export.fingerprint(3)
+
+
+def test_a_linear_recurrence_over_all_steps_at_once():
+    class Scan(nn.Module):
+        """What is left of each step at each later one, by cumulative sums of decays."""
+
+        def forward(self, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+            total = decay.cumsum(-1)
+            left = torch.exp(total[:, :, None] - total[:, None, :]).tril()
+            return left @ x
+
+    inputs = {"x": torch.randn(2, 6, 4), "decay": -torch.rand(2, 6)}
+    found = htp_export.fingerprint(htp_export.export(Scan().eval(), (), kwargs=inputs, verbose=False))
+    assert found.family == "recurrent"
+    assert found.evidence[0] == "1 cumulative sums of decays: linear recurrence, all steps at once"

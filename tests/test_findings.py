@@ -1,0 +1,407 @@
+"""Forensics: each pattern in the smallest graph that has it, whose it is, and what changes it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.analyze.finding import KINDS, Forensics
+from htp_export.cli.main import main
+from htp_export.errors import FileError, SelectorError, UntaggedModelError
+from tests.exporting import exported
+from tests.nets import spread
+from tests.written import weight, written
+
+S = np.array
+
+
+def kinds(model: ir.Model) -> dict[str, int]:
+    return dict(htp_export.forensics(model).kinds)
+
+
+def only(model: ir.Model, kind: str) -> tuple[list[str], str | None, str]:
+    """Nodes, pass and reason of the one finding of a kind."""
+    (finding,) = htp_export.forensics(model).of(kind)
+    return list(finding.nodes), finding.fixed_by, finding.why
+
+
+LINEAR = "g (float[{rows}] x) => (float[{out}] y) {{ h = MatMul(x, w)  y = Add({add}) }}"
+
+
+@pytest.mark.parametrize("add", ["h, b", "b, h"])
+def test_a_product_of_matrices_and_a_bias_is_one_gemm(add):
+    model = written(LINEAR.format(rows="3,4", out="3,5", add=add), w=weight(4, 5), b=weight(5))
+    assert only(model, "matmul_add_2d") == (["h", "y"], "fuse_matmul_add", "")
+
+
+def test_a_product_with_a_batch_is_told_from_one_of_matrices():
+    model = written(LINEAR.format(rows="2,3,4", out="2,3,5", add="h, b"), w=weight(4, 5), b=weight(5))
+    assert only(model, "matmul_add_3d") == (["h", "y"], "fuse_matmul_add_3d", "")
+
+
+def test_a_product_that_is_read_without_its_bias_stays():
+    text = "g (float[3,4] x) => (float[3,5] y, float[3,5] h) { h = MatMul(x, w)  y = Add(h, b) }"
+    _, fixed_by, why = only(written(text, w=weight(4, 5), b=weight(5)), "matmul_add_2d")
+    assert fixed_by is None
+    assert "without its bias" in why
+
+
+def test_a_residual_addition_is_no_bias():
+    text = "g (float[3,4] x) => (float[3,4] y) { h = MatMul(x, w)  y = Add(h, x) }"
+    assert kinds(written(text, w=weight(4, 4))) == {}
+
+
+QKV = """g (float[2,3,4] x) => (float[2,3,{q}] q, float[2,3,4] k, float[2,3,4] v) {{
+    a = MatMul(x, wq)  q = Add(a, bq)  b = MatMul(x, wk)  k = Add(b, bk)  c = MatMul(x, wv)  v = Add(c, bv) }}"""
+
+
+@pytest.mark.parametrize("width", [4, 8])  # 8: two groups of queries for each key
+def test_three_projections_of_one_tensor(width):
+    weights = {"wq": weight(4, width), "wk": weight(4, 4, seed=1), "wv": weight(4, 4, seed=2)}
+    biases = {"bq": weight(width), "bk": weight(4, seed=1), "bv": weight(4, seed=2)}
+    model = written(QKV.format(q=width), **weights, **biases)
+    assert only(model, "qkv_projections") == (["a", "b", "c"], "merge_parallel_projections", "")
+
+
+def test_projections_of_three_widths_are_no_triple():
+    text = """g (float[3,4] x) => (float[3,2] q, float[3,4] k, float[3,6] v)
+        { q = MatMul(x, a) k = MatMul(x, b) v = MatMul(x, c) }"""
+    assert "qkv_projections" not in kinds(written(text, a=weight(4, 2), b=weight(4, 4), c=weight(4, 6)))
+
+
+def test_projections_without_bias_say_why_they_stay():
+    text = """g (float[3,4] x) => (float[3,4] q, float[3,4] k, float[3,4] v)
+        { q = MatMul(x, a) k = MatMul(x, b) v = MatMul(x, c) }"""
+    model = written(text, a=weight(4, 4), b=weight(4, 4, seed=1), c=weight(4, 4, seed=2))
+    assert only(model, "qkv_projections")[1:] == (None, "they have no bias")
+
+
+ATTENTION = """g (float[1,2,5,4] q, float[1,2,5,4] k, float[1,2,5,4] v, float[1,1,5,5] mask) => (float[1,2,5,4] y) {
+    t = Transpose<perm=[0,1,3,2]>(k)  scores = MatMul(q, t)  scaled = Div(scores, root)
+    masked = Add(scaled, mask)  p = Softmax<axis=-1>(masked)  y = MatMul(p, v) }"""
+
+
+def test_attention_from_scores_to_context():
+    model = written(ATTENTION, root=S(2, np.float32))
+    nodes, fixed_by, _ = only(model, "attention")
+    assert nodes == ["scores", "scaled", "masked", "p", "y"]
+    assert fixed_by == "fuse_for_onnxruntime"
+
+
+def test_a_softmax_over_classes_is_no_attention():
+    text = "g (float[2,4] x) => (float[2,3] y) { h = MatMul(x, w)  y = Softmax<axis=-1>(h) }"
+    assert "attention" not in kinds(written(text, w=weight(4, 3)))
+
+
+def test_queries_and_keys_that_are_scaled_apart():
+    text = """g (float[2,3,4] q, float[2,4,3] k) => (float[2,3,3] y) {
+        a = Mul(q, s)  b = Mul(k, s)  y = MatMul(a, b) }"""
+    assert only(written(text, s=S(0.5, np.float32)), "double_scaling") == (["a", "b", "y"], "cleanup_attention", "")
+
+
+NORM = """g (float[2,3,4] x) => (float[2,3,4] y) {{ {mean} sq = Pow({d}, two)
+    m2 = ReduceMean<axes=[-1]>(sq)  e = Add(m2, eps)  r = Sqrt(e)  {divide}  z = Mul(n, g)  y = Add(z, b) }}"""
+NUMBERS = {"two": S(2, np.float32), "eps": S(1e-5, np.float32), "g": weight(4), "b": weight(4, seed=1)}
+
+
+def test_layer_norm_in_single_steps():
+    text = NORM.format(mean="m = ReduceMean<axes=[-1]>(x)  d = Sub(x, m)", d="d", divide="n = Div(d, r)")
+    nodes, fixed_by, why = only(written(text, **NUMBERS), "layer_norm")
+    assert nodes == ["m", "d", "sq", "m2", "e", "r", "n", "z", "y"]
+    assert fixed_by is None
+    assert "opset 17" in why
+
+
+@pytest.mark.parametrize(
+    "divide", ["n = Div(x, r)", "i = Reciprocal(r) n = Mul(x, i)", "i = Reciprocal(r) n = Mul(i, x)"]
+)
+def test_rms_norm_takes_no_mean_off(divide):
+    found = kinds(written(NORM.format(mean="", d="x", divide=divide), **NUMBERS))
+    assert (found.get("rms_norm"), found.get("layer_norm")) == (1, None)
+
+
+@pytest.mark.parametrize(
+    "half", ["h = Mul(x, s)  y = Mul(h, a)", "h = Mul(x, a)  y = Mul(h, s)", "h = Mul(a, s)  y = Mul(x, h)"]
+)
+def test_gelu_by_erf_in_any_order(half):
+    text = f"g (float[2,3] x) => (float[2,3] y) {{ d = Div(x, r)  e = Erf(d)  a = Add(e, one)  {half} }}"
+    numbers = {"r": S(2**0.5, np.float32), "one": S(1, np.float32), "s": S(0.5, np.float32)}
+    nodes, fixed_by, _ = only(written(text, **numbers), "gelu_erf")
+    assert sorted(nodes) == ["a", "d", "e", "h", "y"]
+    assert fixed_by == "fuse_for_onnxruntime"
+
+
+def test_an_erf_of_something_else_is_no_gelu():
+    text = "g (float[2,3] x) => (float[2,3] y) { d = Div(x, r)  e = Erf(d)  a = Add(e, one)  y = Mul(x, a) }"
+    assert kinds(written(text, r=S(2**0.5, np.float32), one=S(1, np.float32))) == {}
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_gelu_by_tanh_as_pytorch_exports_it(exporter, tmp_path):
+    model = exported(
+        nn.GELU(approximate="tanh").eval(), {"input": torch.randn(2, 3)}, exporter, tmp_path, opset_version=18
+    )
+    assert htp_export.forensics(model).kinds["gelu_tanh"] == 1
+
+
+def test_softmax_in_single_steps():
+    text = """g (float[2,3] x) => (float[2,3] y) { m = ReduceMax<axes=[-1]>(x)  d = Sub(x, m)  e = Exp(d)
+        s = ReduceSum(e, axes)  y = Div(e, s) }"""
+    assert only(written(text, axes=S([-1])), "softmax")[0] == ["m", "d", "e", "s", "y"]
+
+
+CONV = "g (float[1,2,6,6] x) => (float[1,3,4,4] y{more}) {{ c = Conv(x, w)  y = {op} }}"
+STATISTICS = {"s": weight(3), "b": weight(3, seed=1), "m": weight(3, seed=2), "v": abs(weight(3, seed=3))}
+
+
+def test_batch_normalisation_after_a_convolution():
+    model = written(CONV.format(op="BatchNormalization(c, s, b, m, v)", more=""), w=weight(3, 2, 3, 3), **STATISTICS)
+    assert only(model, "conv_batchnorm") == (["c", "y"], "fuse_conv_batchnorm", "")
+
+
+def test_a_convolution_that_is_read_twice_is_not_folded():
+    text = CONV.format(op="BatchNormalization(c, s, b, m, v)", more=", float[1,3,4,4] c")
+    _, fixed_by, why = only(written(text, w=weight(3, 2, 3, 3), **STATISTICS), "conv_batchnorm")
+    assert (fixed_by, why) == (None, "what the Conv gives is read elsewhere")
+
+
+def test_relu_after_a_convolution():
+    assert kinds(written(CONV.format(op="Relu(c)", more=""), w=weight(3, 2, 3, 3))) == {"conv_relu": 1}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kind"),
+    [
+        ("[0,1,2]", None, "identity_transpose"),
+        ("[0,2,1]", "[0,2,1]", "cancelling_transposes"),
+        ("[1,0,2]", "[0,2,1]", "chained_transposes"),
+    ],
+)
+def test_transposes(first, second, kind):
+    body = f"y = Transpose<perm={first}>(x)"
+    if second:
+        body = f"t = Transpose<perm={first}>(x)  y = Transpose<perm={second}>(t)"
+    model = written(f"g (float[2,2,2] x) => (float[2,2,2] y) {{ {body} }}")
+    assert only(model, kind)[1] == "eliminate_redundant_transposes"
+    assert set(kinds(model)) == {kind}
+
+
+def test_a_transpose_that_moves_something_is_no_finding():
+    assert kinds(written("g (float[2,3] x) => (float[3,2] y) { y = Transpose(x) }")) == {}
+
+
+def test_reshapes_for_nothing_and_in_a_row():
+    text = """g (float[2,6] x) => (float[2,6] y, float[4,3] z)
+        { y = Reshape(x, a)  r = Relu(x)  t = Reshape(r, b)  z = Reshape(t, c) }"""
+    model = written(text, a=S([2, 6]), b=S([12]), c=S([4, 3]))
+    assert only(model, "identity_reshape") == (["y"], "eliminate_identity_ops", "")
+    assert only(model, "chained_reshapes") == (["t", "z"], "merge_reshapes", "")
+
+
+def test_casts_for_nothing_and_in_a_row():
+    text = """g (float[2] x) => (float[2] a, float[2] c, float[2] e) {
+        a = Cast<to=1>(x)  b = Cast<to=11>(x)  c = Cast<to=1>(b)  d = Cast<to=10>(x)  e = Cast<to=1>(d) }"""
+    found = htp_export.forensics(written(text))
+    assert [finding.nodes for finding in found.of("identity_cast")] == [("a",)]
+    assert [(finding.nodes, finding.detail, finding.why) for finding in found.of("cast_chain")] == [
+        (("b", "c"), "FLOAT to DOUBLE to FLOAT", "no pass merges casts"),
+        (("d", "e"), "FLOAT to FLOAT16 to FLOAT", "the type in between holds less, so that both count"),
+    ]
+
+
+def test_identities_of_weights_and_of_other_tensors():
+    text = """g (float[3,4] x) => (float[3,4] y, float[3,4] z)
+        { i = Identity(w)  y = MatMul(x, i)  j = Identity(x)  z = Relu(j) }"""
+    model = written(text, w=weight(4, 4))
+    assert only(model, "identity_weight") == (["i"], "eliminate_identity_ops", "")
+    assert only(model, "identity") == (["j"], "eliminate_identity_ops", "")
+
+
+SIZES = """g (float[{shape}] x) => (float[a,b] y) {{ s = Shape(x)  d = Gather(s, zero)  u = Unsqueeze(d, at)
+    t = Concat<axis=0>(u, rest)  y = Reshape(x, t) }}"""
+
+
+def test_sizes_that_are_known_need_no_nodes():
+    numbers = {"zero": S(0), "at": S([0]), "rest": S([-1])}
+    known = written(SIZES.format(shape="2,3,4"), **numbers)
+    assert only(known, "shape_chain") == (["s", "d", "u", "t"], "simplify_shape_chains", "")
+    assert htp_export.forensics(known).of("shape_chain")[0].detail == "feeds Reshape"
+
+
+def test_sizes_that_are_needed_stay():
+    text = "g (float[n,m] x) => (float[n,m] y) { s = Shape(x)  y = ConstantOfShape(s) }"
+    _, fixed_by, why = only(written(text), "shape_chain")
+    assert fixed_by is None
+    assert "depend on the model's inputs" in why
+
+
+def test_work_on_constants_is_one_finding_for_what_hangs_together():
+    text = """g (float[3,4] x) => (float[3,4] y, float[3,4] z) {
+        t = Transpose(w)  n = Neg(t)  y = MatMul(x, n)  o = Neg(w)  z = MatMul(x, o) }"""
+    found = htp_export.forensics(written(text, w=weight(4, 4))).of("unfolded_constants")
+    assert [finding.nodes for finding in found] == [("t", "n"), ("o",)]
+    assert {finding.fixed_by for finding in found} == {"fold_constants"}
+
+
+def test_large_results_of_constants_are_not_folded():
+    text = "g (float[2,200] x) => (float[2,200] y) { n = Neg(w)  y = MatMul(x, n) }"
+    assert only(written(text, w=weight(200, 200)), "unfolded_constants")[1] is None
+
+
+def test_equal_constants_are_found_by_their_values():
+    text = "g (float[3,4] x) => (float[3,4] y) { a = Add(x, p)  b = Add(a, q)  y = Add(b, r) }"
+    model = written(text, p=weight(4), q=weight(4), r=weight(4, seed=1))
+    (finding,) = htp_export.forensics(model).of("duplicate_constants")
+    assert (finding.tensors, finding.nodes, finding.fixed_by) == (
+        ("p", "q"),
+        ("a", "b"),
+        "eliminate_duplicate_constants",
+    )
+    assert finding.detail == "2 equal, 16 bytes too many"
+
+
+def test_large_equal_weights_are_found_and_stay():
+    text = "g (float[2,600] x) => (float[2,600] y) { a = MatMul(x, p)  b = MatMul(a, q)  y = MatMul(b, r) }"
+    first = weight(600, 600)
+    last = first.copy()
+    last[-1, -1] += 1  # the same in all that is looked at first
+    model = written(text, p=first, q=first.copy(), r=last)
+    (finding,) = htp_export.forensics(model).of("duplicate_constants")
+    assert (finding.tensors, finding.fixed_by) == (("p", "q"), None)
+    assert "1,024" in finding.why
+
+
+def test_weights_in_a_missing_file_are_not_needed(tmp_path):
+    text = "g (float[2,600] x) => (float[2,600] y) { a = MatMul(x, p)  y = MatMul(a, q) }"
+    onnx.save(
+        ir.to_proto(written(text, p=weight(600, 600), q=weight(600, 600))),
+        tmp_path / "m.onnx",
+        save_as_external_data=True,
+        location="m.data",
+    )
+    assert kinds(tmp_path / "m.onnx") == {"duplicate_constants": 1}
+    (tmp_path / "m.data").unlink()
+    assert kinds(tmp_path / "m.onnx") == {}
+
+
+def test_what_nothing_needs():
+    text = "g (float[2] x) => (float[2] y) { d = Neg(x)  e = Abs(d)  y = Relu(x) }"
+    model = written(text, w=weight(4))
+    assert only(model, "dead_nodes") == (["d", "e"], "eliminate_dead_nodes", "")
+    (finding,) = htp_export.forensics(model).of("unused_initializers")
+    assert finding.tensors == ("w",)
+
+
+def test_findings_belong_to_the_deepest_module_above_their_nodes():
+    owners = {"h": "net.fc", "y": "net.fc", "i": "net.act"}
+    text = "g (float[3,4] x) => (float[3,5] z) { h = MatMul(x, w)  y = Add(h, b)  i = Identity(y)  z = Relu(i) }"
+    found = htp_export.forensics(written(text, 17, owners, w=weight(4, 5), b=weight(5)))
+    assert [(finding.kind, finding.module) for finding in found.findings] == [
+        ("matmul_add_2d", "net.fc"),
+        ("identity", "net.act"),
+    ]
+    assert found.modules == {
+        "": {"matmul_add_2d": 1, "identity": 1},
+        "net": {"matmul_add_2d": 1, "identity": 1},
+        "net.act": {"identity": 1},
+        "net.fc": {"matmul_add_2d": 1},
+    }
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.query(x) @ self.key(x).transpose(-1, -2) / 8**0.5
+        return torch.softmax(scores, -1) @ self.value(x)
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_modules_of_an_exported_net(exporter, tmp_path):
+    net = spread(nn.Sequential(Attention(), Attention())).eval()
+    found = htp_export.forensics(exported(net, {"input": torch.randn(2, 5, 8)}, exporter, tmp_path))
+    assert [finding.module for finding in found.of("attention")] == ["0", "1"]
+    assert [finding.module for finding in found.of("qkv_projections")] == ["0", "1"]
+    assert [finding.module for finding in found.of("matmul_add_3d")] == [
+        f"{layer}.{name}" for layer in (0, 1) for name in ("query", "key", "value")
+    ]
+
+
+def test_a_selection_keeps_what_lies_in_it():
+    owners = {"i": "a", "j": "b"}
+    model = written("g (float[2] x) => (float[2] y) { i = Identity(x) j = Identity(i) y = Relu(j) }", 17, owners)
+    assert [finding.module for finding in htp_export.forensics(model, select="b").findings] == ["b"]
+    with pytest.raises(SelectorError):
+        htp_export.forensics(model, select="c")
+
+
+def test_untagged_models_have_findings_of_the_root():
+    model = written("g (float[2] x) => (float[2] y) { i = Identity(x) y = Relu(i) }")
+    assert [finding.module for finding in htp_export.forensics(model).findings] == [""]
+    with pytest.raises(UntaggedModelError):
+        htp_export.forensics(model, select="a")
+
+
+def test_the_model_is_not_changed():
+    model = written(LINEAR.format(rows="2,3,4", out="2,3,5", add="h, b"), w=weight(4, 5), b=weight(5))
+    before = ir.to_proto(model).SerializeToString()
+    htp_export.forensics(model)
+    htp_export.fingerprint(model)
+    assert ir.to_proto(model).SerializeToString() == before
+
+
+def test_patterns_in_branches_are_found():
+    body = "g1 () => (float[2] a) { i = Identity(x)  a = Relu(i) }"
+    other = "g2 () => (float[2] b) { b = Abs(x) }"
+    text = f"g (float[2] x, bool c) => (float[2] y) {{ y = If(c) <then_branch = {body}, else_branch = {other}> }}"
+    assert kinds(written(text)) == {"identity": 1}
+
+
+def test_prints_as_a_table_and_is_plain_data():
+    found = htp_export.forensics(written("g (float[2] x) => (float[2] y) { i = Identity(x) y = Relu(i) }"))
+    assert str(found).splitlines() == [
+        "found  nodes  what      fixed by                not fixed",
+        "    1      1  Identity  eliminate_identity_ops",
+    ]
+    assert json.loads(json.dumps(found.to_dict()))["findings"][0]["fixed_by"] == "eliminate_identity_ops"
+    assert str(Forensics((), 3)) == "nothing found in 3 nodes"
+
+
+def test_the_command_prints_tables_and_json(tmp_path, capsys):
+    path = tmp_path / "[red]x.onnx"
+    text = "g (float[2] x) => (float[2] y) { i = Identity(x) y = Relu(i) }"
+    onnx.save(ir.to_proto(written(text, 17, {"i": "act"})), path)
+    assert main(["forensics", str(path)]) == 0
+    assert "eliminate_identity_ops" in capsys.readouterr().out
+    assert main(["forensics", str(path), "--list"]) == 0
+    assert "act" in capsys.readouterr().out
+    assert main(["forensics", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kinds"] == {"identity": 1}
+    assert main(["forensics", str(tmp_path / "nowhere.onnx")]) == 2
+
+
+def test_what_is_no_model_is_an_error(tmp_path):
+    (tmp_path / "m.onnx").write_bytes(b"no model")
+    with pytest.raises(FileError, match="not an ONNX model"):
+        htp_export.forensics(tmp_path / "m.onnx")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("htp_export.passes") is None, reason="there are no passes yet")
+def test_every_pass_that_fixes_something_is_there():
+    from htp_export.passes.registry import available
+
+    assert {kind.fixed_by for kind in KINDS.values() if kind.fixed_by} <= set(available())
+
+
+def test_every_kind_says_what_changes_it_or_why_nothing_does():
+    assert all(kind.fixed_by or kind.why for kind in KINDS.values())
