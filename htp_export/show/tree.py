@@ -1,50 +1,68 @@
-"""The module tree, drawn for a terminal or a pipe."""
+"""The module tree, drawn for a terminal or a pipe, or written as CSV."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from htp_export import tags
 from htp_export.analyze.tree import ModuleRow, ModuleTree
+from htp_export.errors import InputError
+from htp_export.show.module_table import Column, ModuleTable, column_names, csv_text, pick, si
 
-__all__ = ["render"]
-
-
-@dataclass(frozen=True)
-class _Branch:
-    """A module with what lies below it; after folding, several modules of the same shape.
-
-    Attributes:
-        row: The module, or the first of them.
-        name: What stands at its line.
-        below: The modules below.
-    """
-
-    row: ModuleRow
-    name: str
-    below: tuple[_Branch, ...]
-
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """What makes modules alike: everything that is drawn, but for the names."""
-        row = self.row
-        below = tuple((branch.name, branch.shape) for branch in self.below)
-        return (row.class_name, row.calls, row.fate, row.nodes, row.parameters, below)
+__all__ = ["COLUMNS", "render", "tree_csv"]
 
 
-def render(tree: ModuleTree, *, fold: bool = True) -> RenderableType:
-    """A table with a line for each module: class, nodes, parameters, and the fate of those that are not computed.
+def _field(name: str) -> Callable[[ModuleRow], Any]:
+    return lambda row: getattr(row, name)
 
-    Module names are drawn as they are, whatever markup they look like.
+
+def _not_computed(row: ModuleRow) -> str:
+    return "" if row.fate == "computed" else row.fate
+
+
+def _error(value: float) -> str:
+    return f"{value:.1e}" if value else "0"
+
+
+_ALL: tuple[Column[ModuleRow], ...] = (
+    Column("class", "class", _field("simple_class"), style="cyan", right=False, keep=1),
+    Column("calls", "calls", _field("calls")),
+    Column("nodes", "nodes", _field("nodes"), "{:,}".format, keep=4),
+    Column("own_nodes", "own nodes", _field("own_nodes"), "{:,}".format),
+    Column("parameters", "parameters", _field("parameters"), "{:,}".format, keep=6),
+    Column("flops", "FLOPs", _field("flops"), si, keep=7),
+    Column("time", "ms", _field("time_ms"), "{:.3f}".format, keep=8),
+    Column("own_time", "own ms", _field("own_time_ms"), "{:.3f}".format, keep=2),
+    Column("error", "error", _field("error"), _error, keep=8),
+    Column("status", "status", _field("status"), style="red", right=False, keep=3),
+    Column("fate", "fate", _not_computed, style="yellow", right=False, keep=5),
+)
+COLUMNS = column_names(_ALL)
+"""What can be shown of each module."""
+
+_ALWAYS = ("class", "nodes", "parameters")
+_WHERE_KNOWN = ("flops", "time", "error")
+
+
+def render(
+    tree: ModuleTree, *, fold: bool = True, columns: Sequence[str] | None = None, sort: str | None = None
+) -> RenderableType:
+    """A table with a line for each module: class, nodes, parameters, FLOPs, time and error where they are known.
 
     Args:
         tree: What to draw.
-        fold: Draw siblings that are alike and follow each other, ``layer.0`` to ``layer.11``, once.
+        fold: Draw siblings that are alike and follow each other, ``layer.0`` to ``layer.11``, once: their times as the
+            mean, their errors as the largest.
+        columns: Which of ``COLUMNS``, in this order.
+        sort: A column: a list in place of the tree, the largest first.
+
+    Raises:
+        InputError: If there is no such column.
 
     Example:
         >>> from rich.console import Console
@@ -55,65 +73,67 @@ def render(tree: ModuleTree, *, fold: bool = True) -> RenderableType:
         (root)   Net          2            8
         └── fc   Linear       2            8
     """
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    table.add_column("module", overflow="fold")
-    table.add_column("class", overflow="fold", style="cyan")
-    table.add_column("nodes", justify="right", no_wrap=True)
-    table.add_column("parameters", justify="right", no_wrap=True)
-    table.add_column("fate", style="yellow", no_wrap=True)
-    for guide, branch in _lines(_branches(tree, fold)):
-        row = branch.row
-        name = Text.assemble((guide, "dim"), branch.name)
-        fate = "" if row.fate == "computed" else row.fate
-        table.add_row(name, Text(row.simple_class), str(row.nodes), f"{row.parameters:,}", Text(fate))
-    if not tree.untagged:
-        return table
-    return Group(table, Text(f"{tree.untagged} nodes belong to no module", style="yellow"))
+    shown = _columns(tree, columns)
+    rows = tree.rows if sort is None else _sorted(tree.rows, sort)
+    table = ModuleTable(rows, shown, _alike if fold else None, _merged, flat=sort is not None)
+    notes = [Text(note, style="yellow") for note in tree.notes]
+    if tree.untagged:
+        notes.insert(0, Text(f"{tree.untagged} nodes belong to no module", style="yellow"))
+    return Group(table, *notes) if notes else table
 
 
-def _branches(tree: ModuleTree, fold: bool) -> tuple[_Branch, ...]:
-    """The rows as trees; there is one, unless the rows have no root."""
-    every = {row.path for row in tree.rows}
-    holding = {up for path in every for up in tags.ancestors(path) if up != path}
-    # A container, which holds what runs and never ran itself, is no line: its name stands before those of its children.
-    rows = {row.path: row for row in tree.rows if row.calls or not row.nodes or row.path not in holding}
-    below: dict[str | None, list[str]] = {None: [], **{path: [] for path in rows}}
-    for path in rows:
-        below[next((up for up in tags.ancestors(path) if up != path and up in rows), None)].append(path)
+def tree_csv(tree: ModuleTree, columns: Sequence[str] | None = None, sort: str | None = None) -> str:
+    """The same as CSV, a line for each module.
 
-    def grow(path: str, parent: str) -> _Branch:
-        name = path[len(parent) + 1 :] if parent else path
-        grown = tuple(grow(child, path) for child in below[path])
-        return _Branch(rows[path], name or "(root)", _folded(grown) if fold else grown)
-
-    return tuple(grow(path, "") for path in below[None])
+    Raises:
+        InputError: If there is no such column.
+    """
+    rows = tree.rows if sort is None else _sorted(tree.rows, sort)
+    return csv_text(rows, _columns(tree, columns))
 
 
-def _folded(branches: tuple[_Branch, ...]) -> tuple[_Branch, ...]:
-    """Runs of siblings that are alike and have consecutive numbers, each as one branch."""
-    runs: list[list[_Branch]] = []
-    for branch in branches:
-        last = runs[-1][-1] if runs else None
-        if last is not None and _follows(last.name, branch.name) and last.shape == branch.shape:
-            runs[-1].append(branch)
-        else:
-            runs.append([branch])
-    return tuple(
-        run[0] if len(run) == 1 else replace(run[0], name=f"{run[0].name} … {run[-1].name} × {len(run)}")  # noqa: RUF001 - "times"
-        for run in runs
+def _columns(tree: ModuleTree, names: Sequence[str] | None) -> list[Column[ModuleRow]]:
+    if names is None:
+        known = [c.name for c in pick(_ALL, _WHERE_KNOWN) if any(c.value(row) is not None for row in tree.rows)]
+        names = [*_ALWAYS, *known, "fate"]
+    _check(names)
+    return pick(_ALL, names)
+
+
+def _sorted(rows: Sequence[ModuleRow], name: str) -> list[ModuleRow]:
+    _check([name])
+    column = pick(_ALL, [name])[0]
+
+    def order(row: ModuleRow) -> tuple[bool, float]:
+        value = column.value(row)
+        number = -value if isinstance(value, int | float) else 0.0
+        return (value is None, -math.inf if math.isnan(number) else number)
+
+    if all(isinstance(column.value(row), str) for row in rows):
+        return sorted(rows, key=column.value)
+    return sorted(rows, key=order)
+
+
+def _check(names: Sequence[str]) -> None:
+    for name in names:
+        if name not in COLUMNS:
+            raise InputError(f"there is no column {name!r}; there are {', '.join(COLUMNS)}")
+
+
+def _alike(row: ModuleRow) -> object:
+    return (row.class_name, row.calls, row.fate, row.nodes, row.parameters, row.flops, row.status)
+
+
+def _merged(rows: Sequence[ModuleRow]) -> ModuleRow:
+    """One row for alike modules: what was measured differs between them."""
+    errors = [row.error for row in rows if row.error is not None]
+    return replace(
+        rows[0],
+        time_ms=_mean([row.time_ms for row in rows if row.time_ms is not None]),
+        own_time_ms=_mean([row.own_time_ms for row in rows if row.own_time_ms is not None]),
+        error=next((error for error in errors if math.isnan(error)), max(errors, default=None)),
     )
 
 
-def _follows(name: str, following: str) -> bool:
-    """Whether two names are numbers, or end in parts that are, one after the other: ``layer.3`` and ``layer.4``."""
-    stem, _, number = name.rpartition(".")
-    other, _, successor = following.rpartition(".")
-    return stem == other and number.isdecimal() and successor.isdecimal() and int(successor) == int(number) + 1
-
-
-def _lines(branches: tuple[_Branch, ...], before: str | None = None) -> Iterator[tuple[str, _Branch]]:
-    """Every branch with the guide lines in front of it; those at the top have none."""
-    for position, branch in enumerate(branches):
-        last = position == len(branches) - 1
-        yield "" if before is None else before + ("└── " if last else "├── "), branch
-        yield from _lines(branch.below, "" if before is None else before + ("    " if last else "│   "))
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

@@ -1,0 +1,46 @@
+"""The graph of a page: what Model Explorer's application is answered, and where the page's modules are in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from htp_export import tags
+from htp_export.analyze.inventory import Inventory
+from htp_export.analyze.measures import Measure
+from htp_export.show.levels import parents
+from htp_export.show.model_explorer.graphs import GRAPH_ID, graph_of, layers_of, node_ids
+from htp_export.show.model_explorer.overlays import overlays_of
+
+__all__ = ["drawing"]
+
+_LAYER = "___group___"  # what Model Explorer puts after a namespace to name the layer
+
+
+def drawing(inventory: Inventory, measures: Sequence[Measure]) -> dict[str, Any]:
+    """What ``page/assets/graph.js`` reads.
+
+    Args:
+        inventory: The model.
+        measures: What is laid over the graph, and shown with its layers.
+    """
+    spaces = {path: tags.namespace(path, inventory.called) for path in parents(inventory)}
+    return {
+        "graphs": {"graphs": [graph_of(inventory, measures, keep_layers=False)]},
+        "overlays": overlays_of(inventory, measures),
+        "label": "model",
+        "collection": "model",
+        "graph": GRAPH_ID,
+        "places": {
+            "modules": [(space + _LAYER, _layers(space)[:-1]) if space else None for space in spaces.values()],
+            "nodes": [
+                (name, _layers(layer)) for name, layer in zip(node_ids(inventory), layers_of(inventory), strict=True)
+            ],
+        },
+    }
+
+
+def _layers(space: str) -> list[str]:
+    """The layers from the outermost to the one of a namespace."""
+    parts = space.split("/") if space else []
+    return ["/".join(parts[: count + 1]) + _LAYER for count in range(len(parts))]

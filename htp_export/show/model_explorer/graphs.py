@@ -1,0 +1,206 @@
+"""A model as Model Explorer's graph, in the JSON that its application reads.
+
+Modules are layers: the namespaces of nodes. See ``graph_builder.py`` of ``ai-edge-model-explorer`` for the fields.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from htp_export import tags
+from htp_export.analyze.inventory import Inventory, ModuleEntry
+from htp_export.analyze.measures import Measure
+from htp_export.analyze.node_facts import NodeEntry
+from htp_export.show.numbers import bytes_text, number_text
+
+__all__ = ["GRAPH_ID", "graph_of", "layers_of", "node_ids"]
+
+GRAPH_ID = "model"
+_KEEPER = "htp.layer"
+"""Label of the nodes that are not drawn, which keep Model Explorer from dissolving layers of one node."""
+
+
+def graph_of(inventory: Inventory, measures: Sequence[Measure] = (), keep_layers: bool = True) -> dict[str, Any]:
+    """The graph.
+
+    Args:
+        inventory: The model.
+        measures: Numbers that are shown among the attributes of layers.
+        keep_layers: Add nodes that are not drawn, so that layers that hold a single node stay layers whatever the
+            viewer's settings say.
+
+    Example:
+        >>> from htp_export.analyze.inventory import take_inventory
+        >>> from htp_export.tagged import load
+        >>> import onnx_ir as ir
+        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "act", "htp.reason": "scope"})
+        >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="Net")
+        >>> drawn = graph_of(take_inventory(load(ir.Model(graph, ir_version=10))), keep_layers=False)
+        >>> [(node["label"], node["namespace"]) for node in drawn["nodes"]]
+        [('Relu', 'act'), ('Input', ''), ('Output', '')]
+    """
+    names, layers = node_ids(inventory), layers_of(inventory)
+    nodes = [_node(node, names[position], layers[position], names) for position, node in enumerate(inventory.nodes)]
+    ends = _ends(inventory, nodes)
+    keepers = (
+        [_plain(f"{_KEEPER} {layer}", _KEEPER, layer) for layer in dict.fromkeys(layers) if layer]
+        if keep_layers
+        else []
+    )
+    return {
+        "id": GRAPH_ID,
+        "nodes": [*nodes, *ends, *keepers],
+        "groupNodeAttributes": {"": _facts(inventory)}
+        | {layer: _attributes(module, measures) for layer, module in _layers(inventory).items()},
+        "nodeLabelsToHide": [_KEEPER],
+    }
+
+
+def node_ids(inventory: Inventory) -> list[str]:
+    """What each node is called in the graph: its name, and its place too where it has none or another has the same."""
+    times = Counter(node.name for node in inventory.nodes)
+    return [
+        node.name if node.name and times[node.name] == 1 else f"{node.name or node.op_type}#{position}"
+        for position, node in enumerate(inventory.nodes)
+    ]
+
+
+def layers_of(inventory: Inventory) -> list[str]:
+    """The layer that each node lies in: that of its owner, or the deepest one above all its owners."""
+    spaces = {path: tags.namespace(path, inventory.called) for path in {node.module for node in inventory.nodes}}
+    return [spaces[node.module] for node in inventory.nodes]
+
+
+def _layers(inventory: Inventory) -> dict[str, ModuleEntry]:
+    return {
+        tags.namespace(path, inventory.called): module
+        for path, module in inventory.modules.items()
+        if path and (module.nodes or module.info.calls)
+    }
+
+
+def _node(node: NodeEntry, identifier: str, layer: str, names: Sequence[str]) -> dict[str, Any]:
+    said = {
+        "name": node.name,
+        "module": node.module or "(root)",
+        "owners": ", ".join(owner or "(root)" for owner in node.owners) if len(node.owners) > 1 else "",
+        "known by": node.reason,
+        "call": node.call,
+        "source": _end(f"{node.source.file}:{node.source.line}") if node.source else "",
+        "code": node.source.code if node.source else "",
+        **node.attributes,
+    }
+    drawn = _plain(identifier, node.operator, layer)
+    drawn["attrs"] = [{"key": key, "value": value} for key, value in said.items() if value]
+    drawn["incomingEdges"] = [
+        {"sourceNodeId": names[link.node], "sourceNodeOutputId": str(link.output), "targetNodeInputId": str(place)}
+        for place, link in enumerate(node.inputs)
+        if link.node is not None
+    ]
+    drawn["inputsMetadata"] = [
+        {"id": str(place), "attrs": [{"key": "__tensor_tag", "value": link.tensor}]}
+        for place, link in enumerate(node.inputs)
+        if link.tensor
+    ]
+    drawn["outputsMetadata"] = [
+        {
+            "id": str(place),
+            "attrs": [{"key": "__tensor_tag", "value": out.name}, {"key": "tensor_shape", "value": out.type or "?"}],
+        }
+        for place, out in enumerate(node.outputs)
+    ]
+    return drawn
+
+
+def _ends(inventory: Inventory, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The model's inputs and outputs; the nodes that read an input get their edges."""
+    given = {tensor.name: f"[value] {tensor.name}" for tensor in inventory.inputs}
+    ends = []
+    for tensor in inventory.inputs:
+        end = _plain(given[tensor.name], "Input", "")
+        end["attrs"] = [{"key": "name", "value": tensor.name}]
+        end["outputsMetadata"] = [{"id": "0", "attrs": [{"key": "tensor_shape", "value": tensor.type or "?"}]}]
+        ends.append(end)
+    made: dict[str, tuple[int, int]] = {}
+    for position, (entry, drawn) in enumerate(zip(inventory.nodes, nodes, strict=True)):
+        made.update({out.name: (position, place) for place, out in enumerate(entry.outputs)})
+        drawn["incomingEdges"] += [
+            {"sourceNodeId": given[link.tensor], "sourceNodeOutputId": "0", "targetNodeInputId": str(place)}
+            for place, link in enumerate(entry.inputs)
+            if link.node is None and link.tensor in given
+        ]
+    for tensor in inventory.outputs:
+        end = _plain(f"[output] {tensor.name}", "Output", "")
+        end["attrs"] = [{"key": "name", "value": tensor.name}]
+        source = made.get(tensor.name)
+        origin = (nodes[source[0]]["id"], str(source[1])) if source else (given.get(tensor.name, ""), "0")
+        if origin[0]:
+            edge = {"sourceNodeId": origin[0], "sourceNodeOutputId": origin[1], "targetNodeInputId": "0"}
+            end["incomingEdges"] = [edge]
+        ends.append(end)
+    return ends
+
+
+def _plain(identifier: str, label: str, namespace: str) -> dict[str, Any]:
+    return {
+        "id": identifier,
+        "label": label,
+        "namespace": namespace,
+        "attrs": [],
+        "incomingEdges": [],
+        "inputsMetadata": [],
+        "outputsMetadata": [],
+    }
+
+
+def _facts(inventory: Inventory) -> dict[str, str]:
+    said = {
+        "model": inventory.name,
+        "class": inventory.modules[""].info.class_name,
+        "nodes": str(len(inventory.nodes)),
+        "modules": str(len(inventory.modules)),
+        "parameters": number_text(inventory.modules[""].parameters),
+        "weights": bytes_text(inventory.modules[""].weight_bytes),
+        "producer": inventory.producer,
+        "owners known by": _counts(inventory.reasons),
+        "nodes of no module": str(inventory.untagged) if inventory.untagged else "",
+        "advice": inventory.advice,
+    }
+    return {key: value for key, value in said.items() if value}
+
+
+def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, str]:
+    """What the side panel says of a layer."""
+    info = module.info
+    said = {
+        "module": info.path,
+        "class": info.class_name,
+        "fate": info.fate,
+        "merged with": ", ".join(info.fused_with),
+        "calls": str(info.calls) if info.calls > 1 else "",
+        "parameters": number_text(module.parameters) if module.parameters else "",
+        "weights": bytes_text(module.weight_bytes) if module.weight_bytes else "",
+        "operators": _counts(module.operators),
+        "owners known by": _counts(module.reasons),
+        "inputs": ", ".join(f"{tensor.name} {tensor.type}" for tensor in module.inputs),
+        "outputs": ", ".join(f"{tensor.name} {tensor.type}" for tensor in module.outputs),
+        "source": _end(module.source),
+    }
+    for measure in measures:
+        value = measure.total.get(info.path)
+        if value is not None:
+            said[measure.title] = number_text(value, measure.unit)
+        if info.path in measure.words:
+            said[f"{measure.title}, in words"] = measure.words[info.path]
+    return {key: value for key, value in said.items() if value}
+
+
+def _end(source: str) -> str:
+    """The end of a path, which says enough: the file and the folder that it is in."""
+    return "/".join(source.replace("\\", "/").split("/")[-2:])
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{word} {count}" for word, count in counts.items())

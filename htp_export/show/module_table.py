@@ -1,0 +1,226 @@
+"""Tables with a line for each module: as a tree whose alike siblings are one line, or as a list.
+
+What is drawn is told by columns; the modules come from any result that has rows for them.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from htp_export import tags
+
+__all__ = ["Column", "ModuleTable", "Row", "column_names", "csv_text", "pick", "si"]
+
+_GAP = 3
+_SHORTEST_NAME = 24
+
+
+class Row(Protocol):
+    """What a module's line is drawn from."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def nodes(self) -> int: ...
+
+
+R = TypeVar("R", bound=Row)
+
+
+@dataclass(frozen=True)
+class Column(Generic[R]):
+    """A column of a table of modules.
+
+    Attributes:
+        name: What it is called on the command line and in CSV.
+        title: What stands above it.
+        value: What it holds for a module, as data; None for nothing.
+        text: How that is drawn.
+        style: The style of its cells.
+        right: Whether it is justified to the right.
+        keep: In a terminal that is too narrow, columns with smaller numbers go first.
+    """
+
+    name: str
+    title: str
+    value: Callable[[R], Any]
+    text: Callable[[Any], str] = str
+    style: str = ""
+    right: bool = True
+    keep: int = 0
+
+    def cell(self, row: R) -> str:
+        """What is drawn."""
+        value = self.value(row)
+        return "" if value is None else self.text(value)
+
+
+@dataclass(frozen=True)
+class _Branch(Generic[R]):
+    """A module with what lies below it; after folding, several modules that are alike."""
+
+    rows: tuple[R, ...]
+    name: str
+    below: tuple[_Branch[R], ...]
+
+
+@dataclass(frozen=True)
+class ModuleTable(Generic[R]):
+    """A table that can be printed with ``rich``. Names are drawn as they are, whatever markup they look like.
+
+    Attributes:
+        rows: The modules, in the order of ``named_modules()``.
+        columns: What is said of each.
+        alike: What makes siblings alike, so that they are drawn once; None to draw every one.
+        merged: Makes one row of those of alike siblings.
+        flat: Whether to draw a list in place of a tree, in the order of ``rows``, with whole paths.
+    """
+
+    rows: Sequence[R]
+    columns: Sequence[Column[R]]
+    alike: Callable[[R], object] | None = None
+    merged: Callable[[Sequence[R]], R] = lambda rows: rows[0]
+    flat: bool = False
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = self._lines()
+        cells = [[column.cell(row) for _, row in lines] for column in self.columns]
+        widths = [max(map(len, (column.title, *texts))) for column, texts in zip(self.columns, cells, strict=True)]
+        longest = max((name.cell_len for name, _ in lines), default=0)
+        shown = list(range(len(self.columns)))
+        room = min(longest, _SHORTEST_NAME)
+        while shown and room + sum(widths[k] + _GAP for k in shown) > options.max_width:
+            shown.remove(min(shown, key=lambda k: (self.columns[k].keep, -k)))
+        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+        table.add_column("module", no_wrap=True, overflow="ellipsis")
+        for k in shown:
+            column = self.columns[k]
+            table.add_column(
+                column.title, justify="right" if column.right else "left", style=column.style, no_wrap=True
+            )
+        for number, (name, _) in enumerate(lines):
+            table.add_row(name, *(Text(cells[k][number]) for k in shown))
+        yield table
+        left_out = [column.name for k, column in enumerate(self.columns) if k not in shown]
+        if left_out:
+            yield Text(f"too narrow for: {', '.join(left_out)}", style="dim")
+
+    def _lines(self) -> list[tuple[Text, R]]:
+        if self.flat:
+            return [(Text(row.path or "(root)"), row) for row in self.rows]
+        return list(self._drawn(self._branches()))
+
+    def _branches(self) -> tuple[_Branch[R], ...]:
+        """The rows as trees; there is one, unless the rows have no root."""
+        every = {row.path for row in self.rows}
+        holding = {up for path in every for up in tags.ancestors(path) if up != path}
+        # A container, which holds what runs and never ran, is no line: its name stands before those of its children.
+        rows = {row.path: row for row in self.rows if row.calls or not row.nodes or row.path not in holding}
+        below: dict[str | None, list[str]] = {None: [], **{path: [] for path in rows}}
+        for path in rows:
+            below[next((up for up in tags.ancestors(path) if up != path and up in rows), None)].append(path)
+
+        def grow(path: str, parent: str) -> _Branch[R]:
+            name = path[len(parent) + 1 :] if parent else path
+            grown = tuple(grow(child, path) for child in below[path])
+            return _Branch((rows[path],), name or "(root)", self._folded(grown))
+
+        return tuple(grow(path, "") for path in below[None])
+
+    def _folded(self, branches: tuple[_Branch[R], ...]) -> tuple[_Branch[R], ...]:
+        """Runs of siblings that are alike and have consecutive numbers, each as one branch."""
+        if self.alike is None:
+            return branches
+        runs: list[list[_Branch[R]]] = []
+        for branch in branches:
+            last = runs[-1][-1] if runs else None
+            if last is not None and _follows(last.name, branch.name) and self._shape(last) == self._shape(branch):
+                runs[-1].append(branch)
+            else:
+                runs.append([branch])
+        return tuple(_joined(run) for run in runs)
+
+    def _shape(self, branch: _Branch[R]) -> tuple[object, ...]:
+        """What makes modules alike, below them too; the names of what is below count."""
+        below = tuple((child.name, self._shape(child)) for child in branch.below)
+        return (None if self.alike is None else self.alike(branch.rows[0]), len(branch.rows), below)
+
+    def _drawn(self, branches: tuple[_Branch[R], ...], before: str | None = None) -> Iterator[tuple[Text, R]]:
+        """Every branch with the guide lines in front of it; those at the top have none."""
+        for position, branch in enumerate(branches):
+            last = position == len(branches) - 1
+            guide = "" if before is None else before + ("└── " if last else "├── ")
+            yield Text.assemble((guide, "dim"), branch.name), self.merged(branch.rows)
+            yield from self._drawn(branch.below, "" if before is None else before + ("    " if last else "│   "))
+
+
+def _joined(run: Sequence[_Branch[R]]) -> _Branch[R]:
+    """Alike siblings as one branch."""
+    if len(run) == 1:
+        return run[0]
+    merged = _merged(run)
+    return replace(merged, name=f"{run[0].name} … {run[-1].name} × {len(run)}")  # noqa: RUF001 - "times"
+
+
+def _merged(run: Sequence[_Branch[R]]) -> _Branch[R]:
+    rows = tuple(row for branch in run for row in branch.rows)
+    below = tuple(_merged(children) for children in zip(*(branch.below for branch in run), strict=True))
+    return _Branch(rows, run[0].name, below)
+
+
+def _follows(name: str, following: str) -> bool:
+    """Whether two names are numbers, or end in parts that are, one after the other: ``layer.3`` and ``layer.4``."""
+    stem, _, number = name.rpartition(".")
+    other, _, successor = following.rpartition(".")
+    return stem == other and number.isdecimal() and successor.isdecimal() and int(successor) == int(number) + 1
+
+
+def pick(columns: Sequence[Column[R]], names: Sequence[str]) -> list[Column[R]]:
+    """The columns of these names, in this order.
+
+    Raises:
+        KeyError: If there is no such column.
+    """
+    by_name = {column.name: column for column in columns}
+    return [by_name[name] for name in names]
+
+
+def column_names(columns: Sequence[Column[R]]) -> list[str]:
+    """What the columns are called."""
+    return [column.name for column in columns]
+
+
+def csv_text(rows: Sequence[R], columns: Sequence[Column[R]]) -> str:
+    """The table as CSV: whole paths, every module, plain numbers."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(["module", *column_names(columns)])
+    for row in rows:
+        values = (column.value(row) for column in columns)
+        writer.writerow([row.path, *("" if value is None else value for value in values)])
+    return stream.getvalue()
+
+
+def si(number: float, unit: str = "") -> str:
+    """A number with four digits and a prefix.
+
+    Example:
+        >>> si(2_728_525_824), si(512), si(443_392, "B"), si(0)
+        ('2.729 G', '512', '443.4 kB', '0')
+    """
+    prefixes = ("", "k", "M", "G", "T", "P", "E")
+    size, power = float(number), 0
+    while abs(size) >= 999.95 and power < len(prefixes) - 1:  # what would be drawn as 1000
+        size, power = size / 1000, power + 1
+    digits = f"{number:,.0f}" if not power else f"{size:.{3 if size < 9.9995 else 2 if size < 99.995 else 1}f}"
+    return f"{digits} {prefixes[power]}{unit}".rstrip()

@@ -1,0 +1,115 @@
+"use strict";
+// What is known of the module or node that is selected.
+(function () {
+  const panel = document.getElementById("detail");
+  const MOST = 40;
+
+  const section = (title, ...children) => [htp.make("h3", { textContent: title }), ...children];
+  const tile = (value, title, exact = "") => htp.make("div", { className: "tile", title: exact }, htp.make("b", { textContent: value }), htp.make("span", { textContent: title }));
+  const pair = (name, value) => [htp.make("dt", { textContent: name }), htp.make("dd", {}, value)];
+
+  function link(item, text = htp.title(item)) {
+    const anchor = htp.make("a", { className: "path", textContent: text, tabIndex: 0, role: "button" });
+    anchor.onclick = () => htp.select(item);
+    anchor.onkeydown = (event) => event.key === "Enter" && htp.select(item);
+    return anchor;
+  }
+
+  function modulePath(path) {
+    const module = htp.byPath.get(path);
+    return module ? link(module) : htp.make("span", { className: "path", textContent: path || "(root)" });
+  }
+
+  function some(items, draw) {
+    const drawn = items.slice(0, MOST).map(draw);
+    if (items.length > MOST) drawn.push(htp.make("div", { className: "more", textContent: `and ${items.length - MOST} more` }));
+    return drawn;
+  }
+
+  function tensor([name, type], node = null) {
+    const shown = node ? link(node, name || "(no name)") : htp.make("span", { className: "path", textContent: name || "(no name)" });
+    return htp.make("div", { className: "tensor" }, shown, htp.make("span", { className: "type", textContent: type || "type not known" }));
+  }
+
+  function bars(counts) {
+    const entries = Object.entries(counts);
+    const most = Math.max(1, ...entries.map(([, count]) => count));
+    return htp.make("div", { className: "ops" }, ...some(entries, ([name, count]) => [
+      htp.make("span", { textContent: name }), htp.make("i", { style: { width: `${(100 * count) / most}%` } }), htp.make("span", { textContent: count }),
+    ]).flat());
+  }
+
+  function reasons(counts) {
+    return htp.make("dl", {}, ...Object.entries(counts).flatMap(([word, count]) => pair(`${word} · ${count}`, htp.REASONS[word]?.[0] ?? "")));
+  }
+
+  function inGraph(item) {
+    if (!htp.graph?.available || (item.kind === "module" && !item.nodes)) return null;
+    const button = htp.make("button", { textContent: "Show in the graph" });
+    button.onclick = () => htp.graph.show(item);
+    return button;
+  }
+
+  function ofModule(module) {
+    const measures = htp.columns.map((column) => [column, column.of(module)]).filter(([, value]) => value !== null);
+    const lesser = measures.filter(([column]) => !column.main && column.key !== "weight_bytes");
+    const several = Object.entries(module.reasons).some(([word]) => word !== "scope");
+    const many = module.own.filter((node) => node.owners.length > 1);
+    return [
+      htp.make("h2", { className: "path", textContent: module.path || "(root)" }),
+      htp.make("p", { className: "kind", textContent: module.class || "class not known" }),
+      module.failure ? htp.make("pre", { className: "failure", textContent: module.failure }) : null,
+      htp.make("div", { className: "tiles" }, ...measures.filter((each) => !lesser.includes(each)).map(([column, value]) => tile(htp.compact(value, column.unit) + (column.unit === "ms" ? " ms" : ""), column.title, htp.exact(value, column.unit)))),
+      htp.make("p", {}, inGraph(module)),
+      htp.make("dl", {},
+        ...pair("fate", `${module.fate}: ${htp.FATES[module.fate] ?? ""}`),
+        ...(module.with.length ? pair("merged with", htp.make("span", {}, ...module.with.flatMap((path) => [modulePath(path), " "]))) : []),
+        ...pair("calls", String(module.calls)),
+        ...(module.shared ? pair("shared nodes", String(module.shared)) : []),
+        ...(module.fused ? pair("fused nodes", String(module.fused)) : []),
+        ...htp.columns.flatMap((column) => (column.words?.[module.id] ? pair(column.title, column.words[module.id]) : [])),
+        ...lesser.flatMap(([column, value]) => pair(column.title, htp.compact(value, column.unit) + (column.unit === "ms" ? " ms" : ""))),
+        ...(module.source ? pair("source", place(module.source)) : [])),
+      ...(module.nodes ? section("Operators", bars(module.operators)) : []),
+      ...(module.inputs.length ? section("Inputs", ...some(module.inputs, (each) => tensor(each))) : []),
+      ...(module.outputs.length ? section("Outputs", ...some(module.outputs, (each) => tensor(each))) : []),
+      ...(module.weights.length ? section("Weights that it reads itself", ...some(module.weights, (each) => tensor(each))) : []),
+      ...(many.length ? section("Nodes with several owners", ...some(many, (node) => htp.make("div", { className: "tensor" }, link(node, `${node.op} ${node.name}`), htp.make("span", { className: "type", textContent: node.owners.map((path) => path || "(root)").join(", ") })))) : []),
+      ...(several ? section("How the owners are known", reasons(module.reasons)) : []),
+    ];
+  }
+
+  function ofNode(node) {
+    const readers = htp.nodes.filter((other) => other.inputs.some(([, from]) => from === node.id));
+    const attributes = Object.entries(node.attributes);
+    return [
+      htp.make("h2", { textContent: node.op }),
+      htp.make("p", { className: "kind path", textContent: node.name }),
+      htp.make("p", {}, inGraph(node)),
+      htp.make("dl", {},
+        ...pair(node.owners.length > 1 ? "owners" : "owner", node.owners.length ? htp.make("span", {}, ...node.owners.map((path) => htp.make("div", {}, modulePath(path)))) : "none"),
+        ...(node.reason ? pair("known by", `${node.reason}: ${htp.REASONS[node.reason]?.[0] ?? ""}`) : []),
+        ...(node.call ? pair("call", `${node.call}, counted from 0`) : [])),
+      ...(node.source ? section("Source", place(`${node.source[0]}:${node.source[1]} in ${node.source[2]}`), htp.make("pre", { textContent: node.source[3] })) : []),
+      ...(node.inputs.length ? section("Inputs", ...some(node.inputs, ([name, from]) => tensor([name, from === null ? htp.data.types[name] ?? "" : typeOf(htp.nodes[from], name)], htp.nodes[from] ?? null))) : []),
+      ...(node.outputs.length ? section("Outputs", ...some(node.outputs, (each) => tensor(each))) : []),
+      ...(readers.length ? section("Read by", ...some(readers, (other) => htp.make("div", { className: "tensor" }, link(other, `${other.op} ${other.name}`)))) : []),
+      ...(attributes.length ? section("Attributes", htp.make("dl", {}, ...attributes.flatMap(([name, value]) => pair(name, htp.make("code", { textContent: value }))))) : []),
+    ];
+  }
+
+  // A path is long; its end says which file it is.
+  function place(source) {
+    return htp.make("code", { textContent: source.split(/[\\/]/).slice(-2).join("/"), title: source });
+  }
+
+  function typeOf(node, name) {
+    return node.outputs.find(([output]) => output === name)?.[1] ?? node.outputs[0]?.[1] ?? "";
+  }
+
+  htp.listeners.push((item) => {
+    if (!item || item.kind === "loose") return;
+    panel.replaceChildren(...(item.kind === "node" ? ofNode(item) : ofModule(item)).filter(Boolean));
+    panel.scrollTop = 0;
+  });
+})();

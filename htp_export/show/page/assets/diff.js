@@ -1,0 +1,162 @@
+"use strict";
+// Two module trees, aligned by path. As in the page of one model, everything from the files is put in as text.
+(function () {
+  const ROW = 28;
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const byId = (id) => document.getElementById(id);
+  const [table, head, body, search] = ["table", "head", "rows", "search"].map(byId);
+  const items = data.rows.map((row) => ({ ...row, children: [], open: false }));
+  const state = { rows: [], selected: items[0], words: "" };
+
+  function make(tag, properties = {}, ...children) {
+    const element = Object.assign(document.createElement(tag), properties);
+    element.append(...children);
+    return element;
+  }
+
+  const places = new Map(items.map((item) => [item.path, item]));
+  for (const item of items) {
+    let above = item.path;
+    while (above && !item.above) {
+      above = above.includes(".") ? above.slice(0, above.lastIndexOf(".")) : "";
+      item.above = places.get(above);
+    }
+    item.above?.children.push(item);
+    item.depth = item.above ? item.above.depth + 1 : 0;
+    item.label = item.above?.path ? item.path.slice(item.above.path.length + 1) : item.path || "(root)";
+  }
+  // What changed below shows at what holds it, too.
+  const stirred = (item) => (item.stirs ??= item.status !== "same" || item.children.map(stirred).some(Boolean));
+  items.forEach(stirred);
+  for (const item of items) item.open = item.depth < 2 || (item.stirs && item.depth < 4 && items.length < 600);
+
+  function text(value) {
+    if (value === null || value === undefined) return "";
+    if (typeof value === "object") return Object.entries(value).map(([name, each]) => `${name} ${text(each)}`).join(", ");
+    return typeof value === "number" ? value.toLocaleString("en", Number.isInteger(value) ? {} : { maximumSignificantDigits: 6 }) : String(value);
+  }
+  const simple = (name) => String(name ?? "").slice(String(name ?? "").lastIndexOf(".") + 1);
+
+  function matches(item) {
+    const said = `${item.path} ${item.before?.class_name ?? ""} ${item.after?.class_name ?? ""}`.toLowerCase();
+    return state.words.split(/\s+/).every((word) => said.includes(word));
+  }
+
+  function arrange() {
+    const only = byId("changed").checked;
+    const wanted = new Set();
+    for (const item of items) {
+      if ((only && !item.stirs) || !matches(item)) continue;
+      for (let each = item; each && !wanted.has(each); each = each.above) wanted.add(each);
+    }
+    state.rows = [];
+    const add = (item) => {
+      if (!wanted.has(item)) return;
+      state.rows.push(item);
+      if (item.open || state.words) item.children.forEach(add);
+    };
+    items.filter((item) => !item.above).forEach(add);
+    body.style.height = `${state.rows.length * ROW}px`;
+    byId("hits").textContent = `${state.rows.length.toLocaleString("en")} of ${items.length.toLocaleString("en")} modules`;
+    draw();
+  }
+
+  function cell(item, column) {
+    const [before, after] = [item.before?.[column], item.after?.[column]];
+    const element = make("div", { className: "number", title: `${text(before) || "–"} → ${text(after) || "–"}` });
+    if (before === after) return element.append(text(after)), element;
+    if (before !== undefined && before !== null) element.append(make("span", { className: "was", textContent: text(before) }));
+    const grew = typeof before === "number" && typeof after === "number" ? (after > before ? "more-is" : "less-is") : "";
+    element.append(make("span", { className: grew, textContent: text(after) || (item.after ? "" : "–") }));
+    return element;
+  }
+
+  function classes(item) {
+    const [before, after] = [simple(item.before?.class_name), simple(item.after?.class_name)];
+    const element = make("div", { className: "class" });
+    if (before && after && before !== after) element.append(make("span", { className: "was", textContent: before }));
+    element.append(after || before);
+    return element;
+  }
+
+  function rowElement(item, index) {
+    const arrow = make("span", { className: `arrow${item.open || state.words ? " open" : ""}`, textContent: item.children.length ? "▶" : "" });
+    const guide = make("span", { className: "guide" });
+    guide.style.width = `${item.depth * 16}px`;
+    const row = make("div", { className: `row ${item.status}${item === state.selected ? " selected" : ""}` },
+      make("div", { className: "name" }, guide, arrow, make("span", { className: "label path", textContent: item.label })),
+      classes(item), ...data.columns.map((column) => cell(item, column)),
+      make("div", {}, ...(item.status === "same" ? [] : [make("span", { className: `pill ${item.status}`, textContent: item.status })])));
+    row.setAttribute("role", "row");
+    row.style.top = `${index * ROW}px`;
+    row.style.gridTemplateColumns = "var(--layout)";
+    row.onclick = (event) => {
+      if (event.target === arrow) return (item.open = !item.open), arrange();
+      select(item);
+    };
+    row.ondblclick = () => ((item.open = !item.open), arrange());
+    return row;
+  }
+
+  function draw() {
+    const from = Math.max(0, Math.floor(table.scrollTop / ROW) - 8);
+    const to = Math.min(state.rows.length, Math.ceil((table.scrollTop + table.clientHeight) / ROW) + 8);
+    body.replaceChildren(...state.rows.slice(from, to).map((item, k) => rowElement(item, from + k)));
+  }
+
+  function select(item) {
+    state.selected = item;
+    const names = [...new Set([...Object.keys(item.before?.operators ?? {}), ...Object.keys(item.after?.operators ?? {})])];
+    const pairs = names.map((name) => [name, item.before?.operators?.[name] ?? 0, item.after?.operators?.[name] ?? 0]);
+    const fields = [...new Set([...Object.keys(item.before ?? {}), ...Object.keys(item.after ?? {})])].filter((name) => !["operators", "structure"].includes(name) && (name !== "path" || item.before?.path !== item.after?.path));
+    const list = make("dl");
+    for (const name of fields) {
+      const [before, after] = [text(item.before?.[name]), text(item.after?.[name])];
+      list.append(make("dt", { textContent: name.replaceAll("_", " ") }), make("dd", { textContent: before === after ? after : `${before || "–"} → ${after || "–"}` }));
+    }
+    const operators = make("dl");
+    for (const [name, before, after] of pairs.sort((a, b) => Math.abs(b[2] - b[1]) - Math.abs(a[2] - a[1]))) {
+      operators.append(make("dt", { textContent: name }), make("dd", { textContent: before === after ? text(after) : `${before} → ${after}`, className: before === after ? "" : after > before ? "more-is" : "less-is" }));
+    }
+    byId("detail").replaceChildren(make("h2", { className: "path", textContent: item.path || "(root)" }), make("p", { className: "kind", textContent: item.status }), list,
+      ...(pairs.length ? [make("h3", { textContent: "Operators" }), operators] : []));
+    draw();
+  }
+
+  table.addEventListener("keydown", (event) => {
+    const at = state.rows.indexOf(state.selected);
+    const go = (to) => {
+      const next = state.rows[Math.max(0, Math.min(state.rows.length - 1, to))];
+      if (!next) return;
+      const top = state.rows.indexOf(next) * ROW;
+      if (top < table.scrollTop) table.scrollTop = top;
+      if (top + 2 * ROW > table.scrollTop + table.clientHeight) table.scrollTop = top + 2 * ROW - table.clientHeight;
+      select(next);
+    };
+    const fold = (open) => ((state.selected.open = open), arrange());
+    const keys = { ArrowDown: () => go(at + 1), ArrowUp: () => go(at - 1), Home: () => go(0), End: () => go(state.rows.length - 1), ArrowRight: () => fold(true), ArrowLeft: () => (state.selected.open ? fold(false) : go(state.rows.indexOf(state.selected.above))), Enter: () => fold(!state.selected.open) };
+    if (!keys[event.key]) return;
+    event.preventDefault();
+    keys[event.key]();
+  });
+  search.oninput = () => ((state.words = search.value.toLowerCase().trim()), arrange());
+  byId("changed").onchange = arrange;
+  table.addEventListener("scroll", draw);
+  new ResizeObserver(draw).observe(table);
+
+  const layout = `minmax(300px, 2.4fr) minmax(150px, 1fr) ${data.columns.map(() => "150px ").join("")}110px`;
+  document.documentElement.style.setProperty("--layout", layout);
+  head.style.gridTemplateColumns = layout;
+  head.append(...["module", "class", ...data.columns.map((name) => name.replaceAll("_", " ")), ""].map((name, k) => make("div", { className: k > 1 ? "number" : "", textContent: name })));
+  byId("name").textContent = `${data.before} → ${data.after}`;
+  const counted = {};
+  for (const item of items) counted[item.status] = (counted[item.status] ?? 0) + 1;
+  byId("facts").textContent = Object.entries(counted).map(([status, count]) => `${count.toLocaleString("en")} ${status}`).join("  ·  ");
+  byId("trust").append(...data.notes.map((note) => make("div", { textContent: note })));
+  const theme = (name) => (document.documentElement.dataset.theme = name);
+  theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  byId("theme").onclick = () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+  arrange();
+  if (items.length) select(items[0]);
+  document.documentElement.dataset.ready = "yes";
+})();

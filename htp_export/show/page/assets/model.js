@@ -1,0 +1,102 @@
+"use strict";
+// The data of the page, and how numbers are written. Everything in it comes from a file that anybody may have made:
+// it gets into the page as text only, through `make` and `textContent`, never as HTML.
+const htp = (window.htp = {}); // a property, so that the frame of the graph sees it
+
+htp.data = JSON.parse(document.getElementById("data").textContent);
+
+htp.make = function (tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name === "style") Object.assign(element.style, value);
+    else if (name.includes("-") || name === "role") element.setAttribute(name, value);
+    else element[name] = value;
+  }
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
+};
+
+// Numbers that JSON has no sign for are written as words.
+htp.number = (value) => (value === null || value === undefined ? null : Number(String(value).replace("inf", "Infinity")));
+
+const SCALES = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+htp.compact = function (value, unit = "") {
+  if (value === null || value === undefined) return "";
+  if (!Number.isFinite(value)) return String(value);
+  if (unit === "B") {
+    const step = value < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(value) / 10));
+    return `${trim(value / 1024 ** step)} ${["B", "KiB", "MiB", "GiB", "TiB"][step]}`;
+  }
+  const size = Math.abs(value);
+  if (unit === "ms") return size === 0 ? "0" : size >= 100 ? value.toFixed(0) : size >= 1 ? value.toFixed(2) : value.toFixed(3);
+  if (size !== 0 && size < 1e-3) return value.toExponential(1);
+  const scale = SCALES.find(([limit]) => size >= limit);
+  return scale ? `${trim(value / scale[0])}${scale[1]}` : trim(value);
+};
+function trim(value) {
+  return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(3)));
+}
+htp.exact = (value, unit = "") =>
+  value === null ? "" : `${value.toLocaleString("en", { maximumSignificantDigits: 12 })}${unit ? ` ${unit}` : ""}`;
+
+htp.FATES = {
+  computed: "it has nodes of its own, with the inputs and outputs that it has in PyTorch",
+  identity: "it gives back what it was given",
+  fused: "merged with its neighbours: a tensor at its border no longer exists",
+  constant: "what it computes does not depend on the model's inputs, and was folded away",
+  dead: "nothing that the model returns needs it",
+  uncalled: "its forward did not run",
+  failed: "it could not be exported",
+};
+htp.REASONS = {
+  scope: ["the module that ran when the work was captured", "#4353d4"],
+  shared: ["several modules did the same work, merged into one node", "#0e9aa7"],
+  fused: ["one node does a part of the work of several modules", "#9a5bd6"],
+  flow: ["from what the neighbouring nodes read and make", "#d99a1c"],
+  carried: ["brought over from a tagged model after a tool had changed it", "#c96f2b"],
+  function: ["the function that the node calls", "#5a8f3c"],
+  spliced: ["the module in whose place the node was put", "#b0588d"],
+  parameters: ["the module that holds the parameters it reads", "#7b8794"],
+};
+
+(function prepare(data) {
+  htp.modules = data.modules.map((module, id) => ({ ...module, id, kind: "module", children: [], fate: module.failure ? "failed" : module.fate }));
+  htp.nodes = data.nodes.map((node, id) => ({ ...node, id, kind: "node" }));
+  for (const module of htp.modules) {
+    module.above = module.parent === null ? null : htp.modules[module.parent];
+    module.above?.children.push(module);
+    module.depth = module.above ? module.above.depth + 1 : 0;
+    module.label = !module.above ? module.path || "(root)" : module.above.path ? module.path.slice(module.above.path.length + 1) : module.path;
+    module.own = module.own.map((id) => htp.nodes[id]);
+  }
+  htp.root = htp.modules[0];
+  htp.byPath = new Map(htp.modules.map((module) => [module.path, module]));
+  htp.loose = htp.nodes.filter((node) => !node.owners.length && htp.data.tags !== "none");
+  const built = [
+    { key: "nodes", title: "nodes", unit: "", additive: true, main: true, of: (module) => module.nodes },
+    { key: "parameters", title: "parameters", unit: "", additive: true, main: true, of: (module) => module.parameters },
+    { key: "weight_bytes", title: "weights", unit: "B", additive: true, main: false, of: (module) => module.bytes },
+  ];
+  const given = data.measures.map((measure) => {
+    const total = measure.total.map(htp.number);
+    const own = measure.own.map(htp.number);
+    return { ...measure, of: (module) => total[module.id] ?? null, ownOf: (module) => own[module.id] ?? null };
+  });
+  htp.columns = [...given.filter((column) => column.main), ...built, ...given.filter((column) => !column.main)];
+  for (const column of htp.columns) {
+    const values = htp.modules.map(column.of).filter((value) => Number.isFinite(value));
+    column.most = Math.max(0, ...values.map(Math.abs));
+  }
+})(htp.data);
+
+htp.title = (item) => (item.kind === "node" ? item.name || item.op : item.path || "(root)");
+htp.simple = (className) => className.slice(className.lastIndexOf(".") + 1);
+
+// What is selected; whoever shows it is told of changes.
+htp.listeners = [];
+htp.selected = null;
+htp.select = function (item, by = null) {
+  if (htp.selected === item) return;
+  htp.selected = item;
+  for (const listener of htp.listeners) listener(item, by);
+};

@@ -1,0 +1,323 @@
+"use strict";
+// The tree as a table. Only the rows in sight are in the page, so that its length does not matter.
+(function () {
+  const ROW = 28;
+  const table = document.getElementById("table");
+  const head = document.getElementById("head");
+  const body = document.getElementById("rows");
+  const search = document.getElementById("search");
+  const state = { open: new Set(), sort: null, descending: true, flat: false, query: null, hits: 0, rows: [] };
+  const shown = new Set(htp.columns.filter((column) => column.main).map((column) => column.key));
+  const OTHER = { kind: "loose", id: -1, children: [], own: htp.loose, label: "nodes of no module", path: "" };
+
+  // A row: { item, depth }. Modules come before the nodes that their module computes itself.
+  function below(item) {
+    if (item.kind === "node") return [];
+    if (item.kind === "loose") return item.own;
+    const modules = state.sort ? [...item.children].sort(bySort) : item.children;
+    return [...modules, ...item.own, ...(item === htp.root && OTHER.own.length ? [OTHER] : [])];
+  }
+
+  function bySort(a, b) {
+    const turn = state.descending ? -1 : 1;
+    if (state.sort.of) {
+      const [one, other] = [state.sort.of(a), state.sort.of(b)];
+      if (one === null || other === null) return (one === null) - (other === null);
+      return turn * (one - other) || a.id - b.id;
+    }
+    return -turn * String(state.sort.text(a)).localeCompare(String(state.sort.text(b)), "en", { numeric: true }) || a.id - b.id;
+  }
+
+  function arrange() {
+    const rows = [];
+    const wanted = state.query;
+    function add(item, depth) {
+      if (wanted && !wanted.seen.has(item)) return;
+      rows.push({ item, depth });
+      if (wanted ? wanted.open.has(item) || state.open.has(item) : state.open.has(item)) {
+        for (const child of below(item)) add(child, depth + 1);
+      }
+    }
+    if (state.flat) {
+      const modules = htp.modules.filter((module) => !wanted || wanted.hits.has(module));
+      for (const item of state.sort ? modules.sort(bySort) : modules) rows.push({ item, depth: 0 });
+    } else {
+      add(htp.root, 0);
+    }
+    state.rows = rows;
+    body.style.height = `${rows.length * ROW}px`;
+    draw(true);
+  }
+
+  // Search: words that must all be in the path, class or operator; class:, op:, fate: and reason: look there alone.
+  function parse(text) {
+    const terms = text.toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
+      const [, field, value] = word.match(/^(class|op|fate|reason):(.*)$/) || [null, "", word];
+      return { field, value };
+    });
+    if (!terms.length) return null;
+    const says = {
+      module: { "": (m) => `${m.path}\n${m.class}`, class: (m) => m.class, op: () => "", fate: (m) => m.fate, reason: () => "" },
+      node: { "": (n) => `${n.name}\n${n.op}`, class: () => "", op: (n) => n.op, fate: () => "", reason: (n) => n.reason },
+    };
+    const matches = (item) => terms.every(({ field, value }) => says[item.kind][field](item).toLowerCase().includes(value));
+    const query = { hits: new Set(), seen: new Set(), open: new Set(), words: terms.map((term) => term.value) };
+    function look(item) {
+      let inside = false;
+      for (const child of item.kind === "module" ? [...item.children, ...item.own] : []) inside = look(child) || inside;
+      const hit = matches(item);
+      if (hit) query.hits.add(item);
+      if (inside) query.open.add(item);
+      if (hit || inside) query.seen.add(item);
+      return hit || inside;
+    }
+    look(htp.root);
+    // What lies below a hit can be unfolded, too.
+    for (const hit of [...query.hits]) if (hit.kind === "module") walk(hit, (item) => query.seen.add(item));
+    query.seen.add(htp.root);
+    return query;
+  }
+
+  function walk(item, visit) {
+    visit(item);
+    if (item.kind === "module") [...item.children, ...item.own].forEach((child) => walk(child, visit));
+  }
+
+  function marked(text) {
+    const words = state.query?.words.filter(Boolean) ?? [];
+    const parts = [];
+    let rest = text;
+    while (rest) {
+      const found = words.map((word) => [rest.toLowerCase().indexOf(word), word.length]).filter(([at]) => at >= 0).sort((a, b) => a[0] - b[0])[0];
+      if (!found) break;
+      parts.push(rest.slice(0, found[0]), htp.make("mark", { textContent: rest.slice(found[0], found[0] + found[1]) }));
+      rest = rest.slice(found[0] + found[1]);
+    }
+    return [...parts, rest].filter((part) => part !== "");
+  }
+
+  function columns() {
+    return htp.columns.filter((column) => shown.has(column.key));
+  }
+
+  function drawHead() {
+    const cells = [
+      { title: "module", text: (m) => m.path },
+      { title: "class", text: (m) => htp.simple(m.class) },
+      ...columns(),
+      { title: "fate", text: (m) => m.fate },
+    ];
+    const layout = `minmax(300px, 2.6fr) minmax(130px, 1fr) ${columns().map(() => "112px ").join("")}150px`;
+    document.documentElement.style.setProperty("--layout", layout);
+    head.replaceChildren(...cells.map((cell) => {
+      const sorted = state.sort?.title === cell.title;
+      const arrow = sorted ? (state.descending ? " ↓" : " ↑") : "";
+      const unit = cell.unit && cell.unit !== "B" ? ` ${cell.unit}` : "";
+      const element = htp.make("div", { role: "columnheader", className: cell.of ? "number" : "", textContent: cell.title + unit + arrow });
+      element.setAttribute("aria-sort", sorted ? (state.descending ? "descending" : "ascending") : "none");
+      element.onclick = () => sortBy(cell);
+      return element;
+    }));
+    head.style.gridTemplateColumns = layout;
+  }
+
+  function sortBy(cell) {
+    if (state.sort?.title !== cell.title) [state.sort, state.descending] = [cell, Boolean(cell.of)];
+    else if (state.descending === Boolean(cell.of)) state.descending = !state.descending;
+    else state.sort = null;
+    drawHead();
+    arrange();
+  }
+
+  function rowElement({ item, depth }, index) {
+    const folds = !state.flat && below(item).length > 0;
+    const open = folds && (state.open.has(item) || Boolean(state.query?.open.has(item)));
+    const label = item.kind === "node"
+      ? [htp.make("span", { className: "chip" }, ...marked(item.op)), htp.make("span", { className: "label path" }, ...marked(item.name))]
+      : [htp.make("span", { className: "label path" }, ...marked(state.flat ? item.path || "(root)" : item.label))];
+    const name = htp.make("div", { className: "name", role: "gridcell" },
+      htp.make("span", { className: "guide", style: { width: `${depth * 16}px` } }),
+      htp.make("span", { className: `arrow${open ? " open" : ""}`, textContent: folds ? "▶" : "" }),
+      ...label);
+    const cells = [name];
+    if (item.kind === "module") {
+      cells.push(htp.make("div", { className: "class", role: "gridcell", title: item.class }, ...marked(htp.simple(item.class))));
+      for (const column of columns()) cells.push(numberCell(item, column));
+      cells.push(htp.make("div", { role: "gridcell" }, ...pills(item)));
+    } else if (item.kind === "node") {
+      const type = item.outputs[0]?.[1] ?? "";
+      cells.push(htp.make("div", { className: "class", role: "gridcell", textContent: type, title: type, style: { gridColumn: `span ${columns().length + 1}` } }));
+      cells.push(htp.make("div", { role: "gridcell" }, item.owners.length > 1 ? pill(item.reason || "shared", `${item.owners.length} owners`) : null));
+    } else {
+      cells.push(htp.make("div", { className: "class", role: "gridcell", textContent: `${item.own.length} nodes` }));
+    }
+    const quiet = item.kind === "module" && !item.nodes ? " quiet" : "";
+    const row = htp.make("div", { className: `row ${item.kind}${quiet}${item === htp.selected ? " selected" : ""}`, role: "row", id: `row-${index}` }, ...cells);
+    row.setAttribute("aria-level", depth + 1);
+    if (folds) row.setAttribute("aria-expanded", open);
+    row.setAttribute("aria-selected", item === htp.selected);
+    row.style.top = `${index * ROW}px`;
+    row.style.gridTemplateColumns = "var(--layout)";
+    row.onclick = (event) => (event.target.classList.contains("arrow") && folds ? toggle(item) : htp.select(item, "table"));
+    row.ondblclick = () => folds && toggle(item);
+    return row;
+  }
+
+  function numberCell(module, column) {
+    const value = column.of(module);
+    const words = column.words?.[module.id] ?? "";
+    const cell = htp.make("div", { className: "number", role: "gridcell", title: [value === null ? "" : htp.exact(value, column.unit), words].filter(Boolean).join("\n") });
+    if (value === null) return cell;
+    const bad = /^differs/.test(words) || Number.isNaN(value);
+    if (column.most && Number.isFinite(value) && value !== 0) {
+      const width = `${Math.max(1.5, 88 * Math.min(1, Math.abs(value) / column.most))}%`;
+      cell.append(htp.make("i", { className: `fill${bad ? " bad" : ""}`, style: { width } }));
+    }
+    cell.append(htp.make("span", { className: value === 0 ? "empty" : "", textContent: htp.compact(value, column.unit) }));
+    return cell;
+  }
+
+  function pill(kind, text = kind) {
+    return htp.make("span", { className: `pill ${kind}`, textContent: text, title: htp.FATES[kind] ?? htp.REASONS[kind]?.[0] ?? "" });
+  }
+
+  function pills(module) {
+    const said = module.fate === "computed" ? [] : [pill(module.fate)];
+    if (module.calls > 1) said.push(htp.make("span", { className: "pill", textContent: `${module.calls} calls`, title: "its forward ran several times" }));
+    return said;
+  }
+
+  let first = -1;
+  let last = -1;
+  function draw(anew = false) {
+    const from = Math.max(0, Math.floor(table.scrollTop / ROW) - 8);
+    const to = Math.min(state.rows.length, Math.ceil((table.scrollTop + table.clientHeight) / ROW) + 8);
+    if (!anew && from === first && to === last) return;
+    [first, last] = [from, to];
+    body.replaceChildren(...state.rows.slice(from, to).map((row, k) => rowElement(row, from + k)));
+    const at = state.rows.findIndex((row) => row.item === htp.selected);
+    if (at >= from && at < to) table.setAttribute("aria-activedescendant", `row-${at}`);
+    else table.removeAttribute("aria-activedescendant");
+  }
+
+  function toggle(item, open = !(state.open.has(item) || state.query?.open.has(item))) {
+    if (open) state.open.add(item);
+    else {
+      state.open.delete(item);
+      state.query?.open.delete(item);
+    }
+    arrange();
+  }
+
+  function scrollTo(index) {
+    const top = index * ROW;
+    if (top < table.scrollTop) table.scrollTop = top;
+    else if (top + 2 * ROW > table.scrollTop + table.clientHeight) table.scrollTop = top + 2 * ROW - table.clientHeight;
+  }
+
+  // Show an item wherever it is: unfold what is above it.
+  function reveal(item) {
+    let above = item.kind === "node" ? htp.byPath.get(item.owners[0]) ?? null : item.above;
+    if (item.kind === "node" && !above) above = OTHER.own.includes(item) ? OTHER : htp.root;
+    while (above && above.kind !== "loose") {
+      state.open.add(above);
+      above = above.above;
+    }
+    if (OTHER.own.includes(item)) state.open.add(htp.root).add(OTHER);
+    arrange();
+    const at = state.rows.findIndex((row) => row.item === item);
+    if (at >= 0) scrollTo(at);
+  }
+
+  function move(to) {
+    const at = Math.max(0, Math.min(state.rows.length - 1, to));
+    if (!state.rows.length) return;
+    htp.select(state.rows[at].item, "table");
+    scrollTo(at);
+    draw(true);
+  }
+
+  table.addEventListener("keydown", (event) => {
+    const at = state.rows.findIndex((row) => row.item === htp.selected);
+    const row = state.rows[at];
+    const page = Math.max(1, Math.floor(table.clientHeight / ROW) - 2);
+    const open = row && (state.open.has(row.item) || state.query?.open.has(row.item));
+    const keys = {
+      ArrowDown: () => move(at + 1),
+      ArrowUp: () => move(at - 1),
+      PageDown: () => move(at + page),
+      PageUp: () => move(at - page),
+      Home: () => move(0),
+      End: () => move(state.rows.length - 1),
+      Enter: () => row && toggle(row.item),
+      " ": () => row && toggle(row.item),
+      ArrowRight: () => row && (!open && below(row.item).length ? toggle(row.item, true) : move(at + 1)),
+      ArrowLeft: () => {
+        if (!row) return;
+        if (open) toggle(row.item, false);
+        else for (let k = at - 1; k >= 0; k--) if (state.rows[k].depth < row.depth) return move(k);
+      },
+      "*": () => row && (walk(row.item, (item) => item.kind === "module" && state.open.add(item)), arrange()),
+    };
+    if (!keys[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    keys[event.key]();
+  });
+
+  search.addEventListener("input", () => {
+    state.query = parse(search.value);
+    const hits = state.query?.hits.size ?? 0;
+    document.getElementById("hits").textContent = state.query ? `${hits.toLocaleString("en")} found` : "";
+    table.scrollTop = 0;
+    arrange();
+  });
+  search.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" && event.key !== "ArrowDown") return;
+    event.preventDefault();
+    table.focus();
+    const hit = state.rows.findIndex((row) => state.query?.hits.has(row.item));
+    if (hit >= 0) move(hit);
+  });
+
+  document.getElementById("fold").onclick = () => {
+    state.open = new Set([htp.root]);
+    arrange();
+  };
+  document.getElementById("unfold").onclick = () => {
+    htp.modules.filter((module) => module.children.length).forEach((module) => state.open.add(module));
+    arrange();
+  };
+  document.getElementById("flat").onchange = (event) => {
+    state.flat = event.target.checked;
+    arrange();
+  };
+  document.querySelector("#columns > div").append(...htp.columns.map((column) => {
+    const box = htp.make("input", { type: "checkbox", checked: shown.has(column.key) });
+    box.onchange = () => {
+      if (box.checked) shown.add(column.key);
+      else shown.delete(column.key);
+      drawHead();
+      draw(true);
+    };
+    return htp.make("label", {}, box, column.title);
+  }));
+  table.addEventListener("scroll", () => draw());
+  new ResizeObserver(() => draw(true)).observe(table);
+
+  htp.listeners.push((item, by) => (by === "table" ? draw(true) : item && reveal(item)));
+  htp.table = { state, reveal, toggle };
+
+  // At first, as many levels as fit on a screen.
+  state.open.add(htp.root);
+  let level = htp.root.children;
+  let count = 1 + level.length;
+  while (level.length) {
+    const next = level.flatMap((module) => module.children);
+    count += next.length;
+    if (count > 32 || !next.length) break;
+    level.filter((module) => module.children.length).forEach((module) => state.open.add(module));
+    level = next;
+  }
+  drawHead();
+  arrange();
+})();

@@ -1,0 +1,138 @@
+"""What the page's scripts read: an inventory and its measures as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from htp_export import tags
+from htp_export.analyze.inventory import Inventory, ModuleEntry
+from htp_export.analyze.measures import Measure
+from htp_export.analyze.node_facts import NodeEntry, TensorEntry
+from htp_export.show.levels import parents
+
+__all__ = ["page_data"]
+
+
+def page_data(inventory: Inventory, measures: Sequence[Measure], missing_graph: str = "") -> dict[str, Any]:
+    """The data of a page.
+
+    Modules that hold others and never ran themselves are left out: their names stand before those of what they hold.
+
+    Args:
+        inventory: The model.
+        measures: The columns besides those that every page has.
+        missing_graph: Why there is no interactive graph in it; ``""`` where there is one.
+    """
+    above = parents(inventory)
+    place = {path: position for position, path in enumerate(above)}
+    modules = [inventory.modules[path] for path in above]
+    return {
+        "name": inventory.name,
+        "facts": _facts(inventory),
+        "tags": inventory.tags,
+        "reasons": dict(inventory.reasons),
+        "untagged": inventory.untagged,
+        "advice": [text for text in (inventory.advice, *inventory.notes) if text],
+        "failures": _failures(inventory),
+        "modules": [
+            _module(module, None if (parent := above[module.info.path]) is None else place[parent])
+            for module in modules
+        ],
+        "nodes": [_node(node) for node in inventory.nodes],
+        "types": {tensor.name: tensor.type for tensor in (*inventory.inputs, *_weights(modules)) if tensor.type},
+        "measures": [_measure(measure, list(above)) for measure in measures],
+        "missing_graph": missing_graph,
+    }
+
+
+def _failures(inventory: Inventory) -> list[str]:
+    """What failed, without the modules that failed because of one below them."""
+    failed = {path: module.failure for path, module in inventory.modules.items() if module.failure}
+    holding = {up for path in failed for up in tags.ancestors(path) if up != path}
+    return [f"{path or '(root)'}: {said}" for path, said in failed.items() if path not in holding][:5]
+
+
+def _facts(inventory: Inventory) -> list[str]:
+    opsets = ", ".join(f"{domain} {version}" for domain, version in inventory.opsets.items())
+    facts = [
+        inventory.producer,
+        f"opset {opsets}" if opsets else "",
+        "external data" if inventory.external_data else "",
+        f"in: {_list(inventory.inputs)}" if inventory.inputs else "",
+        f"out: {_list(inventory.outputs)}" if inventory.outputs else "",
+    ]
+    return [fact for fact in facts if fact]
+
+
+def _list(tensors: Sequence[TensorEntry]) -> str:
+    return ", ".join(f"{tensor.name} {tensor.type}".strip() for tensor in tensors)
+
+
+def _weights(modules: Sequence[ModuleEntry]) -> list[TensorEntry]:
+    return [tensor for module in modules for tensor in module.weights]
+
+
+def _module(module: ModuleEntry, parent: int | None) -> dict[str, Any]:
+    info = module.info
+    return {
+        "path": info.path,
+        "class": info.class_name,
+        "calls": info.calls,
+        "fate": info.fate,
+        "with": list(info.fused_with),
+        "parent": parent,
+        "nodes": module.nodes,
+        "own": list(module.own_nodes),
+        "shared": module.shared,
+        "fused": module.fused,
+        "parameters": module.parameters,
+        "bytes": module.weight_bytes,
+        "operators": dict(module.operators),
+        "reasons": dict(module.reasons),
+        "weights": _tensors(module.weights),
+        "inputs": _tensors(module.inputs),
+        "outputs": _tensors(module.outputs),
+        "source": module.source,
+        "failure": module.failure,
+    }
+
+
+def _node(node: NodeEntry) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "op": node.operator,
+        "owners": list(node.owners),
+        "reason": node.reason,
+        "call": node.call,
+        "inputs": [(link.tensor, link.node) for link in node.inputs if link.tensor],
+        "outputs": _tensors(node.outputs),
+        "attributes": dict(node.attributes),
+        "source": node.source,
+    }
+
+
+def _tensors(tensors: Sequence[TensorEntry]) -> list[tuple[str, str]]:
+    return [(tensor.name, tensor.type) for tensor in tensors]
+
+
+def _measure(measure: Measure, paths: Sequence[str]) -> dict[str, Any]:
+    return {
+        "key": measure.key,
+        "title": measure.title,
+        "unit": measure.unit,
+        "additive": measure.additive,
+        "main": measure.main,
+        "total": [_number(measure.total, path) for path in paths],
+        "own": [_number(measure.own, path) for path in paths],
+        "words": {position: measure.words[path] for position, path in enumerate(paths) if path in measure.words},
+    }
+
+
+def _number(values: Mapping[str, float], path: str) -> float | str | None:
+    """A value; in words where it is one that JSON has no sign for."""
+    value = values.get(path)
+    if value is None or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "inf" if value > 0 else "-inf"

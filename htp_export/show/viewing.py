@@ -1,0 +1,202 @@
+"""``view``: a model as a page."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from htp_export.analyze.inventory import Inventory, take_inventory
+from htp_export.analyze.measures import Measure, measures_of
+from htp_export.errors import FileError
+from htp_export.show.model_explorer.application import MissingApplicationError, application, packed
+from htp_export.show.model_explorer.drawing import drawing
+from htp_export.show.page.document import asset, document
+from htp_export.show.page.payload import page_data
+from htp_export.show.reading import read_flat
+from htp_export.tagged import ModelSource
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["View", "inventory_of", "read_results", "view", "write_text"]
+
+_FRAME = "width:100%;height:720px;border:1px solid #ccc;border-radius:8px"
+
+Result = object
+"""Numbers by module: what ``profile``, ``cost`` or ``verify`` returns, or a JSON file that its command wrote."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A page that shows a model. In a notebook it shows itself.
+
+    Attributes:
+        html: The page, whole.
+        path: The file that it was written to, if it was.
+        nodes: How many nodes it shows.
+        modules: How many modules it shows.
+        missing: Why the interactive graph is not in it; ``""`` where it is.
+        failures: Module path → why it could not be exported; for models given as PyTorch modules.
+    """
+
+    html: str = field(repr=False)
+    path: Path | None
+    nodes: int
+    modules: int
+    missing: str = ""
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, for notebooks."""
+        page = html.escape(self.html, quote=True)
+        return f'<iframe srcdoc="{page}" style="{_FRAME}"></iframe>'
+
+    def __str__(self) -> str:
+        where = str(self.path) if self.path else "a page in memory"
+        text = f"{where}: {self.modules} modules, {self.nodes} nodes, {len(self.html) / 1e6:.1f} MB"
+        said = [text, *([f"without the graph: {self.missing}"] if self.missing else [])]
+        return "\n".join([*said, *(f"{path or '(root)'}: {why}" for path, why in self.failures.items())])
+
+
+@overload
+def view(
+    model: ModelSource,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    results: Sequence[Result] = (),
+    graph: bool = True,
+) -> View: ...
+
+
+@overload
+def view(
+    model: nn.Module,
+    args: Any,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    results: Sequence[Result] = (),
+    graph: bool = True,
+) -> View: ...
+
+
+def view(
+    model: Any,
+    *positional: Any,
+    args: Any = None,
+    output: str | os.PathLike[str] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    results: Sequence[Result] = (),
+    graph: bool = True,
+) -> View:
+    """Draw a model as one HTML page that loads nothing: its modules, a map of them, and the interactive graph.
+
+    ``view("model.onnx", "model.html")`` writes the page; ``view(model, args)`` shows a PyTorch model, which is exported
+    to memory. Where that fails, its modules are exported one by one, and those that cannot be say why.
+
+    Args:
+        model: A file, ``ModelProto``, ``ir.Model`` or ``TaggedModel``, tagged or not; or a PyTorch module.
+        positional: The output; for a PyTorch module its arguments, and then the output.
+        args: For a PyTorch module, its positional arguments.
+        output: The file to write.
+        kwargs: For a PyTorch module, its arguments by keyword.
+        results: Numbers by module, which become columns, sizes and colours: what ``profile``, ``cost``, ``verify`` or
+            ``compare`` returns, or files that their commands wrote with ``--json``.
+        graph: Put Model Explorer's graph into the page. It needs the extra ``view``; without it the page says so.
+
+    Raises:
+        InputError: If the model or a result cannot be read.
+        FileError: If the page cannot be written; what was there is untouched.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> shown = view(net, torch.randn(2, 4), graph=False)
+        >>> shown.modules, shown.nodes, shown.html.startswith("<!doctype html>")
+        (3, 2, True)
+    """
+    given = list(positional)
+    if _is_module(model):
+        args = given.pop(0) if given else args
+    if given:
+        output = given.pop(0)
+    if given:
+        raise TypeError("view takes a model, the arguments of a PyTorch module, and an output")
+    measures = read_results(results)
+    if _is_module(model):
+        from htp_export.analyze.parts import inventory_of_module
+
+        inventory = inventory_of_module(model, _as_tuple(args), kwargs)
+    else:
+        inventory = inventory_of(model)
+    page, missing = _page(inventory, measures, graph)
+    path = None if output is None else Path(output)
+    if path is not None:
+        write_text(path, page)
+    failures = {path: module.failure for path, module in inventory.modules.items() if module.failure}
+    return View(page, path, len(inventory.nodes), len(inventory.modules), missing, failures)
+
+
+def inventory_of(model: ModelSource) -> Inventory:
+    """What is drawn of a model; it is called by its file's name."""
+    name = Path(model).name if isinstance(model, str | os.PathLike) else ""
+    return take_inventory(read_flat(model), name)
+
+
+def read_results(results: Sequence[Result]) -> list[Measure]:
+    """The numbers by module in results, and in files of them.
+
+    Raises:
+        FileError: If a file cannot be read, or holds no such numbers.
+    """
+    found: list[Measure] = []
+    for result in results:
+        if not isinstance(result, str | os.PathLike):
+            found += measures_of(result)
+            continue
+        try:
+            found += measures_of(json.loads(Path(result).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise FileError(Path(result), f"cannot be read: {error.strerror or error}") from error
+        except ValueError as error:
+            raise FileError(Path(result), f"is not JSON: {error}") from error
+    return found
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise FileError(path, f"cannot be written: {error.strerror or error}") from error
+
+
+def _page(inventory: Inventory, measures: Sequence[Measure], graph: bool) -> tuple[str, str]:
+    """The page, and why there is no graph in it."""
+    in_page: dict[str, str] = {}
+    missing = "" if graph else "it was left out"
+    if graph:
+        try:
+            in_page["graph-application"] = packed(application(asset("frame.js")))
+            in_page["graph-drawing"] = packed(drawing(inventory, measures))
+        except MissingApplicationError as error:
+            missing = str(error)
+    return document(inventory.name, page_data(inventory, measures, missing), in_page), missing
+
+
+def _is_module(model: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(model, torch.nn.Module)
+
+
+def _as_tuple(args: Any) -> tuple[Any, ...]:
+    return () if args is None else tuple(args) if isinstance(args, tuple | list) else (args,)

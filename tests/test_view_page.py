@@ -1,0 +1,331 @@
+"""The page, as a browser shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+import htp_export
+from htp_export.hierarchy import ModuleInfo
+from htp_export.show.page.comparison import comparison_page
+from tests import handmade
+from tests.chromium import Page, browser, needs_chromium
+
+pytestmark = needs_chromium
+
+HOSTILE = "<img src=x onerror=\"document.title='ran'\">"
+CLOSING = "</script><script>document.title='ran'</script>"
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(8, 8)
+        self.act = torch.nn.ReLU()
+        self.drop = torch.nn.Dropout()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.act(self.fc(x)))
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.ModuleList([Block(), Block()])
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layer:
+            x = layer(x)
+        return self.head(x)
+
+
+TIMES = {
+    "": (10.0, 0.0),
+    "layer.0": (4.0, 1.0),
+    "layer.0.fc": (2.5, 2.5),
+    "layer.0.act": (0.5, 0.5),
+    "layer.1": (5.0, 1.0),
+    "layer.1.fc": (3.0, 3.0),
+    "layer.1.act": (1.0, 1.0),
+    "head": (1.0, 1.0),
+}
+PROFILE = {"modules": {path: {"total_ms": total, "self_ms": own} for path, (total, own) in TIMES.items()}}
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    with browser() as opened:
+        opened.size(1400, 850)
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("net") / "net.html"
+    torch.manual_seed(0)
+    errors = {"modules": {"layer.1": {"max_abs": float("nan"), "status": "differs"}, "": {"max_abs": 1e-7}}}
+    htp_export.view(Net().eval(), torch.randn(2, 8), file, results=[PROFILE, errors])
+    return file
+
+
+def shown(page: Page) -> list[str]:
+    """What stands at the lines of the table."""
+    names = (
+        "[...document.querySelectorAll('#rows .row .name')].map((name) => name.innerText.replace(/\\s+/g, ' ').trim())"
+    )
+    return [name.removeprefix("▶").strip() for name in page.run(names)]
+
+
+def cells(page: Page, path: str) -> list[str]:
+    page.run(f"htp.select(htp.byPath.get({json.dumps(path)}))")
+    return list(page.run("[...document.querySelectorAll('.row.selected .number')].map((cell) => cell.innerText)"))
+
+
+def start(page: Page, file: Path) -> None:
+    page.open(file)
+    page.wait("document.documentElement.dataset.ready")
+
+
+def test_the_page_opens_without_an_error_or_a_request(page, net):
+    start(page, net)
+    assert shown(page)[:3] == ["(root)", "layer.0", "fc"]
+    for tab in ("map", "graph", "modules"):
+        page.run(f"document.getElementById('tab-{tab}').click()")
+    page.wait("document.getElementById('graph').dataset.ready")
+    assert page.said == []
+    assert page.asked == []
+
+
+def test_columns_hold_what_the_results_say(page, net):
+    start(page, net)
+    heads = page.run("[...document.querySelectorAll('#head > div')].map((cell) => cell.textContent)")
+    assert heads == ["module", "class", "time ms", "max abs error", "nodes", "parameters", "fate"]
+    assert cells(page, "layer.1") == ["5.00", "NaN", "3", "72"]
+    assert cells(page, "layer.0.fc") == ["2.50", "", "1", "72"]
+    detail = page.run("document.getElementById('detail').innerText")
+    assert "torch.nn.modules.linear.Linear" in detail
+    assert "float32[2, 8]" in detail
+    assert "Gemm" in detail
+
+
+def test_search_finds_modules_and_nodes_and_what_is_above_them(page, net):
+    start(page, net)
+    page.run(
+        "search = document.getElementById('search'), search.value = 'LAYER.1.fc', "
+        "search.dispatchEvent(new Event('input'))"
+    )
+    assert shown(page) == ["(root)", "layer.1", "fc"]
+    page.run("search.value = 'op:relu', search.dispatchEvent(new Event('input'))")
+    assert [name.split(" ")[0] for name in shown(page)] == [
+        "(root)",
+        "layer.0",
+        "act",
+        "Relu",
+        "layer.1",
+        "act",
+        "Relu",
+    ]
+    page.run("search.value = 'fate:identity', search.dispatchEvent(new Event('input'))")
+    assert shown(page) == ["(root)", "layer.0", "drop", "layer.1", "drop"]
+    page.run("search.value = 'nowhere', search.dispatchEvent(new Event('input'))")
+    assert shown(page) == ["(root)"]
+
+
+def test_the_keyboard_walks_through_the_tree(page, net):
+    start(page, net)
+    page.run("document.getElementById('fold').click(), document.getElementById('table').focus()")
+    assert shown(page) == ["(root)", "layer.0", "layer.1", "head"]
+    page.press("ArrowDown", "ArrowRight", "ArrowRight", "ArrowRight")
+    assert [name.split(" ")[0] for name in shown(page)][:4] == ["(root)", "layer.0", "fc", "Gemm"]
+    page.press("ArrowLeft", "ArrowLeft", "ArrowLeft")
+    assert page.run("htp.selected.path") == "layer.0"
+    assert shown(page) == ["(root)", "layer.0", "layer.1", "head"]
+    page.press("/")
+    assert page.run("document.activeElement.id") == "search"
+
+
+def test_a_column_sorts_siblings_and_the_list_sorts_everything(page, net):
+    start(page, net)
+    page.run("document.getElementById('fold').click(), document.querySelectorAll('#head > div')[2].click()")
+    assert shown(page) == ["(root)", "layer.1", "layer.0", "head"]
+    page.run("document.getElementById('flat').click()")
+    assert shown(page)[:4] == ["(root)", "layer.1", "layer.0", "layer.1.fc"]
+    assert page.run("document.querySelectorAll('#head > div')[2].getAttribute('aria-sort')") == "descending"
+
+
+def test_areas_of_the_map_are_as_large_as_what_they_measure(page, net):
+    start(page, net)
+    page.run("htp.tab('map')")
+    assert page.run("document.getElementById('map-size').value") == "total_ms"
+    page.run("document.getElementById('map-shape').value = 'flame', htp.map.draw()")
+    widths = page.run("Object.fromEntries(htp.map.boxes().map((box) => [box.module.path, box.width]))")
+    assert widths["layer.1"] / widths[""] == pytest.approx(0.5)
+    assert widths["layer.0.fc"] / widths["layer.0"] == pytest.approx(2.5 / 4)
+    page.run("document.getElementById('map-shape').value = 'tree', htp.map.draw()")
+    areas = page.run("Object.fromEntries(htp.map.boxes().map((box) => [box.module.path, box.width * box.height]))")
+    assert areas["layer.1"] / areas["layer.0"] == pytest.approx(5 / 4, rel=0.01)
+
+
+def test_the_graph_unfolds_to_a_module_with_its_attributes_and_its_time(page, net):
+    start(page, net)
+    page.run("htp.graph.show(htp.byPath.get('layer.1.fc')).then(() => 0)")
+    page.wait("document.getElementById('graph').dataset.ready")
+    text = "document.querySelector('#graph iframe').contentDocument.body.innerText"
+    page.wait(f"{text}.includes('LAYER ATTRIBUTES') && {text}.includes('Aggregated stats')")
+    said = page.run(text)
+    assert "layer.1.fc" in said
+    assert "torch.nn.modules.linear.Linear" in said
+    assert re.search(r"Sum\s+-\s+3\b", said)  # of the errors there is no sum
+    assert page.said == []
+
+
+def test_what_is_chosen_in_the_graph_is_chosen_in_the_page(page, net):
+    start(page, net)
+    page.run("htp.graph.show(htp.nodes.find((node) => node.op === 'Relu')).then(() => 0)")
+    page.wait("document.getElementById('graph').dataset.ready")
+    message = "{ cmd: 'model-explorer-node-selected', nodeId: 'layer.1/act___group___' }"
+    page.run(f"document.querySelector('#graph iframe').contentWindow.parent.postMessage({message}, '*'), 0")
+    page.run("new Promise((then) => setTimeout(then, 200))")
+    assert page.run("htp.selected.path") == ""  # it was not the frame that sent it
+    sender = "document.querySelector('#graph iframe').contentWindow"
+    event = f"new MessageEvent('message', {{ data: {message}, source: {sender} }})"
+    page.run(f"window.dispatchEvent({event})")
+    page.wait("htp.selected.path === 'layer.1.act'")
+
+
+def test_names_of_a_file_are_text_whatever_they_look_like(page, tmp_path):
+    x = handmade.value("x")
+    nodes = [
+        handmade.tagged_node("Neg", [x], HOSTILE, HOSTILE),
+        handmade.tagged_node("Abs", [x], CLOSING, CLOSING),
+    ]
+    nodes[0].name, nodes[1].op_type = HOSTILE, CLOSING
+    nodes[0].metadata_props["htp.reason"] = HOSTILE
+    nodes[0].attributes["text"] = ir.AttrString("text", HOSTILE)
+    modules = [
+        ModuleInfo("", CLOSING, 1, "computed"),
+        *(ModuleInfo(p, HOSTILE, 1, "computed") for p in (HOSTILE, CLOSING)),
+    ]
+    model = handmade.model([x], nodes, [], modules)
+    model.graph.name = model.producer_name = CLOSING
+    file = tmp_path / "hostile.html"
+    htp_export.view(model, file, results=[{"modules": {HOSTILE: {HOSTILE: 1.0, "status": HOSTILE}}}])
+    start(page, file)
+    page.run("document.getElementById('unfold').click()")
+    for item in ("htp.byPath.get(htp.modules[1].path)", "htp.nodes[0]", "htp.nodes[1]", "htp.root"):
+        page.run(f"htp.select({item})")
+    assert HOSTILE in "\n".join(shown(page))
+    for tab in ("map", "graph"):
+        page.run(f"htp.tab('{tab}')")
+    page.wait("document.getElementById('graph').dataset.ready")
+    frame = "document.querySelector('#graph iframe').contentDocument"
+    page.wait(f"{frame}.body.innerText.includes('GRAPH INFO')")
+    assert page.run("document.title") == CLOSING
+    assert page.run("document.querySelectorAll('img').length") == 0
+    assert page.run(f"{frame}.querySelectorAll('img[onerror]').length") == 0
+    assert page.said == []
+    assert page.asked == []
+
+
+def test_scripts_that_get_into_the_page_do_not_run(page, net):
+    start(page, net)
+    page.run("document.body.insertAdjacentHTML('beforeend', `<img src=\"data:,\" onerror=\"document.title = 'ran'\">`)")
+    page.run(
+        "document.body.append(Object.assign(document.createElement('script'), { textContent: 'document.title = 1' }))"
+    )
+    page.run("new Promise((then) => setTimeout(then, 200))")
+    assert page.run("document.title") == "Net"
+
+
+def test_an_untagged_file_is_drawn_and_says_how_to_tag_it(page, tmp_path):
+    x = handmade.value("x")
+    node = ir.node("Relu", [x], outputs=[handmade.value("y")], name="relu")
+    htp_export.view(handmade.model([x], [node], [], []), tmp_path / "plain.html")
+    start(page, tmp_path / "plain.html")
+    assert shown(page) == ["(root)", "Relu relu"]
+    assert "htp_export.export" in page.run("document.getElementById('trust').innerText")
+
+
+def test_a_page_without_the_graph_says_why(page, tmp_path):
+    htp_export.view(handmade.encoder(), tmp_path / "bare.html", graph=False)
+    start(page, tmp_path / "bare.html")
+    page.run("document.getElementById('tab-graph').click()")
+    assert "it was left out" in page.run("document.getElementById('graph').innerText")
+    assert page.said == []
+
+
+def chain(length: int) -> ir.Model:
+    """Many layers of five nodes each, in groups of ten."""
+    value = handmade.value("x")
+    first, nodes, paths = value, [], []
+    weight = ir.Value(name="w", const_value=ir.tensor(np.ones((4, 4), np.float32), name="w"))
+    for k in range(length):
+        owner = f"group.{k // 50}.layer.{k // 5 % 10}"
+        paths += [owner] if owner not in paths[-1:] else []
+        inputs = [value, weight] if k % 5 == 0 else [value]
+        nodes.append(handmade.tagged_node("MatMul" if k % 5 == 0 else "Neg", inputs, owner, f"v{k}"))
+        value = nodes[-1].outputs[0]
+    groups = dict.fromkeys(path.rpartition(".layer")[0] for path in paths)
+    modules = [ModuleInfo(path, "net.Part", 1, "computed") for path in ("", *groups, *paths)]
+    return handmade.model([first], nodes, [weight], modules)
+
+
+def test_a_page_of_20000_nodes_opens_in_three_seconds_and_scrolls(page, tmp_path):
+    file = tmp_path / "large.html"
+    htp_export.view(chain(20_000), file)
+    start(page, file)
+    loaded = "performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd"
+    assert page.run(loaded) < 3000
+    page.run(
+        "document.getElementById('unfold').click(), htp.table.state.rows.filter((row) => row.depth === 4).slice(0, 5)"
+        ".forEach((row) => htp.table.toggle(row.item)), 0"
+    )
+    took: Any = page.run(
+        "(() => { const from = performance.now(); for (let k = 0; k < 50; k++) { "
+        "document.getElementById('table').scrollTop += 999; "
+        "document.getElementById('table').dispatchEvent(new Event('scroll')); } "
+        "return (performance.now() - from) / 50; })()"
+    )
+    assert took < 100
+    assert page.run("document.querySelectorAll('.row').length") < 100
+    page.run(
+        "search = document.getElementById('search'), search.value = 'v19999', search.dispatchEvent(new Event('input'))"
+    )
+    assert shown(page) == ["(root)", "group", "399", "layer", "9", "Neg node_v19999"]
+
+
+def test_two_trees_are_shown_side_by_side_with_what_changed(page, tmp_path):
+    rows = [
+        SimpleNamespace(path="", status="changed", before={"nodes": 9, "class_name": "a.Net"}, after={"nodes": 7}),
+        SimpleNamespace(path="fc", status="same", before={"nodes": 2}, after={"nodes": 2}),
+        SimpleNamespace(path="bn", status="removed", before={"nodes": 2, "operators": {"Mul": 2}}, after=None),
+        SimpleNamespace(path="q.in", status="added", before=None, after={"nodes": 1, "class_name": HOSTILE}),
+    ]
+    file = tmp_path / "diff.html"
+    file.write_text(comparison_page(rows, "a.onnx", CLOSING, notes=["10 nodes by scope"]), encoding="utf-8")
+    start(page, file)
+    assert shown(page) == ["(root)", "bn", "q.in"]
+    page.run("document.getElementById('changed').click()")
+    assert shown(page) == ["(root)", "fc", "bn", "q.in"]
+    assert page.run("document.querySelector('.row .number').title") == "9 → 7"
+    assert page.run("[...document.querySelectorAll('.row')].map((row) => row.classList[1])") == [
+        "changed",
+        "same",
+        "removed",
+        "added",
+    ]
+    page.run("[...document.querySelectorAll('.row')][3].click()")
+    assert HOSTILE in page.run("document.getElementById('detail').innerText")
+    assert page.run("document.title") == f"a.onnx → {CLOSING}"
+    assert page.said == []
+    assert page.asked == []
