@@ -14,40 +14,137 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from htp_export.analyze.blocks import Block
     from htp_export.analyze.borders import Contamination, contamination
+    from htp_export.analyze.costing import cost
+    from htp_export.analyze.costs import Cost
+    from htp_export.analyze.differences import ModelDifference, ModuleDifference, diff
+    from htp_export.analyze.families import Fingerprint, fingerprint
+    from htp_export.analyze.finding import Finding, Forensics
+    from htp_export.analyze.investigation import forensics
     from htp_export.errors import HtpExportError, InputError
     from htp_export.exporter import export, tagging
     from htp_export.hierarchy import Hierarchy, ModuleInfo
+    from htp_export.passes.optimizing import optimize
+    from htp_export.passes.results import Optimized
+    from htp_export.provenance.carrying import Carried, carry, embed_map
+    from htp_export.run.file_comparing import compare
+    from htp_export.run.latency import ModuleLatency, Profile, profile
+    from htp_export.run.results import Comparison, Verification
+    from htp_export.run.verifying import verify
+    from htp_export.show.viewing import View, view
+    from htp_export.surgery.extraction import Extraction, extract
+    from htp_export.surgery.flatten import Inlined, inline
+    from htp_export.surgery.manifest import load_partition
+    from htp_export.surgery.nesting import Nested, functions
+    from htp_export.surgery.partitions import Partition
+    from htp_export.surgery.splicing import Splice, splice
+    from htp_export.surgery.stages import Stage
+    from htp_export.surgery.staging import partition
     from htp_export.tagged import Region, TaggedModel, load
 
 __all__ = [
+    "Block",
+    "Carried",
+    "Comparison",
     "Contamination",
+    "Cost",
+    "Extraction",
+    "Finding",
+    "Fingerprint",
+    "Forensics",
     "Hierarchy",
     "HtpExportError",
+    "Inlined",
     "InputError",
+    "ModelDifference",
+    "ModuleDifference",
     "ModuleInfo",
+    "ModuleLatency",
+    "Nested",
+    "Optimized",
+    "Partition",
+    "Profile",
     "Region",
+    "Splice",
+    "Stage",
     "TaggedModel",
+    "Verification",
+    "View",
+    "carry",
+    "compare",
     "contamination",
+    "cost",
+    "diff",
+    "embed_map",
     "export",
+    "extract",
+    "fingerprint",
+    "forensics",
+    "functions",
+    "inline",
     "load",
+    "load_partition",
+    "optimize",
+    "partition",
+    "profile",
+    "splice",
     "tagging",
+    "verify",
+    "view",
 ]
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Block": "analyze.blocks",
+    "Carried": "provenance.carrying",
+    "Comparison": "run.results",
+    "Contamination": "analyze.borders",
+    "Cost": "analyze.costs",
+    "Extraction": "surgery.extraction",
+    "Finding": "analyze.finding",
+    "Fingerprint": "analyze.families",
+    "Forensics": "analyze.finding",
     "Hierarchy": "hierarchy",
     "HtpExportError": "errors",
+    "Inlined": "surgery.flatten",
     "InputError": "errors",
+    "ModelDifference": "analyze.differences",
+    "ModuleDifference": "analyze.differences",
     "ModuleInfo": "hierarchy",
+    "ModuleLatency": "run.latency",
+    "Nested": "surgery.nesting",
+    "Optimized": "passes.results",
+    "Partition": "surgery.partitions",
+    "Profile": "run.latency",
     "Region": "tagged",
+    "Splice": "surgery.splicing",
+    "Stage": "surgery.stages",
     "TaggedModel": "tagged",
-    "Contamination": "analyze.borders",
+    "Verification": "run.results",
+    "View": "show.viewing",
+    "carry": "provenance.carrying",
+    "compare": "run.file_comparing",
     "contamination": "analyze.borders",
+    "cost": "analyze.costing",
+    "diff": "analyze.differences",
+    "embed_map": "provenance.carrying",
     "export": "exporter",
+    "extract": "surgery.extraction",
+    "fingerprint": "analyze.families",
+    "forensics": "analyze.investigation",
+    "functions": "surgery.nesting",
+    "inline": "surgery.flatten",
     "load": "tagged",
+    "load_partition": "surgery.manifest",
+    "optimize": "passes.optimizing",
+    "partition": "surgery.staging",
+    "profile": "run.latency",
+    "splice": "surgery.splicing",
     "tagging": "exporter",
+    "verify": "run.verifying",
+    "view": "show.viewing",
 }
 
 

@@ -16,8 +16,8 @@ PACKAGE = Path(htp_export.__file__).parent
 ROWS = [
     ["errors"],
     ["tags"],
-    ["hierarchy"],
-    ["files", "wire", "regions", "torch_scopes", "tagged"],
+    ["hierarchy", "parameters", "signatures"],
+    ["files", "wire", "regions", "refating", "shapes", "tables", "torch_scopes", "tagged", "cutting", "cut_models"],
     ["capture"],
     ["owners"],
     ["exporter"],

@@ -4,6 +4,8 @@
     python tools/benchmark.py export           # paired against torch.onnx.export, in one process
     python tools/benchmark.py export --models bert --exporter torchscript --pairs 9
     python tools/benchmark.py repair           # owners and fates of a synthetic graph of 50,000 nodes
+    python tools/benchmark.py run              # what measuring by module costs, against ONNX Runtime alone
+    python tools/benchmark.py carry --nodes 20000   # tags onto a synthetic graph that an optimiser changed
 
 Every ratio is a median of pairs that ran one after the other in one process, in turn which of the two comes first,
 and stands beside an A/A control: torch's exporter against itself, paired in the same way. A ratio inside the
@@ -16,6 +18,7 @@ import argparse
 import contextlib
 import gc
 import io
+import json
 import logging
 import statistics
 import subprocess
@@ -26,6 +29,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import torch
 
 import htp_export
@@ -182,10 +186,104 @@ def run_repair(size: int) -> None:
     print(f"{len(record.nodes)} nodes, {len(infos)} modules: {spent:.2f} s; {written:.0f} bytes of metadata a node")
 
 
+def profile_alone(file: str, feed: dict[str, object], runs: int) -> float:
+    """Seconds of ONNX Runtime's own profiler: load, warm up, run, read its trace, and run without it."""
+    import onnxruntime
+
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        options = onnxruntime.SessionOptions()
+        options.enable_profiling, options.profile_file_prefix = True, f"{folder}/profile"
+        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        for _ in range(3 + runs):
+            session.run(None, feed)
+        json.loads(Path(session.end_profiling()).read_text())
+        for _ in range(runs):
+            session.run(None, feed)
+    return time.perf_counter() - start
+
+
+def profile_by_module(file: str, feed: dict[str, object], runs: int) -> float:
+    """Seconds of ``htp_export.profile``, which does the same and says which module it was."""
+    start = time.perf_counter()
+    htp_export.profile(file, feed, runs=runs)
+    return time.perf_counter() - start
+
+
+def run_profile(name: str, pairs: int, runs: int = 20) -> None:
+    """``profile`` against ONNX Runtime's profiler, paired, and against itself."""
+    model, inputs = MODELS[name]()
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        file = f"{folder}/model.onnx"
+        with contextlib.redirect_stdout(io.StringIO()):
+            htp_export.export(model.eval(), (), file, kwargs=inputs, dynamo=True, verbose=False)
+        feed: dict[str, object] = {key: value.numpy() for key, value in inputs.items()}
+        profile_by_module(file, feed, 1)
+        seconds, ours, control = [], [], []
+        for index in range(pairs):
+            order = (profile_alone, profile_by_module) if index % 2 else (profile_by_module, profile_alone)
+            spent = {measure: measure(file, feed, runs) for measure in order}
+            seconds.append(spent[profile_alone])
+            ours.append(spent[profile_by_module] / spent[profile_alone])
+            pair = [profile_alone(file, feed, runs), profile_alone(file, feed, runs)]
+            control.append(pair[index % 2] / pair[1 - index % 2])
+    alone = statistics.median(seconds)
+    print(f"{name:8} profile      ONNX Runtime {alone:5.2f} s  " + describe("time", ours), flush=True)
+    print(f"{'':44}" + describe("A/A ", control), flush=True)
+
+
+def layered(size: int, per: int = 20) -> onnx.ModelProto:
+    """A tagged model of many layers, with work in it that optimisers take out."""
+    steps = ["MatMul", "Relu", "Identity", "Transpose", "Transpose", "Add"]
+    nodes, weights, last = [], [], "x"
+    modules = {"": {"class": "Net", "calls": 1, "fate": "computed"}}
+    for layer in range(size // per):
+        path, skip = f"layers.{layer}", last
+        modules[path] = {"class": "Layer", "calls": 1, "fate": "computed"}
+        weights.append(onnx.helper.make_tensor(f"{path}.w", onnx.TensorProto.FLOAT, [8, 8], [float(layer)] * 64))
+        for step in range(per):
+            op = steps[step % len(steps)] if step < per - 1 else "Add"
+            reads = {"MatMul": [last, f"{path}.w"], "Add": [last, skip]}.get(op, [last])
+            last = f"v{layer}_{step}"
+            node = onnx.helper.make_node(op, reads, [last], f"n{layer}_{step}")
+            if op == "Transpose":
+                node.attribute.append(onnx.helper.make_attribute("perm", [0, 2, 1]))
+            onnx.helper.set_metadata_props(node, {"htp.module": path, "htp.reason": "scope"})
+            nodes.append(node)
+    shape = ["batch", 16, 8]
+    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name in ("x", last)]
+    graph = onnx.helper.make_graph(nodes, "Net", ends[:1], ends[1:], weights)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    onnx.helper.set_model_props(model, {"htp.version": "1", "htp.modules": json.dumps(modules)})
+    return model
+
+
+def run_carry(size: int) -> None:
+    """Seconds of carry on files, after a tool that drops tags and after one that removes and merges nodes too."""
+    with tempfile.TemporaryDirectory() as folder:
+        before, after = Path(folder) / "before.onnx", Path(folder) / "after.onnx"
+        model = layered(size)
+        onnx.save(model, before)
+        for node in model.graph.node:
+            del node.metadata_props[:]
+        kept = [node for node in model.graph.node if node.op_type != "Identity"]
+        source = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "Identity"}
+        for what in ("tags dropped", "nodes removed"):
+            onnx.save(model, after)
+            start, busy = time.perf_counter(), time.process_time()
+            result = htp_export.carry(before, after)
+            spent, busy = time.perf_counter() - start, time.process_time() - busy
+            print(f"{size} nodes → {result.nodes}, {what}: {spent:.2f} s ({busy:.2f} s of the processor)")
+            for node in kept:
+                node.input[:] = [source.get(name, name) for name in node.input]
+            del model.graph.node[:]
+            model.graph.node.extend(kept)
+
+
 def main() -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["export", "repair", "memory"])
+    parser.add_argument("what", choices=["export", "repair", "run", "carry", "memory"])
     parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
     parser.add_argument("--exporter", choices=["dynamo", "torchscript", "both"], default="both")
     parser.add_argument("--pairs", type=int, default=5)
@@ -196,8 +294,13 @@ def main() -> None:
     logging.disable(logging.WARNING)
     if given.what == "repair":
         run_repair(given.nodes)
+    elif given.what == "carry":
+        run_carry(given.nodes)
     elif given.what == "memory":
         run_memory(given.models[0], given.exporter, given.side)
+    elif given.what == "run":
+        for name in given.models:
+            run_profile(name, given.pairs)
     else:
         exporters = ["dynamo", "torchscript"] if given.exporter == "both" else [given.exporter]
         run_export(given.models, exporters, given.pairs)

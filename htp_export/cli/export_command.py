@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from htp_export.analyze.tree import ModuleTree, tree_rows
-from htp_export.cli.sources import Call, call_entry, parse_overrides, read_shapes
+from htp_export.cli.model_options import (
+    AttentionOption,
+    DtypeOption,
+    EntryOption,
+    InputsOption,
+    ModelOptions,
+    RandomWeightsOption,
+    RevisionOption,
+    SeedOption,
+    SettingsOption,
+    SourceArgument,
+    TaskOption,
+    TrustOption,
+)
+from htp_export.cli.sources import Call
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import FileError, HtpExportError, InputError
 from htp_export.show.tree import render
 from htp_export.tagged import load
 
 __all__ = ["export_command"]
-
-
-class _Dtype(enum.StrEnum):
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -60,35 +67,32 @@ class _Options:
 
 def export_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="The ONNX file to write.", show_default=False)],
-    source: Annotated[
-        str | None, typer.Argument(help="Hub id, local folder, or model type (bert).", show_default=False)
-    ] = None,
-    entry: Annotated[
-        str | None, typer.Option(help="package.module:factory that returns (model, example inputs).")
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="As in transformers' pipelines: fill-mask, ...")] = None,
-    random_weights: Annotated[bool, typer.Option("--random-weights", help="Build from the config alone.")] = False,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the config; may be repeated.")
-    ] = None,
+    source: SourceArgument = None,
+    entry: EntryOption = None,
+    task: TaskOption = None,
+    random_weights: RandomWeightsOption = False,
+    seed: SeedOption = 0,
+    settings: SettingsOption = None,
     dynamo: Annotated[bool, typer.Option("--dynamo/--torchscript", help="Which of torch's exporters.")] = True,
     opset: Annotated[int | None, typer.Option(min=1, help="ONNX opset; torch's own choice without it.")] = None,
     dynamic: Annotated[
         list[str] | None, typer.Option(help="Axes that may vary, by comma: batch, sequence, height, width.")
     ] = None,
-    dtype: Annotated[_Dtype | None, typer.Option(help="Of the weights.")] = None,
-    inputs: Annotated[Path | None, typer.Option(help='JSON file of shapes: {"input_ids": [2, 16]}.')] = None,
-    attention: Annotated[str | None, typer.Option(help="transformers' attention: eager, sdpa.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    dtype: DtypeOption = None,
+    inputs: InputsOption = None,
+    attention: AttentionOption = None,
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
     external_data: Annotated[bool, typer.Option(help="Weights in a file of their own, <output>.data.")] = True,
-    verify: Annotated[bool, typer.Option("--verify", help="Check the file against PyTorch.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Check every module against PyTorch.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write the result as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors.")] = False,
 ) -> None:
     """Export a model to ONNX, with module tags, and show its module tree."""
-    if (source is None) == (entry is None):
-        raise InputError("give one model: a SOURCE or --entry package.module:factory")
+    wanted = ModelOptions(
+        source, entry, task, random_weights, seed, settings, dtype, inputs, attention, revision, trust_remote_code
+    )
+    wanted.check()
     if not output.parent.is_dir():
         raise FileError(output, "its folder does not exist")
     if output.is_dir():
@@ -96,37 +100,13 @@ def export_command(
     axes = tuple(axis.strip() for text in dynamic or () for axis in text.split(",") if axis.strip())
     steps = Steps(quiet)
     with steps.step(f"loading {source or entry}"):
-        if entry is not None:
-            _refuse_with_entry(task, random_weights, settings, dtype, inputs)
-            call = call_entry(entry)
-        else:
-            from htp_export.huggingface import example_inputs, load_model
-
-            model = load_model(
-                str(source),
-                task=task,
-                random_weights=random_weights,
-                overrides=parse_overrides(settings or ()),
-                dtype=dtype.value if dtype else None,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                attn_implementation=attention,
-            )
-            # With one example, exporters take the batch for a constant.
-            batch = 2 if "batch" in axes else 1
-            call = Call(model, (), dict(example_inputs(model, task=task, shapes=read_shapes(inputs), batch=batch)))
+        # With one example, exporters take the batch for a constant.
+        call = wanted.call(batch=2 if "batch" in axes else 1)
     options = _Options(dynamo, opset, axes, external_data)
     with steps.step("exporting"):
         _export(call, output, options)
-        tree = tree_rows(load(output))
+        tree = _tree(call, output)
     _report(call, output, tree, steps, verify=verify, as_json=as_json, quiet=quiet)
-
-
-def _refuse_with_entry(*given: object) -> None:
-    names = ("--task", "--random-weights", "--set", "--dtype", "--inputs")
-    for name, value in zip(names, given, strict=True):
-        if value:
-            raise InputError(f"{name} is for a SOURCE; with --entry, the factory decides")
 
 
 def _export(call: Call, output: Path, options: _Options) -> None:
@@ -166,24 +146,37 @@ def _written_whole(output: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _tree(call: Call, output: Path) -> ModuleTree:
+    """The module tree of the file, with the FLOPs of one run on the example inputs."""
+    from htp_export.analyze.costing import cost
+
+    tagged = load(output)
+    names = {str(value.name) for value in tagged.model.graph.inputs}
+    given = {name: value for name, value in call.inputs.items() if name in names}
+    try:
+        return tree_rows(tagged, cost=cost(tagged, given))
+    except InputError as error:  # sizes that the inputs do not tell by name
+        return replace(tree_rows(tagged), notes=(f"no FLOPs: {error}",))
+
+
 def _report(
     call: Call, output: Path, tree: ModuleTree, steps: Steps, *, verify: bool, as_json: bool, quiet: bool
 ) -> None:
     if not (quiet or as_json):
         show(render(tree))
-    parity = None
+    result = None
     if verify:
-        from htp_export.run.parity import check_parity
+        from htp_export.run.verifying import verify as check
 
-        with steps.step("checking"):
+        with steps.step("verifying"):
             try:
-                parity = check_parity(call.model, output, call.kwargs, call.args)
+                result = check(call.model, output, call.args, call.kwargs)
             except InputError as error:  # the file is written; what fails is the check
                 raise CheckFailed(str(error)) from error
     if as_json and not quiet:
-        checked = {"parity": parity.to_dict()} if parity is not None else {}
+        checked = {"verify": result.to_dict()} if result is not None else {}
         print_json({"file": str(output), **tree.to_dict(), **checked})
-    if parity is not None and not parity.ok:
-        raise CheckFailed(str(parity))
-    if parity is not None and not (quiet or as_json):
-        show(str(parity))
+    if result is not None and not result.ok:
+        raise CheckFailed("\n".join((result.summary, *result.misplaced)))
+    if result is not None and not (quiet or as_json):
+        show(f"every module agrees with PyTorch: {result.score}{result.worst_in_brackets}")

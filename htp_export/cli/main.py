@@ -16,9 +16,19 @@ from typing import Annotated
 import typer
 
 import htp_export
+from htp_export.cli.analyze_commands import diff_command, fingerprint_command, forensics_command
+from htp_export.cli.carry_command import carry_command, run_command
+from htp_export.cli.cost_command import cost_command
 from htp_export.cli.export_command import export_command
+from htp_export.cli.functions_command import functions_command, inline_command
+from htp_export.cli.optimize_command import optimize_command
+from htp_export.cli.partition_command import partition_command
+from htp_export.cli.profile_command import profile_command
+from htp_export.cli.surgery_commands import extract_command, splice_command
 from htp_export.cli.terminal import CheckFailed, error_line
 from htp_export.cli.tree_command import tree_command
+from htp_export.cli.verify_command import compare_command, verify_command
+from htp_export.cli.view_command import view_command
 from htp_export.errors import InputError
 
 __all__ = ["app", "main"]
@@ -53,7 +63,25 @@ def _root(
 
 
 app.command("export")(export_command)
+app.command("functions")(functions_command)
+app.command("inline")(inline_command)
+app.command("carry")(carry_command)
+app.command("run")(run_command)
 app.command("tree")(tree_command)
+app.command("verify")(verify_command)
+app.command("compare")(compare_command)
+app.command("cost")(cost_command)
+app.command("extract")(extract_command)
+app.command("splice")(splice_command)
+app.command("profile")(profile_command)
+app.command("verify")(verify_command)
+app.command("compare")(compare_command)
+app.command("partition")(partition_command)
+app.command("optimize")(optimize_command)
+app.command("forensics")(forensics_command)
+app.command("fingerprint")(fingerprint_command)
+app.command("diff")(diff_command)
+app.command("view")(view_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -43,14 +43,21 @@ class Call:
         return {name: value for name, value in self.kwargs.items() if isinstance(value, torch.Tensor)}
 
 
-def call_entry(entry: str) -> Call:
+def call_entry(entry: str, seed: int = 0) -> Call:
     """What ``package.module:factory`` returns: a model, and example inputs as a tuple or a dict.
 
     The current folder is looked in first. The model is put in eval mode.
 
+    Args:
+        entry: The factory.
+        seed: What torch's generator starts from while the factory runs: the same seed gives the same random weights.
+            Afterwards the generator is as it was.
+
     Raises:
         ModelSourceError: If there is no such factory, if it raises (the cause), or if it returns anything else.
     """
+    import torch
+
     module_name, colon, attribute = entry.partition(":")
     if not (colon and module_name and attribute):
         raise ModelSourceError(entry, "an entry is package.module:factory")
@@ -61,7 +68,9 @@ def call_entry(entry: str) -> Call:
         factory = getattr(module, attribute, None)
         if not callable(factory):
             raise ModelSourceError(entry, f"module {module_name!r} has no function {attribute!r}")
-        made = factory()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            made = factory()
     except ModelSourceError:
         raise
     except Exception as error:  # the user's own code

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["CheckFailed", "Steps", "error_line", "print_json", "show"]
+__all__ = ["CheckFailed", "Steps", "error_line", "print_json", "show", "split_names"]
 
 _PIPE_WIDTH = 200  # what is read by programs is not folded at 80 columns
 
@@ -31,13 +31,25 @@ def print_json(data: Any) -> None:
 
 
 def show(what: RenderableType) -> None:
-    """Draw a result on stdout."""
+    """Draw a result on stdout; text as it is, whatever markup it looks like."""
     from rich.console import Console
+    from rich.text import Text
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_PIPE_WIDTH)
-    console.print(what)
+    console.print(Text(what) if isinstance(what, str) else what)
+
+
+def split_names(typed: list[str] | None) -> list[str] | None:
+    """Names as typed, by comma or one by one; None where there are none.
+
+    Example:
+        >>> split_names(["class, nodes", "flops"])
+        ['class', 'nodes', 'flops']
+    """
+    names = [name.strip() for text in typed or () for name in text.split(",") if name.strip()]
+    return names or None
 
 
 class Steps:

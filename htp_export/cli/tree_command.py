@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from htp_export.analyze.costing import cost
+from htp_export.analyze.costs import Cost
 from htp_export.analyze.tree import tree_rows
-from htp_export.cli.terminal import print_json, show
-from htp_export.show.tree import render
-from htp_export.tagged import load
+from htp_export.cli.measurements import read_measured
+from htp_export.cli.sizes import Sizes, read_sizes
+from htp_export.cli.terminal import print_json, show, split_names
+from htp_export.errors import InputError
+from htp_export.show.tree import COLUMNS, render, tree_csv
+from htp_export.tagged import TaggedModel, load
 
 __all__ = ["tree_command"]
 
@@ -22,12 +28,38 @@ def tree_command(
         list[str] | None,
         typer.Option(help="Only these modules: encoder.layer.*, class:Linear, re:..., !excluded. May be repeated."),
     ] = None,
+    sort: Annotated[str | None, typer.Option(help="A column: a list, the largest first.", show_default=False)] = None,
+    columns: Annotated[list[str] | None, typer.Option(help=f"By comma, of {', '.join(COLUMNS)}.")] = None,
+    dims: Annotated[list[str] | None, typer.Option(help="Open sizes, for FLOPs: batch=1,sequence=16.")] = None,
+    inputs: Annotated[
+        Path | None, typer.Option(help='Sizes of inputs, for FLOPs: an .npz file, or JSON {"input_ids": [2, 16]}.')
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="Times: what profile --json wrote.")] = None,
+    verify: Annotated[Path | None, typer.Option(help="Errors: what verify or compare --json wrote.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV.")] = False,
     fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True,
 ) -> None:
-    """Show the module tree of a file: classes, nodes, parameters and fates."""
-    tree = tree_rows(load(file), depth=depth, select=select or None)
+    """Show the module tree of a file: classes, nodes, parameters, FLOPs and fates; times and errors where given."""
+    tagged = load(file)
+    found, note = _cost(tagged, read_sizes(inputs, dims))
+    tree = tree_rows(tagged, depth, select or None, cost=found, measured=read_measured(profile, verify))
+    if note:
+        tree = replace(tree, notes=(*tree.notes, note))
+    names = split_names(columns)
     if as_json:
         print_json(tree.to_dict())
+    elif as_csv:
+        print(tree_csv(tree, names, sort), end="")
     else:
-        show(render(tree, fold=fold))
+        show(render(tree, fold=fold, columns=names, sort=sort))
+
+
+def _cost(tagged: TaggedModel, sizes: Sizes) -> tuple[Cost | None, str]:
+    """What the model costs; else why that is not known."""
+    try:
+        return cost(tagged, sizes.inputs, dims=sizes.dims, shapes=sizes.shapes), ""
+    except InputError as error:
+        if sizes.given:
+            raise
+        return None, f"no FLOPs: {error}"

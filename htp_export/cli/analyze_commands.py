@@ -1,0 +1,77 @@
+"""``htp-export forensics``, ``htp-export fingerprint`` and ``htp-export diff``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from htp_export.cli.terminal import Steps, print_json, show
+
+__all__ = ["diff_command", "fingerprint_command", "forensics_command"]
+
+_File = Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)]
+_Json = Annotated[bool, typer.Option("--json", help="Write JSON.")]
+_Depth = Annotated[int | None, typer.Option(min=0, help="Levels below the root.", show_default=False)]
+
+
+def forensics_command(
+    file: _File,
+    select: Annotated[
+        list[str] | None, typer.Option(help="Only these modules: encoder.layer.*, class:Linear, !excluded.")
+    ] = None,
+    depth: _Depth = None,
+    every: Annotated[bool, typer.Option("--list", help="A line for each finding.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Show what could be otherwise in a graph, by module, and which pass changes it."""
+    from htp_export.analyze.investigation import forensics
+    from htp_export.show.findings import render_findings, render_forensics
+
+    with Steps(quiet=as_json).step(f"looking into {file}"):
+        found = forensics(file, select=select or None)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        show(render_findings(found) if every else render_forensics(found, depth=depth))
+
+
+def fingerprint_command(file: _File, as_json: _Json = False) -> None:
+    """Show what kind of network a graph is, why, and which blocks it repeats."""
+    from htp_export.analyze.families import fingerprint
+    from htp_export.show.findings import render_fingerprint
+
+    with Steps(quiet=as_json).step(f"looking into {file}"):
+        found = fingerprint(file)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        show(render_fingerprint(found))
+
+
+def diff_command(
+    before: Annotated[Path, typer.Argument(help="The first ONNX file.", show_default=False)],
+    after: Annotated[Path, typer.Argument(help="The second.", show_default=False)],
+    depth: _Depth = None,
+    only_changed: Annotated[bool, typer.Option("--only-changed", help="Leave out what is the same.")] = False,
+    as_json: _Json = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write a page: both trees, side by side.", show_default=False)
+    ] = None,
+) -> None:
+    """Show what differs between two files, by module."""
+    from htp_export.analyze.differences import diff
+    from htp_export.show.differences import render
+
+    with Steps(quiet=as_json).step(f"comparing {before} and {after}"):
+        found = diff(before, after)
+    if output is not None:
+        from htp_export.show.page.comparison import difference_page
+        from htp_export.show.viewing import write_text
+
+        write_text(output, difference_page(found, before, after))
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        show(render(found, depth=depth, only_changed=only_changed))

@@ -1,0 +1,63 @@
+"""Times and errors by module, from the JSON that ``profile``, ``verify`` and ``compare`` write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from htp_export.analyze.tree import Measured
+from htp_export.errors import FileError
+
+__all__ = ["read_measured"]
+
+_WRONG = ("differs", "inherits")
+
+
+def read_measured(profile: Path | None, verify: Path | None) -> dict[str, Measured]:
+    """Module path → what the files say of it.
+
+    Args:
+        profile: What ``htp-export profile --json`` wrote.
+        verify: What ``htp-export verify --json`` or ``compare --json`` wrote.
+
+    Raises:
+        FileError: If a file cannot be read, or was written by something else.
+    """
+    found: dict[str, Measured] = {}
+    for path, said in _modules(profile, "total_ms").items():
+        found[path] = Measured(_number(said.get("total_ms")), _number(said.get("self_ms")))
+    for path, said in _modules(verify, "max_abs").items():
+        status = said.get("status")
+        wrong = status if isinstance(status, str) and status in _WRONG else None
+        found[path] = replace(found.get(path, Measured()), error=_number(said.get("max_abs")), status=wrong)
+    return found
+
+
+def _modules(path: Path | None, needed: str) -> Mapping[str, Mapping[str, Any]]:
+    if path is None:
+        return {}
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FileError(path, f"cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise FileError(path, f"is not JSON: {error}") from error
+    modules = said.get("modules") if isinstance(said, dict) else None
+    if not isinstance(modules, dict) or not all(isinstance(entry, dict) for entry in modules.values()):
+        raise FileError(path, "has no results by module; write it with --json of profile, verify or compare")
+    if modules and not any(needed in entry for entry in modules.values()):
+        raise FileError(path, f"says {needed!r} of no module; is it the JSON of another command?")
+    return modules
+
+
+def _number(value: Any) -> float | None:
+    """A number; NaN and infinity are written as words."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None

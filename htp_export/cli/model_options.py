@@ -1,0 +1,121 @@
+"""The options that name a model, as several commands have them, and the model and its inputs that they lead to."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from htp_export.cli.sources import Call, call_entry, parse_overrides, read_shapes
+from htp_export.errors import InputError
+
+__all__ = [
+    "AttentionOption",
+    "Dtype",
+    "DtypeOption",
+    "EntryOption",
+    "InputsOption",
+    "ModelOptions",
+    "RandomWeightsOption",
+    "RevisionOption",
+    "SeedOption",
+    "SettingsOption",
+    "SourceArgument",
+    "TaskOption",
+    "TrustOption",
+]
+
+
+class Dtype(enum.StrEnum):
+    """Float types of weights."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+SourceArgument = Annotated[
+    str | None, typer.Argument(help="Hub id, local folder, or model type (bert).", show_default=False)
+]
+EntryOption = Annotated[str | None, typer.Option(help="package.module:factory that returns (model, example inputs).")]
+TaskOption = Annotated[str | None, typer.Option(help="As in transformers' pipelines: fill-mask, ...")]
+RandomWeightsOption = Annotated[bool, typer.Option("--random-weights", help="Build from the config alone.")]
+SeedOption = Annotated[int, typer.Option(help="Of random weights and inputs: the same seed gives the same.")]
+SettingsOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the config; may be repeated.")
+]
+DtypeOption = Annotated[Dtype | None, typer.Option(help="Of the weights.")]
+InputsOption = Annotated[Path | None, typer.Option(help='JSON file of shapes: {"input_ids": [2, 16]}.')]
+AttentionOption = Annotated[str | None, typer.Option(help="transformers' attention: eager, sdpa.")]
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, with which weights and inputs; each is the option of its name."""
+
+    source: str | None
+    entry: str | None
+    task: str | None
+    random_weights: bool
+    seed: int
+    settings: list[str] | None
+    dtype: Dtype | None
+    inputs: Path | None
+    attention: str | None
+    revision: str | None
+    trust_remote_code: bool
+
+    def check(self) -> None:
+        """Refuse options that do not go together.
+
+        Raises:
+            InputError: If no model is named, or two are, or if there are options that a factory decides.
+        """
+        if (self.source is None) == (self.entry is None):
+            raise InputError("give one model: a SOURCE or --entry package.module:factory")
+        ours = {
+            "--task": self.task,
+            "--random-weights": self.random_weights,
+            "--set": self.settings,
+            "--dtype": self.dtype,
+            "--inputs": self.inputs,
+        }
+        for name, value in ours.items():
+            if self.entry is not None and value:
+                raise InputError(f"{name} is for a SOURCE; with --entry, the factory decides")
+
+    def call(self, *, batch: int = 1, shapes: Mapping[str, Any] | None = None) -> Call:
+        """The model, and example inputs.
+
+        Args:
+            batch: Examples in one call, where nothing else says it.
+            shapes: Input → shape; what is in the file of ``--inputs`` goes before.
+
+        Raises:
+            InputError: If there is no such model, or it cannot be built as asked.
+        """
+        self.check()
+        if self.entry is not None:
+            return call_entry(self.entry, self.seed)
+        from htp_export.huggingface import example_inputs, load_model
+
+        model = load_model(
+            str(self.source),
+            task=self.task,
+            random_weights=self.random_weights,
+            overrides=parse_overrides(self.settings or ()),
+            dtype=self.dtype.value if self.dtype else None,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            attn_implementation=self.attention,
+            seed=self.seed,
+        )
+        wanted = {**(shapes or {}), **read_shapes(self.inputs)}
+        kwargs = example_inputs(model, task=self.task, shapes=wanted, batch=batch, seed=self.seed)
+        return Call(model, (), dict(kwargs))

@@ -1,0 +1,58 @@
+"""``htp-export partition``."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from htp_export.cli.terminal import Steps, print_json, show
+
+__all__ = ["partition_command"]
+
+
+class _Engine(enum.StrEnum):
+    triton = "triton"
+    ray = "ray"
+
+
+def partition_command(
+    file: Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)],
+    stages: Annotated[
+        list[str],
+        typer.Argument(
+            help="How many stages; or the modules at which they begin: encoder.layer.4 encoder.layer.8",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write.", show_default=False)],
+    balance: Annotated[
+        str,
+        typer.Option(
+            help="What to balance: parameters, flops, or a JSON file of module path → number, as of profile --json."
+        ),
+    ] = "parameters",
+    slack: Annotated[
+        float, typer.Option(min=0, help="How much heavier than need be the heaviest stage may be, for better borders.")
+    ] = 0.05,
+    serve: Annotated[
+        _Engine | None, typer.Option(help="Write the configuration of an engine that runs the stages, too.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write the manifest as JSON.")] = False,
+) -> None:
+    """Cut a model into stages that run one after another."""
+    from htp_export.surgery.staging import partition
+    from htp_export.surgery.weighing import read_weights
+
+    weights: Any = balance if balance in ("parameters", "flops") else read_weights(balance)
+    wanted = int(stages[0]) if len(stages) == 1 and stages[0].isdecimal() else stages
+    with Steps(quiet=as_json).step(f"cutting {file}"):
+        result = partition(
+            file, wanted, output, balance=weights, slack=slack, serve=None if serve is None else serve.value
+        )
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        show(str(result))

@@ -1,0 +1,93 @@
+"""``htp-export profile``."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from htp_export.cli.sizes import parse_dims, read_npz
+from htp_export.cli.sources import read_shapes
+from htp_export.cli.terminal import Steps, print_json, show
+from htp_export.errors import InputError
+
+__all__ = ["profile_command"]
+
+
+class _Sort(enum.StrEnum):
+    tree = "tree"
+    total = "total"
+    self = "self"
+
+
+class _Level(enum.StrEnum):
+    disable = "disable"
+    basic = "basic"
+    extended = "extended"
+    all = "all"
+
+
+def profile_command(
+    file: Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)],
+    inputs: Annotated[
+        Path | None, typer.Option(help='Values in an .npz file, or shapes in a JSON file: {"input_ids": [2, 16]}.')
+    ] = None,
+    dims: Annotated[
+        list[str] | None, typer.Option(help="Open sizes of random inputs, by comma: batch=1,sequence=16.")
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Measured runs, each with the profiler and without.")] = 20,
+    warmup: Annotated[int, typer.Option(min=0, help="Runs before those.")] = 3,
+    provider: Annotated[
+        list[str] | None, typer.Option(help="Execution provider: cpu, cuda, ... May be repeated.", show_default="cpu")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads within an operator.")] = None,
+    optimization: Annotated[_Level, typer.Option(help="What ONNX Runtime optimises when it loads.")] = _Level.all,
+    sort: Annotated[_Sort, typer.Option(help="Order of the lines.")] = _Sort.tree,
+    depth: Annotated[int | None, typer.Option(min=0, help="Levels below the root.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+) -> None:
+    """Measure the latency of every module in ONNX Runtime."""
+    from htp_export.run.latency import profile
+    from htp_export.show.latency import render_profile
+
+    values = read_npz(inputs) if inputs is not None and inputs.suffix == ".npz" else None
+    shapes = read_shapes(inputs) if inputs is not None and values is None else None
+    sizes = parse_dims(dims or [])
+    if values is not None and sizes:
+        raise InputError("--dims is for random inputs; the values of --inputs have their sizes")
+    with Steps(quiet=as_json).step(f"profiling {file}"):
+        report = profile(
+            file,
+            values,
+            runs=runs,
+            warmup=warmup,
+            dims=sizes,
+            shapes=shapes,
+            providers=[_provider(name) for name in provider or ["cpu"]],
+            session_options=_session_options(threads, optimization),
+        )
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        show(render_profile(report, sort=sort.value, depth=depth))
+
+
+def _session_options(threads: int | None, level: _Level) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    name = "ORT_DISABLE_ALL" if level is _Level.disable else f"ORT_ENABLE_{level.value.upper()}"
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, name)
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    return options
+
+
+def _provider(name: str) -> str:
+    """The full name of a provider: ``cuda`` is short for ``CUDAExecutionProvider``."""
+    import onnxruntime
+
+    known: dict[str, str] = {each.lower(): each for each in onnxruntime.get_all_providers()}
+    return known.get(name.lower()) or known.get(f"{name.lower()}executionprovider", name)

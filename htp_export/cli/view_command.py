@@ -1,0 +1,95 @@
+"""``htp-export view``."""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from htp_export.cli.terminal import Steps, show
+from htp_export.errors import InputError
+
+__all__ = ["view_command"]
+
+
+class _Overlay(enum.StrEnum):
+    latency = "latency"
+    error = "error"
+    flops = "flops"
+    dtype = "dtype"
+
+
+_MEASURES = {_Overlay.latency: "total_ms", _Overlay.error: "max_abs", _Overlay.flops: "flops"}
+_GIVEN_BY = {_Overlay.latency: "--profile", _Overlay.error: "--verify", _Overlay.flops: "--cost"}
+
+
+def view_command(
+    file: Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="The page.", show_default="FILE.html")] = None,
+    profile: Annotated[Path | None, typer.Option(help="What `profile --json` wrote: latency by module.")] = None,
+    cost: Annotated[Path | None, typer.Option(help="What `cost --json` wrote: FLOPs and memory by module.")] = None,
+    verify: Annotated[Path | None, typer.Option(help="What `verify --json` or `compare --json` wrote: errors.")] = None,
+    graph: Annotated[bool, typer.Option("--graph/--no-graph", help="Put the interactive graph into the page.")] = True,
+    overlay: Annotated[
+        _Overlay | None, typer.Option(help="Write one overlay for Model Explorer (node data JSON), not a page.")
+    ] = None,
+    netron: Annotated[
+        bool, typer.Option("--netron", help="Write Netron's sidecar, to be dropped onto the open model, not a page.")
+    ] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Open Model Explorer's server on this machine.")] = False,
+    port: Annotated[int, typer.Option(help="Where it listens.")] = 8080,
+) -> None:
+    """Draw a model: one HTML file with its modules, a map of them and the interactive graph, which loads nothing."""
+    if sum((overlay is not None, netron, serve)) > 1:
+        raise InputError("--overlay, --netron and --serve each do another thing; give one of them")
+    results = [path for path in (profile, cost, verify) if path is not None]
+    if serve:
+        _serve(file, results, port)
+    elif overlay is not None:
+        _write(output or file.with_suffix(f".{overlay}.json"), _overlay(file, overlay, results))
+    elif netron:
+        _write(output or file.with_suffix(".netron.json"), _attachment(file, results))
+    else:
+        from htp_export.show.viewing import view
+
+        with Steps().step(f"drawing {file}"):
+            shown = view(file, output or file.with_suffix(".html"), results=results, graph=graph)
+        show(str(shown))
+
+
+def _overlay(file: Path, overlay: _Overlay, results: list[Path]) -> dict[str, object]:
+    from htp_export.show.model_explorer.overlays import dtype_overlay, overlay_of
+    from htp_export.show.viewing import inventory_of, read_results
+
+    measures = {measure.key: measure for measure in read_results(results)}
+    if overlay is _Overlay.dtype:
+        return dtype_overlay(inventory_of(file))
+    key = _MEASURES[overlay]
+    if key not in measures:
+        given = _GIVEN_BY[overlay]
+        raise InputError(f"--overlay {overlay} needs numbers: give {given} with the JSON of htp-export {given[2:]}")
+    return overlay_of(measures[key], inventory_of(file))
+
+
+def _attachment(file: Path, results: list[Path]) -> dict[str, object]:
+    from htp_export.show.netron import netron_attachment
+    from htp_export.show.viewing import inventory_of, read_results
+
+    return netron_attachment(inventory_of(file), [measure for measure in read_results(results) if measure.main])
+
+
+def _write(path: Path, data: dict[str, object]) -> None:
+    from htp_export.show.viewing import write_text
+
+    write_text(path, json.dumps(data, indent=1))
+    show(str(path))
+
+
+def _serve(file: Path, results: list[Path], port: int) -> None:
+    from htp_export.show.model_explorer.server import serve
+    from htp_export.show.viewing import inventory_of, read_results
+
+    serve(inventory_of(file), read_results(results), port)

@@ -1,0 +1,156 @@
+"""The models that optimisers are compared on: real architectures, with random weights that are spread apart.
+
+In three sizes: ``real``; ``narrow``, as deep as the real one, with the same nodes and small weights; ``small``, which
+is narrow and has two layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Built = tuple[torch.nn.Module, dict[str, torch.Tensor]]
+
+SIZES = ("real", "narrow", "small")
+_NARROW = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+
+
+def _sizes(size: str, real: dict[str, Any], narrow: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
+    return real if size == "real" else {**narrow, **small} if size == "small" else narrow
+
+
+def _text(vocabulary: int = 1000, length: int = 16) -> dict[str, torch.Tensor]:
+    mask = torch.ones(1, length, dtype=torch.long)
+    mask[:, -3:] = 0  # padding: without it a model may look at the mask and pass none on
+    return {"input_ids": torch.randint(3, vocabulary, (1, length)), "attention_mask": mask}
+
+
+def _image(size: str) -> dict[str, torch.Tensor]:
+    side = 224 if size == "real" else 64
+    return {"pixel_values": torch.randn(1, 3, side, side)}
+
+
+def bert(size: str) -> Built:
+    from transformers import BertConfig, BertModel
+
+    return BertModel(BertConfig(**_sizes(size, {}, {**_NARROW, "vocab_size": 1000}, {"num_hidden_layers": 2}))), _text()
+
+
+def distilbert(size: str) -> Built:
+    from transformers import DistilBertConfig, DistilBertModel
+
+    narrow = {"dim": 64, "n_heads": 4, "hidden_dim": 128, "vocab_size": 1000}
+    return DistilBertModel(DistilBertConfig(**_sizes(size, {}, narrow, {"n_layers": 2}))), _text()
+
+
+def roberta(size: str) -> Built:
+    from transformers import RobertaConfig, RobertaModel
+
+    narrow = {**_NARROW, "vocab_size": 1000}
+    return RobertaModel(RobertaConfig(**_sizes(size, {}, narrow, {"num_hidden_layers": 2}))), _text()
+
+
+def vit(size: str) -> Built:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = _sizes(size, {}, {**_NARROW, "image_size": 64}, {"num_hidden_layers": 2})
+    return ViTForImageClassification(ViTConfig(**sizes)), _image(size)
+
+
+def deit(size: str) -> Built:
+    from transformers import DeiTConfig, DeiTForImageClassification
+
+    real = {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536}
+    sizes = _sizes(size, real, {**_NARROW, "image_size": 64}, {"num_hidden_layers": 2})
+    return DeiTForImageClassification(DeiTConfig(**sizes)), _image(size)
+
+
+def whisper(size: str) -> Built:
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    frames = 3000 if size == "real" else 100
+    common = {"encoder_layers": 4, "max_source_positions": frames // 2, "num_mel_bins": 80}
+    real = {**common, "d_model": 384, "encoder_attention_heads": 6, "encoder_ffn_dim": 1536}
+    narrow = {**common, "d_model": 64, "encoder_attention_heads": 4, "encoder_ffn_dim": 128}
+    config = WhisperConfig(**_sizes(size, real, narrow, {"encoder_layers": 2}))
+    return WhisperEncoder(config), {"input_features": torch.randn(1, 80, frames)}
+
+
+def resnet(size: str) -> Built:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    narrow = {"embedding_size": 8, "hidden_sizes": [16, 32, 48, 64]}
+    return ResNetForImageClassification(ResNetConfig(**_sizes(size, {}, narrow, {"depths": [1, 2, 1, 1]}))), _image(
+        size
+    )
+
+
+def mobilenet(size: str) -> Built:
+    from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
+
+    config = MobileNetV2Config(**_sizes(size, {}, {"image_size": 64, "depth_multiplier": 0.25}, {}))
+    return MobileNetV2ForImageClassification(config), _image(size)
+
+
+def gpt2(size: str) -> Built:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    common = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+    narrow = {**common, "n_embd": 64, "n_head": 4, "vocab_size": 1000}
+    return GPT2LMHeadModel(GPT2Config(**_sizes(size, common, narrow, {"n_layer": 2}))), _text()
+
+
+def llama(size: str) -> Built:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    common = {"use_cache": False, "num_key_value_heads": 2, "num_hidden_layers": 8, "vocab_size": 8000}
+    real = {**common, "hidden_size": 256, "num_attention_heads": 8, "intermediate_size": 704}
+    config = LlamaConfig(**_sizes(size, real, {**common, **_NARROW}, {"num_hidden_layers": 2}))
+    return LlamaForCausalLM(config), _text()
+
+
+MODELS: dict[str, Callable[[str], Built]] = {
+    "BERT-base": bert,
+    "DistilBERT": distilbert,
+    "RoBERTa": roberta,
+    "ViT-B": vit,
+    "DeiT-S": deit,
+    "Whisper-tiny encoder": whisper,
+    "ResNet-50": resnet,
+    "MobileNetV2": mobilenet,
+    "GPT-2": gpt2,
+    "Llama": llama,
+}
+
+
+def build(name: str, size: str) -> Built:
+    """A model in eval mode and its inputs; every parameter and running statistic has values of its own."""
+    torch.manual_seed(0)
+    model, inputs = MODELS[name](size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+        for key, buffer in model.named_buffers():
+            if key.endswith("running_var"):
+                buffer.uniform_(0.5, 1.5)
+            elif key.endswith("running_mean"):
+                buffer.uniform_(-0.5, 0.5)
+    return model.eval(), inputs
+
+
+def export(name: str, exporter: str, size: str, path: str) -> Built:
+    """Export one with tags; from TorchScript with opset 14, nothing folded and sizes of batch and text left free."""
+    import htp_export
+
+    model, inputs = build(name, size)
+    if exporter == "dynamo":
+        htp_export.export(model, (), path, kwargs=inputs, dynamo=True, verbose=False)
+    else:
+        axes = {key: {0: "batch", 1: "length"} if value.ndim == 2 else {0: "batch"} for key, value in inputs.items()}
+        options: dict[str, Any] = {"opset_version": 14, "do_constant_folding": False}
+        names = {"input_names": list(inputs), "dynamic_axes": axes}
+        htp_export.export(model, (), path, kwargs=inputs, dynamo=False, verbose=False, **options, **names)
+    return model, inputs
