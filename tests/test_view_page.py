@@ -196,7 +196,7 @@ def test_what_is_chosen_in_the_graph_is_chosen_in_the_page(page, net):
     message = "{ cmd: 'model-explorer-node-selected', nodeId: 'layer.1/act___group___' }"
     page.run(f"document.querySelector('#graph iframe').contentWindow.parent.postMessage({message}, '*'), 0")
     page.run("new Promise((then) => setTimeout(then, 200))")
-    assert page.run("htp.selected.path") == ""  # it was not the frame that sent it
+    assert page.run("htp.selected.op") == "Relu"  # it was not the frame that sent it
     sender = "document.querySelector('#graph iframe').contentWindow"
     event = f"new MessageEvent('message', {{ data: {message}, source: {sender} }})"
     page.run(f"window.dispatchEvent({event})")

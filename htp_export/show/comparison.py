@@ -28,6 +28,7 @@ def render(comparison: Comparison, *, everything: bool = False) -> RenderableTyp
         module   class   status   max abs   mean abs   max rel   cosine
         act      ReLU    fused                                            with 'fc'
         no module has a tensor that could be compared
+        not compared: 1 fused
     """
     modules = list(comparison.modules.values())
     shown = modules if everything else [each for each in modules if each.status in (DIFFERS, INHERITS, NOT_COMPARED)]

@@ -82,6 +82,7 @@
     open: () => (pane.childElementCount ? null : open()),
     show(item) {
       htp.tab("graph");
+      htp.select(item);
       return open(item);
     },
   };
