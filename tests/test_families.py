@@ -312,18 +312,3 @@ def test_what_is_no_model_is_an_error(tmp_path):
         htp_export.fingerprint(tmp_path / "nowhere.onnx")
     with pytest.raises(TypeError):
         htp_export.fingerprint(3)
-
-
-def test_a_linear_recurrence_over_all_steps_at_once():
-    class Scan(nn.Module):
-        """What is left of each step at each later one, by cumulative sums of decays."""
-
-        def forward(self, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
-            total = decay.cumsum(-1)
-            left = torch.exp(total[:, :, None] - total[:, None, :]).tril()
-            return left @ x
-
-    inputs = {"x": torch.randn(2, 6, 4), "decay": -torch.rand(2, 6)}
-    found = htp_export.fingerprint(htp_export.export(Scan().eval(), (), kwargs=inputs, verbose=False))
-    assert found.family == "recurrent"
-    assert found.evidence[0] == "1 cumulative sums of decays: linear recurrence, all steps at once"
