@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from htp_export.errors import HtpExportError, InputError
     from htp_export.exporter import export, tagging
     from htp_export.hierarchy import Hierarchy, ModuleInfo
+    from htp_export.nested.flatten import Inlined, inline
     from htp_export.passes.optimizing import optimize
     from htp_export.passes.results import Optimized
     from htp_export.provenance.carrying import Carried, carry, embed_map
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from htp_export.run.verifying import verify
     from htp_export.show.viewing import View, view
     from htp_export.surgery.extraction import Extraction, extract
-    from htp_export.surgery.flatten import Inlined, inline
     from htp_export.surgery.manifest import load_partition
     from htp_export.surgery.nesting import Nested, functions
     from htp_export.surgery.partitions import Partition
@@ -108,7 +108,7 @@ _HOMES = {
     "Forensics": "analyze.finding",
     "Hierarchy": "hierarchy",
     "HtpExportError": "errors",
-    "Inlined": "surgery.flatten",
+    "Inlined": "nested.flatten",
     "InputError": "errors",
     "ModelDifference": "analyze.differences",
     "ModuleDifference": "analyze.differences",
@@ -135,7 +135,7 @@ _HOMES = {
     "fingerprint": "analyze.families",
     "forensics": "analyze.investigation",
     "functions": "surgery.nesting",
-    "inline": "surgery.flatten",
+    "inline": "nested.flatten",
     "load": "tagged",
     "load_partition": "surgery.manifest",
     "optimize": "passes.optimizing",

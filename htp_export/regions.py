@@ -16,7 +16,7 @@ from htp_export import tags
 from htp_export.errors import InputError
 from htp_export.hierarchy import Hierarchy, ModuleInfo
 
-__all__ = ["GraphIndex", "Region", "all_nodes"]
+__all__ = ["GraphIndex", "Region", "all_nodes", "subgraphs"]
 
 # Without inputs, or with constant ones, these still give other values in every run.
 _RANDOM = frozenset(
@@ -64,7 +64,7 @@ class GraphIndex:
             for path in dict.fromkeys(up for owner in owners for up in tags.ancestors(owner)):
                 below[path].append(node)
         self.below: Mapping[str, Sequence[ir.Node]] = dict(below)
-        self.bodies = {node: bodies for node in self.nodes if (bodies := _bodies(node))}
+        self.bodies = {node: bodies for node in self.nodes if (bodies := subgraphs(node))}
         self._holder = {body: node for node, bodies in self.bodies.items() for body in bodies}
         self._functions = {function.graph: function for function in model.functions.values()}
 
@@ -298,7 +298,8 @@ class Region:
         return any(tags.is_under(owner, path) for owner in owners for path in paths)
 
 
-def _bodies(node: ir.Node) -> tuple[ir.Graph, ...]:
+def subgraphs(node: ir.Node) -> tuple[ir.Graph, ...]:
+    """The graphs in a node's attributes: branches and loop bodies."""
     found: list[ir.Graph] = []
     for attribute in node.attributes.values():
         if attribute.is_ref():

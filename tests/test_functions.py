@@ -490,3 +490,38 @@ def test_command_that_makes_nothing_writes_nothing(tmp_path, capsys):
     assert "dropout: it gives back what it is given" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["flat.onnx"]
     assert main(["inline", str(tmp_path / "none.onnx"), "-o", str(tmp_path / "x.onnx")]) == 2
+
+
+@pytest.fixture(scope="module")
+def flat_and_nested(bert):
+    flat, _ = bert["dynamo"]
+    return flat, htp_export.functions(flat, "**").model
+
+
+def test_costs_and_differences_are_those_of_the_flat_graph(flat_and_nested):
+    flat, nested = flat_and_nested
+    one, other = htp_export.cost(flat), htp_export.cost(nested)
+    assert one.modules == other.modules
+    found = htp_export.diff(flat, nested)
+    assert not (found.added or found.removed or found.changed)
+    assert htp_export.fingerprint(nested).blocks == htp_export.fingerprint(flat).blocks
+
+
+def test_a_module_of_a_nested_file_is_cut_out_and_put_back(flat_and_nested):
+    flat, nested = flat_and_nested
+    path = "encoder.layer.1.attention.self"
+    part = htp_export.extract(nested, path)
+    assert same_file(part.model, htp_export.extract(flat, path).model)
+    assert same_file(htp_export.splice(nested, path, part).model, htp_export.splice(flat, path, part).model)
+
+
+def test_nested_and_flat_compare_module_by_module(flat_and_nested):
+    result = htp_export.compare(*flat_and_nested)
+    assert result.ok
+    assert result.modules["encoder.layer.1.attention.self.query"].status == "agrees"
+
+
+def test_optimising_a_nested_file_optimises_the_flat_graph(flat_and_nested):
+    flat, nested = (htp_export.optimize(model, level="tolerant") for model in flat_and_nested)
+    assert op_types(nested.model.graph) == op_types(flat.model.graph)
+    assert not nested.model.functions

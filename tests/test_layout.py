@@ -18,6 +18,7 @@ ROWS = [
     ["tags"],
     ["hierarchy", "parameters", "signatures"],
     ["files", "wire", "regions", "refating", "shapes", "tables", "torch_scopes", "tagged", "cutting", "cut_models"],
+    ["nested"],
     ["capture"],
     ["owners"],
     ["exporter"],

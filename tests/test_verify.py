@@ -296,18 +296,14 @@ def test_a_file_without_our_tags_is_compared_by_torchs_scopes(tmp_path):
     assert {path for path, module in result.modules.items() if module.status == "agrees"} == {"", "first", "second"}
 
 
-def test_modules_inside_functions_are_not_compared_and_inlined_they_are(stack_file, tmp_path):
+def test_modules_inside_functions_are_compared(stack_file, tmp_path):
     model, kwargs = stack()
     nested = tmp_path / "nested.onnx"
     htp_export.functions(stack_file, "blocks.0", nested)
     for isolated in (False, True):
         result = htp_export.verify(model, nested, (), kwargs, isolated=isolated)
         assert result.ok, str(result)
-        assert result.modules["blocks.0.first"].status == "not compared"
-        assert result.modules["blocks.1.first"].status == "agrees"
-    assert "inline(...)" in htp_export.verify(model, nested, (), kwargs).modules["blocks.0.first"].reason
-    flat = htp_export.verify(model, htp_export.inline(nested), (), kwargs)
-    assert flat.modules["blocks.0.first"].status == "agrees"
+        assert {result.modules[f"blocks.{k}.first"].status for k in range(2)} == {"agrees"}
 
 
 # --- the model is left as it was ---------------------------------------------------------------------------

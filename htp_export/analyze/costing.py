@@ -15,7 +15,8 @@ from htp_export.analyze.memory import Timeline, traffic
 from htp_export.analyze.shapes import run_by_shapes
 from htp_export.analyze.weights import ModuleWeights, weights_of
 from htp_export.analyze.work import NOTHING, Work
-from htp_export.tagged import ModelSource, TaggedModel, load
+from htp_export.nested.flatten import read_flat
+from htp_export.tagged import ModelSource, TaggedModel
 
 __all__ = ["cost"]
 
@@ -60,7 +61,7 @@ def cost(
         >>> report.peak.bytes, report.uncounted
         (56, {})
     """
-    tagged = load(onnx)
+    tagged = read_flat(onnx)
     bindings = bind(tagged.model, inputs, dims, shapes)
     run = run_by_shapes(tagged, bindings)
     nodes, uncounted = _nodes(run)

@@ -16,7 +16,8 @@ from htp_export.analyze.alignment import aligned
 from htp_export.analyze.facts import GraphFacts
 from htp_export.analyze.structure import Hasher
 from htp_export.hierarchy import ModuleInfo
-from htp_export.tagged import ModelSource, TaggedModel, load
+from htp_export.nested.flatten import read_flat
+from htp_export.tagged import ModelSource, TaggedModel
 
 __all__ = ["STATUSES", "ModelDifference", "ModuleDifference", "ModuleState", "diff"]
 
@@ -238,7 +239,7 @@ def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
         >>> found.changed, found.modules["1"].operators
         (['', '1'], {'Relu': -1, 'Tanh': 1})
     """
-    first, second = load(a), load(b)
+    first, second = read_flat(a), read_flat(b)
     by_module = "none" not in (first.source, second.source)
     before, after = (_states(tagged, by_module) for tagged in (first, second))
     partner = aligned(before, after)

@@ -16,7 +16,8 @@ from htp_export.analyze.concrete import with_sizes
 from htp_export.analyze.facts import GraphFacts
 from htp_export.analyze.mechanisms.streams import Stream
 from htp_export.analyze.mechanisms.survey import Survey
-from htp_export.tagged import ModelSource, load
+from htp_export.nested.flatten import read_flat
+from htp_export.tagged import ModelSource
 
 __all__ = ["FAMILIES", "Fingerprint", "fingerprint"]
 
@@ -152,7 +153,7 @@ def fingerprint(model: ModelSource) -> Fingerprint:
         >>> found.family, found.evidence[0], [(block.count, block.name) for block in found.blocks]
         ('encoder', '3 attentions: 3 bidirectional', [(3, 'TransformerEncoderLayer')])
     """
-    tagged = load(model)
+    tagged = read_flat(model)
     survey = Survey(GraphFacts(with_sizes(tagged)))
     family = next(name for name, applies in _RULES if applies(survey))
     blocks = repeated_blocks(GraphFacts(tagged))

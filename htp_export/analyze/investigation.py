@@ -14,7 +14,8 @@ from htp_export.analyze.patterns.linear import matmul_adds, projections
 from htp_export.analyze.patterns.movement import casts, identities, reshapes, transposes
 from htp_export.analyze.patterns.normalization import conv_neighbours, norms
 from htp_export.analyze.patterns.shapes import shape_chains
-from htp_export.tagged import ModelSource, load
+from htp_export.nested.flatten import read_flat
+from htp_export.tagged import ModelSource
 
 __all__ = ["forensics"]
 
@@ -66,7 +67,7 @@ def forensics(model: ModelSource, *, select: str | Sequence[str] | None = None) 
         >>> [(found.kind, found.module, found.fixed_by) for found in forensics(program).findings]
         [('matmul_add_3d', '0', 'fuse_matmul_add_3d'), ('gelu_tanh', '1', 'fuse_for_onnxruntime')]
     """
-    tagged = load(model)
+    tagged = read_flat(model)
     chosen = None if select is None else tagged.select(select)
     facts = GraphFacts(tagged)
     matches = [match for matcher in _MATCHERS for match in matcher(facts)]

@@ -22,6 +22,7 @@ from htp_export.capture.torch_internals import (
     inputs_of,
     result_of_decomposed,
 )
+from htp_export.regions import subgraphs
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -276,20 +277,10 @@ def describe(model: ir.Model, record: Record) -> tuple[list[ir.Node], Record]:
     return nodes, record
 
 
-def _bodies(node: ir.Node) -> Iterator[ir.Graph]:
-    import onnx_ir as ir
-
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            yield attribute.value
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            yield from attribute.value
-
-
 def all_nodes(graph: Any) -> Iterator[ir.Node]:
     """Nodes of a graph or function, those of a node's bodies before the node: producers before consumers."""
     for node in graph:
-        for body in _bodies(node):
+        for body in subgraphs(node):
             yield from all_nodes(body)
         yield node
 
@@ -304,6 +295,6 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
 def _reads(node: ir.Node) -> tuple[ir.Value, ...]:
     """What a node reads; for one with bodies, also what its bodies return."""
     reads = [value for value in node.inputs if value is not None]
-    for body in _bodies(node):
+    for body in subgraphs(node):
         reads.extend(body.outputs)
     return tuple(reads)

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.terminal import print_json, show
+from htp_export.nested.flatten import inline
 from htp_export.show.nesting import render
-from htp_export.surgery.flatten import inline
 from htp_export.surgery.nesting import functions
 
 __all__ = ["functions_command", "inline_command"]

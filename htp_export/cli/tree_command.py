@@ -15,8 +15,9 @@ from htp_export.cli.measurements import read_measured
 from htp_export.cli.sizes import Sizes, read_sizes
 from htp_export.cli.terminal import print_json, show, split_names
 from htp_export.errors import InputError
+from htp_export.nested.flatten import read_flat
 from htp_export.show.tree import COLUMNS, render, tree_csv
-from htp_export.tagged import TaggedModel, load
+from htp_export.tagged import TaggedModel
 
 __all__ = ["tree_command"]
 
@@ -41,7 +42,7 @@ def tree_command(
     fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True,
 ) -> None:
     """Show the module tree of a file: classes, nodes, parameters, FLOPs and fates; times and errors where given."""
-    tagged = load(file)
+    tagged = read_flat(file)
     found, note = _cost(tagged, read_sizes(inputs, dims))
     tree = tree_rows(tagged, depth, select or None, cost=found, measured=read_measured(profile, verify))
     if note:

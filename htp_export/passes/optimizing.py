@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from htp_export.files import write_model
+from htp_export.nested.flatten import read_flat
 from htp_export.passes.checking import OutputCheck
 from htp_export.passes.pipeline import Pipeline
 from htp_export.passes.registry import Level, choose
 from htp_export.passes.results import Optimized
 from htp_export.regions import all_nodes
-from htp_export.tagged import ModelSource, load
+from htp_export.tagged import ModelSource
 
 __all__ = ["optimize"]
 
@@ -56,7 +57,7 @@ def optimize(
         (True, True)
     """
     chosen = choose(passes, level)
-    original = load(model).model
+    original = read_flat(model, others=False).model
     nodes_before = sum(1 for _ in all_nodes(original))
     check = OutputCheck(original, inputs) if verify else None
     pipeline = Pipeline(chosen, check)

@@ -9,6 +9,7 @@ from typing import Any
 
 from htp_export import tags
 from htp_export.errors import InputError, UntaggedModelError
+from htp_export.nested.flatten import read_flat
 from htp_export.run.arrays import Array, ArrayStore
 from htp_export.run.checking import check_calls
 from htp_export.run.feeds import Feed, feed_from, inputs_of, random_feed
@@ -18,7 +19,7 @@ from htp_export.run.pairing import pair_call, signature_of
 from htp_export.run.reporting import module_results, tolerance_of
 from htp_export.run.results import NOT_COMPARED, Comparison, ModuleResult
 from htp_export.run.runner import Engine, Runner
-from htp_export.tagged import ModelSource, TaggedModel, load
+from htp_export.tagged import ModelSource, TaggedModel
 
 __all__ = ["compare"]
 
@@ -73,7 +74,7 @@ def compare(
         >>> print(htp_export.compare(one, other).summary)
         3 of 3 modules agree (worst 0, (root))
     """
-    ours, theirs = load(a), load(b)
+    ours, theirs = read_flat(a), read_flat(b)
     one, other = _name(a, "a"), _name(b, "b")
     for tagged, name in ((ours, one), (theirs, other)):
         if tagged.source == "none" and not tagged.signatures:

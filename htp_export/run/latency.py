@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -13,16 +12,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-
 from htp_export import tags
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.hierarchy import ModuleInfo
+from htp_export.nested.flatten import read_flat
 from htp_export.run.feeds import feed_from, inputs_of, random_feed
 from htp_export.run.kernels import Kernel, attributed_kernels
 from htp_export.run.session import Engine, RunnableModel, Session, temporary_folder
 from htp_export.tables import ModuleTable
-from htp_export.tagged import ModelSource, TaggedModel, all_nodes, load
+from htp_export.tagged import ModelSource, TaggedModel, load
 
 __all__ = ["ModuleLatency", "Profile", "profile"]
 
@@ -195,24 +193,24 @@ def profile(
         raise InputError(f"there is nothing to measure in {runs} runs after {warmup} to warm up")
     engine = Engine(tuple(providers), session_options)
     engine.check()
-    tagged = load(onnx)
+    given = load(onnx)
+    tagged = read_flat(given)  # ONNX Runtime would inline functions under names of its own
     if tagged.source == "none":
         tagged.select("**")  # says what is missing
         raise UntaggedModelError("the model has no module tags")
     wanted = inputs_of(tagged.model)
     feed = random_feed(wanted, dims, shapes) if inputs is None else feed_from(wanted, inputs)
     with temporary_folder() as folder:
-        flat = _flat(tagged)
-        if flat is tagged and isinstance(onnx, str | os.PathLike):
+        if isinstance(onnx, str | os.PathLike) and tagged.model is given.model:
             runnable = RunnableModel(Path(onnx), os.fspath(onnx))
         else:
-            runnable = RunnableModel.of(flat.model, tagged.hierarchy.root.simple_class or "model", folder)
+            runnable = RunnableModel.of(tagged.model, tagged.hierarchy.root.simple_class or "model", folder)
         session = Session(runnable, engine, folder)
         session.run(feed, warmup)
         profiled = session.run(feed, runs)
         trace = session.end_profiling(runs)
         plain = session.run(feed, runs)
-        kernels = attributed_kernels(trace, flat.model, session.optimized, flat.owners_of)
+        kernels = attributed_kernels(trace, tagged.model, session.optimized, tagged.owners_of)
     if trace.runs < runs:
         _log.warning("ONNX Runtime's profile is full: it has %d of %d runs; ask for fewer", trace.runs, runs)
     none = tuple(kernel for kernel in kernels if not kernel.owners)
@@ -228,41 +226,6 @@ def profile(
         providers=session.providers,
         notes=feed.notes,
     )
-
-
-def _flat(tagged: TaggedModel) -> TaggedModel:
-    """The model without functions, as ONNX Runtime runs it; the same where it has none."""
-    if not tagged.model.functions:
-        return tagged
-    from onnx_ir.passes.common import InlinePass
-
-    model = tagged.model.clone()  # shares the weights
-    functions = set(model.functions)
-    for node, original in zip(all_nodes(model), all_nodes(tagged.model), strict=True):
-        owners = json.dumps(tagged.owners_of(original))
-        if node.op_identifier() in functions:
-            node.metadata_props[_CALL] = owners  # what is inlined inherits it
-        elif tagged.owners_of(original):
-            node.metadata_props[_OWNERS] = owners
-    InlinePass()(model)
-    return _Flat(model, tagged.hierarchy, tagged.source)
-
-
-_OWNERS, _CALL = "htp.profile.owners", "htp.profile.call"
-
-
-class _Flat(TaggedModel):
-    """A model whose functions were inlined."""
-
-    def owners_of(self, node: ir.Node) -> tuple[str, ...]:
-        """What a function's node says itself, unless it lies outside the module of the call.
-
-        Then one function serves several modules, and the call says which.
-        """
-        own = tuple(json.loads(node.metadata_props.get(_OWNERS, "[]")))
-        call = tuple(json.loads(node.metadata_props.get(_CALL, "[]")))
-        fits = all(any(tags.is_under(path, owner) for owner in call) for path in own)
-        return own if own and (not call or fits) else call
 
 
 def _by_module(kernels: Sequence[Kernel], tagged: TaggedModel) -> dict[str, ModuleLatency]:

@@ -120,8 +120,6 @@ def _by_region(tagged: TaggedModel, call: ModuleCall, inputs: tuple[Pair, ...]) 
 
 
 def _why_none(tagged: TaggedModel, region: Region) -> str:
-    if tagged.model.functions and any(node.graph is not tagged.model.graph for node in region.nodes):
-        return "its nodes lie inside a function; verify what htp_export.inline(...) makes of the file"
     if region.nodes and not any(node.graph is tagged.model.graph for node in region.nodes):
         return "its nodes lie inside a branch or a loop"
     return "the file has none of its tensors"

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from htp_export.capture.calls import arguments_by_name, named_tensors_in
 from htp_export.errors import InputError, UntaggedModelError
+from htp_export.nested.flatten import read_flat
 from htp_export.run.arrays import ArrayStore, from_torch
 from htp_export.run.checking import check_calls
 from htp_export.run.feeds import feed_from, inputs_of
@@ -24,7 +25,7 @@ from htp_export.run.reporting import module_results, tolerance_of
 from htp_export.run.results import Verification
 from htp_export.run.runner import Engine, Runner
 from htp_export.run.same_model import check_same_model, check_same_modules_ran
-from htp_export.tagged import ModelSource, TaggedModel, load
+from htp_export.tagged import ModelSource, TaggedModel
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,7 +87,7 @@ def verify(
         (True, None, 'agrees')
     """
     kwargs = dict(kwargs or {})
-    tagged, name = load(onnx), _name(onnx)
+    tagged, name = read_flat(onnx), _name(onnx)
     if tagged.source == "none" and not tagged.signatures:
         raise UntaggedModelError(f"{name}: has no module tags; export it with htp_export.export(...)")
     exact = tagged.source != "torch"  # torch's own scopes name modules wrongly

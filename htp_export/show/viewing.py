@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, overload
 from htp_export.analyze.inventory import Inventory, take_inventory
 from htp_export.analyze.measures import Measure, measures_of
 from htp_export.errors import FileError
+from htp_export.nested.flatten import read_flat
 from htp_export.show.model_explorer.application import MissingApplicationError, application, packed
 from htp_export.show.model_explorer.drawing import drawing
 from htp_export.show.page.document import asset, document
 from htp_export.show.page.payload import page_data
-from htp_export.show.reading import read_flat
 from htp_export.tagged import ModelSource
 
 if TYPE_CHECKING:

@@ -9,15 +9,14 @@ import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.hierarchy import Hierarchy
+from htp_export.nested.names import unused_name
+from htp_export.nested.records import DOMAIN, Instance
+from htp_export.regions import subgraphs
 from htp_export.surgery.equality import body_key
-from htp_export.surgery.formals import Formals, unused_name
+from htp_export.surgery.formals import Formals
 from htp_export.surgery.levels import Group, Item
-from htp_export.surgery.placing import Instance, subgraphs
 
-__all__ = ["DOMAIN", "REASON", "Bodies", "Occurrence", "copy_value"]
-
-DOMAIN = "htp"
-"""The domain of the functions that are made of modules."""
+__all__ = ["REASON", "Bodies", "Occurrence", "copy_value"]
 
 REASON = "function"
 """How the owner of a call is known: the function holds the nodes of that module."""

@@ -13,7 +13,8 @@ import onnx_ir as ir
 from htp_export.cut_models import cut_model
 from htp_export.cutting import cut
 from htp_export.files import has_external_data, write_model
-from htp_export.tagged import ModelSource, load
+from htp_export.nested.flatten import read_flat
+from htp_export.tagged import ModelSource
 
 __all__ = ["Extraction", "extract"]
 
@@ -91,7 +92,7 @@ def extract(
           in   input: FLOAT[2,4]
           out  linear: FLOAT[2,3]
     """
-    tagged = load(model)
+    tagged = read_flat(model, others=False)
     part = cut(tagged, path, call)
     made = cut_model(tagged, part)
     arguments = tagged.signatures[path][call].inputs if call < len(tagged.signatures.get(path, ())) else ()

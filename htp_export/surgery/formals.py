@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.nested.names import unused_name
+from htp_export.nested.records import Instance
 from htp_export.signatures import Signature
-from htp_export.surgery.placing import Instance
 
-__all__ = ["Formals", "unused_name"]
+__all__ = ["Formals"]
 
 
 class Formals:
@@ -89,22 +90,6 @@ class Formals:
         is_weight = value.dtype is not None and value.dtype.is_floating_point() and bool(value.shape)
         inside = [owner for owner in self._owners.get(node, ()) if tags.is_under(owner, path)]
         return _relative(inside[0] if inside else path, path, "weight" if is_weight else "constant")
-
-
-def unused_name(wanted: str, used: set[str]) -> str:
-    """The name, or it with the first number from 2 that makes it new; noted as used.
-
-    Example:
-        >>> used = {"input"}
-        >>> unused_name("input", used), unused_name("input", used), unused_name("mask", used)
-        ('input_2', 'input_3', 'mask')
-    """
-    name, number = wanted, 1
-    while name in used:
-        number += 1
-        name = f"{wanted}_{number}"
-    used.add(name)
-    return name
 
 
 def _relative(path: str, above: str, name: str) -> str:

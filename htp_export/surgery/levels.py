@@ -16,7 +16,8 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from htp_export import tags
-from htp_export.surgery.placing import Instance, Placement
+from htp_export.nested.records import Instance
+from htp_export.surgery.placing import Placement
 
 __all__ = ["Group", "Item", "Levels"]
 

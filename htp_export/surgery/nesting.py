@@ -14,14 +14,15 @@ from htp_export import tags
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.files import write_model
 from htp_export.hierarchy import ModuleInfo
+from htp_export.nested.flatten import dissolve
+from htp_export.nested.names import unused_name
+from htp_export.nested.records import DOMAIN, Records
 from htp_export.regions import GraphIndex, all_nodes
-from htp_export.surgery.bodies import DOMAIN, Bodies
-from htp_export.surgery.flatten import dissolve
-from htp_export.surgery.formals import Formals, unused_name
+from htp_export.surgery.bodies import Bodies
+from htp_export.surgery.formals import Formals
 from htp_export.surgery.levels import Levels
 from htp_export.surgery.originals import flat_order, share_bodies
 from htp_export.surgery.placing import Placement
-from htp_export.surgery.records import Records
 from htp_export.tagged import ModelSource, TaggedModel, load
 
 __all__ = ["FunctionRow", "Nested", "functions"]

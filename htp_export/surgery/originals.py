@@ -11,9 +11,9 @@ import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.hierarchy import Hierarchy
+from htp_export.nested.records import Expectations, Instance, Record, given_values, node_tags
+from htp_export.regions import subgraphs
 from htp_export.surgery.bodies import Bodies, Occurrence, copy_value
-from htp_export.surgery.placing import Instance, subgraphs
-from htp_export.surgery.records import Expectations, Record, given_values, node_tags
 
 __all__ = ["flat_order", "share_bodies"]
 

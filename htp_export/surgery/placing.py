@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.hierarchy import Hierarchy
+from htp_export.nested.records import Instance
+from htp_export.regions import subgraphs
 from htp_export.tagged import TaggedModel
 
-__all__ = ["Chain", "Instance", "Placement", "subgraphs"]
-
-
-class Instance(NamedTuple):
-    """One call of a module; it becomes one call of a function."""
-
-    path: str
-    call: int = 0
+__all__ = ["Chain", "Placement"]
 
 
 Chain: TypeAlias = tuple[Instance, ...]
@@ -106,17 +101,6 @@ class Placement:
         self.flat.update({instance.path: reason for instance, reason in instances.items()})
         for node, chain in self.chains.items():
             self.chains[node] = tuple(instance for instance in chain if instance not in instances)
-
-
-def subgraphs(node: ir.Node) -> list[ir.Graph]:
-    """The graphs in a node's attributes: branches and loop bodies."""
-    found: list[ir.Graph] = []
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref():
-            found.append(attribute.as_graph())
-        elif attribute.type == ir.AttributeType.GRAPHS and not attribute.is_ref():
-            found.extend(attribute.as_graphs())
-    return found
 
 
 def _scopes(graph: ir.Graph, above: tuple[ir.Node, ...]) -> Iterator[tuple[ir.Node, tuple[ir.Node, ...]]]:

@@ -14,6 +14,7 @@ from htp_export import tags
 from htp_export.cutting import Cut, Cutter
 from htp_export.errors import InputError
 from htp_export.files import write_model
+from htp_export.nested.flatten import read_flat
 from htp_export.surgery.grafts import Graft
 from htp_export.tagged import ModelSource, TaggedModel, load
 
@@ -98,7 +99,7 @@ def splice(
         >>> [node.op_type for node in htp_export.splice(program, "1", other).model.graph]
         ['Gemm', 'Sigmoid']
     """
-    source, given = load(model), load(replacement)
+    source, given = read_flat(model, others=False), load(replacement)
     if given.model is source.model:
         raise InputError("a model cannot be put into itself; give a replacement that was cut out of it")
     changed = load(source.model.clone())

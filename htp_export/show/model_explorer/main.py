@@ -11,8 +11,8 @@ import model_explorer
 from model_explorer import graph_builder
 
 from htp_export.analyze.inventory import take_inventory
+from htp_export.nested.flatten import read_flat
 from htp_export.show.model_explorer.graphs import graph_of
-from htp_export.show.reading import read_flat
 
 __all__ = ["HtpExportAdapter", "as_graph"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +15,14 @@ from htp_export import tags
 from htp_export.errors import InputError
 from htp_export.files import write_model
 from htp_export.hierarchy import Hierarchy
-from htp_export.regions import all_nodes
-from htp_export.surgery.bodies import DOMAIN
-from htp_export.surgery.formals import unused_name
-from htp_export.surgery.placing import Instance, subgraphs
-from htp_export.surgery.records import Expectations, Record, Records, entry_of, restore
-from htp_export.tagged import ModelSource, load
+from htp_export.nested.names import unused_name
+from htp_export.nested.records import DOMAIN, Expectations, Instance, Record, Records, entry_of, restore
+from htp_export.regions import all_nodes, subgraphs
+from htp_export.tagged import ModelSource, TaggedModel, load
 
-__all__ = ["Inlined", "dissolve", "inline"]
+__all__ = ["Inlined", "dissolve", "inline", "read_flat"]
+
+_log = logging.getLogger(__name__)
 
 _CALLER = "htp.caller"  # never written to files
 
@@ -85,13 +86,47 @@ def inline(onnx: ModelSource, output: str | os.PathLike[str] | None = None) -> I
         >>> print(result)
         1 calls of 1 functions inlined: 1 nodes
     """
-    tagged = load(onnx)
+    inlined = _inlined(load(onnx), others=True)
+    if output is not None:
+        write_model(inlined.model, output)
+    return inlined
+
+
+def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
+    """A model whose functions are dissolved, each node in the module whose work it does; as it is where it has none.
+
+    Functions that cannot be dissolved stay: one that calls itself, or has graphs as attributes. A warning says so.
+
+    Args:
+        source: Whatever ``load`` takes; a model in memory is not changed.
+        others: Dissolve functions that were not made of modules, too.
+
+    Raises:
+        FileError: If a file cannot be read.
+
+    Example:
+        >>> import onnx_ir as ir
+        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "act"})
+        >>> model = ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}), ir_version=10)
+        >>> read_flat(model).model is model
+        True
+    """
+    tagged = load(source)
+    if not any(others or domain == DOMAIN for domain, _, _ in tagged.model.functions):
+        return tagged
+    try:
+        return load(_inlined(tagged, others=others).model)
+    except InputError as error:
+        _log.warning("functions are looked at apart from the nodes that call them: %s", error)
+        return tagged
+
+
+def _inlined(tagged: TaggedModel, *, others: bool) -> Inlined:
     model = tagged.model.clone()
     before = sum(1 for _ in all_nodes(model))
     counts = dissolve(model, tagged.hierarchy)
-    counts.update(_inline_others(model))
-    if output is not None:
-        write_model(model, output)
+    if others:
+        counts.update(_inline_others(model))
     return Inlined(model, counts, before, sum(1 for _ in all_nodes(model)))
 
 
@@ -215,9 +250,10 @@ def _reorder(graph: ir.Graph, order: Sequence[int]) -> None:
 
 
 def _inline_others(model: ir.Model) -> dict[str, int]:
-    """Inline functions that were in the model as it was exported.
+    """Inline functions that were in the model as it was exported, or that another tool made.
 
-    The pass merges metadata key by key, and would give a node some tags of its own and some of the call's.
+    A node keeps tags of its own, unless they lie outside the modules of the call: then one function serves several
+    modules, and the call says which. The pass merges metadata key by key, and would mix the two.
     """
     if not model.functions:
         return {}
@@ -234,7 +270,10 @@ def _inline_others(model: ir.Model) -> dict[str, int]:
     model.functions.clear()
     for node in all_nodes(model):
         caller = json.loads(node.metadata_props.pop(_CALLER, "{}"))
-        if tags.MODULE not in node.metadata_props:
+        named, above = tags.owners_of(node.metadata_props), tags.owners_of(caller)
+        if above and not (named and all(any(tags.is_under(path, up) for up in above) for path in named)):
+            for key in tags.NODE_KEYS:
+                node.metadata_props.pop(key, None)
             node.metadata_props.update(caller)
     return called
 

@@ -11,16 +11,18 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.hierarchy import Hierarchy
-from htp_export.surgery.placing import Instance, subgraphs
+from htp_export.regions import subgraphs
 
 __all__ = [
+    "DOMAIN",
     "Expectations",
+    "Instance",
     "Record",
     "Records",
     "entry_of",
@@ -28,6 +30,17 @@ __all__ = [
     "node_tags",
     "restore",
 ]
+
+DOMAIN = "htp"
+"""The domain of the functions that are made of modules."""
+
+
+class Instance(NamedTuple):
+    """One call of a module; it becomes one call of a function."""
+
+    path: str
+    call: int = 0
+
 
 Record: TypeAlias = dict[str, Any]
 """Name of a node of a function's body → what it was in one call, as far as that is not expected."""
