@@ -11,6 +11,7 @@ import onnx_ir as ir
 from htp_export import tags
 from htp_export.cutting import Cut, same_dimensions
 from htp_export.hierarchy import Hierarchy, ModuleInfo
+from htp_export.names import rename
 from htp_export.parameters import parameters_to_json
 from htp_export.signatures import Signature, signatures_to_json
 from htp_export.tagged import TaggedModel, all_nodes
@@ -185,11 +186,12 @@ def _name_inputs(graph: ir.Graph, names: Sequence[str]) -> dict[str, str]:
         other = taken.get(name)
         if other is not None:
             fresh = next(new for k in range(1, len(taken) + 2) if (new := f"{name}.{k}") not in taken)
-            renamed[name] = other.name = fresh
+            renamed[name] = fresh
+            rename(other, fresh)
             taken[fresh] = other
     for value, name in zip(graph.inputs, names, strict=True):
         renamed[str(value.name)] = name
-        value.name = name
+        rename(value, name)
     return renamed
 
 

@@ -15,7 +15,7 @@ from htp_export import tags
 from htp_export.errors import InputError
 from htp_export.files import write_model
 from htp_export.hierarchy import Hierarchy
-from htp_export.nested.names import unused_name
+from htp_export.names import rename, unused_name
 from htp_export.nested.records import DOMAIN, Expectations, Instance, Record, Records, entry_of, restore
 from htp_export.regions import all_nodes, subgraphs
 from htp_export.tagged import ModelSource, TaggedModel, load
@@ -215,7 +215,7 @@ class _Dissolver:
         returned = set(body.outputs)
         for value in _values(body):
             if value.name and value not in returned and not value.is_graph_input():
-                value.name = unused_name(value.name, self._value_names)
+                rename(value, unused_name(value.name, self._value_names))
         arguments = dict(zip(body.inputs, call.inputs, strict=False))
         for formal in body.inputs:
             for use in list(formal.uses()):

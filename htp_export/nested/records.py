@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.hierarchy import Hierarchy
+from htp_export.names import rename
 from htp_export.regions import subgraphs
 
 __all__ = [
@@ -190,7 +191,7 @@ def restore(node: ir.Node, entry: Record, metadata: Mapping[str, str]) -> None:
         for graph, (graph_name, *names) in zip(subgraphs(node), entry.get("graphs", ()), strict=False):
             graph.name = str(graph_name)
             for value, name in zip(given_values(graph), names, strict=True):
-                value.name = str(name)
+                rename(value, str(name))
     except (AttributeError, IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{tags.FUNCTIONS}: what it says of node {node.name!r} cannot be read: {error}") from error
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.hierarchy import Hierarchy
-from htp_export.nested.names import unused_name
+from htp_export.names import unused_name
 from htp_export.nested.records import DOMAIN, Instance
 from htp_export.regions import subgraphs
 from htp_export.surgery.equality import body_key

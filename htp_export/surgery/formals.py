@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import onnx_ir as ir
 
 from htp_export import tags
-from htp_export.nested.names import unused_name
+from htp_export.names import unused_name
 from htp_export.nested.records import Instance
 from htp_export.signatures import Signature
 

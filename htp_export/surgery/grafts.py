@@ -11,10 +11,11 @@ import onnx_ir as ir
 from htp_export import tags
 from htp_export.errors import InputError
 from htp_export.hierarchy import Hierarchy, ModuleInfo
+from htp_export.names import rename
 from htp_export.signatures import Signature, signatures_to_json
 from htp_export.tagged import TaggedModel, all_nodes
 
-__all__ = ["Graft"]
+__all__ = ["Graft", "weight_key"]
 
 
 class Graft:
@@ -25,6 +26,7 @@ class Graft:
         given: What is put there; it is not changed.
         path: The module whose place it takes.
         call: Which call of it; None for a module that ran once.
+        weights: The host's, by ``weight_key``; those of the copy are added when it is inserted.
 
     Attributes:
         inputs: The copy's inputs that are no initializers.
@@ -34,9 +36,12 @@ class Graft:
         InputError: If it needs another version of an operator set than the host has.
     """
 
-    def __init__(self, host: ir.Model, given: TaggedModel, path: str, call: int | None) -> None:
-        self._host, self._given, self._path, self._call = host, given, path, call
+    def __init__(
+        self, host: ir.Model, given: TaggedModel, path: str, call: int | None, weights: dict[int, ir.Value]
+    ) -> None:
+        self._host, self._given, self._path, self._call, self._weights = host, given, path, call, weights
         self._model = given.model.clone()
+        self._original = {value: weight_key(value) for value in self._model.graph.initializers.values()}
         self._match_opsets()
         self._names: dict[str, str] = {}  # tensor of the main graph → its name in the host
         self._take_free_names()
@@ -67,9 +72,12 @@ class Graft:
             own = {value.name for value in _values(graph)}
             ends = {*graph.inputs, *graph.outputs} if graph is self._model.graph else set()
             for value in list(_values(graph)):
-                if value.name in taken and value not in ends:  # ends get the names of what they replace
+                if (
+                    value.name in taken and value not in ends and self._original.get(value) not in self._weights
+                ):  # ends get the names of what they replace
                     old = str(value.name)
-                    self._names[old] = value.name = _free(f"{prefix}/{old}", taken | own)
+                    self._names[old] = _free(f"{prefix}/{old}", taken | own)
+                    rename(value, self._names[old])
                 taken.add(value.name)
         for node in self._model.graph.all_nodes():
             if node.name in nodes:
@@ -130,12 +138,12 @@ class Graft:
         graph.outputs.clear()
         graph.initializers.clear()
         graph.remove(nodes)
-        shared = {id(value.const_value): value for value in host.initializers.values()}
         for initializer in initializers:
-            if id(initializer.const_value) in shared:  # the weights of a module that ran several times, once
-                initializer.replace_all_uses_with(shared[id(initializer.const_value)])
-            else:
+            known = self._weights.setdefault(self._original[initializer], initializer)
+            if known is initializer:
                 host.register_initializer(initializer)
+            else:  # the weights of a module that ran several times are there from its first call on
+                initializer.replace_all_uses_with(known)
         host.extend(nodes)
         for stand_in, new in zip(stand_ins, results, strict=True):
             if stand_in is None:
@@ -200,6 +208,11 @@ class Graft:
             return old if old is None else self._names.get(old, old)
 
         return Signature({key: name(old) for key, old in signature.inputs.items()}, tuple(map(name, signature.outputs)))
+
+
+def weight_key(initializer: ir.Value) -> int:
+    """Equal for initializers of copies of one model that hold the same weights."""
+    return id(initializer if initializer.const_value is None else initializer.const_value)
 
 
 def _values(graph: ir.Graph) -> Iterator[ir.Value]:

@@ -14,8 +14,8 @@ from htp_export import tags
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.files import write_model
 from htp_export.hierarchy import ModuleInfo
+from htp_export.names import unused_name
 from htp_export.nested.flatten import dissolve
-from htp_export.nested.names import unused_name
 from htp_export.nested.records import DOMAIN, Records
 from htp_export.regions import GraphIndex, all_nodes
 from htp_export.surgery.bodies import Bodies

@@ -15,7 +15,7 @@ from htp_export.cutting import Cut, Cutter
 from htp_export.errors import InputError
 from htp_export.files import write_model
 from htp_export.nested.flatten import read_flat
-from htp_export.surgery.grafts import Graft
+from htp_export.surgery.grafts import Graft, weight_key
 from htp_export.tagged import ModelSource, TaggedModel, load
 
 __all__ = ["Splice", "splice"]
@@ -134,8 +134,9 @@ def _replace(changed: TaggedModel, given: TaggedModel, parts: Sequence[Cut]) -> 
         producer = old.producer()
         if producer is not None and producer.graph is not None:  # other modules share what it was made for
             old.name = f"{old.name}.shared"
+    weights = {weight_key(value): value for value in changed.model.graph.initializers.values()}
     for part in parts:
-        graft = Graft(changed.model, given, part.path, part.call if ran > 1 else None)
+        graft = Graft(changed.model, given, part.path, part.call if ran > 1 else None, weights)
         inputs = [now.get(old, old) for old in part.inputs.values()]
         results = graft.insert(
             _matched(list(part.inputs), inputs, graft.inputs), [now.get(old) for old in part.outputs.values()]
