@@ -4,7 +4,7 @@
     python tools/benchmark.py export           # paired against torch.onnx.export, in one process
     python tools/benchmark.py export --models bert --exporter torchscript --pairs 9
     python tools/benchmark.py repair           # owners and fates of a synthetic graph of 50,000 nodes
-    python tools/benchmark.py run              # what measuring by module costs, against ONNX Runtime alone
+    python tools/benchmark.py run              # verify, extract and profile, against PyTorch and ONNX Runtime alone
     python tools/benchmark.py carry --nodes 20000   # tags onto a synthetic graph that an optimiser changed
 
 Every ratio is a median of pairs that ran one after the other in one process, in turn which of the two comes first,
@@ -29,6 +29,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import large_model
 import onnx
 import torch
 
@@ -232,6 +233,52 @@ def run_profile(name: str, pairs: int, runs: int = 20) -> None:
     print(f"{'':44}" + describe("A/A ", control), flush=True)
 
 
+def unit_of_verify(model: torch.nn.Module, inputs: Inputs, file: str) -> float:
+    """Seconds of one PyTorch forward, and of one ONNX Runtime session that is made and run."""
+    import onnxruntime
+
+    gc.collect()
+    start = time.perf_counter()
+    with torch.no_grad():
+        model(**inputs)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    session.run(None, {name: value.numpy() for name, value in inputs.items()})
+    return time.perf_counter() - start
+
+
+def run_verify(name: str, pairs: int) -> None:
+    """``verify`` in units of one forward and one session, paired; the control is the unit against itself."""
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]()
+    model.eval()
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        file = f"{folder}/model.onnx"
+        with contextlib.redirect_stdout(io.StringIO()):
+            htp_export.export(model, (), file, kwargs=inputs, dynamo=True, verbose=False)
+
+        def unit() -> float:
+            return unit_of_verify(model, inputs, file)
+
+        def whole(isolated: bool = False) -> float:
+            gc.collect()
+            start = time.perf_counter()
+            result = htp_export.verify(model, file, kwargs=inputs, isolated=isolated)
+            if not result.ok:
+                raise SystemExit(f"{name}: {result.summary}")
+            return time.perf_counter() - start
+
+        unit(), whole()  # warm
+        found: dict[str, list[float]] = {"whole": [], "isolated": [], "A/A": []}
+        units = []
+        for _ in range(pairs):
+            for what, measure in (("whole", whole), ("isolated", lambda: whole(isolated=True)), ("A/A", unit)):
+                units.append(unit())
+                found[what].append(measure() / units[-1])
+    print(f"{name:8} verify       unit {statistics.median(units):5.2f} s")
+    for what, values in found.items():
+        print(f"{'':21}" + describe(what, values), flush=True)
+
+
 def layered(size: int, per: int = 20) -> onnx.ModelProto:
     """A tagged model of many layers, with work in it that optimisers take out."""
     steps = ["MatMul", "Relu", "Identity", "Transpose", "Transpose", "Add"]
@@ -300,7 +347,9 @@ def main() -> None:
         run_memory(given.models[0], given.exporter, given.side)
     elif given.what == "run":
         for name in given.models:
+            run_verify(name, given.pairs)
             run_profile(name, given.pairs)
+        large_model.run(["extract"])
     else:
         exporters = ["dynamo", "torchscript"] if given.exporter == "both" else [given.exporter]
         run_export(given.models, exporters, given.pairs)

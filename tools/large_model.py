@@ -2,6 +2,7 @@
 """What cutting up a model of more than 2 GB costs: time, and peak memory of a process of its own.
 
     python tools/large_model.py                  # 2.4 GB of weights in 12 layers, in 4 stages
+    python tools/large_model.py extract splice   # these alone
     python tools/large_model.py --gigabytes 4 --stages 8 --folder /scratch
 
 Two peaks of memory are told. *Resident* has the pages of mapped files in it, which the system takes back whenever it
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +31,8 @@ import htp_export
 from htp_export.hierarchy import Hierarchy, ModuleInfo
 
 LAYERS = 12
+LAYER = "layers.5"
+STEPS = ("extract", "splice", "functions", "cut", "write", "run")
 
 
 def write_model(file: Path, gigabytes: float) -> None:
@@ -92,7 +96,14 @@ def measure(what: str, file: Path, stages: int) -> dict[str, float]:
     before = status("RssAnon")
     with Peak() as peak:
         start = time.perf_counter()
-        if what == "cut":
+        if what == "extract":
+            htp_export.extract(file, LAYER, output=folder.with_name("part.onnx"))
+        elif what == "splice":
+            part = folder.with_name("part.onnx")
+            htp_export.splice(file, LAYER, part if part.exists() else htp_export.extract(file, LAYER))
+        elif what == "functions":
+            htp_export.functions(file, "layers.*")
+        elif what == "cut":
             htp_export.partition(file, stages)
         elif what == "write":
             htp_export.partition(file, stages, folder)
@@ -106,6 +117,7 @@ def measure(what: str, file: Path, stages: int) -> dict[str, float]:
 def main() -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", metavar="STEP", default=STEPS, help=", ".join(STEPS))
     parser.add_argument("--gigabytes", type=float, default=2.4)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--folder", help="where to write; two and a half times the model has to fit there")
@@ -114,17 +126,24 @@ def main() -> None:
     if given.measure:
         print(json.dumps(measure(given.measure[0], Path(given.measure[1]), given.stages)))
         return
-    folder = Path(tempfile.mkdtemp(dir=given.folder))
+    if unknown := set(given.what) - set(STEPS):
+        parser.error(f"no steps: {', '.join(sorted(unknown))}; there are {', '.join(STEPS)}")
+    run(given.what, given.gigabytes, given.stages, given.folder)
+
+
+def run(steps: Sequence[str], gigabytes: float = 2.4, stages: int = 4, place: str | None = None) -> None:
+    """Write the model, and measure each step in a process of its own."""
+    folder = Path(tempfile.mkdtemp(dir=place))
     try:
         file = folder / "model.onnx"
-        write_model(file, given.gigabytes)
+        write_model(file, gigabytes)
         size = sum(each.stat().st_size for each in folder.iterdir())
-        print(f"{size / 1e9:.2f} GB in {LAYERS} layers, {given.stages} stages")
-        for what in ("cut", "write", "run"):
-            command = [sys.executable, __file__, "--stages", str(given.stages), "--measure", what, os.fspath(file)]
+        print(f"{size / 1e9:.2f} GB in {LAYERS} layers, {stages} stages")
+        for what in steps:
+            command = [sys.executable, __file__, "--stages", str(stages), "--measure", what, os.fspath(file)]
             told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
             print(
-                f"{what:6} {told['seconds']:6.2f} s   own {told['own']:7.0f} MB   resident {told['resident']:7.0f} MB"
+                f"{what:9} {told['seconds']:6.2f} s   own {told['own']:7.0f} MB   resident {told['resident']:7.0f} MB"
             )
     finally:
         shutil.rmtree(folder)
