@@ -1063,3 +1063,24 @@ net(
     lambda: {"x": x(2, 3, 4), "mask": torch.tensor([[True, True, False], [True, True, True]])},
     truth=Truth(computed("blocks.0", "blocks.1.q"), {"Softmax": [("blocks.0",), ("blocks.1",)]}),
 )
+
+
+class OtherNames(nn.Module):
+    """Operators by their second names, in place too, which torch replaces when a trace ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.multiply(self.first(x), x)
+        y = torch.subtract(torch.absolute(self.second(y)), torch.divide(x, 2.0).negative_())
+        return torch.special.expit(torch.concat([y, torch.clip(x, -1.0, 1.0)], dim=-1))
+
+
+net(
+    "other_names_of_operators",
+    lambda: nn.Sequential(OtherNames(), nn.Linear(8, 4)),
+    lambda: {"input": x(2, 4)},
+    truth=Truth(computed("0", "0.first", "0.second", "1"), {"Abs": [("0",)], "Sigmoid": [("0",)]}),
+)

@@ -174,3 +174,20 @@ def test_nothing_is_patched_while_nothing_is_exported() -> None:
         original = patch.find()[2]
         assert getattr(original, "__module__", None) != torch_internals.__name__, f"{patch.module}.{patch.name}"
         assert not isinstance(original, patches.ScriptPasses)
+
+
+@pytest.mark.parametrize(
+    ("kind", "usual"),
+    [
+        ("aten::multiply", "aten::mul"),
+        ("aten::multiply_", "aten::mul_"),
+        ("aten::clip", "aten::clamp"),
+        ("aten::linear", "aten::linear"),
+        ("aten::lstm", "aten::lstm"),
+        ("prim::ListConstruct", "prim::ListConstruct"),
+        ("aten::no such operator", "aten::no such operator"),
+        ("own::operator", "own::operator"),
+    ],
+)
+def test_second_names_of_operators_are_known(kind: str, usual: str) -> None:
+    assert torch_internals.usual_name(kind) == usual

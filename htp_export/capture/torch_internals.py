@@ -6,6 +6,7 @@ The places that are patched stand in ``patches.py``. ``tests/test_torch_internal
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -53,6 +54,35 @@ def bodies_watched(module: Any, note: Callable[[Any, list[str]], None]) -> Itera
     finally:
         for body in bodies:
             del body.forward
+
+
+@functools.cache
+def usual_name(kind: str) -> str:
+    """The operator that torch puts for one that is another name of it, ``aten::mul`` for ``aten::multiply``.
+
+    It does so at the end of every trace, and whenever it compiles a function; so one is compiled.
+
+    Args:
+        kind: The kind of a node of a JIT graph.
+
+    Returns:
+        The kind that the node has afterwards: its own, if the operator has no other name.
+    """
+    import torch
+
+    name = kind.removeprefix("aten::")
+    if name == kind or not name.isidentifier():
+        return kind
+    for schema in torch._C._jit_get_schemas_for_operator(kind):
+        types = ", ".join(f"a{k}: {given.type.annotation_str}" for k, given in enumerate(schema.arguments))
+        given = ", ".join(f"{'' if not a.kwarg_only else a.name + '='}a{k}" for k, a in enumerate(schema.arguments))
+        try:
+            unit = torch.jit.CompilationUnit(f"def f({types}):\n    return torch.ops.aten.{name}({given})\n")
+        except RuntimeError:  # arguments of a type that cannot be written down
+            continue
+        kinds = {node.kind() for node in unit.f.graph.nodes()} - {"prim::Constant"}
+        return kinds.pop() if len(kinds) == 1 else kind
+    return kind
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ which value stands in its place. Nothing of the graph is changed here, so that t
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from htp_export.capture.jit_graph import CONSTANTS, Reading, follow, numbers_of_
 from htp_export.capture.record import Node, Operation, Record
 from htp_export.capture.root_call import RootCall
 from htp_export.capture.script_modules import ScriptCalls
-from htp_export.capture.torch_internals import is_script_method, traced_number
+from htp_export.capture.torch_internals import is_script_method, traced_number, usual_name
 from htp_export.wire import SerializedModel
 
 # Operations on shapes alone: traced as integers, or ONNX's own.
@@ -127,18 +128,25 @@ class TorchScriptCapture:
 
     def _calls(self, graph: Any) -> list[int]:
         """The call of each node of the traced graph: what was traced, less what nothing needed."""
-        calls, at, traced = [], 0, self._traced_nodes
-        for node in graph.nodes():
-            kind = node.kind()
-            if kind in CONSTANTS:
+        nodes = [(node.kind(), node) for node in graph.nodes()]
+        nodes = [(kind, node) for kind, node in nodes if kind not in CONSTANTS]
+        traced = self._traced_nodes
+        renamed = {kind: usual_name(kind) for kind in {kind for kind, *_ in traced} - {kind for kind, _ in nodes}}
+        places: defaultdict[tuple[str, str], deque[int]] = defaultdict(deque)
+        for place, (kind, scope, *_) in enumerate(traced):
+            places[renamed.get(kind, kind), scope].append(place)
+        calls, at = [], 0
+        for kind, node in nodes:
+            found = places[kind, node.scopeName()]
+            while found and found[0] < at:
+                found.popleft()
+            if not found:
+                calls.append(NO_CALL)
                 continue
-            looked_for = kind, node.scopeName()
-            while at < len(traced) and traced[at][:2] != looked_for:
-                self._dead.add(traced[at][2])
-                at += 1
-            calls.append(traced[at][2] if at < len(traced) else NO_CALL)
-            if at < len(traced):
-                self._numbers.update(zip(traced[at][3], numbers_of_outputs(node), strict=False))
+            self._dead.update(call for _, _, call, _ in traced[at : found[0]])
+            at = found.popleft()
+            calls.append(traced[at][2])
+            self._numbers.update(zip(traced[at][3], numbers_of_outputs(node), strict=False))
             at += 1
         self._dead.update(call for _, _, call, _ in traced[at:])
         return calls
