@@ -1084,3 +1084,31 @@ net(
     lambda: {"input": x(2, 4)},
     truth=Truth(computed("0", "0.first", "0.second", "1"), {"Abs": [("0",)], "Sigmoid": [("0",)]}),
 )
+
+
+class OnlyMeasured(nn.Module):
+    """What its layer computes is looked at for its size alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(self.linear(x))
+
+
+class ZerosInBetween(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.zeros, self.out = OnlyMeasured(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(self.zeros(x))
+
+
+net(
+    "zeros_of_the_same_size",
+    ZerosInBetween,
+    lambda: {"x": x(2, 4)},
+    truth=Truth({"zeros.linear": "dead"}),
+)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # Results that tell the sizes of a tensor, and nothing of what is in it.
 SHAPE_OPERATORS = frozenset({"Shape", "Size"})
+# Operators that read a tensor for its type alone, and at which place: nothing of what is in it comes out.
+_TYPE_INPUT = {"CastLike": 1}
 
 _STAMP = "htp.stamp"
 
@@ -294,7 +296,8 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 def _reads(node: ir.Node) -> tuple[ir.Value, ...]:
     """What a node reads; for one with bodies, also what its bodies return."""
-    reads = [value for value in node.inputs if value is not None]
+    unread = _TYPE_INPUT.get(node.op_type)
+    reads = [value for place, value in enumerate(node.inputs) if value is not None and place != unread]
     for body in subgraphs(node):
         reads.extend(body.outputs)
     return tuple(reads)

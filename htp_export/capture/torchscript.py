@@ -23,8 +23,14 @@ from htp_export.capture.script_modules import ScriptCalls
 from htp_export.capture.torch_internals import is_script_method, traced_number, usual_name
 from htp_export.wire import SerializedModel
 
-# Operations on shapes alone: traced as integers, or ONNX's own.
-SHAPE_KINDS = frozenset({"aten::size", "aten::dim", "aten::numel", "aten::len", "onnx::Shape", "onnx::Size"})
+# Operations on shapes alone: traced as integers, ONNX's own, and those that fill a tensor as large as another.
+SHAPE_KINDS = frozenset(
+    {
+        *("aten::size", "aten::dim", "aten::numel", "aten::len", "onnx::Shape", "onnx::Size"),
+        *("aten::zeros_like", "aten::ones_like", "aten::empty_like"),
+        *("aten::new_zeros", "aten::new_ones", "aten::new_empty"),
+    }
+)
 
 
 class TorchScriptCapture:

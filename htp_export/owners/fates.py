@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from htp_export.capture.record import Key, Record
 from htp_export.owners.assign import Ownership
 from htp_export.owners.boundaries import Boundary, Regions, true_boundaries
-from htp_export.owners.flow import Flow
+from htp_export.owners.flow import Flow, needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,20 @@ class Fates:
         self.true = true_boundaries(record, flow)
         self.regions = Regions(record, owners)
         self.contamination: list[tuple[str, Key, bool]] = []
-        self._useful = self._modules_that_count(flow)
+        self._useful = self._modules_that_count(flow.wanted)
 
-    def _modules_that_count(self, flow: Flow) -> dict[str, bool]:
+    @functools.cached_property
+    def _measured(self) -> frozenset[str]:
+        """Modules whose work is read for its sizes alone."""
+        wanted = needed(self.record.operations, self.record.outputs, values_only=True)
+        return frozenset(path for path, is_read in self._modules_that_count(wanted).items() if not is_read)
+
+    def _modules_that_count(self, wanted: list[bool]) -> dict[str, bool]:
         """Path → whether the result depends on something that the module computed; absent if it computed nothing."""
         log = self.record.log
         useful: dict[str, bool] = {}
         marks: dict[int, bool] = {}
-        for operation, is_wanted in zip(self.record.operations, flow.wanted, strict=True):
+        for operation, is_wanted in zip(self.record.operations, wanted, strict=True):
             marks[operation.call] = marks.get(operation.call, False) or is_wanted
         for call, is_wanted in (*dict.fromkeys(self.record.dead, False).items(), *marks.items()):
             for up in log.chain(call):
@@ -63,6 +70,8 @@ class Fates:
             return Fate("dead")
         boundary, final = self.true[path], self.record.final
         lost = self._beyond(boundary, [key for key in (*boundary.inputs, *boundary.outputs) if key not in final])
+        if (lost or path not in self.regions.by_path) and path in self._measured:
+            return Fate("dead")
         if lost:
             return Fate("fused", self._whole([path, *lost]))
         if path in self.regions.by_path:

@@ -17,15 +17,16 @@ def varying(steps: list[Operation] | list[Node], inputs: set[Key]) -> set[Key]:
     return live
 
 
-def needed(operations: list[Operation], outputs: list[Key]) -> list[bool]:
-    """For each operation, whether what the model returns depends on it."""
+def needed(operations: list[Operation], outputs: list[Key], *, values_only: bool = False) -> list[bool]:
+    """For each operation, whether what the model returns depends on it; or on its values, not on their sizes alone."""
     wanted = set(outputs)
     marks = [False] * len(operations)
     for index in range(len(operations) - 1, -1, -1):
         operation = operations[index]
         if not wanted.isdisjoint(operation.outputs):
             marks[index] = True
-            wanted.update(operation.inputs)
+            if not (values_only and operation.shape_only):
+                wanted.update(operation.inputs)
     return marks
 
 
