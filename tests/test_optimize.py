@@ -230,6 +230,83 @@ def test_values_that_are_not_numbers_are_compared():
     assert "off by inf" in check.fault(other.model("y"), "tolerant")
 
 
+class TwoInOne(ir.passes.InPlacePass):
+    """Lets one node compute a sum and what is made of it, and give the sum, too, where others read it."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        for last in [node for node in model.graph if node.op_type in ("Neg", "Abs")]:
+            first = last.inputs[0].producer() if last.inputs[0] is not None else None
+            if first is None or first.op_type != "Add":
+                continue
+            old = [last.outputs[0], first.outputs[0]][: len(first.outputs[0].uses())]
+            new = ir.node(f"Add{last.op_type}", first.inputs, domain="ours", num_outputs=len(old))
+            ir.convenience.replace_nodes_and_values(model.graph, last, [first, last], [new], old, new.outputs)
+            modified = True
+        return ir.passes.PassResult(model, modified)
+
+
+def pre_norm_net() -> ir.Model:
+    """A sum that one module takes and that is read again after it; and a sum that only one module reads."""
+    net = Builder(x=[2, 4])
+    net.add("Add", "x x", "sum", "block")
+    net.add("Neg", "sum", "normed", "block.norm")
+    net.add("Relu", "normed", "mixed", "block.mixer")
+    net.add("Add", "mixed sum", "out", "block")
+    net.add("Abs", "out", "y", "last")
+    signatures = {
+        "block": (["x"], ["out"]),
+        "block.norm": (["sum"], ["normed"]),
+        "block.mixer": (["normed"], ["mixed"]),
+    }
+    return net.model("y", {**signatures, "last": (["out"], ["y"])})
+
+
+def fates(model: ir.Model) -> dict[str, str]:
+    return {path: module.fate for path, module in htp_export.load(model).hierarchy.items() if path}
+
+
+def test_fusions_across_tensors_that_stay_are_left_out_where_that_is_asked_for(passes):
+    passes("two_in_one", level="fused")(TwoInOne)
+    free = htp_export.optimize(pre_norm_net(), passes="two_in_one", level="fused")
+    assert ops(free.model) == ["AddNeg", "Relu", "AddAbs"]
+    assert fates(free.model)["block.norm"] == "fused"
+    kept = htp_export.optimize(pre_norm_net(), passes="two_in_one", level="fused", keep_exact=True)
+    assert ops(kept.model) == ["Add", "Neg", "Relu", "AddAbs"]  # the other sum is gone: that fusion is what it says
+    assert fates(kept.model) == {"block": "fused", "block.norm": "computed", "block.mixer": "computed", "last": "fused"}
+    assert set(kept.fused) == {"block", "last"}
+    assert owners(kept.model)["sum"] == ("block",)
+    assert (kept.nodes_before, kept.nodes_after) == (5, 4)
+    assert kept.model.graph.opset_imports.keys() == {"", "com.microsoft"}
+
+
+def test_where_nothing_is_left_of_a_pass_it_has_done_nothing(passes):
+    passes("two_in_one", level="fused")(TwoInOne)
+    net = Builder(x=[2, 4])
+    net.add("Add", "x x", "sum", "")
+    net.add("Neg", "sum", "normed", "norm")
+    net.add("Mul", "normed sum", "y", "")
+    model = net.model("y", {"norm": (["sum"], ["normed"])})
+    result = htp_export.optimize(model, passes="two_in_one", level="fused", keep_exact=True)
+    assert ops(result.model) == ["Add", "Neg", "Mul"]
+    assert result.attribution == {"two_in_one": {}}
+    assert result.fused == {}
+
+
+@pytest.mark.parametrize("output", ["normed", "sum"])
+def test_results_of_the_model_may_be_tensors_that_nothing_works_across(output, passes):
+    passes("two_in_one", level="fused")(TwoInOne)
+    net = Builder(x=[2, 4])
+    net.add("Add", "x x", "sum", "")
+    net.add("Neg", "sum", "normed", "norm")
+    net.add("Mul", "normed sum", "y", "")
+    model = net.model(f"{output} y", {"norm": (["sum"], ["normed"])})
+    result = htp_export.optimize(model, passes="two_in_one", level="fused", keep_exact=True)
+    assert [value.name for value in result.model.graph.outputs] == [output, "y"]
+    for found, expected in zip(run(result.model, x=array(2, 4)), run(model, x=array(2, 4)), strict=True):
+        assert np.array_equal(found, expected)
+
+
 def test_a_pass_above_the_level_is_refused():
     with pytest.raises(InputError, match="'fuse_conv_batchnorm' is tolerant, more than level 'exact' allows"):
         htp_export.optimize(small_net(), passes="fuse_conv_batchnorm")
@@ -309,7 +386,7 @@ def test_the_command_writes_a_file_and_tells_what_it_did(tmp_path, capsys):
     assert main(["optimize", str(source), "-o", str(target), "--verify"]) == 0
     assert "3 nodes before, 2 after; outputs differ by 0 at most" in capsys.readouterr().out
     assert ops(ir.load(target)) == ["Relu", "Neg"]
-    assert main(["optimize", str(source), "-o", str(target), "--json"]) == 0
+    assert main(["optimize", str(source), "-o", str(target), "--keep-exact", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["nodes_after"] == 2
 
 
@@ -437,3 +514,19 @@ def test_attention_for_onnxruntime_has_all_its_owners(tmp_path):
     found = owners(result.model)[attention.outputs[0].name]
     assert set(found) >= {path}
     assert inexact(model, kwargs, tmp_path / "small.onnx") == []
+
+
+def test_pre_norm_models_stay_exact_where_that_is_asked_for(tmp_path):
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = spread(ViTForImageClassification(ViTConfig(image_size=32, patch_size=16, **sizes)))
+    kwargs = {"pixel_values": torch.randn(1, 3, 32, 32)}
+    exported(model, kwargs, "dynamo", tmp_path)
+    source, target = tmp_path / "model.onnx", tmp_path / "small.onnx"
+    free = htp_export.optimize(source, target, level="fused")
+    assert inexact(model, kwargs, target) != []
+    kept = htp_export.optimize(source, target, level="fused", keep_exact=True, verify=True)
+    assert inexact(model, kwargs, target) == []
+    assert kept.rolled_back == {}
+    assert (free.nodes_after, kept.nodes_after) == (21, 28)

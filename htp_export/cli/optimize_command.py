@@ -31,6 +31,9 @@ def optimize_command(
     verify: Annotated[
         bool, typer.Option("--verify", help="Run it before and after every pass; undo what is off.")
     ] = False,
+    keep_exact: Annotated[
+        bool, typer.Option("--keep-exact", help="No fusion across the border of a module whose tensors all stay.")
+    ] = False,
     attribution: Annotated[
         bool, typer.Option("--attribution", help="A line for each module of each pass, for several files too.")
     ] = False,
@@ -56,7 +59,9 @@ def optimize_command(
     steps, results = Steps(quiet=as_json), dict[str, Optimized]()
     for file, target in _targets(files, output):
         with steps.step(f"optimising {file.name}"):
-            results[file.name] = optimize(file, target, passes=passes, level=wanted, verify=verify)
+            results[file.name] = optimize(
+                file, target, passes=passes, level=wanted, verify=verify, keep_exact=keep_exact
+            )
     if as_json:
         print_json(next(iter(results.values())).to_dict() if len(files) == 1 else OptimizedModels(results).to_dict())
         return

@@ -113,6 +113,33 @@ class Bookkeeping:
         self._lost = defaultdict(dict, {path: dict.fromkeys(others) for path, others in mark.lost.items()})
         self._snapshot = Snapshot(mark.model)
         self._weights.settle(mark.model)
+        self._note_boundary()
+
+    def tensor(self, name: str) -> ir.Value | None:
+        """Where a tensor is now that a signature named so at first; None where it is gone."""
+        return self._where.get(name)
+
+    def worked_across(self, paths: Iterable[str]) -> set[str]:
+        """Tensors that keep modules from being exact, although they are there: one node makes them and reads on.
+
+        Args:
+            paths: Modules that are fused since a pass.
+
+        Returns:
+            The first names of tensors of those modules that lost none: what such a module takes and itself makes, or
+            gives and does not make; all of its tensors, if there are no such.
+        """
+        found: set[str] = set()
+        for path in paths:
+            if path in self._lost:
+                continue
+            taken = {name for call in self._signatures[path] for name in call.inputs.values() if name is not None}
+            given = {name for call in self._signatures[path] for name in call.outputs if name is not None}
+            there = {name: value for name in taken | given if (value := self._where.get(name)) is not None}
+            inside = {name for name, value in there.items() if _is_inside(value, path)}
+            across = ((taken - given) & inside) | ((given - taken - inside) & there.keys())
+            found |= across or there.keys()
+        return found
 
     def _check(self) -> None:
         bare = [node for node in self._snapshot.nodes if tags.MODULE not in node.metadata_props]
@@ -196,6 +223,13 @@ class Bookkeeping:
             self.model.metadata_props[tags.MODULES] = self.hierarchy.to_json()
         if self._signatures:
             self.model.metadata_props[tags.SIGNATURES] = signatures_to_json(self.signatures)
+
+
+def _is_inside(value: ir.Value, path: str) -> bool:
+    """Whether a node of a module, or below it, makes a tensor, alone or with others."""
+    maker = value.producer()
+    owners = tags.owners_of(maker.metadata_props) if maker is not None else ()
+    return any(tags.is_under(owner, path) for owner in owners)
 
 
 def _named(signatures: Mapping[str, Sequence[Signature]]) -> Iterable[str]:
