@@ -17,7 +17,7 @@ from htp_export.passes.checking import OutputCheck
 from htp_export.passes.results import Change
 from htp_export.regions import all_nodes
 from tests.exporting import exported
-from tests.graphs import Builder, array, ops, owners, run
+from tests.graphs import Builder, array, ops, owners, passed, run
 from tests.truth import inexact
 
 
@@ -278,6 +278,12 @@ def test_fusions_across_tensors_that_stay_are_left_out_where_that_is_asked_for(p
     assert owners(kept.model)["sum"] == ("block",)
     assert (kept.nodes_before, kept.nodes_after) == (5, 4)
     assert kept.model.graph.opset_imports.keys() == {"", "com.microsoft"}
+
+
+def test_only_tensors_that_are_there_and_are_worked_across_are_named(passes):
+    passes("two_in_one", level="fused")(TwoInOne)
+    books = passed(pre_norm_net(), "two_in_one")[1]
+    assert books.worked_across(["block", "block.norm", "last"]) == {"sum"}
 
 
 def test_where_nothing_is_left_of_a_pass_it_has_done_nothing(passes):
