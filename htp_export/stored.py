@@ -174,7 +174,7 @@ class Marks:
 
     def stand_in(self, tensor: ir.TensorProtocol) -> ir.TensorProtocol | None:
         """A tensor like another with a mark in place of its values; None for one that protobuf may as well write."""
-        if isinstance(tensor, ir.ExternalTensor | ir.StringTensor) or tensor.nbytes < LARGE_BYTES:
+        if isinstance(tensor, ir.ExternalTensor) or tensor.dtype == ir.DataType.STRING or tensor.nbytes < LARGE_BYTES:
             return None
         if isinstance(tensor, ir.TensorProtoTensor):
             return self._hollow(tensor)
@@ -282,6 +282,9 @@ class _Values:
 
 def write_values(tensor: ir.TensorProtocol, stream: IO[bytes]) -> None:
     """Write the values of a tensor, as ``raw_data`` or external data has them."""
+    if isinstance(tensor, ir.LazyTensor) and tensor.dtype.bitwidth >= 8:
+        # It may be a view, and numpy writes what is not contiguous one element at a time.
+        tensor = ir.Tensor(np.ascontiguousarray(tensor.numpy()), dtype=tensor.dtype)
     if hasattr(tensor, "tofile"):  # not in the protocol, but every tensor of onnx_ir and torch has it
         tensor.tofile(stream)
     else:

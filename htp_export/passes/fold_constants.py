@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
@@ -52,10 +51,7 @@ def _view(graph: ir.Graph, node: ir.Node) -> bool:
     perm = list(node.attributes.get_ints("perm") or reversed(range(len(tensor.shape))))
     shape = ir.Shape([tensor.shape.numpy()[axis] for axis in perm])
 
-    def laid_out() -> ir.TensorProtocol:  # numpy writes an array that is not contiguous one element at a time
-        return ir.tensor(np.ascontiguousarray(tensor.numpy().transpose(perm)))
-
-    turned = ir.LazyTensor(laid_out, tensor.dtype, shape)
+    turned = ir.LazyTensor(lambda: ir.tensor(tensor.numpy().transpose(perm)), tensor.dtype, shape)
     return stand_in(node.outputs[0], add_initializer(graph, turned, str(node.outputs[0].name)))
 
 
