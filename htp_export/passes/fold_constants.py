@@ -50,7 +50,6 @@ def _view(graph: ir.Graph, node: ir.Node) -> bool:
     tensor = weight.const_value
     perm = list(node.attributes.get_ints("perm") or reversed(range(len(tensor.shape))))
     shape = ir.Shape([tensor.shape.numpy()[axis] for axis in perm])
-
     turned = ir.LazyTensor(lambda: ir.tensor(tensor.numpy().transpose(perm)), tensor.dtype, shape)
     return stand_in(node.outputs[0], add_initializer(graph, turned, str(node.outputs[0].name)))
 
