@@ -1,7 +1,8 @@
 """ONNX files, read without their weights and written whole.
 
 External data stays external: reading opens no data file, and writing streams it, tensor by tensor, only where it has
-to move. Everything is written to a temporary name beside its target and renamed; a failure leaves what was there.
+to move. Large weights within the ONNX file stay there too, until they are asked for, and are written one at a time
+(`stored`). Everything is written to a temporary name beside its target and renamed; a failure leaves what was there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import FileError
+from htp_export.stored import Marks, read_hollow, write_filled, write_values
 
 __all__ = ["has_external_data", "read_model", "write_model"]
 
@@ -28,7 +30,9 @@ _LARGE_BYTES = 1_800_000_000
 
 
 def read_model(path: str | os.PathLike[str]) -> ir.Model:
-    """Read an ONNX file; external data is left where it is until somebody asks for its values.
+    """Read an ONNX file; external data and large weights are left where they are until somebody asks for their values.
+
+    The file may be replaced or deleted meanwhile, by `write_model` and whoever else renames, but not written over.
 
     Args:
         path: The file. Its extension says the format, as in ``onnx.load``.
@@ -38,8 +42,9 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
     """
     file = Path(path)
     try:
-        proto = onnx.load(file, load_external_data=False)
-        model = ir.from_proto(proto) if proto.ir_version and proto.HasField("graph") else None
+        model = _parse(file)
+    except FileError:
+        raise
     except OSError as error:
         raise FileError(file, f"cannot be read: {error.strerror or error}") from error
     except Exception as error:  # parsers of four formats raise whatever they like on bytes that are not theirs
@@ -56,6 +61,28 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
                 raise FileError(file, f"its external data {location!r} lies outside its folder; it will not be read")
             checked.add(location)
     return model
+
+
+def _parse(file: Path) -> ir.Model | None:
+    """The model; None for what protobuf can read, but is not one."""
+    hollow = read_hollow(file) if _is_protobuf(file) else None
+    proto = onnx.load(file, load_external_data=False) if hollow is None else hollow.proto
+    if not proto.ir_version or not proto.HasField("graph"):
+        return None
+    model = ir.from_proto(proto)
+    if hollow is not None:
+        for slot in list(_slots(model)):
+            tensor = hollow.tensor(slot.tensor)
+            if tensor is not None:
+                slot.put(tensor)
+        if not hollow.is_whole:  # some are where there are no slots, or twice under a name
+            model = ir.from_proto(onnx.load(file, load_external_data=False))
+    return model
+
+
+def _is_protobuf(file: Path) -> bool:
+    """Whether an extension says protobuf, or nothing."""
+    return onnx.serialization.registry.get_format_from_file_extension(file.suffix) in ("protobuf", None)
 
 
 def write_model(model: ir.Model, path: str | os.PathLike[str], external_data: str | None = None) -> None:
@@ -95,7 +122,7 @@ def write_model(model: ir.Model, path: str | os.PathLike[str], external_data: st
                 moved = _stream(moving, stream, data)
             for slot, tensor in zip(moving, moved, strict=True):
                 slot.put(tensor)
-        onnx.save_model(ir.to_proto(model), new_file)
+        _write(model, new_file)
         if new_data is not None:
             new_data.replace(data)
             placed = True
@@ -109,6 +136,26 @@ def write_model(model: ir.Model, path: str | os.PathLike[str], external_data: st
         for left in (new_data, new_file):
             if left is not None:
                 left.unlink(missing_ok=True)
+
+
+def _write(model: ir.Model, file: Path) -> None:
+    """Write the ONNX file itself; weights in it one at a time."""
+    if not _is_protobuf(file):
+        onnx.save_model(ir.to_proto(model), file)
+        return
+    marks, marked = Marks(), list[_Slot]()
+    try:
+        for slot in list(_slots(model)):
+            stand_in = marks.stand_in(slot.tensor)
+            if stand_in is not None:
+                marked.append(slot)
+                slot.put(stand_in)
+        proto = ir.to_proto(model)
+    finally:
+        for slot in marked:
+            slot.put(slot.tensor)
+    with file.open("xb") as stream:
+        write_filled(proto, marks, [slot.tensor for slot in marked], stream)
 
 
 def has_external_data(model: ir.Model) -> bool:
@@ -155,8 +202,11 @@ def _setter(value: ir.Value) -> Callable[[ir.TensorProtocol], None]:
 
 
 def _attribute_setter(node: ir.Node, name: str) -> Callable[[ir.TensorProtocol], None]:
+    first = node.attributes[name]
+
     def put(tensor: ir.TensorProtocol) -> None:
-        node.attributes[name] = ir.AttrTensor(name, tensor)
+        same = tensor is first.value
+        node.attributes[name] = first if same else ir.AttrTensor(name, tensor, doc_string=first.doc_string)
 
     return put
 
@@ -187,7 +237,7 @@ def _stream(slots: list[_Slot], stream: IO[bytes], data: Path) -> list[ir.Extern
             key = (tensor.path, tensor.offset, tensor.length)
         if key not in places:
             start = stream.tell()
-            _write_tensor(tensor, stream)
+            write_values(tensor, stream)
             places[key] = (start, stream.tell() - start)
         offset, length = places[key]
         moved.append(
@@ -203,13 +253,6 @@ def _stream(slots: list[_Slot], stream: IO[bytes], data: Path) -> list[ir.Extern
             )
         )
     return moved
-
-
-def _write_tensor(tensor: ir.TensorProtocol, stream: IO[bytes]) -> None:
-    if hasattr(tensor, "tofile"):  # not in the protocol, but every tensor of onnx_ir and torch has it
-        tensor.tofile(stream)
-    else:
-        stream.write(tensor.tobytes())
 
 
 def _beside(path: Path) -> Path:

@@ -235,8 +235,8 @@ def load(source: ModelSource) -> TaggedModel:
 
     Args:
         source: A file, an ``ONNXProgram``, a ``ModelProto``, an ``ir.Model``, or anything with an ``ir.Model`` as
-            ``model``. Models in memory are taken as they are, not copied. The weights of a file that has external
-            data are not read.
+            ``model``. Models in memory are taken as they are, not copied. External data and large weights of a file
+            are read when they are asked for; until then the file may be replaced, but not written over.
 
     Raises:
         FileError: If the file is missing, is not ONNX, has broken tags, or names external data outside its folder.

@@ -1,4 +1,4 @@
-"""Rewrites the nodes and metadata of a serialized ONNX model without touching its weights.
+"""Rewrites the nodes and metadata of a serialized ONNX model without touching its weights; or its weights alone.
 
 The TorchScript exporter hands over a model as bytes. Parsing that, changing the nodes and serializing it again would
 copy every weight twice. This reads only the outermost fields of the message (a tag and a length each, see
@@ -10,27 +10,44 @@ Field numbers are those of ``onnx.proto``, where they can never change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+__all__ = ["SerializedModel", "rewrite_raw_data", "total_size"]
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 _MODEL_IR_VERSION, _MODEL_GRAPH, _MODEL_METADATA, _MODEL_FUNCTIONS = 1, 7, 14, 25
 _GRAPH_NODE, _GRAPH_NAME, _GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT = 1, 2, 5, 11, 12
-_TENSOR_NAME, _TENSOR_RAW_DATA = 8, 9
+_TENSOR_NAME = 8
+
+_RAW_DATA = "raw_data"
+_INSIDE: Mapping[str, Mapping[int, str]] = {  # the fields of each message that lead to the bytes of tensors
+    "model": {_MODEL_GRAPH: "graph", _MODEL_FUNCTIONS: "function"},
+    "graph": {_GRAPH_NODE: "node", _GRAPH_INITIALIZER: "tensor"},
+    "function": {7: "node"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 11: "graph"},
+    "tensor": {9: _RAW_DATA},
+}
+_LONGEST_VARINT = 10
+_DEEPEST = 100
+"""As deep as protobuf lets messages be."""
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
     byte = data[at]
     if byte < 0x80:
         return byte, at + 1
-    value, shift = byte & 0x7F, 7
+    value, shift, last = byte & 0x7F, 7, at + _LONGEST_VARINT
     while True:
         at += 1
+        if at >= last:
+            raise ValueError(f"not an ONNX model: a number of more than {_LONGEST_VARINT} bytes before byte {at}")
         byte = data[at]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
@@ -82,6 +99,67 @@ def _fields(data: memoryview, at: int, end: int) -> Iterator[_Slice]:
         if at > end:
             raise ValueError(f"not an ONNX model: a field that begins at byte {start} runs past the end")
         yield _Slice(tag >> 3, start, payload, at)
+
+
+_Bytes = TypeVar("_Bytes", bound=Sized)
+"""Bytes, or what stands for some and is as long."""
+
+
+def rewrite_raw_data(
+    data: memoryview, wanted: Callable[[int, int], bool], change: Callable[[int, int], _Bytes], kind: str = "model"
+) -> list[bytes | memoryview | _Bytes]:
+    """A serialized message, with other ``raw_data`` in its tensors.
+
+    Looks into the tensors that are initializers or attributes of nodes, in subgraphs and functions too.
+
+    Args:
+        data: The bytes of the message.
+        wanted: Whether to look into what lies between two offsets, and to change it if it is ``raw_data``.
+        change: What to put in place of the ``raw_data`` between two offsets.
+        kind: The message that this is: ``"model"``, or a part of one.
+
+    Returns:
+        The message in pieces, one after the other.
+
+    Raises:
+        ValueError: The bytes are no such message.
+    """
+    try:
+        return _rewrite(data, kind, 0, len(data), wanted, change) or [data]
+    except IndexError as error:
+        raise ValueError("not an ONNX model: it ends within a field") from error
+
+
+def _rewrite(
+    data: memoryview,
+    kind: str,
+    start: int,
+    end: int,
+    wanted: Callable[[int, int], bool],
+    change: Callable[[int, int], _Bytes],
+    depth: int = 0,
+) -> list[bytes | memoryview | _Bytes]:
+    """The same for the bytes between two offsets; empty where nothing changes."""
+    pieces: list[bytes | memoryview | _Bytes] = []
+    done = start
+    for part in _fields(data, start, end):
+        inside = _INSIDE[kind].get(part.number)
+        if inside is None or data[part.start] & 7 != _BYTES or not wanted(part.payload, part.end) or depth > _DEEPEST:
+            continue
+        new: list[bytes | memoryview | _Bytes] = []
+        if inside == _RAW_DATA:
+            new.append(change(part.payload, part.end))
+        else:
+            new = _rewrite(data, inside, part.payload, part.end, wanted, change, depth + 1)
+        if new:
+            pieces += (data[done : part.start], _head(part.number, total_size(new)), *new)
+            done = part.end
+    return [*pieces, data[done:end]] if pieces else []
+
+
+def total_size(pieces: Sequence[Sized]) -> int:
+    """How many bytes pieces are together."""
+    return sum(map(len, pieces))
 
 
 @dataclass
@@ -187,13 +265,9 @@ class SerializedModel:
 
     def _filled(self, initializer: _Slice, weight: bytes) -> list[bytes | memoryview]:
         """An initializer with its weight in the place that was kept for it."""
-        pieces: list[bytes | memoryview] = []
-        for part in _fields(self._view, initializer.payload, initializer.end):
-            if part.number == _TENSOR_RAW_DATA:
-                pieces.extend((_head(_TENSOR_RAW_DATA, len(weight)), weight))
-            else:
-                pieces.append(self._view[part.start : part.end])
-        return [_head(_GRAPH_INITIALIZER, sum(map(len, pieces))), *pieces]
+        tensor = self._view[initializer.payload : initializer.end]
+        pieces = rewrite_raw_data(tensor, lambda *_: True, lambda *_: weight, "tensor")
+        return [_head(_GRAPH_INITIALIZER, total_size(pieces)), *pieces]
 
 
 def _merged(pieces: Iterator[bytes | memoryview]) -> list[bytes | memoryview]:

@@ -169,7 +169,7 @@ def test_a_failed_write_leaves_what_was_there(
     def broken(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(onnx, "save_model", broken)
+    monkeypatch.setattr(files, "write_filled", broken)
     with pytest.raises(FileError, match=r"target\.onnx: cannot be written: .*No space left"):
         write_model(model, target, "target.onnx.data" if where == "same" else None)
     assert target.read_bytes() == b"old model"

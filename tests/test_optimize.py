@@ -12,11 +12,12 @@ import torch
 import htp_export
 from htp_export.cli.main import main
 from htp_export.errors import FileError, InputError
-from htp_export.passes import register, registry
+from htp_export.passes import OptimizedModels, register, registry
 from htp_export.passes.checking import OutputCheck
+from htp_export.passes.results import Change
 from htp_export.regions import all_nodes
 from tests.exporting import exported
-from tests.graphs import Builder, array, ops, owners, run
+from tests.graphs import Builder, array, ops, owners, passed, run
 from tests.truth import inexact
 
 
@@ -55,11 +56,98 @@ def test_attribution_says_how_many_nodes_went_where():
     result = htp_export.optimize(small_net())
     assert (result.nodes_before, result.nodes_after) == (3, 2)
     assert {name: dict(found) for name, found in result.attribution.items() if found} == {
-        "eliminate_identity_ops": {"drop": htp_export.passes.results.Change(removed=1)}
+        "eliminate_identity_ops": {"drop": Change(removed=1), "layer.act": Change(changed=1)}
     }
     assert result.below("")["eliminate_identity_ops"].saved == 1
     assert result.below("layer")["eliminate_identity_ops"].saved == 0
     assert result.max_abs is None
+
+
+def weighted_net() -> ir.Model:
+    """Two layers that read equal weights, one that reads a weight of its own, and one that nobody reads."""
+    net = Builder(x=[2, 4])
+    for name in ("one", "two"):
+        net.const(f"{name}.w", array(4, 4))
+    net.const("three.w", array(4, 4, seed=1))
+    net.const("left", array(10))
+    net.add("MatMul", "x one.w", "a", "stack.one")
+    net.add("MatMul", "a two.w", "b", "stack.two")
+    net.add("Transpose", "b", "c", "head.three")
+    net.add("Transpose", "c", "d", "head.three")
+    net.add("MatMul", "d three.w", "y", "head.three")
+    return net.model("y")
+
+
+def test_attribution_counts_bytes_of_weights_at_the_modules_that_read_them():
+    result = htp_export.optimize(weighted_net())
+    saved = {
+        (name, path): change.saved_bytes
+        for name, found in result.attribution.items()
+        for path, change in found.items()
+        if change.saved_bytes
+    }
+    assert saved == {("eliminate_duplicate_constants", "stack.two"): 64, ("eliminate_dead_nodes", ""): 40}
+    weights = [value.const_value for value in result.model.graph.initializers.values()]
+    assert sum(saved.values()) == 3 * 64 + 40 - sum(tensor.nbytes for tensor in weights)
+
+
+def test_new_weights_count_against_the_module_that_reads_them():
+    net = Builder(x=[2, 4])
+    for seed, name in enumerate(("query", "key", "value")):
+        net.const(f"{name}.w", array(4, 4, seed=seed))
+        net.const(f"{name}.b", array(4, seed=seed))
+        net.add("MatMul", f"x {name}.w", f"{name}.m", f"attention.{name}")
+        net.add("Add", f"{name}.m {name}.b", name, f"attention.{name}")
+    net.add("Concat", "query key value", "y", "attention", axis=1)
+    result = htp_export.optimize(net.model("y"), passes="merge_parallel_projections", level="tolerant")
+    found = {path: change.saved_bytes for path, change in result.attribution["merge_parallel_projections"].items()}
+    own, number = 4 * 4 * 4 + 4 * 4, 8  # where a slice begins or ends, or its axis
+    assert found == {
+        "attention": -3 * own - number,
+        **{f"attention.{name}": own - 2 * number for name in ("query", "key", "value")},
+    }
+
+
+def test_bytes_of_a_pass_that_changes_weights_alone(passes):
+    class Halves(ir.passes.InPlacePass):
+        def call(self, model: ir.Model) -> ir.passes.PassResult:
+            weight = model.graph.initializers["three.w"]
+            weight.const_value = ir.tensor(weight.const_value.numpy().astype(np.float16))
+            return ir.passes.PassResult(model, modified=True)
+
+    passes("halves", level="exact")(Halves)
+    result = htp_export.optimize(weighted_net(), passes="halves")
+    assert result.attribution["halves"] == {"head.three": Change(saved_bytes=32)}
+
+
+def test_attribution_adds_up_at_any_depth():
+    result = htp_export.optimize(weighted_net())
+    name = "eliminate_redundant_transposes"
+    assert {path: change.saved for path, change in result.attribution[name].items() if change.saved} == {
+        "head.three": 2
+    }
+    assert {path: change.saved for path, change in result.at_depth(1)[name].items() if change.saved} == {"head": 2}
+    for depth in range(4):
+        found = result.at_depth(depth)
+        assert all(path.count(".") < max(depth, 1) for changes in found.values() for path in changes)
+        for report in result.passes:
+            assert sum(found[report.name].values(), Change()) == report.change
+    assert set(result.at_depth(0)[name]) == {""}
+    assert result.at_depth(9) == result.attribution
+    with pytest.raises(InputError, match="0 or more, not -1"):
+        result.at_depth(-1)
+
+
+def test_passes_are_summed_over_several_models():
+    results = {"small": htp_export.optimize(small_net()), "weighted": htp_export.optimize(weighted_net())}
+    both = OptimizedModels(results)
+    assert both.attribution["eliminate_identity_ops"]["small"].saved == 1
+    assert both.attribution["eliminate_identity_ops"]["weighted"].saved == 0
+    assert both.total["eliminate_duplicate_constants"].saved_bytes == 64
+    before, after = (sum(getattr(r, name) for r in results.values()) for name in ("nodes_before", "nodes_after"))
+    assert sum(change.saved for change in both.total.values()) == before - after
+    assert json.loads(json.dumps(both.to_dict()))["models"]["small"]["nodes_before"] == 3
+    assert "eliminate_identity_ops" in str(both)
 
 
 def test_a_model_in_memory_is_not_changed():
@@ -77,7 +165,10 @@ def test_a_result_prints_as_a_table_and_goes_into_json():
     data = json.loads(json.dumps(result.to_dict()))
     assert data["max_abs"] == 0.0
     assert [entry["modules"] for entry in data["passes"] if entry["modules"]] == [
-        {"drop": {"removed": 1, "added": 0, "merged": 0}}
+        {
+            "drop": {"removed": 1, "changed": 0, "added": 0, "saved_bytes": 0},
+            "layer.act": {"removed": 0, "changed": 1, "added": 0, "saved_bytes": 0},
+        }
     ]
 
 
@@ -137,6 +228,89 @@ def test_values_that_are_not_numbers_are_compared():
     check = OutputCheck(one, {"x": np.float32([-1, 1])})
     assert check.fault(one, "exact") == ""
     assert "off by inf" in check.fault(other.model("y"), "tolerant")
+
+
+class TwoInOne(ir.passes.InPlacePass):
+    """Lets one node compute a sum and what is made of it, and give the sum, too, where others read it."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        for last in [node for node in model.graph if node.op_type in ("Neg", "Abs")]:
+            first = last.inputs[0].producer() if last.inputs[0] is not None else None
+            if first is None or first.op_type != "Add":
+                continue
+            old = [last.outputs[0], first.outputs[0]][: len(first.outputs[0].uses())]
+            new = ir.node(f"Add{last.op_type}", first.inputs, domain="ours", num_outputs=len(old))
+            ir.convenience.replace_nodes_and_values(model.graph, last, [first, last], [new], old, new.outputs)
+            modified = True
+        return ir.passes.PassResult(model, modified)
+
+
+def pre_norm_net() -> ir.Model:
+    """A sum that one module takes and that is read again after it; and a sum that only one module reads."""
+    net = Builder(x=[2, 4])
+    net.add("Add", "x x", "sum", "block")
+    net.add("Neg", "sum", "normed", "block.norm")
+    net.add("Relu", "normed", "mixed", "block.mixer")
+    net.add("Add", "mixed sum", "out", "block")
+    net.add("Abs", "out", "y", "last")
+    signatures = {
+        "block": (["x"], ["out"]),
+        "block.norm": (["sum"], ["normed"]),
+        "block.mixer": (["normed"], ["mixed"]),
+    }
+    return net.model("y", {**signatures, "last": (["out"], ["y"])})
+
+
+def fates(model: ir.Model) -> dict[str, str]:
+    return {path: module.fate for path, module in htp_export.load(model).hierarchy.items() if path}
+
+
+def test_fusions_across_tensors_that_stay_are_left_out_where_that_is_asked_for(passes):
+    passes("two_in_one", level="fused")(TwoInOne)
+    free = htp_export.optimize(pre_norm_net(), passes="two_in_one", level="fused")
+    assert ops(free.model) == ["AddNeg", "Relu", "AddAbs"]
+    assert fates(free.model)["block.norm"] == "fused"
+    kept = htp_export.optimize(pre_norm_net(), passes="two_in_one", level="fused", keep_exact=True)
+    assert ops(kept.model) == ["Add", "Neg", "Relu", "AddAbs"]  # the other sum is gone: that fusion is what it says
+    assert fates(kept.model) == {"block": "fused", "block.norm": "computed", "block.mixer": "computed", "last": "fused"}
+    assert set(kept.fused) == {"block", "last"}
+    assert owners(kept.model)["sum"] == ("block",)
+    assert (kept.nodes_before, kept.nodes_after) == (5, 4)
+    assert kept.model.graph.opset_imports.keys() == {"", "com.microsoft"}
+
+
+def test_only_tensors_that_are_there_and_are_worked_across_are_named(passes):
+    passes("two_in_one", level="fused")(TwoInOne)
+    books = passed(pre_norm_net(), "two_in_one")[1]
+    assert books.worked_across(["block", "block.norm", "last"]) == {"sum"}
+
+
+def test_where_nothing_is_left_of_a_pass_it_has_done_nothing(passes):
+    passes("two_in_one", level="fused")(TwoInOne)
+    net = Builder(x=[2, 4])
+    net.add("Add", "x x", "sum", "")
+    net.add("Neg", "sum", "normed", "norm")
+    net.add("Mul", "normed sum", "y", "")
+    model = net.model("y", {"norm": (["sum"], ["normed"])})
+    result = htp_export.optimize(model, passes="two_in_one", level="fused", keep_exact=True)
+    assert ops(result.model) == ["Add", "Neg", "Mul"]
+    assert result.attribution == {"two_in_one": {}}
+    assert result.fused == {}
+
+
+@pytest.mark.parametrize("output", ["normed", "sum"])
+def test_results_of_the_model_may_be_tensors_that_nothing_works_across(output, passes):
+    passes("two_in_one", level="fused")(TwoInOne)
+    net = Builder(x=[2, 4])
+    net.add("Add", "x x", "sum", "")
+    net.add("Neg", "sum", "normed", "norm")
+    net.add("Mul", "normed sum", "y", "")
+    model = net.model(f"{output} y", {"norm": (["sum"], ["normed"])})
+    result = htp_export.optimize(model, passes="two_in_one", level="fused", keep_exact=True)
+    assert [value.name for value in result.model.graph.outputs] == [output, "y"]
+    for found, expected in zip(run(result.model, x=array(2, 4)), run(model, x=array(2, 4)), strict=True):
+        assert np.array_equal(found, expected)
 
 
 def test_a_pass_above_the_level_is_refused():
@@ -218,8 +392,50 @@ def test_the_command_writes_a_file_and_tells_what_it_did(tmp_path, capsys):
     assert main(["optimize", str(source), "-o", str(target), "--verify"]) == 0
     assert "3 nodes before, 2 after; outputs differ by 0 at most" in capsys.readouterr().out
     assert ops(ir.load(target)) == ["Relu", "Neg"]
-    assert main(["optimize", str(source), "-o", str(target), "--json"]) == 0
+    assert main(["optimize", str(source), "-o", str(target), "--keep-exact", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["nodes_after"] == 2
+
+
+def test_the_command_attributes_what_it_did_to_modules(tmp_path, capsys):
+    source, target = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(ir.to_proto(weighted_net()), source)
+    assert main(["optimize", str(source), "-o", str(target), "--attribution", "--depth", "1"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["pass", "removed", "changed", "added", "saved", "modules"]
+    assert ["eliminate_redundant_transposes", "2", "1", "0", "0", "B"] in lines
+    assert ["2", "1", "0", "0", "B", "head"] in lines
+    assert ["0", "1", "0", "64", "B", "stack"] in lines
+
+
+def test_the_command_optimises_several_files_into_a_folder(tmp_path, capsys):
+    sources = [tmp_path / "small.onnx", tmp_path / "weighted.onnx"]
+    for source, model in zip(sources, (small_net(), weighted_net()), strict=True):
+        onnx.save(ir.to_proto(model), source)
+    arguments = ["optimize", *map(str, sources), "-o", str(tmp_path / "out")]
+    assert main(arguments) == 2
+    assert "several files go into a folder" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    assert main(arguments) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["nodes", "fewer", "by", "small.onnx", "weighted.onnx", "all", "saved"]
+    assert ["eliminate_identity_ops", "1", "0", "1", "0", "B"] in lines
+    assert lines[-1] == ["nodes", "after", "2", "3", "5"]
+    assert ops(ir.load(tmp_path / "out" / "small.onnx")) == ["Relu", "Neg"]
+    assert main([*arguments, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert list(data["models"]) == ["small.onnx", "weighted.onnx"]
+    assert data["total"]["eliminate_duplicate_constants"]["saved_bytes"] == 64
+
+
+def test_files_of_one_name_do_not_go_into_one_folder(tmp_path, capsys):
+    for folder in ("a", "b", "out"):
+        (tmp_path / folder).mkdir()
+    sources = [tmp_path / folder / "model.onnx" for folder in ("a", "b")]
+    for source in sources:
+        onnx.save(ir.to_proto(small_net()), source)
+    assert main(["optimize", *map(str, sources), "-o", str(tmp_path / "out")]) == 2
+    assert "several files are called model.onnx" in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -304,3 +520,19 @@ def test_attention_for_onnxruntime_has_all_its_owners(tmp_path):
     found = owners(result.model)[attention.outputs[0].name]
     assert set(found) >= {path}
     assert inexact(model, kwargs, tmp_path / "small.onnx") == []
+
+
+def test_pre_norm_models_stay_exact_where_that_is_asked_for(tmp_path):
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = spread(ViTForImageClassification(ViTConfig(image_size=32, patch_size=16, **sizes)))
+    kwargs = {"pixel_values": torch.randn(1, 3, 32, 32)}
+    exported(model, kwargs, "dynamo", tmp_path)
+    source, target = tmp_path / "model.onnx", tmp_path / "small.onnx"
+    free = htp_export.optimize(source, target, level="fused")
+    assert inexact(model, kwargs, target) != []
+    kept = htp_export.optimize(source, target, level="fused", keep_exact=True, verify=True)
+    assert inexact(model, kwargs, target) == []
+    assert kept.rolled_back == {}
+    assert (free.nodes_after, kept.nodes_after) == (21, 28)

@@ -170,3 +170,8 @@ def test_a_damaged_file_is_no_model() -> None:
         damaged[drawn.randrange(len(data))] = drawn.randrange(256)
         ends.add(attempt(bytes(damaged)))
     assert ends <= {"ValueError", "read"}
+
+
+def test_a_number_that_does_not_end_is_refused_at_its_eleventh_byte() -> None:
+    with pytest.raises(ValueError, match="a number of more than 10 bytes before byte 11"):
+        SerializedModel(b"\x08" + b"\xff" * 100)

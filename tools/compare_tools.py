@@ -3,12 +3,15 @@
 
     python tools/compare_tools.py                      # every model, both exporters, every tool
     python tools/compare_tools.py --size narrow BERT-base    # the same nodes, small weights
-    python tools/compare_tools.py --latency --tools tolerant onnxslim
+    python tools/compare_tools.py --no-check --tools tolerant onnxslim        # time and memory
+    python tools/compare_tools.py --latency --tools tolerant onnxslim --plot latency.svg
 
 One file is exported for each model and exporter. Each tool reads it and writes its own, in a process of its own; time
-is that of the call from file to file, once everything is imported, and memory is by how much the process grew.
+is that of the call from file to file, once everything is imported, on the clock and on the processor; memory is by how
+much the process grew, as a part of the file. Where OnnxSlim is among the tools, their times are told as parts of its.
 "exact" is what ``tests/truth.py`` says of the written file: modules whose regions compute what PyTorch computed.
-Latency is paired with the file as it was exported, in turn which of them runs first, beside an A/A control.
+Latency is paired with the file as it was exported, in turn which of them runs first, beside an A/A control: the same
+file twice. A latency within the control's spread is no difference.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ sys.path.insert(0, os.fspath(Path(__file__).parent.parent))
 import onnx
 
 from tools.compare_models import MODELS, SIZES, build, export
+from tools.scatter import Dot, correlation, scatter
 
 LEVELS = ("exact", "tolerant", "fused")
 
@@ -123,10 +127,20 @@ def one(tool: str, source: str, target: str) -> dict[str, Any]:
     import onnxruntime  # noqa: F401 - most tools need it: its import is nobody's time
 
     run = TOOLS[tool]()
-    before, began = peak(), time.perf_counter()
+    before, began, worked = peak(), time.perf_counter(), time.process_time()
     with contextlib.redirect_stdout(io.StringIO()):
         run(source, target)
-    return {"seconds": time.perf_counter() - began, "bytes": peak() - before}
+    times = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - worked}
+    return {**times, "bytes": peak() - before}
+
+
+def written_by(tool: str, source: str, target: str) -> dict[str, Any]:
+    """Run one tool in a process of its own: what it took, and how many nodes it left."""
+    command = [sys.executable, __file__, "--one", tool, source, target]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or ["killed"])[-1][:100]}
+    return {**json.loads(done.stdout.splitlines()[-1]), "nodes": len(nodes_of(target))}
 
 
 def nodes_of(path: str) -> list[onnx.NodeProto]:
@@ -165,14 +179,8 @@ def compare(name: str, exporter: str, tools: list[str], size: str, check: bool, 
     row: dict[str, Any] = {"model": name, "exporter": exporter, "nodes": len(nodes_of(source)), "bytes": written}
     for tool in tools:
         target = os.fspath(folder / f"{tool}.onnx")
-        done = subprocess.run(
-            [sys.executable, __file__, "--one", tool, source, target], check=False, capture_output=True, text=True
-        )
-        if done.returncode:
-            row[tool] = {"failed": done.stderr.strip().splitlines()[-1][:100]}
-            continue
-        row[tool] = {**json.loads(done.stdout.splitlines()[-1]), "nodes": len(nodes_of(target))}
-        if check:
+        row[tool] = written_by(tool, source, target)
+        if check and "failed" not in row[tool]:
             model, inputs = build(name, size)
             row[tool]["runs"] = runs(target, {key: value.numpy() for key, value in inputs.items()})
             if tool in LEVELS:
@@ -186,7 +194,7 @@ def compare(name: str, exporter: str, tools: list[str], size: str, check: bool, 
 
 
 def latency(name: str, exporter: str, tools: list[str], size: str, pairs: int, folder: Path) -> dict[str, Any]:
-    """Median ratios to the exported file, with ONNX Runtime's own optimisations on and off."""
+    """Ratios to the exported file, with ONNX Runtime's own optimisations on and off."""
     import onnxruntime as ort
 
     source = os.fspath(folder / "model.onnx")
@@ -198,7 +206,14 @@ def latency(name: str, exporter: str, tools: list[str], size: str, pairs: int, f
         session.run(None, feeds)
         return time.perf_counter() - began
 
-    row: dict[str, Any] = {"model": name, "exporter": exporter}
+    row: dict[str, Any] = {"model": name, "exporter": exporter, "nodes": len(nodes_of(source))}
+    files = {"control": source}
+    row["control"] = {"nodes": row["nodes"]}
+    for tool in tools:
+        target = os.fspath(folder / f"{tool}.onnx")
+        row[tool] = written_by(tool, source, target)
+        if "failed" not in row[tool]:
+            files[tool] = target
     for how, setting in (
         ("on", ort.GraphOptimizationLevel.ORT_ENABLE_ALL),
         ("off", ort.GraphOptimizationLevel.ORT_DISABLE_ALL),
@@ -210,30 +225,91 @@ def latency(name: str, exporter: str, tools: list[str], size: str, pairs: int, f
             return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
         base = session(source)
-        for tool in ["control", *tools]:
-            target = os.fspath(folder / f"{tool}.onnx")
-            if tool != "control" and not Path(target).exists():
-                one(tool, source, target)
-            other = session(source if tool == "control" else target)
-            ratios = []
-            for pair in range(pairs + 2):
-                order = (base, other) if pair % 2 else (other, base)
-                spent = {id(each): timed(each) for each in order}
-                ratios.append(spent[id(other)] / spent[id(base)])
-            kept = sorted(ratios[2:])
-            spread = (kept[len(kept) // 10], kept[-1 - len(kept) // 10])
-            entry = row.setdefault(tool, {"nodes": len(nodes_of(source if tool == "control" else target))})
-            entry[how] = {"median": statistics.median(kept), "spread": spread}
+        for tool, path in files.items():
+            try:
+                row[tool][how] = paired(timed, base, session(path), pairs)
+            except Exception as error:  # ONNX Runtime's errors share no base but this
+                row[tool]["failed"] = str(error).splitlines()[0][:100]
     return row
 
 
-def shown(entry: dict[str, Any]) -> str:
+def paired(timed: Callable[[Any], float], base: Any, other: Any, pairs: int) -> dict[str, Any]:
+    """Latency of one session as a part of another's: the median of pairs, and where eight of ten of them lie."""
+    ratios = []
+    for pair in range(pairs + 2):
+        order = (base, other) if pair % 2 else (other, base)
+        spent = {id(each): timed(each) for each in order}
+        ratios.append(spent[id(other)] / spent[id(base)])
+    kept = sorted(ratios[2:])  # the first two warm up
+    return {"median": statistics.median(kept), "spread": (kept[len(kept) // 10], kept[-1 - len(kept) // 10])}
+
+
+def plot(rows: list[dict[str, Any]], tools: list[str], size: str, pairs: int) -> str:
+    """Nodes against latency of every file that a tool wrote, as an SVG."""
+    panels: dict[str, list[Dot]] = {}
+    bands: dict[str, tuple[float, float]] = {}
+    for how in ("off", "on"):
+        title = f"ONNX Runtime's own optimisations {how}"
+        panels[title] = [
+            Dot(f"{row['model']}, {row['exporter']}, {tool}", tool, row[tool]["nodes"] / row["nodes"],
+                row[tool][how]["median"], tuple(row[tool][how]["spread"]))
+            for row in rows for tool in tools if how in row.get(tool, {})
+        ]  # fmt: skip
+        spreads = [row["control"][how]["spread"] for row in rows]
+        bands[title] = min(low for low, _ in spreads), max(high for _, high in spreads)
+    note = f"Latency of a file, of the exported one's ({size} models, {pairs} pairs each). Grey: the same file twice."
+    return scatter(panels, bands, note)
+
+
+def shown_latency(row: dict[str, Any], tools: list[str]) -> str:
+    """Lines for a terminal; what lies within the control's spread is said to be no difference."""
+    lines = [f"{row['model']}, {row['exporter']}: {row['nodes']} nodes"]
+    for tool in ["control", *tools]:
+        entry, texts = row[tool], []
+        if "failed" in entry:
+            lines.append(f"    {tool:20} failed: {entry['failed']}")
+            continue
+        for how in ("off", "on"):
+            median, (low, high) = entry[how]["median"], entry[how]["spread"]
+            same_low, same_high = row["control"][how]["spread"]
+            said = "" if tool == "control" else "  faster" if high < same_low else "  slower" if low > same_high else ""
+            texts.append(f"{how} {median:.2f} ({low:.2f} to {high:.2f}){said}")
+        lines.append(f"    {tool:20} {entry['nodes']:>5} nodes, {', '.join(texts)}")
+    return "\n".join(lines)
+
+
+def shown(entry: dict[str, Any], row: dict[str, Any]) -> str:
     if "failed" in entry:
-        return "failed"
+        return f"failed: {entry['failed']}"
     text = str(entry["nodes"]) + ("" if entry.get("runs", True) else " (does not run)")
     if "inexact" in entry:
         text += f" ({entry['tagged']:.0%} tagged, {len(entry['inexact'])} inexact)"
-    return f"{text}, {entry['seconds']:.2f} s, {entry['bytes'] / 1e6:.0f} MB"
+    text += f", {entry['seconds']:.2f} s, {entry['cpu_seconds']:.2f} s of processor"
+    if other := times_of(entry, row):
+        text += f" ({other[0]:.2f} and {other[1]:.2f} of {_TIMED_BY}'s)"
+    return f"{text}, {entry['bytes'] / 1e6:.0f} MB ({entry['bytes'] / row['bytes']:.2f} of the file)"
+
+
+_TIMED_BY = "onnxslim"
+
+
+def times_of(entry: dict[str, Any], row: dict[str, Any]) -> tuple[float, float] | None:
+    """Time on the clock and on the processor, as parts of OnnxSlim's; None where it did not run."""
+    other = row.get(_TIMED_BY, {})
+    if entry is other or "seconds" not in entry or "seconds" not in other:
+        return None
+    return entry["seconds"] / other["seconds"], entry["cpu_seconds"] / other["cpu_seconds"]
+
+
+def median_times(rows: list[dict[str, Any]], tools: list[str]) -> str:
+    """For each tool the median over all files."""
+    lines = []
+    for tool in tools:
+        found = [times for row in rows if (times := times_of(row[tool], row)) is not None]
+        if found:
+            clock, processor = (statistics.median(column) for column in zip(*found, strict=True))
+            lines.append(f"    {tool:20} {clock:.2f}, on the processor {processor:.2f}")
+    return "\n".join([f"median time over {len(rows)} files, of {_TIMED_BY}'s:", *lines]) if lines else ""
 
 
 def main() -> int:
@@ -247,6 +323,7 @@ def main() -> int:
     parser.add_argument("--no-check", action="store_true", help="do not hold the written files against PyTorch")
     parser.add_argument("--latency", action="store_true")
     parser.add_argument("--pairs", type=int, default=21)
+    parser.add_argument("--plot", type=Path, help="with --latency: draw nodes against latency there, as SVG")
     parser.add_argument("--json", type=Path, help="write everything there, one line for each model and exporter")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--export", help=argparse.SUPPRESS)
@@ -259,21 +336,34 @@ def main() -> int:
     if args.export:
         export(args.models[0], args.exporter, args.size, args.export)
         return 0
+    tools, rows = [tool for tool in args.tools if tool in TOOLS], list[dict[str, Any]]()
     for name in args.models or MODELS:
         for exporter in [args.exporter] if args.exporter else ["torchscript", "dynamo"]:
             with tempfile.TemporaryDirectory() as folder:
                 if args.latency:
-                    tools = [tool for tool in args.tools if tool in TOOLS]
                     row = latency(name, exporter, tools, args.size, args.pairs, Path(folder))
-                    print(json.dumps(row), flush=True)
+                    print(shown_latency(row, tools), flush=True)
                 else:
-                    row = compare(name, exporter, args.tools, args.size, not args.no_check, Path(folder))
+                    row = compare(name, exporter, tools, args.size, not args.no_check, Path(folder))
                     print(f"{name}, {exporter}: {row['nodes']} nodes, {row['bytes'] / 1e6:.0f} MB", flush=True)
-                    for tool in args.tools:
-                        print(f"    {tool:20} {shown(row[tool])}", flush=True)
+                    for tool in tools:
+                        print(f"    {tool:20} {shown(row[tool], row)}", flush=True)
+            rows.append(row)
             if args.json:
                 with args.json.open("a", encoding="utf-8") as stream:
                     stream.write(json.dumps(row) + "\n")
+    if args.latency:
+        for how in ("off", "on"):
+            found = [
+                (row[t]["nodes"] / row["nodes"], row[t][how]["median"]) for row in rows for t in tools if how in row[t]
+            ]
+            if len(found) > 1:
+                r = correlation(*zip(*found, strict=True))
+                print(f"optimisations {how}: r = {r:.2f} between nodes and latency over {len(found)} files")
+        if args.plot:
+            args.plot.write_text(plot(rows, tools, args.size, args.pairs), encoding="utf-8")
+    else:
+        print(median_times(rows, tools))
     return 0
 
 

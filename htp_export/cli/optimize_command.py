@@ -10,15 +10,19 @@ import typer
 from htp_export.cli.terminal import Steps, print_json, show
 from htp_export.passes.optimizing import optimize
 from htp_export.passes.registry import Level, available, choose
-from htp_export.show.optimized import render_optimized
+from htp_export.passes.results import Optimized, OptimizedModels
+from htp_export.show.optimized import render_optimized, render_optimized_models
 
 __all__ = ["optimize_command"]
 
 
 def optimize_command(
-    file: Annotated[Path | None, typer.Argument(help="The ONNX file.", show_default=False)] = None,
+    files: Annotated[list[Path] | None, typer.Argument(help="The ONNX file, or several.", show_default=False)] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The file to write.", show_default=False)
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="The file to write; for several a folder that is there.", show_default=False
+        ),
     ] = None,
     passes: Annotated[str, typer.Option(help="'default', or names of passes with commas between them.")] = "default",
     level: Annotated[
@@ -27,7 +31,15 @@ def optimize_command(
     verify: Annotated[
         bool, typer.Option("--verify", help="Run it before and after every pass; undo what is off.")
     ] = False,
-    attribution: Annotated[bool, typer.Option("--attribution", help="A line for each module of each pass.")] = False,
+    keep_exact: Annotated[
+        bool, typer.Option("--keep-exact", help="No fusion across the border of a module whose tensors all stay.")
+    ] = False,
+    attribution: Annotated[
+        bool, typer.Option("--attribution", help="A line for each module of each pass, for several files too.")
+    ] = False,
+    depth: Annotated[
+        int | None, typer.Option(min=0, help="With --attribution: add what is deeper to the module above.")
+    ] = None,
     list_passes: Annotated[bool, typer.Option("--list", help="Show the passes there are, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
@@ -40,13 +52,36 @@ def optimize_command(
             for info in found:
                 typer.echo(f"{info.name:34} {info.level:9} {info.summary}")
         return
-    if file is None or output is None:
+    if not files or output is None:
         raise typer.BadParameter("give a file, and with -o the file to write")
     wanted = cast(Level, level)  # another word is refused, with those there are
     choose(passes, wanted)
-    with Steps(quiet=as_json).step(f"optimising {file.name}"):
-        result = optimize(file, output, passes=passes, level=wanted, verify=verify)
+    steps, results = Steps(quiet=as_json), dict[str, Optimized]()
+    for file, target in _targets(files, output):
+        with steps.step(f"optimising {file.name}"):
+            results[file.name] = optimize(
+                file, target, passes=passes, level=wanted, verify=verify, keep_exact=keep_exact
+            )
     if as_json:
-        print_json(result.to_dict())
-    else:
-        show(render_optimized(result, attribution=attribution))
+        print_json(next(iter(results.values())).to_dict() if len(files) == 1 else OptimizedModels(results).to_dict())
+        return
+    for name, result in results.items():
+        if len(files) > 1 and attribution:
+            typer.echo(f"{name}:")
+        if len(files) == 1 or attribution:
+            show(render_optimized(result, attribution=attribution, depth=depth))
+    if len(files) > 1:
+        show(render_optimized_models(OptimizedModels(results)))
+
+
+def _targets(files: list[Path], output: Path) -> list[tuple[Path, Path]]:
+    """Each file with the one to write."""
+    if len(files) == 1:
+        return [(files[0], output)]
+    if not output.is_dir():
+        raise typer.BadParameter(f"{output}: several files go into a folder; make it, and give it with -o")
+    names = [file.name for file in files]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise typer.BadParameter(f"several files are called {twice[0]}; in one folder they would be one")
+    return [(file, output / file.name) for file in files]

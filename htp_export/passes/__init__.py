@@ -5,5 +5,6 @@ Passes of your own are registered with `register`, or come from packages with en
 """
 
 from htp_export.passes.registry import LEVELS, PassInfo, available, register
+from htp_export.passes.results import OptimizedModels
 
-__all__ = ["LEVELS", "PassInfo", "available", "register"]
+__all__ = ["LEVELS", "OptimizedModels", "PassInfo", "available", "register"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ import onnx_ir as ir
 from htp_export import tags
 from htp_export.errors import HtpExportError
 from htp_export.hierarchy import Hierarchy
+from htp_export.passes.accounting import WeightBook, changes_of
 from htp_export.passes.editing import BOUNDARY
 from htp_export.passes.merging import Difference, Snapshot, merge_tags
 from htp_export.passes.results import Change
@@ -19,8 +20,6 @@ from htp_export.signatures import Signature, signatures_to_json
 from htp_export.tagged import TaggedModel, load
 
 __all__ = ["Bookkeeping", "Mark"]
-
-_UNTAGGED = ""  # what untagged models are attributed to
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,7 @@ class Bookkeeping:
         self._lost: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._find_signatures()
         self._snapshot = Snapshot(model)
+        self._weights = WeightBook(model)
         borders = Borders(model, self._signatures, list(self._snapshot.nodes)) if self._signatures else None
         self._excused = borders.unknown if borders is not None else {}
 
@@ -83,22 +83,21 @@ class Bookkeeping:
         """Take in what a pass did: tag new nodes, follow tensors, find fates.
 
         Returns:
-            What it did to nodes, by module; and the modules that are fused since, with their partners.
+            What it did to nodes and weights, by module; and the modules that are fused since, with their partners.
 
         Raises:
             HtpExportError: If a node has no owner, in a model where all had.
         """
         before, after = self._snapshot, Snapshot(self.model)
         difference = Difference.between(before, after)
-        if not difference:
-            return {}, {}
         self._snapshot = after
-        if not self._tagged:
-            return {_UNTAGGED: Change(len(difference.removed), len(difference.added))}, {}
-        merge_tags(difference, self._order, self.hierarchy.called)
-        self._check()
-        self._follow(difference)
-        return _changes(difference), self._find_fates()
+        fused: dict[str, tuple[str, ...]] = {}
+        if difference and self._tagged:
+            merge_tags(difference, self._order, self.hierarchy.called)
+            self._check()
+            self._follow(difference)
+            fused = self._find_fates()
+        return changes_of(difference, self._weights.settle(self.model)), fused
 
     def mark(self) -> Mark:
         """Everything as it is now, to go back to."""
@@ -113,6 +112,34 @@ class Bookkeeping:
         self._where = {name: None if now is None else values.get(now) for name, now in mark.names.items()}
         self._lost = defaultdict(dict, {path: dict.fromkeys(others) for path, others in mark.lost.items()})
         self._snapshot = Snapshot(mark.model)
+        self._weights.settle(mark.model)
+        self._note_boundary()
+
+    def tensor(self, name: str) -> ir.Value | None:
+        """Where a tensor is now that a signature named so at first; None where it is gone."""
+        return self._where.get(name)
+
+    def worked_across(self, paths: Iterable[str]) -> set[str]:
+        """Tensors that keep modules from being exact, although they are there: one node makes them and reads on.
+
+        Args:
+            paths: Modules that are fused since a pass.
+
+        Returns:
+            The first names of tensors of those modules that lost none: what such a module takes and itself makes, or
+            gives and does not make; all of its tensors, if there are no such.
+        """
+        found: set[str] = set()
+        for path in paths:
+            if path in self._lost:
+                continue
+            taken = {name for call in self._signatures[path] for name in call.inputs.values() if name is not None}
+            given = {name for call in self._signatures[path] for name in call.outputs if name is not None}
+            there = {name: value for name in taken | given if (value := self._where.get(name)) is not None}
+            inside = {name for name, value in there.items() if _is_inside(value, path)}
+            across = ((taken - given) & inside) | ((given - taken - inside) & there.keys())
+            found |= across or there.keys()
+        return found
 
     def _check(self) -> None:
         bare = [node for node in self._snapshot.nodes if tags.MODULE not in node.metadata_props]
@@ -198,6 +225,13 @@ class Bookkeeping:
             self.model.metadata_props[tags.SIGNATURES] = signatures_to_json(self.signatures)
 
 
+def _is_inside(value: ir.Value, path: str) -> bool:
+    """Whether a node of a module, or below it, makes a tensor, alone or with others."""
+    maker = value.producer()
+    owners = tags.owners_of(maker.metadata_props) if maker is not None else ()
+    return any(tags.is_under(owner, path) for owner in owners)
+
+
 def _named(signatures: Mapping[str, Sequence[Signature]]) -> Iterable[str]:
     for calls in signatures.values():
         for call in calls:
@@ -208,10 +242,3 @@ def _values(model: ir.Model) -> dict[str, ir.Value]:
     graph = model.graph
     made = (value for node in graph for value in node.outputs)
     return {value.name: value for value in (*graph.initializers.values(), *graph.inputs, *made) if value.name}
-
-
-def _changes(difference: Difference) -> dict[str, Change]:
-    removed = Counter(difference.before.nodes[node].metadata.get(tags.MODULE, "") for node in difference.removed)
-    added = Counter(node.metadata_props.get(tags.MODULE, "") for node in difference.added)
-    merged = Counter(node.metadata_props.get(tags.MODULE, "") for node in difference.merged)
-    return {path: Change(removed[path], added[path], merged[path]) for path in {**removed, **added, **merged}}

@@ -25,6 +25,7 @@ def optimize(
     level: Level = "exact",
     verify: bool = False,
     *,
+    keep_exact: bool = False,
     inputs: Mapping[str, Any] | None = None,
     external_data: str | None = None,
 ) -> Optimized:
@@ -41,6 +42,8 @@ def optimize(
             change by 1e-5; ``"fused"``, operators that only ONNX Runtime has are used, too.
         verify: Run the model in ONNX Runtime before and after every pass. A pass that breaks its level is undone and
             named in the result.
+        keep_exact: Leave out every rewrite that makes a module inexact although each tensor that it takes or gives
+            stays in the graph: one node would compute both sides of its border. A few nodes more, at level ``"fused"``.
         inputs: The model's inputs by name, for ``verify``; random ones where it is None.
         external_data: Name of a file beside ``output`` that takes all weights of more than 256 bytes.
 
@@ -60,7 +63,7 @@ def optimize(
     original = read_flat(model, others=False).model
     nodes_before = sum(1 for _ in all_nodes(original))
     check = OutputCheck(original, inputs) if verify else None
-    pipeline = Pipeline(chosen, check)
+    pipeline = Pipeline(chosen, check, keep_exact=keep_exact)
     optimized = pipeline.run(original if isinstance(model, str | os.PathLike) else original.clone())
     if output is not None:
         write_model(optimized, output, external_data)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from htp_export.passes.barriers import put_barriers, take_barriers
 from htp_export.passes.bookkeeping import Bookkeeping
 from htp_export.passes.checking import OutputCheck
 from htp_export.passes.registry import PassInfo
@@ -31,6 +32,7 @@ class _Account:
     changes: defaultdict[str, Change] = field(default_factory=lambda: defaultdict(Change))
     fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
     rolled_back: str = ""
+    held: set[str] = field(default_factory=set)  # tensors of signatures that it may not work across
     seen: int = -1  # the state of the model after it ran last
 
 
@@ -41,11 +43,15 @@ class Pipeline:
         passes: The passes.
         check: Holds outputs against what they were; a pass that breaks its level is undone, named, and left out of
             further rounds.
+        keep_exact: Let no pass make a module inexact all of whose tensors stay.
     """
 
-    def __init__(self, passes: Sequence[PassInfo], check: OutputCheck | None = None) -> None:
+    def __init__(
+        self, passes: Sequence[PassInfo], check: OutputCheck | None = None, *, keep_exact: bool = False
+    ) -> None:
         self._accounts = [_Account(info) for info in passes]
         self._check = check
+        self._keep_exact = keep_exact
 
     def run(self, model: ir.Model) -> ir.Model:
         """Run the passes on a model, which is changed in place.
@@ -69,12 +75,15 @@ class Pipeline:
     def _step(self, account: _Account, books: Bookkeeping) -> bool:
         """Run one pass once; whether it changed anything."""
         began = time.perf_counter()
-        mark = books.mark() if self._check is not None else None
-        result = account.info.make()(books.model)
-        books.model = result.model
-        changes, fused = books.settle() if result.modified else ({}, {})
+        mark = books.mark() if self._check is not None or self._keep_exact else None
+        modified, changes, fused = self._run(account, books)
+        while self._keep_exact and mark is not None and (across := books.worked_across(fused) - account.held):
+            account.held |= across
+            books.restore(mark)
+            mark = books.mark()
+            modified, changes, fused = self._run(account, books)
         account.seconds += time.perf_counter() - began
-        if not result.modified:
+        if not modified:
             return False
         if self._check is not None and mark is not None:
             fault = self._check.fault(books.model, account.info.level)
@@ -87,6 +96,14 @@ class Pipeline:
             account.changes[path] += change
         account.fused.update(fused)
         return True
+
+    def _run(self, account: _Account, books: Bookkeeping) -> tuple[bool, dict[str, Change], dict[str, tuple[str, ...]]]:
+        """Run a pass on what it may change; whether it did, and what `Bookkeeping.settle` says of that."""
+        put_barriers(books.model.graph, {value for name in account.held if (value := books.tensor(name)) is not None})
+        result = account.info.make()(books.model)
+        take_barriers(result.model.graph)
+        books.model = result.model
+        return result.modified, *(books.settle() if result.modified else ({}, {}))
 
     @property
     def reports(self) -> tuple[PassReport, ...]:

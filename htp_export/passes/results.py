@@ -9,26 +9,34 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.errors import InputError
 
-__all__ = ["Change", "Optimized", "PassReport"]
+__all__ = ["Change", "Optimized", "OptimizedModels", "PassReport"]
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a pass did to the nodes of a module.
+    """What a pass did to the nodes and weights of a module.
 
     Attributes:
         removed: Nodes that are gone.
+        changed: Nodes that stayed, and read other tensors, have other attributes, or do the work of others, too.
         added: Nodes that are new.
-        merged: Nodes that stayed and do the work of others, too.
+        saved_bytes: By how many bytes its weights are fewer; negative where they are more.
     """
 
     removed: int = 0
+    changed: int = 0
     added: int = 0
-    merged: int = 0
+    saved_bytes: int = 0
 
     def __add__(self, other: Change) -> Change:
-        return Change(self.removed + other.removed, self.added + other.added, self.merged + other.merged)
+        return Change(
+            self.removed + other.removed,
+            self.changed + other.changed,
+            self.added + other.added,
+            self.saved_bytes + other.saved_bytes,
+        )
 
     @property
     def saved(self) -> int:
@@ -49,7 +57,7 @@ class PassReport:
         name: The pass.
         level: What it may do to the results.
         seconds: How long it took.
-        change: Its nodes, over all modules.
+        change: What it did, over all modules.
         fused: Modules that were exact before and are fused since → the modules with which.
         rolled_back: Why its work was undone; empty where it was not.
     """
@@ -69,8 +77,9 @@ class Optimized:
     Attributes:
         nodes_before: Nodes of the model, in subgraphs too.
         nodes_after: Nodes that it has now.
-        attribution: Pass → module path → what it did to nodes of the module itself. A node of several modules counts
-            once, at the deepest module above all of them; so the numbers of a pass add up to the whole.
+        attribution: Pass → module path → what it did to nodes and weights of the module itself. A node of several
+            modules, and a weight that several read, counts once, at the deepest module above all of them; so the
+            numbers of a pass add up to the whole.
         passes: The passes that ran, in order.
         max_abs: The largest difference of any output, with ``verify``; None without.
         model: The optimised model.
@@ -94,7 +103,7 @@ class Optimized:
         return {path: others for report in self.passes for path, others in report.fused.items()}
 
     def below(self, path: str) -> dict[str, Change]:
-        """What each pass did to nodes of a module and of everything below it.
+        """What each pass did to a module and everything below it.
 
         Args:
             path: The module; the root for the whole model.
@@ -103,6 +112,28 @@ class Optimized:
             name: sum((change for owner, change in found.items() if tags.is_under(owner, path)), Change())
             for name, found in self.attribution.items()
         }
+
+    def at_depth(self, depth: int) -> dict[str, dict[str, Change]]:
+        """Pass → module path → what the pass did to the module and everything below it, down to a depth.
+
+        What it did to a module above that depth itself has a line of its own, so that the numbers add up.
+
+        Args:
+            depth: How many parts a path has at most; 0 for the whole model.
+
+        Raises:
+            InputError: If it is negative.
+        """
+        if depth < 0:
+            raise InputError(f"a depth is 0 or more, not {depth}")
+        found: dict[str, dict[str, Change]] = {}
+        for name, changes in self.attribution.items():
+            at = found.setdefault(name, {})
+            for path, change in changes.items():
+                above = [*tags.ancestors(path)][::-1]  # the root first
+                cut = above[min(depth, len(above) - 1)]
+                at[cut] = at.get(cut, Change()) + change
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the model, as JSON has it."""
@@ -115,9 +146,7 @@ class Optimized:
                     "name": report.name,
                     "level": report.level,
                     "seconds": round(report.seconds, 4),
-                    "removed": report.change.removed,
-                    "added": report.change.added,
-                    "merged": report.change.merged,
+                    **vars(report.change),
                     "fused": {path: list(others) for path, others in report.fused.items()},
                     "rolled_back": report.rolled_back,
                     "modules": {path: vars(change) for path, change in self.attribution.get(report.name, {}).items()},
@@ -127,10 +156,64 @@ class Optimized:
         }
 
     def __str__(self) -> str:
-        lines = [f"{'pass':34} {'removed':>8} {'added':>6} {'merged':>7}"]
+        lines = [f"{'pass':34} {'removed':>8} {'changed':>8} {'added':>6} {'bytes saved':>12}"]
         for report in self.passes:
             change = report.change
             note = f"  rolled back: {report.rolled_back}" if report.rolled_back else ""
-            lines.append(f"{report.name:34} {change.removed:>8} {change.added:>6} {change.merged:>7}{note}")
+            numbers = f"{change.removed:>8} {change.changed:>8} {change.added:>6} {change.saved_bytes:>12}"
+            lines.append(f"{report.name:34} {numbers}{note}")
         lines.append(f"{self.nodes_before} nodes before, {self.nodes_after} after")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class OptimizedModels:
+    """What passes did to several models.
+
+    Attributes:
+        models: Name of a model → what `htp_export.optimize` did to it.
+
+    Example:
+        >>> import onnx_ir as ir
+        >>> model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 20}), ir_version=10)
+        >>> one = Optimized(5, 3, {}, (PassReport("fold_constants", "exact", change=Change(3, 0, 1)),), model=model)
+        >>> both = OptimizedModels({"bert": one, "vit": one})
+        >>> both.attribution["fold_constants"]["vit"].saved, both.total["fold_constants"].saved
+        (2, 4)
+    """
+
+    models: Mapping[str, Optimized]
+
+    @property
+    def attribution(self) -> dict[str, dict[str, Change]]:
+        """Pass → model → what the pass did to it; passes in the order in which they ran."""
+        found: dict[str, dict[str, Change]] = {}
+        for name, result in self.models.items():
+            for report in result.passes:
+                found.setdefault(report.name, {})[name] = report.change
+        return found
+
+    @property
+    def total(self) -> dict[str, Change]:
+        """Pass → what it did to all models together."""
+        return {name: sum(changes.values(), Change()) for name, changes in self.attribution.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the models themselves, as JSON has it."""
+        return {
+            "models": {name: result.to_dict() for name, result in self.models.items()},
+            "total": {name: vars(change) for name, change in self.total.items()},
+        }
+
+    def __str__(self) -> str:
+        width = max(map(len, self.models), default=0)
+        lines = []
+        for name, changes in self.attribution.items():
+            saved = ", ".join(f"{model} {change.saved}" for model, change in changes.items() if change.saved)
+            if saved:
+                lines.append(f"{name:34} {self.total[name].saved:>6} nodes fewer: {saved}")
+        lines += [
+            f"{name:{width}} {result.nodes_before} nodes before, {result.nodes_after} after"
+            for name, result in self.models.items()
+        ]
         return "\n".join(lines)

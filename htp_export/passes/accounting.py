@@ -1,0 +1,98 @@
+"""What a pass did, in numbers by module: nodes, and bytes of weights."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator
+
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.passes.merging import Difference
+from htp_export.passes.results import Change
+from htp_export.regions import all_nodes
+
+__all__ = ["WeightBook", "changes_of"]
+
+
+class WeightBook:
+    """How many bytes of weights a model has, and whose they are.
+
+    A weight belongs to the module that reads it; to the deepest one above them, where several do. A weight that nobody
+    reads any more belongs to who read it last.
+
+    Args:
+        model: The model, which goes on to change.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        self._last: dict[str, str] = {}
+        self._weights = self._look(model)
+
+    def settle(self, model: ir.Model) -> Counter[str]:
+        """Take in a change; module → bytes by which its weights are fewer than before."""
+        before, self._weights = self._weights, self._look(model)
+        saved: Counter[str] = Counter()
+        for key in {**before, **self._weights}:
+            (was, module), (now, other) = before.get(key, (0, "")), self._weights.get(key, (0, ""))
+            if was != now:
+                saved[module if key in before else other] += was - now
+        return saved
+
+    def _look(self, model: ir.Model) -> dict[Hashable, tuple[int, str]]:
+        """Each weight, with its bytes and its module."""
+        found: dict[Hashable, tuple[int, str]] = {}
+        readers: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
+        for node in all_nodes(model):
+            module = node.metadata_props.get(tags.MODULE, "")
+            for value in node.inputs:
+                if value is not None and value.const_value is not None:
+                    readers[value][module] = None
+            for name, tensor in _tensors(node):
+                found[node, name] = _bytes(tensor), module
+        for graph in model.graphs():
+            for value in graph.initializers.values():
+                if value.const_value is not None:
+                    name = str(value.name)
+                    if value in readers:
+                        self._last[name] = tags.common_ancestor(readers[value])
+                    found[value] = _bytes(value.const_value), self._last.get(name, "")
+        return found
+
+
+def _tensors(node: ir.Node) -> Iterator[tuple[str, ir.TensorProtocol]]:
+    for name, attribute in node.attributes.data.items():
+        if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+            yield name, attribute.as_tensor()
+
+
+def _bytes(tensor: ir.TensorProtocol) -> int:
+    return sum(map(len, tensor.string_data())) if isinstance(tensor, ir.StringTensor) else tensor.nbytes
+
+
+def changes_of(difference: Difference, saved: Counter[str]) -> dict[str, Change]:
+    """What a pass did to nodes and weights, by module.
+
+    Args:
+        difference: What it did to the graph, with the tags that came of it.
+        saved: Module → bytes by which its weights are fewer.
+    """
+    before, after = difference.before, difference.after
+    in_place = set(difference.removed).intersection(difference.added)
+    rewired = (
+        node for node, seen in before.nodes.items() if node in after.nodes and seen.inputs != after.nodes[node].inputs
+    )
+    removed = Counter(
+        before.nodes[node].metadata.get(tags.MODULE, "") for node in difference.removed if node not in in_place
+    )
+    added = Counter(_module(node) for node in difference.added if node not in in_place)
+    changed = Counter(map(_module, {*in_place, *difference.merged, *rewired}))
+    found = {
+        path: Change(removed[path], changed[path], added[path], saved[path])
+        for path in {**removed, **changed, **added, **saved}
+    }
+    return {path: change for path, change in found.items() if change != Change()}
+
+
+def _module(node: ir.Node) -> str:
+    return node.metadata_props.get(tags.MODULE, "")

@@ -1,0 +1,51 @@
+"""Tensors that passes may not work across."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx_ir as ir
+
+from htp_export.passes.editing import stand_in
+
+__all__ = ["put_barriers", "take_barriers"]
+
+_DOMAIN = "htp_export"
+_OPERATOR = "Barrier"
+
+
+def put_barriers(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
+    """Put a node that nobody knows between some tensors and those who read them, so that no pattern matches across.
+
+    Args:
+        graph: The graph of the tensors.
+        values: The tensors.
+    """
+    for value in values:
+        readers = list(value.uses())
+        barrier = ir.node(_OPERATOR, [value], domain=_DOMAIN)
+        behind = barrier.outputs[0]
+        behind.shape, behind.type, behind.name = value.shape, value.type, f"{value.name}_behind"
+        for node, place in readers:  # a result of the model stays one
+            node.replace_input_with(place, behind)
+        maker = value.producer()
+        if maker is not None:
+            graph.insert_after(maker, barrier)
+        elif len(graph):
+            graph.insert_before(graph[0], barrier)
+        else:
+            graph.append(barrier)
+    graph.opset_imports[_DOMAIN] = 1
+
+
+def take_barriers(graph: ir.Graph) -> None:
+    """Take them all out again."""
+    for node in list(graph):
+        if (node.domain, node.op_type) != (_DOMAIN, _OPERATOR):
+            continue
+        value = node.inputs[0]
+        if value is None or not stand_in(node.outputs[0], value):  # it became a result of the model
+            node.domain, node.op_type = "", "Identity"
+        else:
+            graph.remove(node, safe=True)
+    graph.opset_imports.pop(_DOMAIN, None)
