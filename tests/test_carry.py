@@ -13,6 +13,7 @@ import pytest
 import htp_export
 from htp_export.errors import FileError, InputError, UntaggedModelError
 from htp_export.hierarchy import ModuleInfo
+from htp_export.provenance.sketch import draw
 from tests.exporting import exported_net, metadata
 from tests.handmade import branching, encoder, model, tagged_node, value, weight, with_function
 from tests.nets import NETS
@@ -226,6 +227,99 @@ def test_a_node_that_gives_a_tensor_its_old_form_back_belongs_to_who_made_it_and
     after.graph.insert_before(relu, cast)
     relu.replace_input_with(0, cast.outputs[0])
     assert owners(htp_export.carry(before, after).model) == {"m_half": ["fc"], "m": ["fc"], "y": ["act"]}
+
+
+# --- by values ---------------------------------------------------
+
+
+def numbers(width: int = 4) -> dict[str, np.ndarray]:
+    return {"x": np.random.default_rng(0).uniform(0.5, 2, (2, width)).astype(np.float32)}
+
+
+def rewritten(*nodes: tuple[str, list[str], str]) -> ir.Model:
+    """Another graph from ``x`` to the last output, as (op type, inputs, output), with no name of the one before."""
+    made = {"x": value("x")}
+    built = []
+    for op, reads, name in nodes:
+        built.append(ir.node(op, [made[read] for read in reads], outputs=[value(name)], name=f"tool_{name}"))
+        made[name] = built[-1].outputs[0]
+    return model([made["x"]], built, [], [])
+
+
+def test_a_tensor_that_is_computed_otherwise_under_another_name_is_known_by_its_values():
+    """exp(-x) and the square root of it, which the tool computes as 1 / exp(x) and as a product of roots."""
+    before = chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))
+    after = rewritten(
+        ("Exp", ["x"], "t0"), ("Reciprocal", ["t0"], "t1"), ("Sqrt", ["t1"], "t2"), ("Max", ["t2", "t2"], "y")
+    )
+    blind, run = htp_export.carry(before, after), htp_export.carry(before, after, inputs=numbers())
+    assert owners(blind.model) != owners(run.model)
+    assert owners(run.model) == {"t0": ["neg", "exp"], "t1": ["exp"], "t2": ["root"], "y": ["root"]}
+    assert (blind.fates["root"], "root" in run.fates) == ("fused", False)
+
+
+def test_values_give_their_name_as_the_reason():
+    before = chain(("Neg", "neg", "a"), ("Exp", "exp", "y"))
+    after = rewritten(
+        ("Sub", ["x", "x"], "zero"), ("Sub", ["zero", "x"], "t"), ("Exp", ["t"], "t1"), ("Max", ["t1"], "y")
+    )
+    said = reasons(htp_export.carry(before, after, inputs=numbers()).model)
+    assert said["t"] == "values"
+
+
+def test_a_name_that_values_deny_is_not_believed():
+    """The tool gives the name of the first tensor to the second, and the other way round."""
+    before = chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "c"), ("Neg", "out", "y"))
+    after = rewritten(("Exp", ["x"], "b"), ("Reciprocal", ["b"], "a"), ("Sqrt", ["a"], "t"), ("Neg", ["t"], "y"))
+    blind, run = (owners(htp_export.carry(before, after, inputs=feed).model) for feed in (None, numbers()))
+    assert (blind["a"], run["b"], run["a"], run["t"]) == (["neg"], ["neg", "exp"], ["exp"], ["root"])
+
+
+def test_a_tensor_that_equals_several_has_the_owners_of_all():
+    """All inputs are positive: what Relu and Abs make is what they are given, and nobody can say which one it is."""
+    before = chain(("Exp", "exp", "a"), ("Relu", "relu", "b"), ("Abs", "abs", "c"), ("Sqrt", "root", "y"))
+    after = rewritten(
+        ("Neg", ["x"], "n"), ("Exp", ["n"], "e"), ("Reciprocal", ["e"], "t"), ("Max", ["t"], "m"), ("Sqrt", ["m"], "y")
+    )
+    found = owners(htp_export.carry(before, after, inputs=numbers()).model)
+    assert found["t"] == ["exp", "relu", "abs"]
+
+
+@pytest.mark.parametrize("array", [np.zeros((2, 4)), np.ones((2, 4)), np.tile([1.0, 2.0], (2, 2))])
+def test_tensors_with_hardly_any_different_numbers_match_nothing(array):
+    before = chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))
+    after = rewritten(("Exp", ["x"], "t0"), ("Reciprocal", ["t0"], "t1"), ("Sqrt", ["t1"], "t2"), ("Max", ["t2"], "y"))
+    blind = owners(htp_export.carry(before, after).model)
+    assert owners(htp_export.carry(before, after, inputs={"x": array.astype(np.float32)}).model) == blind
+
+
+def test_values_are_taken_in_portions(monkeypatch):
+    from htp_export.provenance import values
+
+    before = chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))
+    after = rewritten(("Exp", ["x"], "t0"), ("Reciprocal", ["t0"], "t1"), ("Sqrt", ["t1"], "t2"), ("Max", ["t2"], "y"))
+    asked, run = list[int](), values.Runner.run
+
+    def counted(self, feed, names):
+        asked.append(len(names))
+        return run(self, feed, names)
+
+    monkeypatch.setattr(values.Runner, "run", counted)
+    sketches = [(each, draw(each)[0]) for each in (before, after)]
+    whole = values.equal_values(*sketches, numbers())
+    assert asked == [3, 4]
+    assert values.equal_values(*sketches, numbers(), portion_bytes=64) == whole
+    assert asked[2:] == [2, 1, 2, 2]
+
+
+def test_inputs_without_the_model_before_are_refused():
+    with pytest.raises(InputError, match="model before"):
+        htp_export.carry(htp_export.embed_map(encoder()), inputs=numbers())
+
+
+def test_inputs_that_are_not_the_models_are_named():
+    with pytest.raises(InputError, match="'y'"):
+        htp_export.carry(encoder(), stripped(encoder()), inputs={"y": numbers()["x"]})
 
 
 # --- bodies and functions ---------------------------------------------------

@@ -355,3 +355,18 @@ def test_carry_and_run_write_tagged_files(tmp_path, capsys):
     assert main(["run", "version_converter", files[0], "-o", str(tmp_path / "no.onnx"), "--set", "opset=9999"]) == 1
     assert main(["carry", files[1], "-o", str(tmp_path / "no.onnx")]) == 2
     assert not (tmp_path / "no.onnx").exists()
+
+
+def test_carry_runs_both_files_on_inputs(tmp_path, capsys):
+    from tests.test_carry import chain, rewritten
+
+    htp_export.load(chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))).save(tmp_path / "a.onnx")
+    made = rewritten(("Exp", ["x"], "e"), ("Reciprocal", ["e"], "t"), ("Sqrt", ["t"], "r"), ("Max", ["r", "r"], "y"))
+    htp_export.load(made).save(tmp_path / "b.onnx")
+    np.savez(tmp_path / "run.npz", x=np.random.default_rng(0).uniform(0.5, 2, (2, 4)).astype(np.float32))
+    (tmp_path / "shapes.json").write_text('{"x": [2, 4]}')
+    command = ["carry", str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx"), "-o", str(tmp_path / "c.onnx"), "--json"]
+    for inputs in ("run.npz", "shapes.json"):
+        assert main([*command, "--inputs", str(tmp_path / inputs)]) == 0
+        assert "values" in json.loads(capsys.readouterr().out)["recovered"]
+    assert main([*command, "--dims", "batch=2"]) == 2

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from htp_export import tools
+from htp_export.cli.sizes import Sizes, read_sizes
 from htp_export.cli.terminal import CheckFailed, Steps, print_json
 from htp_export.errors import HtpExportError, InputError
 from htp_export.provenance.carrying import Carried, carry
+from htp_export.tagged import load
 
 __all__ = ["carry_command", "run_command"]
 
@@ -27,12 +29,33 @@ def carry_command(
         Path | None,
         typer.Argument(help="What the tool made of it. Alone, it must have a map: htp_export.embed_map."),
     ] = None,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run both files once, and find tensors by their values too: on the values in an .npz file, or on "
+            'random ones of the shapes in a JSON file: {"input_ids": [2, 16]}.'
+        ),
+    ] = None,
+    dims: Annotated[
+        list[str] | None,
+        typer.Option(help="The same on random inputs, with these for open sizes, by comma: batch=2,sequence=16."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Put module tags on what another tool made of a tagged file."""
+    sizes = read_sizes(inputs, dims)
     with Steps().step("carrying tags"):
-        result = carry(before, after, output)
+        result = carry(before, after, output, inputs=_values(before, sizes) if sizes.given else None)
     _show(result, output, as_json)
+
+
+def _values(file: Path, sizes: Sizes) -> Mapping[str, Any]:
+    """What both files are run on."""
+    from htp_export.run.feeds import inputs_of, random_feed
+
+    if sizes.inputs and sizes.dims:
+        raise InputError("--dims is for random inputs; the values of --inputs have their sizes")
+    return sizes.inputs or random_feed(inputs_of(load(file).model), sizes.dims, sizes.shapes).arrays
 
 
 def run_command(

@@ -74,7 +74,11 @@ class Carried:
 
 
 def carry(
-    before: ModelSource | None, after: ModelSource | None = None, output: str | os.PathLike[str] | None = None
+    before: ModelSource | None,
+    after: ModelSource | None = None,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    inputs: Mapping[str, Any] | None = None,
 ) -> Carried:
     """Put module tags on what another tool made of a tagged model.
 
@@ -82,7 +86,9 @@ def carry(
     all of theirs; one that the tool inserted (quantizers, casts, layouts), those of the nodes that it serves. Modules
     of which a border tensor is gone become ``fused``, with the modules that they were merged with.
 
-    No weights are read. Nothing is run.
+    No weights are read, and nothing is run, unless there are ``inputs``: then both models run on them once in ONNX
+    Runtime, without its optimisations, and tensors with equal values are the same where names and structure do not
+    tell. That helps where a tool renames tensors and computes otherwise what lies between them.
 
     Args:
         before: The tagged model that the tool was given: a file, `TaggedModel`, ``ModelProto`` or ``ir.Model``. Where
@@ -90,10 +96,13 @@ def carry(
             `embed_map` and the adapters in ``htp_export.tools`` write before a tool runs.
         after: What the tool made of it. Models in memory are not changed.
         output: A file to write; its weights stay external if they are.
+        inputs: Input name of ``before`` → array, to run both models on. Inputs that are all alike, or all zero, tell
+            little.
 
     Raises:
         UntaggedModelError: ``before`` has no tags of htp_export, or, where it is gone, ``after`` has no map.
-        InputError: ``after`` has an input or a result that ``before`` does not have.
+        InputError: ``after`` has an input or a result that ``before`` does not have; or there are ``inputs``, and
+            ``before`` is gone, or one of the models does not run on them.
         FileError: A file cannot be read or written.
 
     Example:
@@ -116,14 +125,19 @@ def carry(
         model = model_of(after)
         if not isinstance(after, str | os.PathLike | onnx.ModelProto):  # those were read into a model of our own
             model = model.clone()
-        return carry_in_place(before, model, output)
+        return carry_in_place(before, model, output, inputs)
 
 
 def carry_in_place(
-    before: ModelSource | None, after: ir.Model, output: str | os.PathLike[str] | None = None
+    before: ModelSource | None,
+    after: ir.Model,
+    output: str | os.PathLike[str] | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> Carried:
     """`carry` onto a model that may be changed."""
-    result = _carried(_from_map(after) if before is None else _from_model(before), after)
+    if before is None and inputs is not None:
+        raise InputError("to find tensors by their values, the model before has to run too: carry(before, after, ...)")
+    result = _carried(_from_map(after) if before is None else _from_model(before), after, inputs)
     if output is not None:
         write_model(after, output)
     return result
@@ -183,12 +197,14 @@ class _Origin:
         hierarchy: Its modules.
         signatures: What they took and gave.
         has_map: Whether it says so itself, in its metadata.
+        model: It itself; None where it is gone.
     """
 
     sketch: Sketch
     hierarchy: Hierarchy
     signatures: Mapping[str, Sequence[Signature]]
     has_map: bool
+    model: ir.Model | None = None
 
 
 def tagged_model(source: ModelSource) -> ir.Model:
@@ -223,7 +239,8 @@ def _drawn(model: ir.Model) -> Sketch:
 
 def _from_model(source: ModelSource) -> _Origin:
     tagged = _tagged(source)
-    return _Origin(_drawn(tagged.model), tagged.hierarchy, tagged.signatures, MAP in tagged.model.metadata_props)
+    has_map = MAP in tagged.model.metadata_props
+    return _Origin(_drawn(tagged.model), tagged.hierarchy, tagged.signatures, has_map, tagged.model)
 
 
 def _from_map(model: ir.Model) -> _Origin:
@@ -241,9 +258,14 @@ def _from_map(model: ir.Model) -> _Origin:
         raise InputError(f"model {model.graph.name!r}: {error}") from error
 
 
-def _carried(origin: _Origin, model: ir.Model) -> Carried:
+def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None) -> Carried:
     after, nodes = draw(model, model.functions.values())
-    alignment = Alignment(origin.sketch, after)
+    equal: Mapping[int, Sequence[int]] = {}
+    if inputs is not None and origin.model is not None:
+        from htp_export.provenance.values import equal_values  # it loads numpy, and ONNX Runtime
+
+        equal = equal_values((origin.model, origin.sketch), (model, after), inputs)
+    alignment = Alignment(origin.sketch, after, equal)
     for value in (*after.inputs, *after.outputs):
         if alignment.meaning[value] == NOTHING:
             raise InputError(

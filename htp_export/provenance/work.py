@@ -27,7 +27,7 @@ class Work:
 
     Attributes:
         nodes: The nodes before whose work it does, in order of execution; empty for one that was inserted.
-        reason: ``tensor``, ``node``, ``initializer`` or ``region``; ``inserted`` where there are no nodes.
+        reason: ``tensor``, ``node``, ``initializer``, ``values`` or ``region``; ``inserted`` where there are no nodes.
         ends: For an inserted node that gives a tensor of before its old form: the node before that made the tensor.
         coarse: Whether the nodes are those of several nodes together, which could not be told apart.
     """
@@ -103,12 +103,14 @@ class _Division:
         part = self._between(self._ahead[index], self._behind[index])
         inner = [v for v in node.reads if v != NOTHING and meaning[v] == NOTHING]
         done = _SHARED.union(*(self._done.get(v, _SHARED) for v in inner))
+        if any(v in self.known.also for v in outputs):
+            done = _SHARED  # whichever of several tensors it makes, it may be the first one
         rest = tuple(n for n in part if n not in done) if done else part
         rest = self._without_movers(node, rest)
         if moves(node.op):
             work = self._moved(index, node, rest, bool(unknown))
         elif not rest:
-            work = self._inserted(node)
+            work = self._inserted(index, node)
         elif unknown and self._several_owners(rest):
             work = self._pointed_at(index, node, rest)
         else:
@@ -143,16 +145,19 @@ class _Division:
         if not moved and not open_ended and part and all(moves(self.before.nodes[n].op, views=True) for n in part):
             moved = part
         if not moved:
-            return self._inserted(node)
+            return self._inserted(index, node)
         return Work(moved, self._reason(node, moved), coarse=open_ended and len(moved) > 1)
 
-    def _inserted(self, node: SketchNode) -> Work:
-        """What stands where nothing stood; it may give a tensor of before back under its name."""
+    def _inserted(self, index: int, node: SketchNode) -> Work:
+        """What stands where nothing stood; it may give a tensor of before back, under its name or another."""
         for value in node.outputs:
             if value == NOTHING or self.known.meaning[value] == NOTHING:
                 continue
             origin = self.known.origin(value)
-            if origin != NOTHING and self.before.values[origin].name == self.after.values[value].name:
+            if origin == NOTHING:
+                continue
+            named = self.before.values[origin].name == self.after.values[value].name
+            if named or (self.known.exact[value] and self.known.meaning[value] not in self._behind[index]):
                 return Work((), "inserted", ends=self.before.maker[origin])
         return Work((), "inserted")
 
@@ -238,7 +243,8 @@ class _Division:
             and not known.numbers.idle[self.before.maker[member]]
             and (member == origin or member not in self._taken)
         ]
-        return equal or [origin]
+        also = [other for other in known.also.get(value, ()) if self.number[other] not in behind]
+        return (equal or [origin]) + also
 
     def _repeated(self, value: int, behind: frozenset[int], live: bool) -> set[int]:
         """Work that another node does as well: only if all that it needs is at hand, and it is little."""
