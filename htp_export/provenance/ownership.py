@@ -50,9 +50,8 @@ def owners_after(before: Sketch, after: Sketch, works: Sequence[Work]) -> list[O
 
 def _by_work(before: Sketch, node: SketchNode, work: Work) -> Owned | None:
     nodes = [before.nodes[index] for index in work.nodes]
-    if not nodes and work.ends != NOTHING and not node.owners:
-        end = before.nodes[work.ends]
-        return Owned(end.owners, INSERTED, end.call)
+    if not nodes and work.ends and not node.owners:
+        return _together(Owned(end.owners, INSERTED, end.call) for end in (before.nodes[each] for each in work.ends))
     paths = tuple(dict.fromkeys(path for old in nodes for path in old.owners))
     calls = {(old.owners, old.call) for old in nodes}
     call = nodes[0].call if len(calls) == 1 else ""

@@ -28,13 +28,13 @@ class Work:
     Attributes:
         nodes: The nodes before whose work it does, in order of execution; empty for one that was inserted.
         reason: ``tensor``, ``node``, ``initializer``, ``values`` or ``region``; ``inserted`` where there are no nodes.
-        ends: For an inserted node that gives a tensor of before its old form: the node before that made the tensor.
+        ends: For an inserted node that gives tensors of before their old form: the nodes before that made them.
         coarse: Whether the nodes are those of several nodes together, which could not be told apart.
     """
 
     nodes: tuple[int, ...]
     reason: str
-    ends: int = NOTHING
+    ends: tuple[int, ...] = ()
     coarse: bool = False
 
 
@@ -95,7 +95,7 @@ class _Division:
     # --- one node ---
 
     def _work(self, index: int, node: SketchNode) -> Work:
-        meaning = self.known.meaning
+        meaning, nodes = self.known.meaning, self.before.nodes
         outputs = [v for v in node.outputs if v != NOTHING]
         unknown = [v for v in outputs if meaning[v] == NOTHING and self.after.readers[v]]
         if not node.inputs and not node.has_bodies and unknown:
@@ -106,6 +106,8 @@ class _Division:
         if any(v in self.known.also for v in outputs):
             done = _SHARED  # whichever of several tensors it makes, it may be the first one
         rest = tuple(n for n in part if n not in done) if done else part
+        if outputs and not any(self.after.live[v] for v in outputs):  # it works on weights: no data went through it
+            rest = tuple(n for n in rest if not any(v != NOTHING and self.before.live[v] for v in nodes[n].outputs))
         rest = self._without_movers(node, rest)
         if moves(node.op):
             work = self._moved(index, node, rest, bool(unknown))
@@ -149,17 +151,16 @@ class _Division:
         return Work(moved, self._reason(node, moved), coarse=open_ended and len(moved) > 1)
 
     def _inserted(self, index: int, node: SketchNode) -> Work:
-        """What stands where nothing stood; it may give a tensor of before back, under its name or another."""
+        """What stands where nothing stood; it may give tensors of before back, under their names or others."""
+        known, ends = self.known, dict[int, None]()
         for value in node.outputs:
-            if value == NOTHING or self.known.meaning[value] == NOTHING:
-                continue
-            origin = self.known.origin(value)
-            if origin == NOTHING:
+            origin = NOTHING if value == NOTHING or known.meaning[value] == NOTHING else known.origin(value)
+            if origin == NOTHING or self.before.maker[origin] == NOTHING:
                 continue
             named = self.before.values[origin].name == self.after.values[value].name
-            if named or (self.known.exact[value] and self.known.meaning[value] not in self._behind[index]):
-                return Work((), "inserted", ends=self.before.maker[origin])
-        return Work((), "inserted")
+            if named or (known.exact[value] and known.meaning[value] not in self._behind[index]):
+                ends[self.before.maker[origin]] = None
+        return Work((), "inserted", ends=tuple(sorted(ends)))
 
     def _pointed_at(self, index: int, node: SketchNode, part: tuple[int, ...]) -> Work:
         """The part of several nodes' common work that a node's name, weights or operator points to."""
