@@ -380,6 +380,21 @@ def test_a_map_brings_the_tags_back_when_the_model_before_is_gone():
     assert owners(htp_export.carry(stripped(result.model)).model) == owners(encoder())  # and again
 
 
+def test_a_map_is_taken_off_by_what_changes_tags():
+    optimized = htp_export.optimize(htp_export.embed_map(encoder()), passes=["eliminate_dead_nodes"])
+    assert "htp.map" not in optimized.model.metadata_props
+    part = htp_export.extract(encoder(), "layer.0.fc").model
+    assert "htp.map" not in htp_export.splice(htp_export.embed_map(encoder()), "layer.0.fc", part).model.metadata_props
+
+
+def test_what_the_modules_of_pytorch_hold_is_still_said(tmp_path):
+    exported = ir.from_proto(exported_net("siblings", "dynamo", tmp_path))
+    held = exported.metadata_props["htp.parameters"]
+    mapped = stripped(htp_export.embed_map(exported))
+    assert htp_export.carry(exported, stripped(exported)).model.metadata_props["htp.parameters"] == held
+    assert htp_export.carry(mapped).model.metadata_props["htp.parameters"] == held
+
+
 def test_without_a_map_the_model_before_is_asked_for():
     with pytest.raises(UntaggedModelError, match=r"embed_map"):
         htp_export.carry(stripped(encoder()))

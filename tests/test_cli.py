@@ -78,6 +78,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def owners(metadata) -> list[str]:
+    return [entry.value for entry in metadata if entry.key in ("htp.module", "htp.owners")]
+
+
 def entry(folder: Path, name: str) -> list[str]:
     return ["export", "--entry", f"nets_{folder.name}:{name}"]
 
@@ -123,6 +127,20 @@ class TestExport:
         Path("out.onnx.data").unlink()
         assert main([*BERT, "-o", "out.onnx", "--no-external-data", "--quiet"]) == 0
         assert files(folder) == ["out.onnx"]
+
+    def test_a_map_brings_the_tags_back_after_a_tool_that_wrote_over_the_file(self, folder, capsys):
+        assert main([*BERT, "--embed-map", "-o", "bert.onnx", "--quiet"]) == 0
+        assert main(["run", "onnxruntime", "bert.onnx", "-o", "fast.onnx", "--set", "level=basic", "--embed-map"]) == 0
+        for file in ("bert.onnx", "fast.onnx"):
+            proto = onnx.load(file, load_external_data=False)
+            expected = [list(node.metadata_props) for node in proto.graph.node]
+            for node in proto.graph.node:
+                del node.metadata_props[:]
+            onnx.save(proto, file)
+            capsys.readouterr()
+            assert main(["carry", file, "-o", file, "--json"]) == 0
+            found = [node.metadata_props for node in onnx.load(file, load_external_data=False).graph.node]
+            assert [owners(entry) for entry in found] == [owners(entry) for entry in expected]
 
     def test_quiet_shows_nothing(self, folder, capsys):
         assert main([*BERT, "-o", "bert.onnx", "--quiet", "--verify"]) == 0

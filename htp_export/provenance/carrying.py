@@ -21,7 +21,7 @@ from htp_export.files import write_model
 from htp_export.hierarchy import Hierarchy
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.fates import FatesAfter
-from htp_export.provenance.maps import MAP, map_to_text, text_to_map
+from htp_export.provenance.maps import map_to_text, text_to_map
 from htp_export.provenance.ownership import Owned, owners_after
 from htp_export.provenance.sketch import NOTHING, Sketch, draw
 from htp_export.provenance.work import divide
@@ -93,7 +93,7 @@ def carry(
     Args:
         before: The tagged model that the tool was given: a file, `TaggedModel`, ``ModelProto`` or ``ir.Model``. Where
             it is gone, give the model after alone, ``carry(after)``: then the map in its metadata is used, which
-            `embed_map` and the adapters in ``htp_export.tools`` write before a tool runs.
+            `embed_map` wrote before the tool ran.
         after: What the tool made of it. Models in memory are not changed.
         output: A file to write; its weights stay external if they are.
         inputs: Input name of ``before`` → array, to run both models on. Inputs that are all alike, or all zero, tell
@@ -146,8 +146,9 @@ def carry_in_place(
 def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) -> ir.Model:
     """Write into a tagged model's metadata what `carry` has to know of it, for when the model itself is gone.
 
-    About 30 bytes a node: operators, names of tensors and owners, no weights. Tools that keep the metadata of models
-    keep it, as nearly all do.
+    About 30 bytes a node: operators, names and shapes of tensors, and owners, no weights. Tools that keep the metadata
+    of models keep it, as nearly all do. What `carry` and the adapters in ``htp_export.tools`` make of a model with a
+    map has a new one; passes and ``splice`` take it off, as it tells of the graph as it was.
 
     Args:
         model: The tagged model; one in memory is not changed.
@@ -170,7 +171,7 @@ def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) 
         {'tensor': 2}
     """
     mapped = tagged_model(model)
-    mapped.metadata_props[MAP] = map_to_text(_drawn(mapped))
+    mapped.metadata_props[tags.MAP] = map_to_text(_drawn(mapped))
     if output is not None:
         write_model(mapped, output)
     return mapped
@@ -196,13 +197,15 @@ class _Origin:
         sketch: Its nodes and their owners.
         hierarchy: Its modules.
         signatures: What they took and gave.
-        has_map: Whether it says so itself, in its metadata.
+        kept: What else its metadata says that stays true whatever a tool does: what PyTorch's modules hold.
+        has_map: Whether it says all this itself, in its metadata.
         model: It itself; None where it is gone.
     """
 
     sketch: Sketch
     hierarchy: Hierarchy
     signatures: Mapping[str, Sequence[Signature]]
+    kept: Mapping[str, str]
     has_map: bool
     model: ir.Model | None = None
 
@@ -239,23 +242,30 @@ def _drawn(model: ir.Model) -> Sketch:
 
 def _from_model(source: ModelSource) -> _Origin:
     tagged = _tagged(source)
-    has_map = MAP in tagged.model.metadata_props
-    return _Origin(_drawn(tagged.model), tagged.hierarchy, tagged.signatures, has_map, tagged.model)
+    props = tagged.model.metadata_props
+    return _Origin(
+        _drawn(tagged.model), tagged.hierarchy, tagged.signatures, _kept(props), tags.MAP in props, tagged.model
+    )
 
 
 def _from_map(model: ir.Model) -> _Origin:
     """From what the model after itself says of the one before."""
     props = model.metadata_props
-    if MAP not in props or tags.MODULES not in props:
+    if tags.MAP not in props or tags.MODULES not in props:
         raise UntaggedModelError(
             f"model {model.graph.name!r} does not say what it was made of; give carry(before, after) the model before, "
             "or use htp_export.embed_map(before) ahead of the tool"
         )
     try:
         signatures = signatures_from_json(props[tags.SIGNATURES]) if tags.SIGNATURES in props else {}
-        return _Origin(text_to_map(props[MAP]), Hierarchy.from_json(props[tags.MODULES]), signatures, True)
+        hierarchy = Hierarchy.from_json(props[tags.MODULES])
+        return _Origin(text_to_map(props[tags.MAP]), hierarchy, signatures, _kept(props), True)
     except ValueError as error:
         raise InputError(f"model {model.graph.name!r}: {error}") from error
+
+
+def _kept(props: Mapping[str, str]) -> dict[str, str]:
+    return {tags.PARAMETERS: props[tags.PARAMETERS]} if tags.PARAMETERS in props else {}
 
 
 def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None) -> Carried:
@@ -274,8 +284,9 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
     owned = owners_after(origin.sketch, after, divide(alignment))
     fates = FatesAfter(alignment, origin.hierarchy, origin.signatures, [one.paths for one in owned])
     _write(model, nodes, owned, fates)
+    model.metadata_props.update(origin.kept)
     if origin.has_map:
-        model.metadata_props[MAP] = map_to_text(_drawn(model))
+        model.metadata_props[tags.MAP] = map_to_text(_drawn(model))
     return Carried(
         model=model,
         nodes=len(nodes),
@@ -306,7 +317,7 @@ def _write(model: ir.Model, nodes: Sequence[ir.Node], owned: Sequence[Owned], fa
         if one.call:
             said[tags.CALL] = one.call
     props = model.metadata_props
-    for key in (*tags.MODEL_KEYS, MAP):
+    for key in tags.MODEL_KEYS:
         props.pop(key, None)
     props[tags.FORMAT], props[tags.MODULES] = tags.VERSION, hierarchy.to_json()
     signatures = fates.signatures()
