@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError
 
-__all__ = ["has_external_data", "read_model", "write_model"]
+__all__ = ["has_external_data", "model_from_proto", "read_model", "write_model"]
 
 _SMALL_BYTES = 256
 """Tensors up to this size stay in the ONNX file, as onnx and onnx_ir have it: shape inference reads them."""
@@ -39,7 +39,7 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
     file = Path(path)
     try:
         proto = onnx.load(file, load_external_data=False)
-        model = ir.from_proto(proto) if proto.ir_version and proto.HasField("graph") else None
+        model = model_from_proto(proto) if proto.ir_version and proto.HasField("graph") else None
     except OSError as error:
         raise FileError(file, f"cannot be read: {error.strerror or error}") from error
     except Exception as error:  # parsers of four formats raise whatever they like on bytes that are not theirs
@@ -56,6 +56,33 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
                 raise FileError(file, f"its external data {location!r} lies outside its folder; it will not be read")
             checked.add(location)
     return model
+
+
+def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
+    """A model whose nodes stand in the order in which they run, as the ONNX specification has it.
+
+    Some tools, ``onnxruntime.transformers.float16`` for one, append nodes where they should insert them; ONNX Runtime
+    takes that, and onnx_ir cannot copy it. A model that is in order stays as it is.
+
+    Raises:
+        ValueError: A node needs what is made of its own results.
+    """
+    model = ir.from_proto(proto)
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        if not _is_in_order(graph):
+            graph.sort()
+    return model
+
+
+def _is_in_order(graph: ir.Graph) -> bool:
+    seen = set[ir.Node]()
+    for node in graph.all_nodes():
+        for value in node.inputs:
+            maker = None if value is None else value.producer()
+            if maker is not None and maker not in seen:
+                return False
+        seen.add(node)
+    return True
 
 
 def write_model(model: ir.Model, path: str | os.PathLike[str], external_data: str | None = None) -> None:

@@ -440,6 +440,18 @@ def test_weights_are_not_read_and_stay_where_they_are(tmp_path):
     assert not (tmp_path / "weights.bin").exists()
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_a_tool_may_write_nodes_in_another_order_than_they_run(written, tmp_path):
+    proto = ir.to_proto(stripped(encoder()))
+    proto.graph.node.sort(key=lambda node: node.output[0])
+    if written:
+        onnx.save(proto, tmp_path / "after.onnx")
+    result = htp_export.carry(encoder(), tmp_path / "after.onnx" if written else proto, inputs=numbers())
+    assert owners(result.model) == owners(encoder())
+    onnx.checker.check_model(ir.to_proto(result.model))  # which wants them in order
+    assert result.model.clone()
+
+
 def test_a_file_that_is_missing_is_named(tmp_path):
     with pytest.raises(FileError, match=r"gone\.onnx"):
         htp_export.carry(encoder(), Path(tmp_path / "gone.onnx"))
