@@ -179,13 +179,19 @@ def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) 
 
 @contextlib.contextmanager
 def _collector_held() -> Iterator[None]:
-    """No garbage collection inside: all that is made here is kept, and looking through it takes half the time."""
+    """No garbage collection inside: all that is made here is kept, and looking through it takes half the time.
+
+    Nor right afterwards: what was made counts as old, and is looked through when all that is old is.
+    """
     running = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if running:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation
             gc.enable()
 
 
