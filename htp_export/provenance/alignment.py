@@ -8,6 +8,7 @@ the Conv's is in optimisers that fold BatchNorm into it. Last, and only if both 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 from htp_export.provenance.numbering import Numbering, repeats
@@ -206,7 +207,9 @@ class Alignment:
     def _followed(self, node: SketchNode, value: int, reads: set[int]) -> int:
         """A tensor further on, where the node reads more than this one is made of, or says that it took one in."""
         before, number = self.before, self.numbers.number
-        missing = {read for read in reads if before.live[read]} - self._made_of(value)
+        missing = self._operands_besides(node, value)
+        if not missing:
+            missing = {read for read in reads if before.live[read]} - self._made_of(value)
         at = value
         for _ in range(4):
             readers = [reader for reader in before.readers[at] if not self.numbers.idle[reader]]
@@ -221,6 +224,13 @@ class Alignment:
             if not missing:
                 value = at
         return value
+
+    def _operands_besides(self, node: SketchNode, value: int) -> set[int]:
+        """What a node reads besides that of which a tensor is made, if it reads more: the other half of a sum."""
+        old = self.before.nodes[self.before.maker[value]]
+        mine = Counter(self.meaning[v] for v in node.inputs if v != NOTHING and self.after.live[v])
+        theirs = Counter(self.numbers.number[v] for v in old.inputs if v != NOTHING and self.before.live[v])
+        return set(mine - theirs) - {NOTHING} if mine.total() > theirs.total() else set()
 
     def _made_of(self, value: int) -> set[int]:
         """The numbers of the tensors right behind one, as far as a few nodes back."""

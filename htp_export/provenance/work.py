@@ -7,8 +7,8 @@ operator points to. What only moves numbers, and stands where nothing was moved 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.operators import moves
@@ -117,10 +117,20 @@ class _Division:
             work = self._pointed_at(index, node, rest)
         else:
             work = Work(rest, self._reason(node, rest), coarse=bool(unknown or inner))
+        if not node.has_bodies and any(nodes[n].has_bodies for n in work.nodes):  # a branch that was dissolved
+            work = replace(work, nodes=tuple(sorted({*work.nodes, *self._inside(work.nodes)})))
         if unknown:
             told = done if work.coarse else done.union(work.nodes)
             self._done.update(dict.fromkeys(unknown, told))
         return work
+
+    def _inside(self, holders: Iterable[int]) -> Iterator[int]:
+        """The nodes before in the subgraphs of some."""
+        held = set(holders)
+        for index, node in enumerate(self.before.nodes):
+            if node.holder in held:
+                held.add(index)
+                yield index
 
     def _without_movers(self, node: SketchNode, part: tuple[int, ...]) -> tuple[int, ...]:
         """A node that is one of those before moves nothing besides: what moved was left out, or is done elsewhere."""
