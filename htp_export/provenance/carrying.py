@@ -8,7 +8,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -287,7 +287,8 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
             raise InputError(
                 f"the second model was not made of the first, which has no {after.values[value].name!r} of that shape"
             )
-    owned = owners_after(origin.sketch, after, divide(alignment))
+    found = owners_after(origin.sketch, after, divide(alignment))
+    owned = [one if one.paths else replace(one, paths=("",)) for one in found]
     fates = FatesAfter(alignment, origin.hierarchy, origin.signatures, [one.paths for one in owned])
     _write(model, nodes, owned, fates)
     model.metadata_props.update(origin.kept)
