@@ -159,6 +159,37 @@ def test_a_name_taken_over_by_a_merged_node_means_the_later_tensor():
     assert dict(result.fates) == {"conv": "fused", "bn": "fused"}
 
 
+def test_products_that_became_one_belong_to_all_and_so_does_what_joins_their_weights():
+    """As onnxoptimizer does for q, k and v: the weights are joined, one product is made of them, and it is split."""
+    x, weights = value("x"), [weight(name) for name in ("q.w", "k.w_1", "v.w_12")]  # of other values each
+    products = [tagged_node("MatMul", [x, each], each.name[0], f"{each.name[0]}_out") for each in weights]
+    reading = [
+        tagged_node(op, product.outputs, "", op) for op, product in zip(("Neg", "Exp", "Abs"), products, strict=True)
+    ]
+    last = tagged_node("Max", [node.outputs[0] for node in reading], "", "y")
+    infos = [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "q", "k", "v")]
+    before = model([x], [*products, *reading, last], weights, infos)
+    after = stripped(before)
+    nodes, given = {node.outputs[0].name: node for node in after.graph}, after.graph.initializers
+    joined = ir.node("Concat", list(given.values()), attributes={"axis": 1})
+    product = ir.node("MatMul", [after.graph.inputs[0], joined.outputs[0]])
+    split = ir.node("Split", [product.outputs[0]], attributes={"axis": 1, "num_outputs": 3}, num_outputs=3)
+    after.graph.insert_before(nodes["q_out"], [joined, product, split])
+    for node, name, made, reader in zip((joined, product, split), "wps", split.outputs, reading, strict=True):
+        node.outputs[0].name = name
+        nodes[reader.outputs[0].name].replace_input_with(0, made)
+    after.graph.remove([nodes[name] for name in ("q_out", "k_out", "v_out")], safe=True)
+    result = htp_export.carry(before, after).model
+    assert [owners(result)[name] for name in "wps"] == [["q", "k", "v"]] * 3
+    assert [reasons(result)[name] for name in "wps"] == ["inserted", "region", "inserted"]
+
+
+def test_a_branch_that_was_dissolved_into_a_node_brings_the_owners_of_what_was_in_it():
+    before, after = branching(), stripped(branching())
+    rewire(after, "Select", ["x", "minus", "condition"], "gated", "com.microsoft")
+    assert owners(htp_export.carry(before, after).model)["gated"] == ["gate", "gate.yes"]
+
+
 def test_equal_work_that_was_merged_belongs_to_all_who_did_it():
     x = value("x")
     one, two = tagged_node("Neg", [x], "one", "a"), tagged_node("Neg", [x], "two", "b")
