@@ -20,7 +20,7 @@ import onnx_ir as ir
 from htp_export.errors import FileError
 from htp_export.stored import Marks, read_hollow, write_filled, write_values
 
-__all__ = ["has_external_data", "read_model", "write_model"]
+__all__ = ["has_external_data", "model_from_proto", "read_model", "write_model"]
 
 _SMALL_BYTES = 256
 """Tensors up to this size stay in the ONNX file, as onnx and onnx_ir have it: shape inference reads them."""
@@ -69,20 +69,47 @@ def _parse(file: Path) -> ir.Model | None:
     proto = onnx.load(file, load_external_data=False) if hollow is None else hollow.proto
     if not proto.ir_version or not proto.HasField("graph"):
         return None
-    model = ir.from_proto(proto)
+    model = model_from_proto(proto)
     if hollow is not None:
         for slot in list(_slots(model)):
             tensor = hollow.tensor(slot.tensor)
             if tensor is not None:
                 slot.put(tensor)
         if not hollow.is_whole:  # some are where there are no slots, or twice under a name
-            model = ir.from_proto(onnx.load(file, load_external_data=False))
+            model = model_from_proto(onnx.load(file, load_external_data=False))
     return model
 
 
 def _is_protobuf(file: Path) -> bool:
     """Whether an extension says protobuf, or nothing."""
     return onnx.serialization.registry.get_format_from_file_extension(file.suffix) in ("protobuf", None)
+
+
+def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
+    """A model whose nodes stand in the order in which they run, as the ONNX specification has it.
+
+    Some tools, ``onnxruntime.transformers.float16`` for one, append nodes where they should insert them; ONNX Runtime
+    takes that, and onnx_ir cannot copy it. A model that is in order stays as it is.
+
+    Raises:
+        ValueError: A node needs what is made of its own results.
+    """
+    model = ir.from_proto(proto)
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        if not _is_in_order(graph):
+            graph.sort()
+    return model
+
+
+def _is_in_order(graph: ir.Graph) -> bool:
+    seen = set[ir.Node]()
+    for node in graph.all_nodes():
+        for value in node.inputs:
+            maker = None if value is None else value.producer()
+            if maker is not None and maker not in seen:
+                return False
+        seen.add(node)
+    return True
 
 
 def write_model(model: ir.Model, path: str | os.PathLike[str], external_data: str | None = None) -> None:

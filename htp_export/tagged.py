@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.errors import FileError, InputError, UnknownModuleError, UntaggedModelError
-from htp_export.files import read_model, write_model
+from htp_export.files import model_from_proto, read_model, write_model
 from htp_export.hierarchy import Hierarchy, ModuleInfo
 from htp_export.parameters import Held, parameters_from_json
 from htp_export.regions import GraphIndex, Region, all_nodes
@@ -262,7 +262,7 @@ def model_of(source: ModelSource) -> ir.Model:
     if isinstance(source, str | os.PathLike):
         return read_model(source)
     if isinstance(source, onnx.ModelProto):
-        return ir.from_proto(source)
+        return model_from_proto(source)
     model = source if isinstance(source, ir.Model) else getattr(source, "model", None)
     if not isinstance(model, ir.Model):
         raise TypeError(f"no ONNX model: {type(source).__name__}; give a file, a ModelProto or an ir.Model")

@@ -33,7 +33,8 @@ SIGNATURES = "htp.signatures"
 PARAMETERS = "htp.parameters"
 CONTAMINATION = "htp.contamination"
 FUNCTIONS = "htp.functions"
-MODEL_KEYS = (FORMAT, MODULES, SIGNATURES, PARAMETERS, CONTAMINATION, FUNCTIONS)
+MAP = "htp.map"
+MODEL_KEYS = (FORMAT, MODULES, SIGNATURES, PARAMETERS, CONTAMINATION, FUNCTIONS, MAP)
 
 
 def is_under(path: str, ancestor: str) -> bool:

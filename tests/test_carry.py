@@ -13,6 +13,7 @@ import pytest
 import htp_export
 from htp_export.errors import FileError, InputError, UntaggedModelError
 from htp_export.hierarchy import ModuleInfo
+from htp_export.provenance.sketch import draw
 from tests.exporting import exported_net, metadata
 from tests.handmade import branching, encoder, model, tagged_node, value, weight, with_function
 from tests.nets import NETS
@@ -158,6 +159,37 @@ def test_a_name_taken_over_by_a_merged_node_means_the_later_tensor():
     assert dict(result.fates) == {"conv": "fused", "bn": "fused"}
 
 
+def test_products_that_became_one_belong_to_all_and_so_does_what_joins_their_weights():
+    """As onnxoptimizer does for q, k and v: the weights are joined, one product is made of them, and it is split."""
+    x, weights = value("x"), [weight(name) for name in ("q.w", "k.w_1", "v.w_12")]  # of other values each
+    products = [tagged_node("MatMul", [x, each], each.name[0], f"{each.name[0]}_out") for each in weights]
+    reading = [
+        tagged_node(op, product.outputs, "", op) for op, product in zip(("Neg", "Exp", "Abs"), products, strict=True)
+    ]
+    last = tagged_node("Max", [node.outputs[0] for node in reading], "", "y")
+    infos = [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "q", "k", "v")]
+    before = model([x], [*products, *reading, last], weights, infos)
+    after = stripped(before)
+    nodes, given = {node.outputs[0].name: node for node in after.graph}, after.graph.initializers
+    joined = ir.node("Concat", list(given.values()), attributes={"axis": 1})
+    product = ir.node("MatMul", [after.graph.inputs[0], joined.outputs[0]])
+    split = ir.node("Split", [product.outputs[0]], attributes={"axis": 1, "num_outputs": 3}, num_outputs=3)
+    after.graph.insert_before(nodes["q_out"], [joined, product, split])
+    for node, name, made, reader in zip((joined, product, split), "wps", split.outputs, reading, strict=True):
+        node.outputs[0].name = name
+        nodes[reader.outputs[0].name].replace_input_with(0, made)
+    after.graph.remove([nodes[name] for name in ("q_out", "k_out", "v_out")], safe=True)
+    result = htp_export.carry(before, after).model
+    assert [owners(result)[name] for name in "wps"] == [["q", "k", "v"]] * 3
+    assert [reasons(result)[name] for name in "wps"] == ["inserted", "region", "inserted"]
+
+
+def test_a_branch_that_was_dissolved_into_a_node_brings_the_owners_of_what_was_in_it():
+    before, after = branching(), stripped(branching())
+    rewire(after, "Select", ["x", "minus", "condition"], "gated", "com.microsoft")
+    assert owners(htp_export.carry(before, after).model)["gated"] == ["gate", "gate.yes"]
+
+
 def test_equal_work_that_was_merged_belongs_to_all_who_did_it():
     x = value("x")
     one, two = tagged_node("Neg", [x], "one", "a"), tagged_node("Neg", [x], "two", "b")
@@ -228,6 +260,99 @@ def test_a_node_that_gives_a_tensor_its_old_form_back_belongs_to_who_made_it_and
     assert owners(htp_export.carry(before, after).model) == {"m_half": ["fc"], "m": ["fc"], "y": ["act"]}
 
 
+# --- by values ---------------------------------------------------
+
+
+def numbers(width: int = 4) -> dict[str, np.ndarray]:
+    return {"x": np.random.default_rng(0).uniform(0.5, 2, (2, width)).astype(np.float32)}
+
+
+def rewritten(*nodes: tuple[str, list[str], str]) -> ir.Model:
+    """Another graph from ``x`` to the last output, as (op type, inputs, output), with no name of the one before."""
+    made = {"x": value("x")}
+    built = []
+    for op, reads, name in nodes:
+        built.append(ir.node(op, [made[read] for read in reads], outputs=[value(name)], name=f"tool_{name}"))
+        made[name] = built[-1].outputs[0]
+    return model([made["x"]], built, [], [])
+
+
+def test_a_tensor_that_is_computed_otherwise_under_another_name_is_known_by_its_values():
+    """exp(-x) and the square root of it, which the tool computes as 1 / exp(x) and as a product of roots."""
+    before = chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))
+    after = rewritten(
+        ("Exp", ["x"], "t0"), ("Reciprocal", ["t0"], "t1"), ("Sqrt", ["t1"], "t2"), ("Max", ["t2", "t2"], "y")
+    )
+    blind, run = htp_export.carry(before, after), htp_export.carry(before, after, inputs=numbers())
+    assert owners(blind.model) != owners(run.model)
+    assert owners(run.model) == {"t0": ["neg", "exp"], "t1": ["exp"], "t2": ["root"], "y": ["root"]}
+    assert (blind.fates["root"], "root" in run.fates) == ("fused", False)
+
+
+def test_values_give_their_name_as_the_reason():
+    before = chain(("Neg", "neg", "a"), ("Exp", "exp", "y"))
+    after = rewritten(
+        ("Sub", ["x", "x"], "zero"), ("Sub", ["zero", "x"], "t"), ("Exp", ["t"], "t1"), ("Max", ["t1"], "y")
+    )
+    said = reasons(htp_export.carry(before, after, inputs=numbers()).model)
+    assert said["t"] == "values"
+
+
+def test_a_name_that_values_deny_is_not_believed():
+    """The tool gives the name of the first tensor to the second, and the other way round."""
+    before = chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "c"), ("Neg", "out", "y"))
+    after = rewritten(("Exp", ["x"], "b"), ("Reciprocal", ["b"], "a"), ("Sqrt", ["a"], "t"), ("Neg", ["t"], "y"))
+    blind, run = (owners(htp_export.carry(before, after, inputs=feed).model) for feed in (None, numbers()))
+    assert (blind["a"], run["b"], run["a"], run["t"]) == (["neg"], ["neg", "exp"], ["exp"], ["root"])
+
+
+def test_a_tensor_that_equals_several_has_the_owners_of_all():
+    """All inputs are positive: what Relu and Abs make is what they are given, and nobody can say which one it is."""
+    before = chain(("Exp", "exp", "a"), ("Relu", "relu", "b"), ("Abs", "abs", "c"), ("Sqrt", "root", "y"))
+    after = rewritten(
+        ("Neg", ["x"], "n"), ("Exp", ["n"], "e"), ("Reciprocal", ["e"], "t"), ("Max", ["t"], "m"), ("Sqrt", ["m"], "y")
+    )
+    found = owners(htp_export.carry(before, after, inputs=numbers()).model)
+    assert found["t"] == ["exp", "relu", "abs"]
+
+
+@pytest.mark.parametrize("array", [np.zeros((2, 4)), np.ones((2, 4)), np.tile([1.0, 2.0], (2, 2))])
+def test_tensors_with_hardly_any_different_numbers_match_nothing(array):
+    before = chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))
+    after = rewritten(("Exp", ["x"], "t0"), ("Reciprocal", ["t0"], "t1"), ("Sqrt", ["t1"], "t2"), ("Max", ["t2"], "y"))
+    blind = owners(htp_export.carry(before, after).model)
+    assert owners(htp_export.carry(before, after, inputs={"x": array.astype(np.float32)}).model) == blind
+
+
+def test_values_are_taken_in_portions(monkeypatch):
+    from htp_export.provenance import values
+
+    before = chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))
+    after = rewritten(("Exp", ["x"], "t0"), ("Reciprocal", ["t0"], "t1"), ("Sqrt", ["t1"], "t2"), ("Max", ["t2"], "y"))
+    asked, run = list[int](), values.Runner.run
+
+    def counted(self, feed, names):
+        asked.append(len(names))
+        return run(self, feed, names)
+
+    monkeypatch.setattr(values.Runner, "run", counted)
+    sketches = [(each, draw(each)[0]) for each in (before, after)]
+    whole = values.equal_values(*sketches, numbers())
+    assert asked == [3, 4]
+    assert values.equal_values(*sketches, numbers(), portion_bytes=64) == whole
+    assert asked[2:] == [2, 1, 2, 2]
+
+
+def test_inputs_without_the_model_before_are_refused():
+    with pytest.raises(InputError, match="model before"):
+        htp_export.carry(htp_export.embed_map(encoder()), inputs=numbers())
+
+
+def test_inputs_that_are_not_the_models_are_named():
+    with pytest.raises(InputError, match="'y'"):
+        htp_export.carry(encoder(), stripped(encoder()), inputs={"y": numbers()["x"]})
+
+
 # --- bodies and functions ---------------------------------------------------
 
 
@@ -286,6 +411,21 @@ def test_a_map_brings_the_tags_back_when_the_model_before_is_gone():
     assert owners(htp_export.carry(stripped(result.model)).model) == owners(encoder())  # and again
 
 
+def test_a_map_is_taken_off_by_what_changes_tags():
+    optimized = htp_export.optimize(htp_export.embed_map(encoder()), passes=["eliminate_dead_nodes"])
+    assert "htp.map" not in optimized.model.metadata_props
+    part = htp_export.extract(encoder(), "layer.0.fc").model
+    assert "htp.map" not in htp_export.splice(htp_export.embed_map(encoder()), "layer.0.fc", part).model.metadata_props
+
+
+def test_what_the_modules_of_pytorch_hold_is_still_said(tmp_path):
+    exported = ir.from_proto(exported_net("siblings", "dynamo", tmp_path))
+    held = exported.metadata_props["htp.parameters"]
+    mapped = stripped(htp_export.embed_map(exported))
+    assert htp_export.carry(exported, stripped(exported)).model.metadata_props["htp.parameters"] == held
+    assert htp_export.carry(mapped).model.metadata_props["htp.parameters"] == held
+
+
 def test_without_a_map_the_model_before_is_asked_for():
     with pytest.raises(UntaggedModelError, match=r"embed_map"):
         htp_export.carry(stripped(encoder()))
@@ -329,6 +469,18 @@ def test_weights_are_not_read_and_stay_where_they_are(tmp_path):
     result = htp_export.carry(tmp_path / "before.onnx", tmp_path / "after.onnx", tmp_path / "out.onnx")
     assert owners(result.model) == owners(encoder(64))
     assert not (tmp_path / "weights.bin").exists()
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_tool_may_write_nodes_in_another_order_than_they_run(written, tmp_path):
+    proto = ir.to_proto(stripped(encoder()))
+    proto.graph.node.sort(key=lambda node: node.output[0])
+    if written:
+        onnx.save(proto, tmp_path / "after.onnx")
+    result = htp_export.carry(encoder(), tmp_path / "after.onnx" if written else proto, inputs=numbers())
+    assert owners(result.model) == owners(encoder())
+    onnx.checker.check_model(ir.to_proto(result.model))  # which wants them in order
+    assert result.model.clone()
 
 
 def test_a_file_that_is_missing_is_named(tmp_path):

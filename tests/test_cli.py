@@ -78,6 +78,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def owners(metadata) -> list[str]:
+    return [entry.value for entry in metadata if entry.key in ("htp.module", "htp.owners")]
+
+
 def entry(folder: Path, name: str) -> list[str]:
     return ["export", "--entry", f"nets_{folder.name}:{name}"]
 
@@ -123,6 +127,20 @@ class TestExport:
         Path("out.onnx.data").unlink()
         assert main([*BERT, "-o", "out.onnx", "--no-external-data", "--quiet"]) == 0
         assert files(folder) == ["out.onnx"]
+
+    def test_a_map_brings_the_tags_back_after_a_tool_that_wrote_over_the_file(self, folder, capsys):
+        assert main([*BERT, "--embed-map", "-o", "bert.onnx", "--quiet"]) == 0
+        assert main(["run", "onnxruntime", "bert.onnx", "-o", "fast.onnx", "--set", "level=basic", "--embed-map"]) == 0
+        for file in ("bert.onnx", "fast.onnx"):
+            proto = onnx.load(file, load_external_data=False)
+            expected = [list(node.metadata_props) for node in proto.graph.node]
+            for node in proto.graph.node:
+                del node.metadata_props[:]
+            onnx.save(proto, file)
+            capsys.readouterr()
+            assert main(["carry", file, "-o", file, "--json"]) == 0
+            found = [node.metadata_props for node in onnx.load(file, load_external_data=False).graph.node]
+            assert [owners(entry) for entry in found] == [owners(entry) for entry in expected]
 
     def test_quiet_shows_nothing(self, folder, capsys):
         assert main([*BERT, "-o", "bert.onnx", "--quiet", "--verify"]) == 0
@@ -355,3 +373,18 @@ def test_carry_and_run_write_tagged_files(tmp_path, capsys):
     assert main(["run", "version_converter", files[0], "-o", str(tmp_path / "no.onnx"), "--set", "opset=9999"]) == 1
     assert main(["carry", files[1], "-o", str(tmp_path / "no.onnx")]) == 2
     assert not (tmp_path / "no.onnx").exists()
+
+
+def test_carry_runs_both_files_on_inputs(tmp_path, capsys):
+    from tests.test_carry import chain, rewritten
+
+    htp_export.load(chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))).save(tmp_path / "a.onnx")
+    made = rewritten(("Exp", ["x"], "e"), ("Reciprocal", ["e"], "t"), ("Sqrt", ["t"], "r"), ("Max", ["r", "r"], "y"))
+    htp_export.load(made).save(tmp_path / "b.onnx")
+    np.savez(tmp_path / "run.npz", x=np.random.default_rng(0).uniform(0.5, 2, (2, 4)).astype(np.float32))
+    (tmp_path / "shapes.json").write_text('{"x": [2, 4]}')
+    command = ["carry", str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx"), "-o", str(tmp_path / "c.onnx"), "--json"]
+    for inputs in ("run.npz", "shapes.json"):
+        assert main([*command, "--inputs", str(tmp_path / inputs)]) == 0
+        assert "values" in json.loads(capsys.readouterr().out)["recovered"]
+    assert main([*command, "--dims", "batch=2"]) == 2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,48 @@ def test_convolutions_are_exact_after_a_tool(name, options, exporter, tmp_path):
     model, kwargs = NETS["conv_bn_relu"].build()
     getattr(tools, name)(tmp_path / "model.onnx", tmp_path / "out.onnx", **options)
     assert inexact(model, kwargs, tmp_path / "out.onnx") == []
+
+
+def onnxruntime_at(level: str) -> Callable[[Path, Path], onnx.ModelProto]:
+    def run(given: Path, made: Path) -> onnx.ModelProto:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_ENABLE_{level}")
+        options.optimized_model_filepath, options.log_severity_level = str(made), 4
+        onnxruntime.InferenceSession(str(given), options, providers=["CPUExecutionProvider"])
+        return onnx.load(made)
+
+    return run
+
+
+def bare(name: str) -> Any:
+    """A tool as its users call it, without an adapter."""
+    library = importlib.import_module(name)
+    return {
+        "onnxslim": lambda given, _: library.slim(onnx.load(given)),
+        "onnxsim": lambda given, _: library.simplify(onnx.load(given))[0],
+        "onnxoptimizer": lambda given, _: library.optimize(onnx.load(given), library.get_fuse_and_elimination_passes()),
+        "onnx.version_converter": lambda given, _: library.convert_version(onnx.load(given), 21),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        *(pytest.param(lambda *files, name=name: bare(name)(*files), id=name, marks=needs[name]) for name in needs),
+        pytest.param(lambda *files: bare("onnx.version_converter")(*files), id="version_converter"),
+        *(pytest.param(onnxruntime_at(level), id=f"onnxruntime-{level}") for level in ("BASIC", "EXTENDED", "ALL")),
+    ],
+)
+def test_with_a_map_the_model_before_is_not_needed(tool, attention, tmp_path):
+    htp_export.embed_map(attention[2], tmp_path / "mapped.onnx")
+    made = tool(tmp_path / "mapped.onnx", tmp_path / "made.onnx")
+    one, other = htp_export.carry(tmp_path / "mapped.onnx", made), htp_export.carry(made)
+    assert [n.metadata_props for n in one.model.graph] == [n.metadata_props for n in other.model.graph]
+    assert one.model.metadata_props == other.model.metadata_props
+    assert one.to_dict() == other.to_dict()
+    assert inexact(attention[0], attention[1], ir.to_proto(other.model)) == []
 
 
 def test_a_fused_attention_belongs_to_all_that_it_computes(tmp_path):

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from htp_export import tools
+from htp_export.cli.sizes import Sizes, read_sizes
 from htp_export.cli.terminal import CheckFailed, Steps, print_json
 from htp_export.errors import HtpExportError, InputError
-from htp_export.provenance.carrying import Carried, carry
+from htp_export.provenance.carrying import Carried, carry, embed_map
+from htp_export.tagged import load
 
 __all__ = ["carry_command", "run_command"]
 
 Output = Annotated[Path, typer.Option("--output", "-o", help="The file to write.", show_default=False)]
+WithMap = Annotated[
+    bool, typer.Option("--embed-map", help="Write a map too, so that carry works when this file is gone: embed_map.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
 
@@ -25,14 +30,38 @@ def carry_command(
     output: Output,
     after: Annotated[
         Path | None,
-        typer.Argument(help="What the tool made of it. Alone, it must have a map: htp_export.embed_map."),
+        typer.Argument(help="What the tool made of it.", show_default=False),
+    ] = None,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run both files once, and find tensors by their values too: on the values in an .npz file, or on "
+            'random ones of the shapes in a JSON file: {"input_ids": [2, 16]}.'
+        ),
+    ] = None,
+    dims: Annotated[
+        list[str] | None,
+        typer.Option(help="The same on random inputs, with these for open sizes, by comma: batch=2,sequence=16."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put module tags on what another tool made of a tagged file."""
+    """Put module tags on what another tool made of a tagged file.
+
+    Without the file before, give what the tool made of it alone; it must have had a map: --embed-map of export and run.
+    """
+    sizes = read_sizes(inputs, dims)
     with Steps().step("carrying tags"):
-        result = carry(before, after, output)
+        result = carry(before, after, output, inputs=_values(before, sizes) if sizes.given else None)
     _show(result, output, as_json)
+
+
+def _values(file: Path, sizes: Sizes) -> Mapping[str, Any]:
+    """What both files are run on."""
+    from htp_export.run.feeds import inputs_of, random_feed
+
+    if sizes.inputs and sizes.dims:
+        raise InputError("--dims is for random inputs; the values of --inputs have their sizes")
+    return sizes.inputs or random_feed(inputs_of(load(file).model), sizes.dims, sizes.shapes).arrays
 
 
 def run_command(
@@ -43,6 +72,7 @@ def run_command(
         list[str] | None,
         typer.Option("--set", help="An option of the tool, name=value; the value as JSON or as text. May be repeated."),
     ] = None,
+    with_map: WithMap = False,
     as_json: AsJson = False,
 ) -> None:
     """Run another tool on a tagged file, and keep its tags."""
@@ -51,7 +81,8 @@ def run_command(
     settings = _settings(options or ())
     try:
         with Steps().step(tool):
-            result: Carried = getattr(tools, tool)(file, output, **settings)
+            source = embed_map(file) if with_map else file
+            result: Carried = getattr(tools, tool)(source, output, **settings)
     except TypeError as error:
         raise InputError(f"{tool}: {error}") from error
     except InputError:

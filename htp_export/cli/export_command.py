@@ -84,6 +84,10 @@ def export_command(
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,
     external_data: Annotated[bool, typer.Option(help="Weights in a file of their own, <output>.data.")] = True,
+    with_map: Annotated[
+        bool,
+        typer.Option("--embed-map", help="Write a map too: then carry brings tags back when this file is gone."),
+    ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Check every module against PyTorch.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write the result as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors.")] = False,
@@ -104,18 +108,21 @@ def export_command(
         call = wanted.call(batch=2 if "batch" in axes else 1)
     options = _Options(dynamo, opset, axes, external_data)
     with steps.step("exporting"):
-        _export(call, output, options)
+        _export(call, output, options, with_map=with_map)
         tree = _tree(call, output)
     _report(call, output, tree, steps, verify=verify, as_json=as_json, quiet=quiet)
 
 
-def _export(call: Call, output: Path, options: _Options) -> None:
+def _export(call: Call, output: Path, options: _Options, *, with_map: bool) -> None:
     from htp_export.exporter import export
+    from htp_export.provenance.carrying import embed_map
 
     arguments = options.for_torch(call)
     with _written_whole(output) as target:
         try:
             export(call.model, call.args, target, kwargs=call.kwargs or None, **arguments)
+            if with_map:
+                embed_map(target, target)
         except HtpExportError:
             raise
         except Exception as error:  # torch's exporters raise what the model, the tracer or a translation raises

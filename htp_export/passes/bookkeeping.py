@@ -219,6 +219,7 @@ class Bookkeeping:
         """Put fates and signatures into the model's metadata."""
         if not self._tagged:
             return
+        self.model.metadata_props.pop(tags.MAP, None)  # it tells of the graph as it was
         if tags.MODULES in self.model.metadata_props:
             self.model.metadata_props[tags.MODULES] = self.hierarchy.to_json()
         if self._signatures:

@@ -3,12 +3,13 @@
 Evidence, the stronger first: what is computed the same way from the same tensors is the same (`Numbering`); tensors
 keep their names; nodes keep their names, or are named after what they make. Then backwards, from the results: a node
 that is still there reads what it read. Where that and a name disagree, the name was taken over by something else, as
-the Conv's is in optimisers that fold BatchNorm into it.
+the Conv's is in optimisers that fold BatchNorm into it. Last, and only if both models were run: what has equal values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from htp_export.provenance.numbering import Numbering, repeats
 from htp_export.provenance.operators import COMMUTATIVE, IN_PLACE, moves
@@ -33,6 +34,7 @@ class Alignment:
     Args:
         before: The model that the tool was given.
         after: What it made of it.
+        equal: Value after → values before that had the same numbers in it when both were run.
 
     Attributes:
         numbers: The numbers of the model before.
@@ -40,22 +42,33 @@ class Alignment:
         exact: Value after → whether it is that very tensor; else it is made of the same work, and has another shape,
             layout or element type.
         named: Value after → what its meaning was first known by: ``tensor`` (its name), ``node`` (the name of the node
-            that makes it), ``initializer`` (the weights that that node reads) or nothing.
+            that makes it), ``initializer`` (the weights that that node reads), ``values`` or nothing.
+        also: Value after → further values before that it may be as well: they had the same numbers in them.
     """
 
-    def __init__(self, before: Sketch, after: Sketch) -> None:
+    def __init__(self, before: Sketch, after: Sketch, equal: Mapping[int, Sequence[int]] | None = None) -> None:
         self.before, self.after = before, after
         self.numbers = Numbering(before)
         self.meaning = [NOTHING] * len(after.values)
         self.exact = [False] * len(after.values)
         self.named = [""] * len(after.values)
+        self.also: dict[int, tuple[int, ...]] = {}
+        self._settled, self._denied = set[int](), set[int]()
         self._node_names = {node.name: index for index, node in enumerate(before.nodes) if node.name}
         self._sources()
-        for node in after.nodes:
+        self._look()
+        if equal and self._by_values(equal):
+            self._settled = {value for value, number in enumerate(self.meaning) if number != NOTHING}
+            self._look()  # what is known now may tell more
+
+    def _look(self) -> None:
+        """Forwards and backwards once, for all tensors that are not settled."""
+        nodes = self.after.nodes
+        for node in nodes:
             self._forward(node)
         self.known = {number for number in self.meaning if number != NOTHING}
-        for index in range(len(after.nodes) - 1, -1, -1):
-            self._backward(index, after.nodes[index])
+        for index in range(len(nodes) - 1, -1, -1):
+            self._backward(index, nodes[index])
         self.meaning = [self.numbers.current(number) for number in self.meaning]
         self.known = {number for number in self.meaning if number != NOTHING}
 
@@ -80,6 +93,35 @@ class Alignment:
                     if self.meaning[index] == NOTHING and self.after.values[index].kind != "initializer":
                         self._mean(index, self.numbers.number[other], self._alike(index, other))
 
+    def _by_values(self, equal: Mapping[int, Sequence[int]]) -> bool:
+        """Take tensors for those that they equal in value; a name or a place that says another one is not believed.
+
+        Returns:
+            Whether something is known now that was not.
+        """
+        found = set[int]()
+        for value, candidates in equal.items():
+            numbers = list(dict.fromkeys(self.numbers.number[candidate] for candidate in candidates))
+            if self.numbers.current(self.meaning[value]) in numbers:
+                self.exact[value] = self.exact[value] or len(numbers) == 1
+            elif self.after.values[value].kind == "node":
+                self._mean(value, numbers[0], len(numbers) == 1, "values")
+                found.add(numbers[0])
+                if len(numbers) > 1:
+                    self.also[value] = tuple(c for c in candidates if self.numbers.number[c] != numbers[0])
+        self._deny(found - {self.meaning[value] for value in self.also}, equal)
+        return bool(found)
+
+    def _deny(self, found: Set[int], equal: Mapping[int, Sequence[int]]) -> None:
+        """Where one tensor has the values of one before, another that has its name and other values is not that one."""
+        fixed = {*self.after.inputs, *self.after.outputs}
+        for value, number in enumerate(self.meaning):
+            if number not in found or value in equal or value in fixed or not self.exact[value]:
+                continue
+            if self.after.live[value] and self.after.values[value].kind == "node":
+                self.meaning[value], self.exact[value], self.named[value] = NOTHING, False, ""
+                self._denied.add(value)
+
     def _mean(self, value: int, number: int, exact: bool, named: str = "") -> None:
         if number != NOTHING:
             self.meaning[value], self.exact[value] = number, exact
@@ -103,6 +145,8 @@ class Alignment:
     # --- forwards ---
 
     def _forward(self, node: SketchNode) -> None:
+        if self._settled.issuperset(node.outputs):
+            return
         reads = [value if value == NOTHING else self.meaning[value] for value in node.inputs]
         complete = all(number != NOTHING or value == NOTHING for number, value in zip(reads, node.inputs, strict=True))
         if repeats(node) and reads[0] != NOTHING and len(node.outputs) == 1:
@@ -111,9 +155,11 @@ class Alignment:
             return
         same = self.numbers.made_by(node, reads) if complete else None
         for place, value in enumerate(node.outputs):
-            if value == NOTHING:
+            if value == NOTHING or value in self._settled:
                 continue
-            found = self.before.find(self.after.values[value].name, node.scope)
+            found = NOTHING
+            if value not in self._denied:
+                found = self.before.find(self.after.values[value].name, node.scope)
             if same is not None and place < len(same.outputs) and same.outputs[place] != NOTHING:
                 named = "tensor" if found != NOTHING else ""
                 self._mean(value, self.numbers.number[same.outputs[place]], True, named)
@@ -161,7 +207,9 @@ class Alignment:
     def _followed(self, node: SketchNode, value: int, reads: set[int]) -> int:
         """A tensor further on, where the node reads more than this one is made of, or says that it took one in."""
         before, number = self.before, self.numbers.number
-        missing = {read for read in reads if before.live[read]} - self._made_of(value)
+        missing = self._operands_besides(node, value)
+        if not missing:
+            missing = {read for read in reads if before.live[read]} - self._made_of(value)
         at = value
         for _ in range(4):
             readers = [reader for reader in before.readers[at] if not self.numbers.idle[reader]]
@@ -176,6 +224,13 @@ class Alignment:
             if not missing:
                 value = at
         return value
+
+    def _operands_besides(self, node: SketchNode, value: int) -> set[int]:
+        """What a node reads besides that of which a tensor is made, if it reads more: the other half of a sum."""
+        old = self.before.nodes[self.before.maker[value]]
+        mine = Counter(self.meaning[v] for v in node.inputs if v != NOTHING and self.after.live[v])
+        theirs = Counter(self.numbers.number[v] for v in old.inputs if v != NOTHING and self.before.live[v])
+        return set(mine - theirs) - {NOTHING} if mine.total() > theirs.total() else set()
 
     def _made_of(self, value: int) -> set[int]:
         """The numbers of the tensors right behind one, as far as a few nodes back."""

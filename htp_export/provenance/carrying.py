@@ -8,7 +8,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from htp_export.files import write_model
 from htp_export.hierarchy import Hierarchy
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.fates import FatesAfter
-from htp_export.provenance.maps import MAP, map_to_text, text_to_map
+from htp_export.provenance.maps import map_to_text, text_to_map
 from htp_export.provenance.ownership import Owned, owners_after
 from htp_export.provenance.sketch import NOTHING, Sketch, draw
 from htp_export.provenance.work import divide
@@ -74,7 +74,11 @@ class Carried:
 
 
 def carry(
-    before: ModelSource | None, after: ModelSource | None = None, output: str | os.PathLike[str] | None = None
+    before: ModelSource | None,
+    after: ModelSource | None = None,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    inputs: Mapping[str, Any] | None = None,
 ) -> Carried:
     """Put module tags on what another tool made of a tagged model.
 
@@ -82,18 +86,23 @@ def carry(
     all of theirs; one that the tool inserted (quantizers, casts, layouts), those of the nodes that it serves. Modules
     of which a border tensor is gone become ``fused``, with the modules that they were merged with.
 
-    No weights are read. Nothing is run.
+    No weights are read, and nothing is run, unless there are ``inputs``: then both models run on them once in ONNX
+    Runtime, without its optimisations, and tensors with equal values are the same where names and structure do not
+    tell. That helps where a tool renames tensors and computes otherwise what lies between them.
 
     Args:
         before: The tagged model that the tool was given: a file, `TaggedModel`, ``ModelProto`` or ``ir.Model``. Where
             it is gone, give the model after alone, ``carry(after)``: then the map in its metadata is used, which
-            `embed_map` and the adapters in ``htp_export.tools`` write before a tool runs.
+            `embed_map` wrote before the tool ran.
         after: What the tool made of it. Models in memory are not changed.
         output: A file to write; its weights stay external if they are.
+        inputs: Input name of ``before`` → array, to run both models on. Inputs that are all alike, or all zero, tell
+            little.
 
     Raises:
         UntaggedModelError: ``before`` has no tags of htp_export, or, where it is gone, ``after`` has no map.
-        InputError: ``after`` has an input or a result that ``before`` does not have.
+        InputError: ``after`` has an input or a result that ``before`` does not have; or there are ``inputs``, and
+            ``before`` is gone, or one of the models does not run on them.
         FileError: A file cannot be read or written.
 
     Example:
@@ -116,14 +125,19 @@ def carry(
         model = model_of(after)
         if not isinstance(after, str | os.PathLike | onnx.ModelProto):  # those were read into a model of our own
             model = model.clone()
-        return carry_in_place(before, model, output)
+        return carry_in_place(before, model, output, inputs)
 
 
 def carry_in_place(
-    before: ModelSource | None, after: ir.Model, output: str | os.PathLike[str] | None = None
+    before: ModelSource | None,
+    after: ir.Model,
+    output: str | os.PathLike[str] | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> Carried:
     """`carry` onto a model that may be changed."""
-    result = _carried(_from_map(after) if before is None else _from_model(before), after)
+    if before is None and inputs is not None:
+        raise InputError("to find tensors by their values, the model before has to run too: carry(before, after, ...)")
+    result = _carried(_from_map(after) if before is None else _from_model(before), after, inputs)
     if output is not None:
         write_model(after, output)
     return result
@@ -132,8 +146,9 @@ def carry_in_place(
 def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) -> ir.Model:
     """Write into a tagged model's metadata what `carry` has to know of it, for when the model itself is gone.
 
-    About 30 bytes a node: operators, names of tensors and owners, no weights. Tools that keep the metadata of models
-    keep it, as nearly all do.
+    About 30 bytes a node: operators, names and shapes of tensors, and owners, no weights. Tools that keep the metadata
+    of models keep it, as nearly all do. What `carry` and the adapters in ``htp_export.tools`` make of a model with a
+    map has a new one; passes and ``splice`` take it off, as it tells of the graph as it was.
 
     Args:
         model: The tagged model; one in memory is not changed.
@@ -156,7 +171,7 @@ def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) 
         {'tensor': 2}
     """
     mapped = tagged_model(model)
-    mapped.metadata_props[MAP] = map_to_text(_drawn(mapped))
+    mapped.metadata_props[tags.MAP] = map_to_text(_drawn(mapped))
     if output is not None:
         write_model(mapped, output)
     return mapped
@@ -164,13 +179,19 @@ def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) 
 
 @contextlib.contextmanager
 def _collector_held() -> Iterator[None]:
-    """No garbage collection inside: all that is made here is kept, and looking through it takes half the time."""
+    """No garbage collection inside: all that is made here is kept, and looking through it takes half the time.
+
+    Nor right afterwards: what was made counts as old, and is looked through when all that is old is.
+    """
     running = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if running:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation
             gc.enable()
 
 
@@ -182,13 +203,17 @@ class _Origin:
         sketch: Its nodes and their owners.
         hierarchy: Its modules.
         signatures: What they took and gave.
-        has_map: Whether it says so itself, in its metadata.
+        kept: What else its metadata says that stays true whatever a tool does: what PyTorch's modules hold.
+        has_map: Whether it says all this itself, in its metadata.
+        model: It itself; None where it is gone.
     """
 
     sketch: Sketch
     hierarchy: Hierarchy
     signatures: Mapping[str, Sequence[Signature]]
+    kept: Mapping[str, str]
     has_map: bool
+    model: ir.Model | None = None
 
 
 def tagged_model(source: ModelSource) -> ir.Model:
@@ -223,37 +248,52 @@ def _drawn(model: ir.Model) -> Sketch:
 
 def _from_model(source: ModelSource) -> _Origin:
     tagged = _tagged(source)
-    return _Origin(_drawn(tagged.model), tagged.hierarchy, tagged.signatures, MAP in tagged.model.metadata_props)
+    props = tagged.model.metadata_props
+    return _Origin(
+        _drawn(tagged.model), tagged.hierarchy, tagged.signatures, _kept(props), tags.MAP in props, tagged.model
+    )
 
 
 def _from_map(model: ir.Model) -> _Origin:
     """From what the model after itself says of the one before."""
     props = model.metadata_props
-    if MAP not in props or tags.MODULES not in props:
+    if tags.MAP not in props or tags.MODULES not in props:
         raise UntaggedModelError(
             f"model {model.graph.name!r} does not say what it was made of; give carry(before, after) the model before, "
             "or use htp_export.embed_map(before) ahead of the tool"
         )
     try:
         signatures = signatures_from_json(props[tags.SIGNATURES]) if tags.SIGNATURES in props else {}
-        return _Origin(text_to_map(props[MAP]), Hierarchy.from_json(props[tags.MODULES]), signatures, True)
+        hierarchy = Hierarchy.from_json(props[tags.MODULES])
+        return _Origin(text_to_map(props[tags.MAP]), hierarchy, signatures, _kept(props), True)
     except ValueError as error:
         raise InputError(f"model {model.graph.name!r}: {error}") from error
 
 
-def _carried(origin: _Origin, model: ir.Model) -> Carried:
+def _kept(props: Mapping[str, str]) -> dict[str, str]:
+    return {tags.PARAMETERS: props[tags.PARAMETERS]} if tags.PARAMETERS in props else {}
+
+
+def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None) -> Carried:
     after, nodes = draw(model, model.functions.values())
-    alignment = Alignment(origin.sketch, after)
+    equal: Mapping[int, Sequence[int]] = {}
+    if inputs is not None and origin.model is not None:
+        from htp_export.provenance.values import equal_values  # it loads numpy, and ONNX Runtime
+
+        equal = equal_values((origin.model, origin.sketch), (model, after), inputs)
+    alignment = Alignment(origin.sketch, after, equal)
     for value in (*after.inputs, *after.outputs):
         if alignment.meaning[value] == NOTHING:
             raise InputError(
                 f"the second model was not made of the first, which has no {after.values[value].name!r} of that shape"
             )
-    owned = owners_after(origin.sketch, after, divide(alignment))
+    found = owners_after(origin.sketch, after, divide(alignment))
+    owned = [one if one.paths else replace(one, paths=("",)) for one in found]
     fates = FatesAfter(alignment, origin.hierarchy, origin.signatures, [one.paths for one in owned])
     _write(model, nodes, owned, fates)
+    model.metadata_props.update(origin.kept)
     if origin.has_map:
-        model.metadata_props[MAP] = map_to_text(_drawn(model))
+        model.metadata_props[tags.MAP] = map_to_text(_drawn(model))
     return Carried(
         model=model,
         nodes=len(nodes),
@@ -284,7 +324,7 @@ def _write(model: ir.Model, nodes: Sequence[ir.Node], owned: Sequence[Owned], fa
         if one.call:
             said[tags.CALL] = one.call
     props = model.metadata_props
-    for key in (*tags.MODEL_KEYS, MAP):
+    for key in tags.MODEL_KEYS:
         props.pop(key, None)
     props[tags.FORMAT], props[tags.MODULES] = tags.VERSION, hierarchy.to_json()
     signatures = fates.signatures()

@@ -9,18 +9,18 @@ import zlib
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from htp_export import tags
 from htp_export.provenance.sketch import NOTHING, Sketch, SketchNode, SketchValue
 
-__all__ = ["MAP", "map_to_text", "text_to_map"]
+__all__ = ["map_to_text", "text_to_map"]
 
-MAP = "htp.map"
 _LARGEST = 1 << 28  # bytes of JSON; a text that unfolds to more is no map
 
 T = TypeVar("T", bound=Hashable)
 
 
 def map_to_text(sketch: Sketch) -> str:
-    """A sketch as JSON, deflated, in base 85: the shapes that are known already, and no reasons.
+    """A sketch as JSON, deflated, in base 85: with the shapes that can be inferred, and no reasons.
 
     Example:
         >>> relu = SketchNode("Relu", "node", (0,), (1,), owners=("act",))
@@ -29,6 +29,8 @@ def map_to_text(sketch: Sketch) -> str:
         True
     """
     nodes, values = sketch.nodes, sketch.values
+    for index in range(len(values)):
+        sketch.shape(index)  # who reads the map has no graph to infer it from
     columns = {
         "nodes": [
             _table(node.op for node in nodes),
@@ -67,7 +69,7 @@ def text_to_map(text: str) -> Sketch:
             raise ValueError("it is too large")
         return _sketch(json.loads(plain))
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, zlib.error, binascii.Error) as error:
-        raise ValueError(f"{MAP} is not what the file format says: {error}") from error
+        raise ValueError(f"{tags.MAP} is not what the file format says: {error}") from error
 
 
 def _sketch(columns: dict[str, Any]) -> Sketch:

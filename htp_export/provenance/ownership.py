@@ -31,7 +31,7 @@ class Owned:
 
 
 def owners_after(before: Sketch, after: Sketch, works: Sequence[Work]) -> list[Owned]:
-    """The owners of every node after, in order."""
+    """The owners of every node after, in order; a node that touches nothing that is known has none."""
     found: list[Owned | None] = [_by_work(before, node, work) for node, work in zip(after.nodes, works, strict=True)]
     for index in range(len(after.nodes) - 1, -1, -1):
         if found[index] is None:  # it was inserted, and serves those that read what it makes
@@ -45,14 +45,13 @@ def owners_after(before: Sketch, after: Sketch, works: Sequence[Work]) -> list[O
             near = [found[maker] for maker in sorted(set(makers) - {NOTHING})]
             calls = (found[other] for other, one in enumerate(after.nodes) if node.scope and one.op == node.scope)
             found[index] = _together(near) or _together([found[node.holder]] if node.holder != NOTHING else calls)
-    return [owned or Owned(("",), INSERTED) for owned in found]
+    return [owned or Owned((), INSERTED) for owned in found]
 
 
 def _by_work(before: Sketch, node: SketchNode, work: Work) -> Owned | None:
     nodes = [before.nodes[index] for index in work.nodes]
-    if not nodes and work.ends != NOTHING and not node.owners:
-        end = before.nodes[work.ends]
-        return Owned(end.owners, INSERTED, end.call)
+    if not nodes and work.ends and not node.owners:
+        return _together(Owned(end.owners, INSERTED, end.call) for end in (before.nodes[each] for each in work.ends))
     paths = tuple(dict.fromkeys(path for old in nodes for path in old.owners))
     calls = {(old.owners, old.call) for old in nodes}
     call = nodes[0].call if len(calls) == 1 else ""
@@ -61,7 +60,7 @@ def _by_work(before: Sketch, node: SketchNode, work: Work) -> Owned | None:
         single = work.coarse and any(old.op == node.op and old.owners == node.owners for old in nodes)
         if same or single:
             return Owned(node.owners, node.reason or work.reason, node.call, kept=True)
-    return Owned(paths, work.reason, call) if paths else None
+    return Owned(paths, work.reason, call) if nodes else None
 
 
 def _together(near: Iterable[Owned | None]) -> Owned | None:

@@ -206,7 +206,7 @@ class _Pen:
             self._value(value, scope, "initializer" if value.is_initializer() else "input", _content(value.const_value))
         for value in graph.initializers.values():
             self._value(value, scope, "initializer", _content(value.const_value))
-        for node in _in_order(graph):
+        for node in graph:
             self._node(node, scope, holder)
 
     def _value(self, value: ir.Value, scope: str, kind: str, content: str = "") -> int:
@@ -264,34 +264,6 @@ class _Pen:
         captured = dict.fromkeys(value for value in (*reads, *given) if NOTHING < value < before)
         own = self.sketch.nodes[holder]
         own.captured = tuple(dict.fromkeys((*own.captured, *captured)))
-
-
-def _in_order(graph: ir.Graph) -> list[ir.Node]:
-    """A graph's nodes, each after those whose results it reads; some tools write them in another order."""
-    nodes, seen = list(graph), set[ir.Node]()
-    for node in nodes:
-        if any(_made_in(graph, value) not in seen for value in node.inputs if _made_in(graph, value) is not None):
-            break
-        seen.add(node)
-    if len(seen) == len(nodes):
-        return nodes
-    ordered, pending = dict[ir.Node, None](), list(reversed(nodes))
-    waiting = set[ir.Node]()
-    while pending:
-        node = pending[-1]
-        before = [] if node in waiting else [_made_in(graph, value) for value in node.inputs]
-        waiting.add(node)
-        missing = [maker for maker in before if maker is not None and maker not in ordered]
-        if missing:
-            pending.extend(missing)
-        else:
-            ordered.setdefault(pending.pop())
-    return list(ordered)
-
-
-def _made_in(graph: ir.Graph, value: ir.Value | None) -> ir.Node | None:
-    maker = None if value is None else value.producer()
-    return maker if maker is not None and maker.graph is graph else None
 
 
 def _dimension(dimension: object) -> int | str:

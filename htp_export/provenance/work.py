@@ -7,8 +7,8 @@ operator points to. What only moves numbers, and stands where nothing was moved 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.operators import moves
@@ -27,14 +27,14 @@ class Work:
 
     Attributes:
         nodes: The nodes before whose work it does, in order of execution; empty for one that was inserted.
-        reason: ``tensor``, ``node``, ``initializer`` or ``region``; ``inserted`` where there are no nodes.
-        ends: For an inserted node that gives a tensor of before its old form: the node before that made the tensor.
+        reason: ``tensor``, ``node``, ``initializer``, ``values`` or ``region``; ``inserted`` where there are no nodes.
+        ends: For an inserted node that gives tensors of before their old form: the nodes before that made them.
         coarse: Whether the nodes are those of several nodes together, which could not be told apart.
     """
 
     nodes: tuple[int, ...]
     reason: str
-    ends: int = NOTHING
+    ends: tuple[int, ...] = ()
     coarse: bool = False
 
 
@@ -95,7 +95,7 @@ class _Division:
     # --- one node ---
 
     def _work(self, index: int, node: SketchNode) -> Work:
-        meaning = self.known.meaning
+        meaning, nodes = self.known.meaning, self.before.nodes
         outputs = [v for v in node.outputs if v != NOTHING]
         unknown = [v for v in outputs if meaning[v] == NOTHING and self.after.readers[v]]
         if not node.inputs and not node.has_bodies and unknown:
@@ -103,20 +103,34 @@ class _Division:
         part = self._between(self._ahead[index], self._behind[index])
         inner = [v for v in node.reads if v != NOTHING and meaning[v] == NOTHING]
         done = _SHARED.union(*(self._done.get(v, _SHARED) for v in inner))
+        if any(v in self.known.also for v in outputs):
+            done = _SHARED  # whichever of several tensors it makes, it may be the first one
         rest = tuple(n for n in part if n not in done) if done else part
+        if outputs and not any(self.after.live[v] for v in outputs):  # it works on weights: no data went through it
+            rest = tuple(n for n in rest if not any(v != NOTHING and self.before.live[v] for v in nodes[n].outputs))
         rest = self._without_movers(node, rest)
         if moves(node.op):
             work = self._moved(index, node, rest, bool(unknown))
         elif not rest:
-            work = self._inserted(node)
+            work = self._inserted(index, node)
         elif unknown and self._several_owners(rest):
             work = self._pointed_at(index, node, rest)
         else:
             work = Work(rest, self._reason(node, rest), coarse=bool(unknown or inner))
+        if not node.has_bodies and any(nodes[n].has_bodies for n in work.nodes):  # a branch that was dissolved
+            work = replace(work, nodes=tuple(sorted({*work.nodes, *self._inside(work.nodes)})))
         if unknown:
             told = done if work.coarse else done.union(work.nodes)
             self._done.update(dict.fromkeys(unknown, told))
         return work
+
+    def _inside(self, holders: Iterable[int]) -> Iterator[int]:
+        """The nodes before in the subgraphs of some."""
+        held = set(holders)
+        for index, node in enumerate(self.before.nodes):
+            if node.holder in held:
+                held.add(index)
+                yield index
 
     def _without_movers(self, node: SketchNode, part: tuple[int, ...]) -> tuple[int, ...]:
         """A node that is one of those before moves nothing besides: what moved was left out, or is done elsewhere."""
@@ -143,18 +157,20 @@ class _Division:
         if not moved and not open_ended and part and all(moves(self.before.nodes[n].op, views=True) for n in part):
             moved = part
         if not moved:
-            return self._inserted(node)
+            return self._inserted(index, node)
         return Work(moved, self._reason(node, moved), coarse=open_ended and len(moved) > 1)
 
-    def _inserted(self, node: SketchNode) -> Work:
-        """What stands where nothing stood; it may give a tensor of before back under its name."""
+    def _inserted(self, index: int, node: SketchNode) -> Work:
+        """What stands where nothing stood; it may give tensors of before back, under their names or others."""
+        known, ends = self.known, dict[int, None]()
         for value in node.outputs:
-            if value == NOTHING or self.known.meaning[value] == NOTHING:
+            origin = NOTHING if value == NOTHING or known.meaning[value] == NOTHING else known.origin(value)
+            if origin == NOTHING or self.before.maker[origin] == NOTHING:
                 continue
-            origin = self.known.origin(value)
-            if origin != NOTHING and self.before.values[origin].name == self.after.values[value].name:
-                return Work((), "inserted", ends=self.before.maker[origin])
-        return Work((), "inserted")
+            named = self.before.values[origin].name == self.after.values[value].name
+            if named or (known.exact[value] and known.meaning[value] not in self._behind[index]):
+                ends[self.before.maker[origin]] = None
+        return Work((), "inserted", ends=tuple(sorted(ends)))
 
     def _pointed_at(self, index: int, node: SketchNode, part: tuple[int, ...]) -> Work:
         """The part of several nodes' common work that a node's name, weights or operator points to."""
@@ -238,7 +254,8 @@ class _Division:
             and not known.numbers.idle[self.before.maker[member]]
             and (member == origin or member not in self._taken)
         ]
-        return equal or [origin]
+        also = [other for other in known.also.get(value, ()) if self.number[other] not in behind]
+        return (equal or [origin]) + also
 
     def _repeated(self, value: int, behind: frozenset[int], live: bool) -> set[int]:
         """Work that another node does as well: only if all that it needs is at hand, and it is little."""

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from htp_export.errors import InputError
 from htp_export.run.arrays import Array, from_torch
 
-__all__ = ["Feed", "Input", "feed_from", "inputs_of", "random_feed"]
+__all__ = ["Feed", "Input", "feed_again", "feed_from", "inputs_of", "random_feed"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,36 @@ def feed_from(inputs: Sequence[Input], given: Mapping[str, Any]) -> Feed:
     for name, each in known.items():
         _check(each, arrays[name])
     return Feed(arrays, _types(inputs))
+
+
+def feed_again(inputs: Sequence[Input], given: Mapping[str, Array]) -> Feed:
+    """What another file of a model is fed: the same arrays, in the width that its own floats have.
+
+    Args:
+        inputs: The inputs of the other file.
+        given: Input name → array. Inputs of other names have those at their places, if there are as many.
+
+    Raises:
+        InputError: If there is no array for an input, or not of its type or shape.
+
+    Example:
+        >>> x = Input("x_half", ir.DataType.FLOAT16, ("batch", 4))
+        >>> feed_again([x], {"x": np.ones((2, 4), np.float32)}).arrays["x_half"].dtype
+        dtype('float16')
+    """
+    places = list(given.values()) if len(given) == len(inputs) else []
+    found = {}
+    for place, each in enumerate(inputs):
+        array = given.get(each.name, places[place] if places else None)
+        if array is None:
+            raise InputError(f"takes an input {each.name!r}, and the other file has none of that name")
+        wanted = each.type.numpy() if each.type is not None and each.type.is_floating_point() else array.dtype
+        found[each.name] = array.astype(wanted) if array.dtype != wanted and _is_float(array) else array
+    return feed_from(inputs, found)
+
+
+def _is_float(array: Array) -> bool:
+    return str(array.dtype).startswith(("float", "bfloat"))
 
 
 def random_feed(

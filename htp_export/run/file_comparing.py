@@ -12,7 +12,7 @@ from htp_export.errors import InputError, UntaggedModelError
 from htp_export.nested.flatten import read_flat
 from htp_export.run.arrays import Array, ArrayStore
 from htp_export.run.checking import check_calls
-from htp_export.run.feeds import Feed, feed_from, inputs_of, random_feed
+from htp_export.run.feeds import Feed, feed_again, feed_from, inputs_of, random_feed
 from htp_export.run.file_calls import calls_in_file
 from htp_export.run.locating import blame_by_graph
 from htp_export.run.pairing import pair_call, signature_of
@@ -123,34 +123,17 @@ def _check_one_model(ours: TaggedModel, theirs: TaggedModel, one: str, other: st
 def _other_feed(ours: TaggedModel, theirs: TaggedModel, feed: Feed, name: str) -> dict[str, Array]:
     """The same inputs under the names, and in the float types, that the other file has for them."""
     signature, other_signature = signature_of(ours, "", 0), signature_of(theirs, "", 0)
-    by_argument: dict[str, Array] = {}
-    if signature is not None:
-        by_argument = {
-            argument: feed.arrays[tensor]
-            for argument, tensor in signature.inputs.items()
-            if tensor is not None and tensor in feed.arrays
-        }
-    arguments = {} if other_signature is None else {tensor: arg for arg, tensor in other_signature.inputs.items()}
+    renamed: dict[str, str] = {}
+    if signature is not None and other_signature is not None:
+        pairs = ((tensor, other_signature.inputs.get(argument)) for argument, tensor in signature.inputs.items())
+        renamed = {tensor: other for tensor, other in pairs if tensor is not None and other is not None}
     known = inputs_of(theirs.model)
-    found: dict[str, Array] = {}
-    for place, each in enumerate(known):
-        array = feed.arrays.get(each.name)
-        if array is None:
-            array = by_argument.get(arguments.get(each.name, ""))
-        if array is None and len(known) == len(feed.arrays):
-            array = list(feed.arrays.values())[place]
-        if array is None:
-            raise InputError(f"{name}: takes an input {each.name!r}, and the other file has none of that name")
-        wanted = each.type.numpy() if each.type is not None and each.type.is_floating_point() else array.dtype
-        found[each.name] = array.astype(wanted) if array.dtype != wanted and _is_float(array) else array
+    names = {each.name for each in known}
+    given = {each if each in names else renamed.get(each, each): array for each, array in feed.arrays.items()}
     try:
-        return dict(feed_from(known, found).arrays)
+        return dict(feed_again(known, given).arrays)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
-
-
-def _is_float(array: Array) -> bool:
-    return str(array.dtype).startswith(("float", "bfloat"))
 
 
 def _lacking(path: str, here: Collection[str], theirs: TaggedModel, one: str, other: str) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export.run.correspondence import bodies_of
-from htp_export.run.replaced import optimized_owners
+from htp_export.provenance.optimized import optimized_owners
+from htp_export.regions import subgraphs
 from htp_export.run.trace import KernelKey, Trace
 
 __all__ = ["Kernel", "attributed_kernels"]
@@ -79,7 +79,7 @@ def _nodes(keys: Iterable[KernelKey], model: ir.Model) -> dict[KernelKey, list[i
         graphs = [model.graph]
         if holders:
             holding = found.get(holders[-1], ())
-            graphs = [body for node in holding for bodies in bodies_of(node).values() for body in bodies]
+            graphs = [body for node in holding for body in subgraphs(node)]
         for graph in graphs:
             if graph not in named:
                 named[graph] = _by_name(graph)

@@ -186,6 +186,7 @@ class Graft:
             elif not (tags.is_under(path, self._path) and (whole or path in fresh)):
                 infos.append(info)
         self._host.metadata_props[tags.MODULES] = Hierarchy(infos).to_json()
+        self._host.metadata_props.pop(tags.MAP, None)  # it tells of the graph as it was
         if host.signatures:
             signatures = {
                 path: calls

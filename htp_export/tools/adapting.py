@@ -16,7 +16,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import HtpExportError, InputError
-from htp_export.files import read_model, write_model
+from htp_export.files import model_from_proto, read_model, write_model
 from htp_export.provenance.carrying import Carried, carry_in_place, tagged_model
 from htp_export.tagged import ModelSource
 
@@ -72,7 +72,7 @@ def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike
         if after is None:
             after = read_model(made)
         elif isinstance(after, onnx.ModelProto):
-            after = ir.from_proto(after)
+            after = model_from_proto(after)
         result = carry_in_place(before, after)
         for node in result.model.graph.all_nodes():
             if node.name in names:

@@ -1,0 +1,165 @@
+"""Evidence by values: both models run once on the same inputs, and tensors that come out equal are the same.
+
+It is the last evidence, and independent of all others. What it cannot tell apart it does not: tensors with hardly any
+different numbers in them (masks, constants, what is all zero) match nothing, and one that equals several matches all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.provenance.shapes import Shape
+from htp_export.provenance.sketch import Sketch, base_op
+from htp_export.run.arrays import Array, ArrayStore, Held
+from htp_export.run.comparing import TOLERANCES
+from htp_export.run.feeds import feed_again, feed_from, inputs_of
+from htp_export.run.runner import Engine, Runner, portions
+
+__all__ = ["PORTION_BYTES", "equal_values"]
+
+PORTION_BYTES = 1 << 30
+_FEWEST = 4  # different numbers; with fewer, as in masks, tensors are equal by chance
+_LOOKED_AT = 64  # elements, before two tensors are compared in full
+
+Kind = tuple[str, tuple[int, ...]]
+
+
+def equal_values(
+    before: tuple[ir.Model, Sketch],
+    after: tuple[ir.Model, Sketch],
+    inputs: Mapping[str, Any],
+    portion_bytes: int = PORTION_BYTES,
+) -> dict[int, tuple[int, ...]]:
+    """Run both models on the same inputs, and find tensors of one in the other.
+
+    Args:
+        before: The model that a tool was given, and its sketch.
+        after: What the tool made of it, and its sketch.
+        inputs: Input name of ``before`` → array.
+        portion_bytes: How many bytes of tensors are taken out of one run, as far as their sizes are known, and how
+            many of those before stay in memory; the others go to files that are gone afterwards.
+
+    Returns:
+        Value after → values before with the same dtype, shape and numbers, within rounding. Only values of the main
+        graphs that depend on the inputs, and not those with fewer than four different numbers in them.
+
+    Raises:
+        InputError: If the inputs are not those of the models, or ONNX Runtime cannot run one of them.
+    """
+    feed = feed_from(inputs_of(before[0]), inputs)
+    again = feed_again(inputs_of(after[0]), feed.arrays)
+    with ArrayStore.opened(portion_bytes) as store:
+        known: dict[Kind, _Known] = {}
+        for index, array in _tensors(*before, feed.arrays, "the model before", portion_bytes):
+            if _telling(array):
+                known.setdefault(_kind(array), _Known()).add(index, store.keep(array))
+        found = {}
+        for index, array in _tensors(*after, again.arrays, "the model after", portion_bytes):
+            same = known.get(_kind(array))
+            equal = same.equal(array) if same is not None and _telling(array) else ()
+            if equal:
+                found[index] = equal
+    return found
+
+
+class _Known:
+    """Tensors of one dtype and shape."""
+
+    def __init__(self) -> None:
+        self._indices: list[int] = []
+        self._held: list[Held] = []
+        self._samples: list[Array] = []
+
+    def add(self, index: int, held: Held) -> None:
+        self._indices.append(index)
+        self._held.append(held)
+        self._samples.append(_sample(held.array))
+
+    def equal(self, array: Array) -> tuple[int, ...]:
+        """Those with the numbers of ``array``."""
+        sample, limit = _sample(array), _rounding(array)
+        near = np.flatnonzero(_close(np.stack(self._samples), sample, limit).all(axis=1))
+        return tuple(self._indices[k] for k in near if bool(_close(self._held[k].array, array, limit).all()))
+
+
+def _kind(array: Array) -> Kind:
+    return str(array.dtype), array.shape
+
+
+def _sample(array: Array) -> Array:
+    flat = array.reshape(-1)
+    return flat[:: max(1, flat.size // _LOOKED_AT)]
+
+
+def _telling(array: Array) -> bool:
+    """Whether an array has enough different numbers for another one not to be equal by chance."""
+    if array.size < _FEWEST or array.dtype.kind in "OUS":
+        return False
+    return len(np.unique(_sample(array))) >= _FEWEST or len(np.unique(array)) >= _FEWEST
+
+
+def _rounding(array: Array) -> float:
+    """What kernels that sum in other orders may differ by: a part of the root mean square."""
+    tolerance = TOLERANCES.get(str(array.dtype))
+    if tolerance is None:
+        return 0.0
+    numbers = np.abs(array.astype(np.complex128 if array.dtype.kind == "c" else np.float64))
+    finite = numbers[np.isfinite(numbers)]
+    return tolerance.relative * math.sqrt(float(np.square(finite).mean())) if finite.size else 0.0
+
+
+def _close(one: Array, other: Array, limit: float) -> Array:
+    if not limit:
+        return np.asarray((one == other) | ((one != one) & (other != other)))
+    wide = np.complex128 if one.dtype.kind == "c" else np.float64
+    return np.isclose(one.astype(wide), other.astype(wide), rtol=0.0, atol=limit, equal_nan=True)
+
+
+def _tensors(
+    model: ir.Model, sketch: Sketch, feed: Mapping[str, Array], name: str, portion_bytes: int
+) -> Iterator[tuple[int, Array]]:
+    """The values of a model's tensors, with their places in its sketch, each once."""
+    sizes: dict[str, int | None] = {}
+    extents = _extents(model, feed)
+    for index, value in enumerate(sketch.values):
+        if value.scope or not value.name or not sketch.live[index]:
+            continue
+        if value.kind == "input":
+            yield index, feed[value.name]
+        elif value.kind == "node" and _gives_tensors(sketch.nodes[sketch.maker[index]].op):
+            sizes[value.name] = _size(sketch.shape(index), extents)
+    largest = max((size for size in sizes.values() if size is not None), default=0)
+    runner = Runner(model, name, Engine())
+    for wanted in portions({each: largest if size is None else size for each, size in sizes.items()}, portion_bytes):
+        arrays = runner.run(feed, wanted)
+        for each in wanted:
+            yield sketch.find(each), arrays.pop(each)
+
+
+def _gives_tensors(op: str) -> bool:
+    """Whether an operator gives tensors; sequences and optionals have no values to compare."""
+    return not base_op(op).startswith(("Sequence", "SplitToSequence", "Optional"))
+
+
+def _extents(model: ir.Model, feed: Mapping[str, Array]) -> dict[str, int]:
+    """Name of a size → how large it is on these inputs."""
+    found: dict[str, int] = {}
+    for value in model.graph.inputs:
+        if value.shape is not None and value.name in feed:
+            sizes = zip(value.shape, feed[str(value.name)].shape, strict=False)
+            found.update((str(dim.value), size) for dim, size in sizes if isinstance(dim, ir.SymbolicDim))
+    return found
+
+
+def _size(shape: Shape, extents: Mapping[str, int]) -> int | None:
+    """Bytes of a tensor; None where the file does not tell."""
+    dims, dtype = shape
+    if dims is None or not dtype or dtype == ir.DataType.STRING:
+        return None
+    sizes = [extents.get(dim, 1) if isinstance(dim, str) else dim for dim in dims]
+    return math.ceil(math.prod(sizes) * ir.DataType(dtype).itemsize)
