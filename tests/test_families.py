@@ -312,3 +312,51 @@ def test_what_is_no_model_is_an_error(tmp_path):
         htp_export.fingerprint(tmp_path / "nowhere.onnx")
     with pytest.raises(TypeError):
         htp_export.fingerprint(3)
+
+
+def test_a_linear_recurrence_over_all_steps_at_once():
+    class Scan(nn.Module):
+        """What is left of each step at each later one, by cumulative sums of decays."""
+
+        def forward(self, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+            total = decay.cumsum(-1)
+            left = torch.exp(total[:, :, None] - total[:, None, :]).tril()
+            return left @ x
+
+    inputs = {"x": torch.randn(2, 6, 4), "decay": -torch.rand(2, 6)}
+    found = htp_export.fingerprint(htp_export.export(Scan().eval(), (), kwargs=inputs, verbose=False))
+    assert found.family == "recurrent"
+    assert found.evidence[0] == "1 cumulative sums of decays: linear recurrence, all steps at once"
+
+
+SCAN = """g (float[2,6,4] x, float[2,6] d) => (float[2,6,4] y) {{
+    t = CumSum(d, last)  a = Unsqueeze(t, end)  b = Unsqueeze(t, middle)  {rest}  y = MatMul(w, x) }}"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "family"),
+    [
+        ("s = Sub(a, b)  e = Exp(s)  w = Trilu<upper=0>(e)", "recurrent"),
+        ("s = Sub(a, b)  l = Trilu<upper=0>(s)  w = Exp(l)", "recurrent"),
+        ("n = Neg(b)  s = Add(a, n)  l = Where(low, s, least)  w = Exp(l)", "recurrent"),
+        ("s = Sub(a, b)  e = Exp(s)  w = Mul(e, ones)", "recurrent"),
+        ("z = Expand(a, six)  l = Trilu<upper=0>(z)  s = CumSum(l, middle)  e = Exp(s)  w = Where(low, e, least)",
+         "recurrent"),
+        ("s = Sub(a, b)  w = Trilu<upper=0>(s)", "unknown"),
+        ("s = Sub(a, b)  w = Exp(s)", "unknown"),
+        ("s = Sub(a, b)  e = Exp(s)  w = Trilu<upper=1>(e)", "unknown"),
+        ("s = Add(a, low_number)  e = Exp(s)  w = Trilu<upper=0>(e)", "unknown"),
+    ],
+)  # fmt: skip
+def test_what_is_left_between_two_steps_makes_a_linear_recurrence(rest, family):
+    constants = {
+        "last": np.array([1]),
+        "end": np.array([2]),
+        "middle": np.array([1]),
+        "six": np.array([2, 6, 6]),
+        "low": torch.ones(6, 6).tril().bool().numpy(),
+        "ones": torch.ones(6, 6).tril().numpy(),
+        "low_number": weight(6, 6),
+        "least": np.array(-1e9, np.float32),
+    }
+    assert htp_export.fingerprint(written(SCAN.format(rest=rest), **constants)).family == family

@@ -76,8 +76,8 @@ def _speech(survey: Survey) -> bool:
 
 
 def _recurrent(survey: Survey) -> bool:
-    steps = sum(survey.recurrent_operators.values()) + len(survey.unrolled_loops)
-    return steps > len(survey.attentions)
+    loops = sum(survey.recurrent_operators.values()) + len(survey.unrolled_loops)
+    return loops + len(survey.linear_recurrences) > len(survey.attentions)
 
 
 def _vision_transformer(survey: Survey) -> bool:
@@ -124,7 +124,7 @@ def fingerprint(model: ModelSource) -> Fingerprint:
     ``mixture``             each position chooses among experts
     ``multimodal``          tokens and images, or tokens and sound
     ``speech``              a signal or spectrum over time enters a convolution
-    ``recurrent``           more recurrent operators, or loops over time, than attentions
+    ``recurrent``           more recurrent operators, loops over time, or linear recurrences, than attentions
     ``vision transformer``  attention over what is computed from an image
     ``encoder-decoder``     causal attention, and attention of what comes from one input to what comes from another
     ``CNN``                 convolutions in two or three dimensions, no attention
@@ -203,6 +203,8 @@ def _about_recurrence(survey: Survey) -> list[str]:
         told.append(
             f"loops over {max(survey.unrolled_loops)} steps, unrolled, over {len(survey.unrolled_loops)} tensors"
         )
+    if survey.linear_recurrences:
+        told.append(f"{len(survey.linear_recurrences)} cumulative sums of decays: linear recurrence, all steps at once")
     return told
 
 

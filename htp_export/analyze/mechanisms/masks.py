@@ -181,7 +181,9 @@ def _leaf(facts: GraphFacts, value: ir.Value) -> Array | None:
 
 
 def _sizes(facts: GraphFacts, node: ir.Node) -> Array | None:
-    """What ``Shape`` or ``Size`` gives, where that is known without looking further."""
+    """What ``Shape``, ``Size`` or ``ConstantOfShape`` gives, where that is known without looking further."""
+    if is_standard(node, "ConstantOfShape"):
+        return _filled(facts, node)
     sizes = _static(facts, node.inputs[0]) if is_standard(node, "Shape", "Size") else None
     if sizes is None:
         return None
@@ -189,6 +191,15 @@ def _sizes(facts: GraphFacts, node: ir.Node) -> Array | None:
         return np.array(math.prod(sizes), np.int64)
     start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
     return np.array(sizes[start:end], np.int64)
+
+
+def _filled(facts: GraphFacts, node: ir.Node) -> Array | None:
+    """What ``ConstantOfShape`` gives, where its size is known, whatever that is computed from."""
+    sizes, written = _static(facts, node.outputs[0]), node.attributes.get("value")
+    if sizes is None or math.prod(sizes) > _MOST_ELEMENTS or (written is not None and written.is_ref()):
+        return None
+    number = np.zeros(1, np.float32) if written is None else np.asarray(written.as_tensor().numpy())
+    return np.full(sizes, number.reshape(())[()], number.dtype)
 
 
 def _static(facts: GraphFacts, value: ir.Value | None) -> list[int] | None:
