@@ -360,3 +360,27 @@ def test_what_is_left_between_two_steps_makes_a_linear_recurrence(rest, family):
         "least": np.array(-1e9, np.float32),
     }
     assert htp_export.fingerprint(written(SCAN.format(rest=rest), **constants)).family == family
+
+
+def test_a_linear_recurrence_may_decay_by_channel():
+    """The lower triangle lies across the two dimensions before the channels."""
+    text = """g (float[2,6,3] d, float[2,6,3] x) => (float[2,6,3] y) {
+        t = CumSum(d, one)  a = Unsqueeze(t, two)  b = Unsqueeze(t, one)  s = Sub(a, b)  l = Where(ahead, least, s)
+        e = Exp(l)  z = Unsqueeze(x, one)  p = Mul(e, z)  y = ReduceSum<keepdims=0>(p, two) }"""
+    constants = {
+        "one": np.array([1]),
+        "two": np.array([2]),
+        "ahead": torch.ones(6, 6).triu(1).bool().numpy()[..., None],
+        "least": np.array(-1e9, np.float32),
+    }
+    assert htp_export.fingerprint(written(text, **constants)).family == "recurrent"
+
+
+@pytest.mark.parametrize(("other", "family"), [("ReduceMax<keepdims=1>(c, last)", "mixture"), ("Identity(x)", "unknown")])
+def test_the_one_expert_with_the_largest_share_is_chosen_and_weighed(other, family):
+    """By a largest share alone, classes are told; where it also says by how much, it routes."""
+    text = f"""g (float[5,4] x) => (float[5,4] y) {{
+        r = MatMul(x, w)  p = Softmax<axis=-1>(r)  c = Cast<to=1>(p)  i = ArgMax<axis=-1, keepdims=0>(c)
+        v = Gather(table, i)  s = {other}  y = Mul(v, s) }}"""
+    constants = {"w": weight(4, 3), "table": weight(3, 4), "last": np.array([1])}
+    assert htp_export.fingerprint(written(text, 18, **constants)).family == family

@@ -46,7 +46,13 @@ class CausalMasks:
 
 
 def _causal(array: Array, role: str) -> bool | None:
-    """Whether what lies above the diagonal is masked, and the diagonal not; None for a mask of one position."""
+    """Whether what lies above the diagonal is masked, and the diagonal not; None for a mask of one position.
+
+    Rows and columns are the last two dimensions, but for those of size one that stand behind them: what is masked may
+    have several channels for each pair of positions.
+    """
+    while array.ndim > 2 and array.shape[-1] == 1:
+        array = array[..., 0]
     if array.ndim < 2 or array.shape[-2] < 2 or array.shape[-1] < 2:
         return None if array.ndim >= 2 and array.shape[-1] < 2 else False
     if role == "added":

@@ -51,11 +51,21 @@ def _by_top_k(facts: GraphFacts) -> Iterator[Router]:
 
 def _by_largest(facts: GraphFacts) -> Iterator[Router]:
     for node in facts.nodes_of("ArgMax"):
-        gate = facts.maker(node.inputs[0], "Softmax", "Sigmoid")
-        experts = _scored(facts, node.inputs[0]) if gate is not None else None
-        weighs = gate is not None and len(gate.outputs[0].uses()) > 1  # by how much, beside which
-        if experts is not None and weighs and _picks(node.outputs[0]):
+        experts = _scored(facts, node.inputs[0])
+        if experts is not None and _weighed(facts, node.inputs[0]) and _picks(node.outputs[0]):
             yield Router(node, experts, 1)
+
+
+def _weighed(facts: GraphFacts, value: ir.Value | None) -> bool:
+    """Whether a gate gives a value, up to its type, that is read elsewhere too: by how much, beside which."""
+    shared = False
+    while value is not None:
+        shared = shared or len(value.uses()) > 1
+        if facts.maker(value, "Softmax", "Sigmoid") is not None:
+            return shared
+        cast = facts.maker(value, "Cast", "Identity")
+        value = None if cast is None else cast.inputs[0]
+    return False
 
 
 def _scored(facts: GraphFacts, value: ir.Value | None) -> int | None:
