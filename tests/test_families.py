@@ -376,7 +376,9 @@ def test_a_linear_recurrence_may_decay_by_channel():
     assert htp_export.fingerprint(written(text, **constants)).family == "recurrent"
 
 
-@pytest.mark.parametrize(("other", "family"), [("ReduceMax<keepdims=1>(c, last)", "mixture"), ("Identity(x)", "unknown")])
+@pytest.mark.parametrize(
+    ("other", "family"), [("ReduceMax<keepdims=1>(c, last)", "mixture"), ("Identity(x)", "unknown")]
+)
 def test_the_one_expert_with_the_largest_share_is_chosen_and_weighed(other, family):
     """By a largest share alone, classes are told; where it also says by how much, it routes."""
     text = f"""g (float[5,4] x) => (float[5,4] y) {{

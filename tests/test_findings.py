@@ -368,10 +368,12 @@ def test_patterns_in_branches_are_found():
 
 
 def test_prints_as_a_table_and_is_plain_data():
-    found = htp_export.forensics(written("g (float[2] x) => (float[2] y) { i = Identity(x) y = Relu(i) }"))
+    graph = written("g (float[2] x) => (float[2] y) { i = Identity(x) y = Relu(i) }", 17, {"i": "act"})
+    found = htp_export.forensics(graph)
     assert str(found).splitlines() == [
         "found  nodes  what      fixed by                not fixed",
         "    1      1  Identity  eliminate_identity_ops",
+        "owners of nodes known",
     ]
     assert json.loads(json.dumps(found.to_dict()))["findings"][0]["fixed_by"] == "eliminate_identity_ops"
     assert str(Forensics((), 3)) == "nothing found in 3 nodes"

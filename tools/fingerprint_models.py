@@ -249,7 +249,7 @@ HELD_OUT: dict[str, Model] = {
     "granitemoe": Model("mixture"),
     "ernie4_5_moe": Model("mixture"),
     "flex_olmo": Model("mixture"),
-    "dots1": Model("mixture"),
+    "qwen2_moe": Model("mixture"),
     "pocket_tts_flow": Model("diffusion-like", build=flow_head),
 }  # fmt: skip
 """Those that nobody looked into; the last twenty-five were drawn when the rules were as they are."""

@@ -16,6 +16,7 @@ from htp_export.analyze.concrete import with_sizes
 from htp_export.analyze.facts import GraphFacts
 from htp_export.analyze.mechanisms.streams import Stream
 from htp_export.analyze.mechanisms.survey import Survey
+from htp_export.tag_facts import TagFacts, tag_lines
 from htp_export.tagged import ModelSource, load
 
 __all__ = ["FAMILIES", "Fingerprint", "fingerprint"]
@@ -30,12 +31,14 @@ class Fingerprint:
         evidence: What was seen, in sentences; what decided the family comes first.
         blocks: Structures that stand in the graph several times, those that make up most of it first.
         nodes: Nodes of the model.
+        tags: What the model knows about its module tags.
     """
 
     family: str
     evidence: tuple[str, ...]
     blocks: tuple[Block, ...]
     nodes: int
+    tags: TagFacts | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data."""
@@ -44,7 +47,7 @@ class Fingerprint:
     def __str__(self) -> str:
         lines = [self.family, *(f"  {fact}" for fact in self.evidence)]
         lines += [f"{block.count:5} × {block.name}, {block.nodes} nodes each" for block in self.blocks]  # noqa: RUF001 - "times"
-        return "\n".join(lines)
+        return "\n".join((*lines, *tag_lines(self.tags)))
 
 
 def _diffusion(survey: Survey) -> bool:
@@ -157,7 +160,7 @@ def fingerprint(model: ModelSource) -> Fingerprint:
     family = next(name for name, applies in _RULES if applies(survey))
     blocks = repeated_blocks(GraphFacts(tagged))
     shapes = {value.name: value.shape for value in tagged.model.graph.inputs if value.name}
-    return Fingerprint(family, tuple(_evidence(survey, family, shapes)), blocks, len(tagged.nodes))
+    return Fingerprint(family, tuple(_evidence(survey, family, shapes)), blocks, len(tagged.nodes), tagged.tag_facts)
 
 
 def _evidence(survey: Survey, family: str, shapes: Mapping[str, ir.Shape | None]) -> Iterator[str]:

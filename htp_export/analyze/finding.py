@@ -11,6 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.tag_facts import TagFacts, tag_lines
 
 __all__ = ["KINDS", "Finding", "Forensics", "Kind", "Match", "node_name"]
 
@@ -118,12 +119,12 @@ class Forensics:
     Attributes:
         findings: Every pattern, by kind in the order of `KINDS`, then in graph order.
         nodes: Nodes of the model.
-        tagged: Whether the model says which modules its nodes belong to.
+        tags: What the model knows about its module tags.
     """
 
     findings: tuple[Finding, ...]
     nodes: int
-    tagged: bool = True
+    tags: TagFacts | None = None
 
     @cached_property
     def kinds(self) -> Mapping[str, int]:
@@ -155,6 +156,7 @@ class Forensics:
             "kinds": dict(self.kinds),
             "modules": {path: dict(kinds) for path, kinds in self.modules.items()},
             "findings": [asdict(finding) for finding in self.findings],
+            "tags": self.tags and self.tags.to_dict(),
         }
 
     def __str__(self) -> str:
@@ -166,7 +168,7 @@ class Forensics:
         ]
         widths = [max(len(line[column]) for line in lines) for column in range(4)]
         layout = "{:>%d}  {:>%d}  {:<%d}  {:<%d}  {}" % tuple(widths)  # noqa: UP031 - braces stay
-        return "\n".join(layout.format(*line).rstrip() for line in lines)
+        return "\n".join((*(layout.format(*line).rstrip() for line in lines), *tag_lines(self.tags)))
 
 
 @dataclass(frozen=True)

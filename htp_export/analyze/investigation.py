@@ -74,7 +74,7 @@ def forensics(model: ModelSource, *, select: str | Sequence[str] | None = None) 
     found = [_finding(match, facts) for match in sorted(matches, key=lambda match: order[match.kind])]
     if chosen is not None:
         found = [finding for finding in found if any(tags.is_under(finding.module, path) for path in chosen)]
-    return Forensics(tuple(found), len(tagged.nodes), tagged.source != "none")
+    return Forensics(tuple(found), len(tagged.nodes), tagged.tag_facts)
 
 
 def _finding(match: Match, facts: GraphFacts) -> Finding:

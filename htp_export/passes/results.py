@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.tag_facts import TagFacts, tag_lines
+from htp_export.tagged import load
 
 __all__ = ["Change", "Optimized", "PassReport"]
 
@@ -83,6 +86,11 @@ class Optimized:
     max_abs: float | None = None
     model: ir.Model = field(repr=False, kw_only=True)
 
+    @cached_property
+    def tags(self) -> TagFacts:
+        """What the optimised model knows about its module tags."""
+        return load(self.model).tag_facts
+
     @property
     def rolled_back(self) -> dict[str, str]:
         """Passes whose work was undone → why."""
@@ -110,6 +118,7 @@ class Optimized:
             "nodes_before": self.nodes_before,
             "nodes_after": self.nodes_after,
             "max_abs": self.max_abs,
+            "tags": self.tags.to_dict(),
             "passes": [
                 {
                     "name": report.name,
@@ -133,4 +142,4 @@ class Optimized:
             note = f"  rolled back: {report.rolled_back}" if report.rolled_back else ""
             lines.append(f"{report.name:34} {change.removed:>8} {change.added:>6} {change.merged:>7}{note}")
         lines.append(f"{self.nodes_before} nodes before, {self.nodes_after} after")
-        return "\n".join(lines)
+        return "\n".join((*lines, *tag_lines(self.tags)))

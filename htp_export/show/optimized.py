@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from htp_export.passes.results import Change, Optimized
+from htp_export.show.tag_note import tag_note
 
 __all__ = ["render_optimized"]
 
@@ -26,13 +27,15 @@ def render_optimized(result: Optimized, *, attribution: bool = False) -> Rendera
         >>> from rich.console import Console
         >>> import onnx_ir as ir
         >>> from htp_export.passes.results import PassReport
-        >>> model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 20}), ir_version=10)
+        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "fc", "htp.reason": "fused"})
+        >>> model = ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu]), ir_version=10)
         >>> report = PassReport("fold_constants", "exact", change=Change(3, 1))
         >>> found = Optimized(5, 3, {"fold_constants": {"fc": Change(3, 1)}}, (report,), model=model)
         >>> Console(width=80).print(render_optimized(found))  # doctest: +NORMALIZE_WHITESPACE
         pass             removed   added   merged   modules
         fold_constants         3       1        0   fc 2
         5 nodes before, 3 after
+        owners of nodes known by fused 1
     """
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
     table.add_column("pass", no_wrap=True)
@@ -52,7 +55,7 @@ def render_optimized(result: Optimized, *, attribution: bool = False) -> Rendera
     if result.fused:
         paths = ", ".join(list(result.fused)[:_MOST_MODULES]) + (", …" if len(result.fused) > _MOST_MODULES else "")
         lines.append(Text(f"{len(result.fused)} modules are fused with their neighbours now: {paths}", style="yellow"))
-    return Group(*lines)
+    return Group(*lines, *tag_note(result.tags))
 
 
 def _numbers(change: Change) -> tuple[str, str, str]:
