@@ -73,9 +73,7 @@ def render_fingerprint(found: Fingerprint) -> RenderableType:
 def _by_kind(found: Forensics) -> Table:
     table = _table("found", "nodes", "what", "fixed by", "not fixed")
     for row in found.summary():
-        table.add_row(
-            str(row.count), str(row.nodes), row.title, Text(row.fixed_by or ""), Text(row.not_fixed, style="yellow")
-        )
+        table.add_row(str(row.count), str(row.nodes), row.title, Text(row.fix), Text(row.not_fixed, style="yellow"))
     return table
 
 
