@@ -191,3 +191,15 @@ def test_names_are_drawn_as_they_are(tmp_path, capsys):
         onnx.save(ir.to_proto(written(text.format(op=op), 17, {"y": "[red]act"})), tmp_path / f"{name}.onnx")
     assert main(["diff", str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx")]) == 0
     assert "[red]act" in capsys.readouterr().out
+
+
+def test_a_file_without_tags_is_the_same_graph():
+    """What one file does not say is no difference."""
+    tagged = model(a=Block())
+    bare = ir.to_proto(tagged.model)
+    bare.ClearField("metadata_props")
+    for node in bare.graph.node:
+        node.ClearField("metadata_props")
+        node.name = ""
+    found = htp_export.diff(tagged, bare)
+    assert (found.same, found.by_module, list(found.modules)) == (True, False, [""])

@@ -386,3 +386,13 @@ def test_the_one_expert_with_the_largest_share_is_chosen_and_weighed(other, fami
         v = Gather(table, i)  s = {other}  y = Mul(v, s) }}"""
     constants = {"w": weight(4, 3), "table": weight(3, 4), "last": np.array([1])}
     assert htp_export.fingerprint(written(text, 18, **constants)).family == family
+
+
+@pytest.mark.parametrize("tool", ["quantize_dynamic", "optimize"])
+def test_blocks_are_still_there_after_quantization_and_optimisation(tool, files, tmp_path):
+    """Scales and zero points are numbers of a layer, as weights are."""
+    onnx.save(files("bert"), tmp_path / "bert.onnx")
+    work = htp_export.optimize if tool == "optimize" else htp_export.tools.quantize_dynamic
+    work(tmp_path / "bert.onnx", tmp_path / "after.onnx")
+    found = htp_export.fingerprint(tmp_path / "after.onnx")
+    assert (found.family, [(block.count, block.name) for block in found.blocks]) == ("encoder", [(3, "BertLayer")])

@@ -258,11 +258,16 @@ def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
 def _compared(path: str, before: ModuleState | None, after: ModuleState | None) -> ModuleDifference:
     if before is None or after is None:
         status = "added" if before is None else "removed"
-    elif (before.structure, before.fate, before.class_name) != (after.structure, after.fate, after.class_name):
+    elif before.structure != after.structure or before.fate != after.fate or not _same_class(before, after):
         status = "changed"
     else:
         status = "same" if before.path == after.path else "moved"
     return ModuleDifference(path, status, before, after)
+
+
+def _same_class(before: ModuleState, after: ModuleState) -> bool:
+    """Whether the classes are equal, or one of the files does not say."""
+    return before.class_name == after.class_name or not (before.class_name and after.class_name)
 
 
 def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
