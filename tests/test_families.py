@@ -396,3 +396,27 @@ def test_blocks_are_still_there_after_quantization_and_optimisation(tool, files,
     work(tmp_path / "bert.onnx", tmp_path / "after.onnx")
     found = htp_export.fingerprint(tmp_path / "after.onnx")
     assert (found.family, [(block.count, block.name) for block in found.blocks]) == ("encoder", [(3, "BertLayer")])
+
+
+CHOSEN = """g (float[5,4] x, bool[5,3] open) => (float[5,4] y) {{
+    r = MatMul(x, w)  {choice}
+    m = Gather(weights, i)  e = Unsqueeze(x, one)  p = MatMul(e, m)  z = Squeeze(p, one)  y = Mul(z, s) }}"""
+
+
+@pytest.mark.parametrize(
+    ("choice", "family"),
+    [
+        ("c = Where(open, r, least)  v, k = TopK(c, one)  i = Squeeze(k, one)  s = Sigmoid(v)", "mixture"),
+        ("k = ArgMax<axis=-1>(r)  p1 = Softmax<axis=-1>(r)  s = GatherElements(p1, k)  i = Squeeze(k, one)", "mixture"),
+        ("k = ArgMax<axis=-1>(r)  i = Squeeze(k, one)  s = ReduceMean<axes=[1]>(x)", "unknown"),
+    ],
+    ids=["masked groups", "share of the choice", "no share"],
+)  # fmt: skip
+def test_experts_are_chosen_among_masked_ones_and_by_a_share_that_is_picked(choice, family):
+    constants = {
+        "w": weight(4, 3),
+        "weights": weight(3, 4, 4),
+        "one": np.array([1]),
+        "least": np.array(-1e9, np.float32),
+    }
+    assert htp_export.fingerprint(written(CHOSEN.format(choice=choice), **constants)).family == family
