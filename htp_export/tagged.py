@@ -21,6 +21,7 @@ from htp_export.regions import GraphIndex, Region, all_nodes
 from htp_export.shapes import shapes_by_symbols
 from htp_export.signatures import Signature, signatures_from_json
 from htp_export.tables import html_table
+from htp_export.tag_facts import TagFacts
 from htp_export.torch_scopes import scopes_of
 
 __all__ = ["ModelSource", "Region", "TagSource", "TaggedModel", "all_nodes", "load", "model_of"]
@@ -74,18 +75,13 @@ class TaggedModel:
     def _repr_html_(self) -> str:
         """The module tree as a table, for notebooks; ``htp_export.view`` draws it with everything that is known."""
         if self.source == "none":
-            return html_table(["nodes"], [[str(len(self.nodes))]], ["This model has no module tags."])
+            return html_table(["nodes"], [[str(len(self.nodes))]], [str(self.tag_facts)])
         header = ["module", "class", "calls", "fate", "nodes"]
         lines = [
             [path or "(root)", module.simple_class, str(module.calls), module.fate, str(len(self[path].nodes))]
             for path, module in self.hierarchy.items()
         ]
-        known = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
-        source = {
-            "htp": f"How the owners are known: {known}.",
-            "torch": "From torch's own scopes, which are not exact.",
-        }
-        return html_table(header, lines, [source[self.source]])
+        return html_table(header, lines, [str(self.tag_facts)])
 
     def __getitem__(self, path: str) -> Region:
         self._require_tags()
@@ -122,6 +118,13 @@ class TaggedModel:
         """How the owners are known: ``htp.reason`` → nodes."""
         found = (node.metadata_props.get(tags.REASON) for node in all_nodes(self.model))
         return Counter(reason for reason in found if reason is not None)
+
+    @property
+    def tag_facts(self) -> TagFacts:
+        """What the model knows about its tags, as it stands under tables."""
+        lost = self.source != "htp" and tags.MODULES in self.model.metadata_props
+        untagged = 0 if self.source == "none" else len(self.untagged)
+        return TagFacts(self.source, dict(self.reasons.most_common()), untagged, lost)
 
     @cached_property
     def signatures(self) -> Mapping[str, tuple[Signature, ...]]:

@@ -235,7 +235,7 @@ class TestVerify:
         assert main(["compare", str(exported), str(exported), "--seed", "2"]) == 0
         assert main(["compare", str(exported), wrong, "--json"]) == 1
         assert (
-            json.loads(capsys.readouterr().out.split("\n", 2)[2])["first_wrong"] == "encoder.layer.0.intermediate.dense"
+            json.loads(capsys.readouterr().out.split("\n", 3)[3])["first_wrong"] == "encoder.layer.0.intermediate.dense"
         )
         shape = [1, 16]
         np.savez("x.npz", input_ids=np.ones(shape, np.int64), attention_mask=np.ones(shape, np.int64))
@@ -311,7 +311,7 @@ class TestTree:
 
     def test_shows_a_line_for_each_module(self, file, capsys):
         assert main(["tree", file]) == 0
-        assert [line.split()[-4] for line in capsys.readouterr().out.splitlines()[1:]] == [
+        assert [line.split()[-4] for line in capsys.readouterr().out.splitlines()[1:-1]] == [
             "Sequential",
             "Sequential",
             "Linear",

@@ -312,3 +312,111 @@ def test_what_is_no_model_is_an_error(tmp_path):
         htp_export.fingerprint(tmp_path / "nowhere.onnx")
     with pytest.raises(TypeError):
         htp_export.fingerprint(3)
+
+
+def test_a_linear_recurrence_over_all_steps_at_once():
+    class Scan(nn.Module):
+        """What is left of each step at each later one, by cumulative sums of decays."""
+
+        def forward(self, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+            total = decay.cumsum(-1)
+            left = torch.exp(total[:, :, None] - total[:, None, :]).tril()
+            return left @ x
+
+    inputs = {"x": torch.randn(2, 6, 4), "decay": -torch.rand(2, 6)}
+    found = htp_export.fingerprint(htp_export.export(Scan().eval(), (), kwargs=inputs, verbose=False))
+    assert found.family == "recurrent"
+    assert found.evidence[0] == "1 cumulative sums of decays: linear recurrence, all steps at once"
+
+
+SCAN = """g (float[2,6,4] x, float[2,6] d) => (float[2,6,4] y) {{
+    t = CumSum(d, last)  a = Unsqueeze(t, end)  b = Unsqueeze(t, middle)  {rest}  y = MatMul(w, x) }}"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "family"),
+    [
+        ("s = Sub(a, b)  e = Exp(s)  w = Trilu<upper=0>(e)", "recurrent"),
+        ("s = Sub(a, b)  l = Trilu<upper=0>(s)  w = Exp(l)", "recurrent"),
+        ("n = Neg(b)  s = Add(a, n)  l = Where(low, s, least)  w = Exp(l)", "recurrent"),
+        ("s = Sub(a, b)  e = Exp(s)  w = Mul(e, ones)", "recurrent"),
+        ("z = Expand(a, six)  l = Trilu<upper=0>(z)  s = CumSum(l, middle)  e = Exp(s)  w = Where(low, e, least)",
+         "recurrent"),
+        ("s = Sub(a, b)  w = Trilu<upper=0>(s)", "unknown"),
+        ("s = Sub(a, b)  w = Exp(s)", "unknown"),
+        ("s = Sub(a, b)  e = Exp(s)  w = Trilu<upper=1>(e)", "unknown"),
+        ("s = Add(a, low_number)  e = Exp(s)  w = Trilu<upper=0>(e)", "unknown"),
+    ],
+)  # fmt: skip
+def test_what_is_left_between_two_steps_makes_a_linear_recurrence(rest, family):
+    constants = {
+        "last": np.array([1]),
+        "end": np.array([2]),
+        "middle": np.array([1]),
+        "six": np.array([2, 6, 6]),
+        "low": torch.ones(6, 6).tril().bool().numpy(),
+        "ones": torch.ones(6, 6).tril().numpy(),
+        "low_number": weight(6, 6),
+        "least": np.array(-1e9, np.float32),
+    }
+    assert htp_export.fingerprint(written(SCAN.format(rest=rest), **constants)).family == family
+
+
+def test_a_linear_recurrence_may_decay_by_channel():
+    """The lower triangle lies across the two dimensions before the channels."""
+    text = """g (float[2,6,3] d, float[2,6,3] x) => (float[2,6,3] y) {
+        t = CumSum(d, one)  a = Unsqueeze(t, two)  b = Unsqueeze(t, one)  s = Sub(a, b)  l = Where(ahead, least, s)
+        e = Exp(l)  z = Unsqueeze(x, one)  p = Mul(e, z)  y = ReduceSum<keepdims=0>(p, two) }"""
+    constants = {
+        "one": np.array([1]),
+        "two": np.array([2]),
+        "ahead": torch.ones(6, 6).triu(1).bool().numpy()[..., None],
+        "least": np.array(-1e9, np.float32),
+    }
+    assert htp_export.fingerprint(written(text, **constants)).family == "recurrent"
+
+
+@pytest.mark.parametrize(
+    ("other", "family"), [("ReduceMax<keepdims=1>(c, last)", "mixture"), ("Identity(x)", "unknown")]
+)
+def test_the_one_expert_with_the_largest_share_is_chosen_and_weighed(other, family):
+    """By a largest share alone, classes are told; where it also says by how much, it routes."""
+    text = f"""g (float[5,4] x) => (float[5,4] y) {{
+        r = MatMul(x, w)  p = Softmax<axis=-1>(r)  c = Cast<to=1>(p)  i = ArgMax<axis=-1, keepdims=0>(c)
+        v = Gather(table, i)  s = {other}  y = Mul(v, s) }}"""
+    constants = {"w": weight(4, 3), "table": weight(3, 4), "last": np.array([1])}
+    assert htp_export.fingerprint(written(text, 18, **constants)).family == family
+
+
+@pytest.mark.parametrize("tool", ["quantize_dynamic", "optimize"])
+def test_blocks_are_still_there_after_quantization_and_optimisation(tool, files, tmp_path):
+    """Scales and zero points are numbers of a layer, as weights are."""
+    onnx.save(files("bert"), tmp_path / "bert.onnx")
+    work = htp_export.optimize if tool == "optimize" else htp_export.tools.quantize_dynamic
+    work(tmp_path / "bert.onnx", tmp_path / "after.onnx")
+    found = htp_export.fingerprint(tmp_path / "after.onnx")
+    assert (found.family, [(block.count, block.name) for block in found.blocks]) == ("encoder", [(3, "BertLayer")])
+
+
+CHOSEN = """g (float[5,4] x, bool[5,3] open) => (float[5,4] y) {{
+    r = MatMul(x, w)  {choice}
+    m = Gather(weights, i)  e = Unsqueeze(x, one)  p = MatMul(e, m)  z = Squeeze(p, one)  y = Mul(z, s) }}"""
+
+
+@pytest.mark.parametrize(
+    ("choice", "family"),
+    [
+        ("c = Where(open, r, least)  v, k = TopK(c, one)  i = Squeeze(k, one)  s = Sigmoid(v)", "mixture"),
+        ("k = ArgMax<axis=-1>(r)  p1 = Softmax<axis=-1>(r)  s = GatherElements(p1, k)  i = Squeeze(k, one)", "mixture"),
+        ("k = ArgMax<axis=-1>(r)  i = Squeeze(k, one)  s = ReduceMean<axes=[1]>(x)", "unknown"),
+    ],
+    ids=["masked groups", "share of the choice", "no share"],
+)  # fmt: skip
+def test_experts_are_chosen_among_masked_ones_and_by_a_share_that_is_picked(choice, family):
+    constants = {
+        "w": weight(4, 3),
+        "weights": weight(3, 4, 4),
+        "one": np.array([1]),
+        "least": np.array(-1e9, np.float32),
+    }
+    assert htp_export.fingerprint(written(CHOSEN.format(choice=choice), **constants)).family == family

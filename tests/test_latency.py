@@ -372,7 +372,7 @@ class TestCommandLine:
         assert lines[0].split() == ["module", "class", "total", "ms", "self", "ms", "share", "kernels", "mostly"]
         names = [line.strip("│├└─ ").split()[0] for line in lines[1:6]]
         assert names == ["(root)", "layer.0", "fc", "layer.1", "fc"]
-        assert "ms a run, median of 2" in lines[-1]
+        assert "ms a run, median of 2" in lines[-2]
 
     def test_depth_and_order_can_be_chosen(self, file, capsys):
         assert main(["profile", file, "--runs", "1", "--depth", "1"]) == 0

@@ -10,6 +10,7 @@ from rich.console import Console
 from htp_export.analyze.tree import ModuleRow, ModuleTree, tree_rows
 from htp_export.errors import SelectorError
 from htp_export.show.tree import render
+from htp_export.tag_facts import TagFacts
 from htp_export.tagged import load
 from tests.handmade import encoder
 
@@ -57,6 +58,7 @@ def test_the_tree_prints_as_a_table_and_is_plain_data() -> None:
         "module   class    calls  fate      nodes  own nodes  parameters",
         "(root)   Net          1  computed      7          1          32",
         "dropout  Dropout      1  identity      0          0           0",
+        "owners of nodes known by scope 6, shared 1",
     ]
     assert tree.to_dict() == {
         "modules": {
@@ -77,7 +79,7 @@ def test_the_tree_prints_as_a_table_and_is_plain_data() -> None:
                 "parameters": 0,
             },
         },
-        "untagged": 0,
+        "tags": {"source": "htp", "reasons": {"scope": 6, "shared": 1}, "untagged": 0, "lost": False},
     }
 
 
@@ -126,11 +128,14 @@ def test_names_that_look_like_markup_are_drawn_as_they_are() -> None:
 
 
 def test_fates_are_drawn_where_a_module_is_not_computed_and_untagged_nodes_are_said() -> None:
-    tree = ModuleTree((row(""), row("drop", fate="identity", nodes=0), row("unused", calls=0, nodes=0)), untagged=2)
+    tree = ModuleTree(
+        (row(""), row("drop", fate="identity", nodes=0), row("unused", calls=0, nodes=0)),
+        TagFacts("htp", {"scope": 3}, 2),
+    )
     lines = drawn(tree)
     assert lines[2].endswith("identity")
     assert lines[1].endswith("1,000")
-    assert lines[-1] == "2 nodes belong to no module"
+    assert lines[-1] == "owners of nodes known by scope 3; 2 nodes of no module"
 
 
 def test_a_module_that_never_ran_keeps_its_line_above_what_it_holds() -> None:

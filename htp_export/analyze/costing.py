@@ -77,6 +77,7 @@ def cost(
         dims=dict(bindings.sizes),
         from_pytorch=weights.known,
         notes=_notes(tagged, run, weights.known),
+        tags=tagged.tag_facts,
     )
 
 
@@ -213,11 +214,9 @@ def _peak(run: Run, timeline: Timeline) -> Peak:
 def _notes(tagged: TaggedModel, run: Run, from_pytorch: bool) -> tuple[str, ...]:
     notes = []
     if tagged.source == "none":
-        notes.append("the model has no module tags: only the whole is known; export it with htp_export.export(...)")
-    elif tagged.source == "torch":
-        notes.append("modules are torch's own scopes, which are not exact; htp_export.export(...) writes exact ones")
+        notes.append("only the whole is known")
     elif tagged.untagged:
-        notes.append(f"{len(tagged.untagged)} nodes belong to no module; they count in the whole")
+        notes.append("nodes of no module count in the whole")
     if not from_pytorch:
         notes.append("parameters are the weights that the file has: it does not say which PyTorch had")
     unknown = sum(t.shape is None and bool(t.name) for step in _every(run.steps) for t in step.outputs)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from htp_export.tables import ModuleTable
+from htp_export.tag_facts import TagFacts, tag_lines
 
 __all__ = ["Cost", "ModuleCost", "NodeCost", "Peak"]
 
@@ -145,6 +146,7 @@ class Cost(ModuleTable):
         dims: Name of an open size → the size that was used.
         from_pytorch: Whether ``parameters`` are those that PyTorch had; else they are the weights in the file.
         notes: What to know about these numbers.
+        tags: What the model knows about its module tags.
     """
 
     modules: Mapping[str, ModuleCost]
@@ -155,6 +157,7 @@ class Cost(ModuleTable):
     dims: Mapping[str, int]
     from_pytorch: bool
     notes: tuple[str, ...] = ()
+    tags: TagFacts | None = None
 
     def by_path(self, name: str = "flops") -> dict[str, float]:
         """Module path → one number, to lay over a drawing of the model.
@@ -212,4 +215,4 @@ class Cost(ModuleTable):
             lines.append(f"shared: {listed}{more}")
         if self.dims:
             lines.append("with " + ", ".join(f"{name} = {size}" for name, size in self.dims.items()))
-        return (*lines, *self.notes)
+        return (*lines, *self.notes, *tag_lines(self.tags))

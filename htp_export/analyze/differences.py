@@ -17,6 +17,7 @@ from htp_export.analyze.facts import GraphFacts
 from htp_export.analyze.structure import Hasher
 from htp_export.hierarchy import ModuleInfo
 from htp_export.nested.flatten import read_flat
+from htp_export.tag_facts import TagFacts, tag_lines
 from htp_export.tagged import ModelSource, TaggedModel
 
 __all__ = ["STATUSES", "ModelDifference", "ModuleDifference", "ModuleState", "diff"]
@@ -135,10 +136,12 @@ class ModelDifference:
         modules: Module path → what became of it: the modules of the second file in their order, then what was removed.
             ``""`` is the whole.
         by_module: Whether both files know modules; otherwise there is the whole alone.
+        tags: What each of the two knows about its module tags.
     """
 
     modules: Mapping[str, ModuleDifference]
     by_module: bool = True
+    tags: tuple[TagFacts, ...] = ()
 
     @cached_property
     def counts(self) -> Mapping[str, int]:
@@ -194,12 +197,13 @@ class ModelDifference:
             "same": self.same,
             "by_module": self.by_module,
             "counts": dict(self.counts),
+            "tags": [each.to_dict() for each in self.tags],
             "modules": {path: module.to_dict() for path, module in self.modules.items()},
         }
 
     def __str__(self) -> str:
         if self.same:
-            return f"no difference in {len(self.modules)} modules"
+            return "\n".join((f"no difference in {len(self.modules)} modules", *tag_lines(*self.tags)))
         lines = [("module", "status", "nodes", "parameters", "operators")]
         for module in self.topmost():
             operators = ", ".join(f"{count:+d} {op}" for op, count in list(module.operators.items())[:4])
@@ -210,7 +214,7 @@ class ModelDifference:
             lines.append((module.path or "(root)", status, nodes, parameters, operators))
         widths = [max(len(line[column]) for line in lines) for column in range(4)]
         layout = "{:<%d}  {:<%d}  {:>%d}  {:>%d}  {}" % tuple(widths)  # noqa: UP031 - braces stay
-        return "\n".join(layout.format(*line).rstrip() for line in lines)
+        return "\n".join((*(layout.format(*line).rstrip() for line in lines), *tag_lines(*self.tags)))
 
 
 def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
@@ -249,17 +253,22 @@ def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
         for path, state in after.items()
     }
     modules |= {path: _compared(path, state, None) for path, state in before.items() if path not in kept}
-    return ModelDifference(modules, by_module)
+    return ModelDifference(modules, by_module, (first.tag_facts, second.tag_facts))
 
 
 def _compared(path: str, before: ModuleState | None, after: ModuleState | None) -> ModuleDifference:
     if before is None or after is None:
         status = "added" if before is None else "removed"
-    elif (before.structure, before.fate, before.class_name) != (after.structure, after.fate, after.class_name):
+    elif before.structure != after.structure or before.fate != after.fate or not _same_class(before, after):
         status = "changed"
     else:
         status = "same" if before.path == after.path else "moved"
     return ModuleDifference(path, status, before, after)
+
+
+def _same_class(before: ModuleState, after: ModuleState) -> bool:
+    """Whether the classes are equal, or one of the files does not say."""
+    return before.class_name == after.class_name or not (before.class_name and after.class_name)
 
 
 def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:

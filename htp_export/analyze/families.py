@@ -17,6 +17,7 @@ from htp_export.analyze.facts import GraphFacts
 from htp_export.analyze.mechanisms.streams import Stream
 from htp_export.analyze.mechanisms.survey import Survey
 from htp_export.nested.flatten import read_flat
+from htp_export.tag_facts import TagFacts, tag_lines
 from htp_export.tagged import ModelSource
 
 __all__ = ["FAMILIES", "Fingerprint", "fingerprint"]
@@ -31,12 +32,14 @@ class Fingerprint:
         evidence: What was seen, in sentences; what decided the family comes first.
         blocks: Structures that stand in the graph several times, those that make up most of it first.
         nodes: Nodes of the model.
+        tags: What the model knows about its module tags.
     """
 
     family: str
     evidence: tuple[str, ...]
     blocks: tuple[Block, ...]
     nodes: int
+    tags: TagFacts | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data."""
@@ -45,7 +48,7 @@ class Fingerprint:
     def __str__(self) -> str:
         lines = [self.family, *(f"  {fact}" for fact in self.evidence)]
         lines += [f"{block.count:5} × {block.name}, {block.nodes} nodes each" for block in self.blocks]  # noqa: RUF001 - "times"
-        return "\n".join(lines)
+        return "\n".join((*lines, *tag_lines(self.tags)))
 
 
 def _diffusion(survey: Survey) -> bool:
@@ -77,8 +80,8 @@ def _speech(survey: Survey) -> bool:
 
 
 def _recurrent(survey: Survey) -> bool:
-    steps = sum(survey.recurrent_operators.values()) + len(survey.unrolled_loops)
-    return steps > len(survey.attentions)
+    loops = sum(survey.recurrent_operators.values()) + len(survey.unrolled_loops)
+    return loops + len(survey.linear_recurrences) > len(survey.attentions)
 
 
 def _vision_transformer(survey: Survey) -> bool:
@@ -125,7 +128,7 @@ def fingerprint(model: ModelSource) -> Fingerprint:
     ``mixture``             each position chooses among experts
     ``multimodal``          tokens and images, or tokens and sound
     ``speech``              a signal or spectrum over time enters a convolution
-    ``recurrent``           more recurrent operators, or loops over time, than attentions
+    ``recurrent``           more recurrent operators, loops over time, or linear recurrences, than attentions
     ``vision transformer``  attention over what is computed from an image
     ``encoder-decoder``     causal attention, and attention of what comes from one input to what comes from another
     ``CNN``                 convolutions in two or three dimensions, no attention
@@ -158,7 +161,7 @@ def fingerprint(model: ModelSource) -> Fingerprint:
     family = next(name for name, applies in _RULES if applies(survey))
     blocks = repeated_blocks(GraphFacts(tagged))
     shapes = {value.name: value.shape for value in tagged.model.graph.inputs if value.name}
-    return Fingerprint(family, tuple(_evidence(survey, family, shapes)), blocks, len(tagged.nodes))
+    return Fingerprint(family, tuple(_evidence(survey, family, shapes)), blocks, len(tagged.nodes), tagged.tag_facts)
 
 
 def _evidence(survey: Survey, family: str, shapes: Mapping[str, ir.Shape | None]) -> Iterator[str]:
@@ -204,6 +207,8 @@ def _about_recurrence(survey: Survey) -> list[str]:
         told.append(
             f"loops over {max(survey.unrolled_loops)} steps, unrolled, over {len(survey.unrolled_loops)} tensors"
         )
+    if survey.linear_recurrences:
+        told.append(f"{len(survey.linear_recurrences)} cumulative sums of decays: linear recurrence, all steps at once")
     return told
 
 

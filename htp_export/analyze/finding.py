@@ -11,6 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.tag_facts import TagFacts, tag_lines
 
 __all__ = ["KINDS", "Finding", "Forensics", "Kind", "Match", "node_name"]
 
@@ -100,6 +101,7 @@ class Finding:
         why: Where none does, why.
         detail: What is particular to it.
         tensors: The constants that it is about.
+        level: The level of `htp_export.optimize` from which on the pass may run; None where there is none.
     """
 
     kind: str
@@ -109,6 +111,7 @@ class Finding:
     why: str = ""
     detail: str = ""
     tensors: tuple[str, ...] = ()
+    level: str | None = None
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,12 @@ class Forensics:
     Attributes:
         findings: Every pattern, by kind in the order of `KINDS`, then in graph order.
         nodes: Nodes of the model.
-        tagged: Whether the model says which modules its nodes belong to.
+        tags: What the model knows about its module tags.
     """
 
     findings: tuple[Finding, ...]
     nodes: int
-    tagged: bool = True
+    tags: TagFacts | None = None
 
     @cached_property
     def kinds(self) -> Mapping[str, int]:
@@ -155,18 +158,17 @@ class Forensics:
             "kinds": dict(self.kinds),
             "modules": {path: dict(kinds) for path, kinds in self.modules.items()},
             "findings": [asdict(finding) for finding in self.findings],
+            "tags": self.tags and self.tags.to_dict(),
         }
 
     def __str__(self) -> str:
         if not self.findings:
             return f"nothing found in {self.nodes} nodes"
         lines = [("found", "nodes", "what", "fixed by", "not fixed")]
-        lines += [
-            (str(row.count), str(row.nodes), row.title, row.fixed_by or "-", row.not_fixed) for row in self.summary()
-        ]
+        lines += [(str(row.count), str(row.nodes), row.title, row.fix or "-", row.not_fixed) for row in self.summary()]
         widths = [max(len(line[column]) for line in lines) for column in range(4)]
         layout = "{:>%d}  {:>%d}  {:<%d}  {:<%d}  {}" % tuple(widths)  # noqa: UP031 - braces stay
-        return "\n".join(layout.format(*line).rstrip() for line in lines)
+        return "\n".join((*(layout.format(*line).rstrip() for line in lines), *tag_lines(self.tags)))
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,7 @@ class KindSummary:
         count: How many there are.
         nodes: Different nodes in them.
         fixed_by: The pass that changes them; None where none changes any of them.
+        level: The level of `htp_export.optimize` that it needs.
         fixed: How many it changes.
         reasons: Why the others stay → how many.
     """
@@ -188,8 +191,16 @@ class KindSummary:
     count: int
     nodes: int
     fixed_by: str | None
+    level: str | None
     fixed: int
     reasons: Mapping[str, int]
+
+    @property
+    def fix(self) -> str:
+        """The pass, with the level that it needs where that is not the lowest; empty where none changes any."""
+        if self.fixed_by is None:
+            return ""
+        return self.fixed_by if self.level in (None, "exact") else f"{self.fixed_by} ({self.level})"
 
     @property
     def not_fixed(self) -> str:
@@ -208,6 +219,7 @@ def _summed(kind: str, findings: tuple[Finding, ...]) -> KindSummary:
         count=len(findings),
         nodes=len({name for finding in findings for name in finding.nodes}),
         fixed_by=fixed[0].fixed_by if fixed else None,
+        level=fixed[0].level if fixed else None,
         fixed=len(fixed),
         reasons=dict(reasons.most_common()),
     )

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
-from htp_export import tags
 from htp_export.analyze.node_facts import NodeEntry, NodeReader, TensorEntry
 from htp_export.analyze.weights import declared_parameters
 from htp_export.files import has_external_data
 from htp_export.hierarchy import ModuleInfo
+from htp_export.tag_facts import TagFacts
 from htp_export.tagged import Region, TaggedModel, TagSource
 
 _COUNTING = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL, ir.DataType.STRING)  # what no weights are kept in
@@ -100,21 +100,7 @@ class Inventory:
     @property
     def advice(self) -> str:
         """What to do about tags that are missing or not exact; ``""`` where they are exact."""
-        if self.tags == "none" and self.lost:
-            return (
-                "The nodes of this file have lost their module tags: htp_export.carry(before, after) brings them back."
-            )
-        if self.tags == "none":
-            return (
-                "This file has no module tags. "
-                "Export it with htp_export.export(...) in place of torch.onnx.export(...)."
-            )
-        if self.tags == "torch":
-            return (
-                "The modules are read from torch's own scopes, which are not exact. "
-                "Export with htp_export.export(...) in place of torch.onnx.export(...) for exact ones."
-            )
-        return ""
+        return TagFacts(self.tags, self.reasons, self.untagged, self.lost).advice
 
 
 def take_inventory(tagged: TaggedModel, name: str = "") -> Inventory:
@@ -149,7 +135,7 @@ def take_inventory(tagged: TaggedModel, name: str = "") -> Inventory:
     return Inventory(
         name=name or model.graph.name or "model",
         tags=tagged.source,
-        lost=tagged.source == "none" and tags.MODULES in model.metadata_props,
+        lost=tagged.tag_facts.lost,
         modules=modules,
         nodes=nodes,
         reasons=dict(tagged.reasons.most_common()),

@@ -14,8 +14,9 @@ from htp_export.analyze.patterns.linear import matmul_adds, projections
 from htp_export.analyze.patterns.movement import casts, identities, reshapes, transposes
 from htp_export.analyze.patterns.normalization import conv_neighbours, norms
 from htp_export.analyze.patterns.shapes import shape_chains
+from htp_export.analyze.trials import tried
 from htp_export.nested.flatten import read_flat
-from htp_export.tagged import ModelSource
+from htp_export.tagged import ModelSource, TaggedModel
 
 __all__ = ["forensics"]
 
@@ -40,17 +41,19 @@ _MATCHERS: Sequence[Callable[[GraphFacts], Iterator[Match]]] = (
 )
 
 
-def forensics(model: ModelSource, *, select: str | Sequence[str] | None = None) -> Forensics:
+def forensics(model: ModelSource, *, select: str | Sequence[str] | None = None, try_passes: bool = True) -> Forensics:
     """What is in a graph that could be otherwise: pairs that are one operator, work done twice or for nothing.
 
     For each finding: its nodes, the module it lies in, the pass of `htp_export.optimize` that changes it, and why none
-    does where none does. The time taken grows with the number of nodes, and weights are read only where several have
-    the same type, shape and first elements.
+    does where none does. That is tried: the passes run on a copy, which shares the weights, and what is found there
+    again is not fixed.
 
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``. It is not changed. Without tags
             everything is found, too, and belongs to the root.
         select: Only what lies in these modules; see `htp_export.tags.select` for the language.
+        try_passes: Whether to run the passes. Without, ``fixed_by`` is told from the pattern alone, which takes less
+            time on large models, and is wrong where a pass has conditions that a pattern does not see.
 
     Returns:
         The findings; `htp_export.analyze.finding.KINDS` lists their kinds.
@@ -69,13 +72,19 @@ def forensics(model: ModelSource, *, select: str | Sequence[str] | None = None) 
     """
     tagged = read_flat(model)
     chosen = None if select is None else tagged.select(select)
+    found = _look(tagged)
+    if chosen is not None:
+        found = [finding for finding in found if any(tags.is_under(finding.module, path) for path in chosen)]
+    settled = tried(tagged, found, _look) if try_passes else tuple(found)
+    return Forensics(settled, len(tagged.nodes), tagged.tag_facts)
+
+
+def _look(tagged: TaggedModel) -> list[Finding]:
+    """Every pattern of a model, in the order of tables."""
     facts = GraphFacts(tagged)
     matches = [match for matcher in _MATCHERS for match in matcher(facts)]
     order = {kind: place for place, kind in enumerate(KINDS)}
-    found = [_finding(match, facts) for match in sorted(matches, key=lambda match: order[match.kind])]
-    if chosen is not None:
-        found = [finding for finding in found if any(tags.is_under(finding.module, path) for path in chosen)]
-    return Forensics(tuple(found), len(tagged.nodes), tagged.source != "none")
+    return [_finding(match, facts) for match in sorted(matches, key=lambda match: order[match.kind])]
 
 
 def _finding(match: Match, facts: GraphFacts) -> Finding:

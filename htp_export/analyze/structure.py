@@ -13,6 +13,12 @@ __all__ = ["Hasher"]
 
 _NUMBERS = 16  # constants of up to so many whole numbers are settings, and count with their values
 
+_MEASURED: Mapping[str, tuple[int, ...]] = {
+    "QuantizeLinear": (1, 2), "DequantizeLinear": (1, 2), "MatMulInteger": (2, 3), "ConvInteger": (2, 3),
+    "QLinearMatMul": (1, 2, 4, 5, 6, 7), "QLinearConv": (1, 2, 4, 5, 6, 7),
+}  # fmt: skip
+"""Where scales and zero points stand: numbers that were measured, as weights are, and no settings."""
+
 
 class Hasher:
     """Hashes of parts of a graph.
@@ -68,7 +74,7 @@ class Hasher:
         source = self._facts.tagged.index.initializer(value)
         if source is None:
             return "constant" if self._facts.is_constant(value) else "in"
-        array = self._facts.array(value)
+        array = None if _was_measured(value) else self._facts.array(value)
         if array is not None and array.size <= _NUMBERS and (array.dtype.kind in "iub" or array.ndim == 0):
             return f"{array.dtype}{array.shape}{array.reshape(-1).tolist()}"
         return f"{self._facts.dtype(source)}{self._facts.shape(source)}"
@@ -91,6 +97,19 @@ class Hasher:
     def _body(self, graph: ir.Graph) -> str:
         nodes = list(graph)
         return self.part(nodes, frozenset(nodes))
+
+
+def _was_measured(value: ir.Value) -> bool:
+    """Whether a constant is a scale or zero point of quantization."""
+    for use in value.uses():
+        if use.idx in _MEASURED.get(use.node.op_type, ()):
+            return True
+        if use.node.op_type == "Mul":  # the scale of a weight and that of what is quantized while the model runs
+            others = [other for other in use.node.inputs if other is not None and other is not value]
+            makers = [(other.producer(), other.index()) for other in others]
+            if any(maker is not None and maker.op_type == "DynamicQuantizeLinear" and k == 1 for maker, k in makers):
+                return True
+    return False
 
 
 def _pairs(written: Mapping[str, str]) -> Iterable[str]:

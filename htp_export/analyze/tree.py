@@ -13,6 +13,7 @@ from htp_export import tags
 from htp_export.analyze.costs import Cost
 from htp_export.analyze.weights import declared_parameters
 from htp_export.tables import ModuleTable
+from htp_export.tag_facts import TagFacts, tag_lines
 from htp_export.tagged import TaggedModel
 
 __all__ = ["Measured", "ModuleRow", "ModuleTree", "tree_rows", "visible"]
@@ -64,12 +65,12 @@ class ModuleTree(ModuleTable):
 
     Attributes:
         rows: One for each module shown.
-        untagged: Nodes of the model that belong to no module.
+        tags: What the model knows about its module tags.
         notes: What to know about the rows.
     """
 
     rows: tuple[ModuleRow, ...]
-    untagged: int = 0
+    tags: TagFacts | None = None
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,7 +84,11 @@ class ModuleTree(ModuleTable):
             row.path: {key: _plain(value) for key, value in asdict(row).items() if key != "path" and value is not None}
             for row in self.rows
         }
-        return {"modules": modules, "untagged": self.untagged, **({"notes": list(self.notes)} if self.notes else {})}
+        return {
+            "modules": modules,
+            "tags": self.tags and self.tags.to_dict(),
+            **({"notes": list(self.notes)} if self.notes else {}),
+        }
 
     def __str__(self) -> str:
         header = ("module", "class", "calls", "fate", "nodes", "own nodes", "parameters")
@@ -94,8 +99,7 @@ class ModuleTree(ModuleTable):
         widths = [max(len(str(cell)) for cell in column) for column in zip(header, *body, strict=True)]
         layout = "{:<%d}  {:<%d}  {:>%d}  {:<%d}  {:>%d}  {:>%d}  {:>%d}" % tuple(widths)  # noqa: UP031 - braces stay
         lines = (layout.format(*cells) for cells in (header, *body))
-        note = (f"{self.untagged} nodes belong to no module",) if self.untagged else ()
-        return "\n".join((*lines, *note))
+        return "\n".join((*lines, *tag_lines(self.tags)))
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ def tree_rows(
         _row(tagged, path, parameters, cost, (measured or {}).get(path, Measured()))
         for path in visible(tagged, depth, select)
     )
-    return ModuleTree(rows, len(tagged.untagged))
+    return ModuleTree(rows, tagged.tag_facts)
 
 
 def visible(tagged: TaggedModel, depth: int | None = None, select: str | Sequence[str] | None = None) -> list[str]:

@@ -23,6 +23,9 @@ def forensics_command(
     ] = None,
     depth: _Depth = None,
     every: Annotated[bool, typer.Option("--list", help="A line for each finding.")] = False,
+    try_passes: Annotated[
+        bool, typer.Option("--try/--no-try", help="Run the passes on a copy, to see what they change; else guess.")
+    ] = True,
     as_json: _Json = False,
 ) -> None:
     """Show what could be otherwise in a graph, by module, and which pass changes it."""
@@ -30,7 +33,7 @@ def forensics_command(
     from htp_export.show.findings import render_findings, render_forensics
 
     with Steps(quiet=as_json).step(f"looking into {file}"):
-        found = forensics(file, select=select or None)
+        found = forensics(file, select=select or None, try_passes=try_passes)
     if as_json:
         print_json(found.to_dict())
     else:

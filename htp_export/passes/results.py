@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.errors import InputError
+from htp_export.tag_facts import TagFacts, tag_lines
+from htp_export.tagged import load
 
 __all__ = ["Change", "Optimized", "OptimizedModels", "PassReport"]
 
@@ -92,6 +95,11 @@ class Optimized:
     max_abs: float | None = None
     model: ir.Model = field(repr=False, kw_only=True)
 
+    @cached_property
+    def tags(self) -> TagFacts:
+        """What the optimised model knows about its module tags."""
+        return load(self.model).tag_facts
+
     @property
     def rolled_back(self) -> dict[str, str]:
         """Passes whose work was undone → why."""
@@ -141,6 +149,7 @@ class Optimized:
             "nodes_before": self.nodes_before,
             "nodes_after": self.nodes_after,
             "max_abs": self.max_abs,
+            "tags": self.tags.to_dict(),
             "passes": [
                 {
                     "name": report.name,
@@ -163,7 +172,7 @@ class Optimized:
             numbers = f"{change.removed:>8} {change.changed:>8} {change.added:>6} {change.saved_bytes:>12}"
             lines.append(f"{report.name:34} {numbers}{note}")
         lines.append(f"{self.nodes_before} nodes before, {self.nodes_after} after")
-        return "\n".join(lines)
+        return "\n".join((*lines, *tag_lines(self.tags)))
 
 
 @dataclass(frozen=True)

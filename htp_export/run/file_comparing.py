@@ -100,7 +100,8 @@ def compare(
     here = {call.path for call in calls if any(held is not None for held in call.outputs)}
     lacking = {path: _lacking(path, here, theirs, one, other) for path in results if path not in there}
     modules = {path: _around(results, result, lacking.get(path, "")) for path, result in results.items()}
-    return Comparison(modules, tuple(path for path in blame.modules if path in modules))
+    wrong = tuple(path for path in blame.modules if path in modules)
+    return Comparison(modules, wrong, tags=(ours.tag_facts, theirs.tag_facts))
 
 
 def _name(source: ModelSource, otherwise: str) -> str:

@@ -20,6 +20,7 @@ from htp_export.run.feeds import feed_from, inputs_of, random_feed
 from htp_export.run.kernels import Kernel, attributed_kernels
 from htp_export.run.session import Engine, RunnableModel, Session, temporary_folder
 from htp_export.tables import ModuleTable
+from htp_export.tag_facts import TagFacts, tag_lines
 from htp_export.tagged import ModelSource, TaggedModel, load
 
 __all__ = ["ModuleLatency", "Profile", "profile"]
@@ -80,6 +81,7 @@ class Profile(ModuleTable):
         runs: How many runs were measured.
         providers: The execution providers that were used.
         notes: What was assumed to make inputs.
+        tags: What the model knows about its module tags.
     """
 
     modules: Mapping[str, ModuleLatency]
@@ -92,6 +94,7 @@ class Profile(ModuleTable):
     runs: int
     providers: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    tags: TagFacts | None = None
 
     def by_path(self, field: str = "total_ms") -> dict[str, float]:
         """Module path → one number, to lay over a drawing of the model.
@@ -138,7 +141,7 @@ class Profile(ModuleTable):
             named = ", ".join(f"{kernel.op_type} {kernel.name!r}" for kernel in longest[:3])
             more = f" and {len(longest) - 3} more" if len(longest) > 3 else ""
             lines.append(f"{self.unattributed_ms:.3f} ms belongs to no module: {named}{more}")
-        return (*lines, *(f"assumed: {note}" for note in self.notes))
+        return (*lines, *(f"assumed: {note}" for note in self.notes), *tag_lines(self.tags))
 
 
 def profile(
@@ -225,6 +228,7 @@ def profile(
         runs=runs,
         providers=session.providers,
         notes=feed.notes,
+        tags=tagged.tag_facts,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from htp_export.run.comparing import Difference
 from htp_export.tables import ModuleTable
+from htp_export.tag_facts import TagFacts, tag_lines
 
 __all__ = ["CallResult", "Comparison", "ModuleResult", "TensorResult", "Verification", "short_number"]
 
@@ -167,11 +168,13 @@ class Comparison(ModuleTable):
         modules: Module path → result; in the order of ``named_modules()``.
         wrong: The modules that are wrong by themselves, in the order in which their calls ended: innermost first.
         isolated: Whether each module was run on its own, on the right inputs.
+        tags: What the file knows about its module tags; for two files, what each of them does.
     """
 
     modules: Mapping[str, ModuleResult]
     wrong: tuple[str, ...] = ()
     isolated: bool = False
+    tags: tuple[TagFacts, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -253,6 +256,7 @@ class Comparison(ModuleTable):
             "first_wrong": self.first_wrong,
             "wrong": list(self.wrong),
             "isolated": self.isolated,
+            "tags": [each.to_dict() for each in self.tags],
             "modules": {path: module.to_dict() for path, module in self.modules.items()},
         }
 
@@ -270,6 +274,7 @@ class Comparison(ModuleTable):
             yield "not compared: " + ", ".join(
                 f"{count} {_FATE_WORDS.get(fate, fate)}" for fate, count in fates.items()
             )
+        yield from tag_lines(*self.tags, names=("right", "compared"))
 
 
 _FATE_WORDS = {NOT_COMPARED: "for other reasons"}

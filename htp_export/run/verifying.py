@@ -124,6 +124,7 @@ def verify(
         modules=modules,
         wrong=tuple(path for path in blame.modules if path in modules),
         isolated=isolated,
+        tags=(tagged.tag_facts,),
         parameters=len(known),
         misplaced=misplaced_parameters(tagged, known, readers, model),
     )

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from htp_export.analyze.differences import ModelDifference, ModuleDifference
+from htp_export.show.tag_note import tag_note
 
 __all__ = ["render"]
 
@@ -34,7 +35,7 @@ def render(found: ModelDifference, *, depth: int | None = None, only_changed: bo
     parts.append(Text("no difference" if found.same else f"modules: {counts}"))
     if not found.by_module:
         parts.append(Text("one of the files has no module tags: only the whole is compared", style="yellow"))
-    return Group(*parts)
+    return Group(*parts, *tag_note(*found.tags))
 
 
 def _without_implied(found: ModelDifference) -> list[ModuleDifference]:

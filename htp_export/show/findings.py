@@ -9,6 +9,7 @@ from rich.text import Text
 from htp_export import tags
 from htp_export.analyze.families import Fingerprint
 from htp_export.analyze.finding import KINDS, Forensics
+from htp_export.show.tag_note import tag_note
 
 __all__ = ["render_findings", "render_fingerprint", "render_forensics"]
 
@@ -23,12 +24,12 @@ def render_forensics(found: Forensics, *, depth: int | None = None) -> Renderabl
         depth: Leave out modules more than so many names below the root; no modules where it is 0, all where it is None.
     """
     if not found.findings:
-        return Text(f"nothing found in {found.nodes} nodes")
+        return Group(Text(f"nothing found in {found.nodes} nodes"), *tag_note(found.tags))
     parts: list[RenderableType] = [_by_kind(found)]
     modules = [path for path in found.modules if path and (depth is None or path.count(".") < depth)]
     if modules:
         parts += [Text(), _by_module(found, modules)]
-    return Group(*parts)
+    return Group(*parts, Text(), *tag_note(found.tags))
 
 
 def render_findings(found: Forensics) -> RenderableType:
@@ -46,7 +47,7 @@ def render_findings(found: Forensics) -> RenderableType:
             Text(", ".join(finding.nodes[:3]) + (f", … ({len(finding.nodes)})" if len(finding.nodes) > 3 else "")),
             Text(finding.detail, style="dim"),
         )
-    return table
+    return Group(table, Text(), *tag_note(found.tags))
 
 
 def render_fingerprint(found: Fingerprint) -> RenderableType:
@@ -66,15 +67,13 @@ def render_fingerprint(found: Fingerprint) -> RenderableType:
             first = (block.modules or block.starts)[0]
             table.add_row(f"{block.count} ×", f"{block.nodes} nodes", Text(block.name), Text(first))  # noqa: RUF001 - "times"
         parts += [Text(), table]
-    return Group(*parts)
+    return Group(*parts, Text(), *tag_note(found.tags))
 
 
 def _by_kind(found: Forensics) -> Table:
     table = _table("found", "nodes", "what", "fixed by", "not fixed")
     for row in found.summary():
-        table.add_row(
-            str(row.count), str(row.nodes), row.title, Text(row.fixed_by or ""), Text(row.not_fixed, style="yellow")
-        )
+        table.add_row(str(row.count), str(row.nodes), row.title, Text(row.fix), Text(row.not_fixed, style="yellow"))
     return table
 
 

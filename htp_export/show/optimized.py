@@ -10,6 +10,7 @@ from rich.text import Text
 
 from htp_export.passes.results import Change, Optimized, OptimizedModels
 from htp_export.show.numbers import bytes_text
+from htp_export.show.tag_note import tag_note
 
 __all__ = ["render_optimized", "render_optimized_models"]
 
@@ -28,13 +29,15 @@ def render_optimized(result: Optimized, *, attribution: bool = False, depth: int
         >>> from rich.console import Console
         >>> import onnx_ir as ir
         >>> from htp_export.passes.results import PassReport
-        >>> model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 20}), ir_version=10)
+        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "fc", "htp.reason": "fused"})
+        >>> model = ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu]), ir_version=10)
         >>> report = PassReport("fold_constants", "exact", change=Change(3, 2, 1, 2048))
         >>> found = Optimized(5, 3, {"fold_constants": {"fc": Change(3, 2, 1, 2048)}}, (report,), model=model)
         >>> Console(width=80).print(render_optimized(found))  # doctest: +NORMALIZE_WHITESPACE
         pass             removed   changed   added   saved   modules
         fold_constants         3         2       1   2 KiB   fc 2
         5 nodes before, 3 after
+        owners of nodes known by fused 1
     """
     table = _table("pass", "removed", "changed", "added", "saved")
     table.add_column("modules", overflow="fold", style="cyan")
@@ -52,7 +55,7 @@ def render_optimized(result: Optimized, *, attribution: bool = False, depth: int
     if result.fused:
         paths = ", ".join(list(result.fused)[:_MOST_MODULES]) + (", …" if len(result.fused) > _MOST_MODULES else "")
         lines.append(Text(f"{len(result.fused)} modules are fused with their neighbours now: {paths}", style="yellow"))
-    return Group(*lines)
+    return Group(*lines, *tag_note(result.tags))
 
 
 def render_optimized_models(results: OptimizedModels) -> RenderableType:

@@ -13,6 +13,7 @@ from rich.text import Text
 from htp_export.analyze.tree import ModuleRow, ModuleTree
 from htp_export.errors import InputError
 from htp_export.show.module_table import Column, ModuleTable, column_names, csv_text, pick, si
+from htp_export.show.tag_note import tag_note
 
 __all__ = ["COLUMNS", "render", "tree_csv"]
 
@@ -76,9 +77,7 @@ def render(
     shown = _columns(tree, columns)
     rows = tree.rows if sort is None else _sorted(tree.rows, sort)
     table = ModuleTable(rows, shown, _alike if fold else None, _merged, flat=sort is not None)
-    notes = [Text(note, style="yellow") for note in tree.notes]
-    if tree.untagged:
-        notes.insert(0, Text(f"{tree.untagged} nodes belong to no module", style="yellow"))
+    notes = [*tag_note(tree.tags), *(Text(note, style="yellow") for note in tree.notes)]
     return Group(table, *notes) if notes else table
 
 

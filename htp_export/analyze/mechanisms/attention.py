@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -55,9 +54,8 @@ class Attention:
         return "bidirectional"
 
 
-def attentions_of(facts: GraphFacts, streams: Streams) -> list[Attention]:
+def attentions_of(facts: GraphFacts, streams: Streams, masks: CausalMasks) -> list[Attention]:
     """Every attention of a graph, in single steps or as one operator."""
-    masks = CausalMasks(facts)
     found = {
         steps.softmax: _from_steps(streams, masks, steps.softmax, steps.scores, steps.masks)
         for steps in attention_steps(facts)
@@ -70,11 +68,6 @@ def attentions_of(facts: GraphFacts, streams: Streams) -> list[Attention]:
             reach = streams.reaching(softmax.outputs[0])
             found[softmax] = Attention(softmax, False, reach, reach)
     return list(found.values())
-
-
-def counted(attentions: list[Attention]) -> Counter[str]:
-    """How many attentions there are of each kind."""
-    return Counter(attention.kind for attention in attentions)
 
 
 def _from_steps(

@@ -46,7 +46,13 @@ class CausalMasks:
 
 
 def _causal(array: Array, role: str) -> bool | None:
-    """Whether what lies above the diagonal is masked, and the diagonal not; None for a mask of one position."""
+    """Whether what lies above the diagonal is masked, and the diagonal not; None for a mask of one position.
+
+    Rows and columns are the last two dimensions, but for those of size one that stand behind them: what is masked may
+    have several channels for each pair of positions.
+    """
+    while array.ndim > 2 and array.shape[-1] == 1:
+        array = array[..., 0]
     if array.ndim < 2 or array.shape[-2] < 2 or array.shape[-1] < 2:
         return None if array.ndim >= 2 and array.shape[-1] < 2 else False
     if role == "added":
@@ -181,7 +187,9 @@ def _leaf(facts: GraphFacts, value: ir.Value) -> Array | None:
 
 
 def _sizes(facts: GraphFacts, node: ir.Node) -> Array | None:
-    """What ``Shape`` or ``Size`` gives, where that is known without looking further."""
+    """What ``Shape``, ``Size`` or ``ConstantOfShape`` gives, where that is known without looking further."""
+    if is_standard(node, "ConstantOfShape"):
+        return _filled(facts, node)
     sizes = _static(facts, node.inputs[0]) if is_standard(node, "Shape", "Size") else None
     if sizes is None:
         return None
@@ -189,6 +197,15 @@ def _sizes(facts: GraphFacts, node: ir.Node) -> Array | None:
         return np.array(math.prod(sizes), np.int64)
     start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
     return np.array(sizes[start:end], np.int64)
+
+
+def _filled(facts: GraphFacts, node: ir.Node) -> Array | None:
+    """What ``ConstantOfShape`` gives, where its size is known, whatever that is computed from."""
+    sizes, written = _static(facts, node.outputs[0]), node.attributes.get("value")
+    if sizes is None or math.prod(sizes) > _MOST_ELEMENTS or (written is not None and written.is_ref()):
+        return None
+    number = np.zeros(1, np.float32) if written is None else np.asarray(written.as_tensor().numpy())
+    return np.full(sizes, number.reshape(())[()], number.dtype)
 
 
 def _static(facts: GraphFacts, value: ir.Value | None) -> list[int] | None:

@@ -11,7 +11,7 @@ from htp_export.analyze.facts import GraphFacts
 
 __all__ = ["Router", "routers"]
 
-_GATES = ("Softmax", "Sigmoid", "Cast", "Add", "Sub", "Mul", "Div", "Identity", "Softplus", "Sqrt", "Reshape")
+_GATES = ("Softmax", "Sigmoid", "Cast", "Add", "Sub", "Mul", "Div", "Identity", "Softplus", "Sqrt", "Reshape", "Where")
 _PICKS = frozenset((
     "Gather", "GatherElements", "GatherND", "Equal", "NonZero", "OneHot", "Scatter", "ScatterElements", "ScatterND"
 ))  # fmt: skip
@@ -51,11 +51,32 @@ def _by_top_k(facts: GraphFacts) -> Iterator[Router]:
 
 def _by_largest(facts: GraphFacts) -> Iterator[Router]:
     for node in facts.nodes_of("ArgMax"):
-        gate = facts.maker(node.inputs[0], "Softmax", "Sigmoid")
-        experts = _scored(facts, node.inputs[0]) if gate is not None else None
-        weighs = gate is not None and len(gate.outputs[0].uses()) > 1  # by how much, beside which
-        if experts is not None and weighs and _picks(node.outputs[0]):
+        experts = _scored(facts, node.inputs[0])
+        if experts is None or not _picks(node.outputs[0]):
+            continue
+        if _weighed(facts, node.inputs[0]) or (_weighs(facts, node) and _picks_weights(facts, node.outputs[0])):
             yield Router(node, experts, 1)
+
+
+def _weighed(facts: GraphFacts, value: ir.Value | None) -> bool:
+    """Whether a gate gives a value, up to its type, that is read elsewhere too: by how much, beside which."""
+    shared = False
+    while value is not None:
+        shared = shared or len(value.uses()) > 1
+        if facts.maker(value, "Softmax", "Sigmoid") is not None:
+            return shared
+        cast = facts.maker(value, "Cast", "Identity")
+        value = None if cast is None else cast.inputs[0]
+    return False
+
+
+def _weighs(facts: GraphFacts, node: ir.Node) -> bool:
+    """Whether a choice picks its share among what a gate gives."""
+    readers = (use.node for use in node.outputs[0].uses() if use.idx == 1)
+    return any(
+        reader.op_type == "GatherElements" and facts.maker(reader.inputs[0], "Softmax", "Sigmoid") is not None
+        for reader in readers
+    )
 
 
 def _scored(facts: GraphFacts, value: ir.Value | None) -> int | None:
@@ -74,7 +95,8 @@ def _scored(facts: GraphFacts, value: ir.Value | None) -> int | None:
             return width if isinstance(width, int) and 2 <= width <= _MOST_EXPERTS else None
         if node.op_type not in _GATES:
             return None
-        value = next((given for given in node.inputs if given is not None and not facts.is_constant(given)), None)
+        given = node.inputs[1:] if node.op_type == "Where" else node.inputs  # its condition masks groups of experts
+        value = next((each for each in given if each is not None and not facts.is_constant(each)), None)
     return None
 
 
@@ -85,10 +107,21 @@ def _along_last(facts: GraphFacts, node: ir.Node) -> bool:
 
 def _picks(value: ir.Value) -> bool:
     """Whether something is picked by a choice, a few steps later."""
+    return any(node.op_type in _PICKS for node in _behind(value))
+
+
+def _picks_weights(facts: GraphFacts, value: ir.Value) -> bool:
+    """Whether matrices of weights are picked by a choice, a few steps later."""
+    return any(
+        node.op_type == "Gather" and facts.is_constant(node.inputs[0]) and (facts.rank(node.inputs[0]) or 0) >= 3
+        for node in _behind(value)
+    )
+
+
+def _behind(value: ir.Value) -> Iterator[ir.Node]:
+    """The nodes that depend on a value, a few steps far."""
     values = [value]
     for _ in range(8):
         readers = [use.node for each in values for use in each.uses()]
-        if any(node.op_type in _PICKS for node in readers):
-            return True
+        yield from readers
         values = [output for node in readers for output in node.outputs][:16]
-    return False

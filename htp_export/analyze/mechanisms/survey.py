@@ -6,10 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
+import onnx_ir as ir
+
 from htp_export.analyze.facts import GraphFacts
 from htp_export.analyze.mechanisms.attention import Attention, attentions_of
 from htp_export.analyze.mechanisms.convolution import Stem, convolutions, skip_concatenations, stem_of
-from htp_export.analyze.mechanisms.recurrence import recurrent_operators, unrolled_loops
+from htp_export.analyze.mechanisms.masks import CausalMasks
+from htp_export.analyze.mechanisms.recurrence import linear_recurrences, recurrent_operators, unrolled_loops
 from htp_export.analyze.mechanisms.routing import Router, routers
 from htp_export.analyze.mechanisms.streams import Stream, Streams
 from htp_export.analyze.mechanisms.timestep import timestep_inputs
@@ -33,9 +36,14 @@ class Survey:
         return Streams(self.facts)
 
     @cached_property
+    def masks(self) -> CausalMasks:
+        """Which masks are causal."""
+        return CausalMasks(self.facts)
+
+    @cached_property
     def attentions(self) -> list[Attention]:
         """Every attention."""
-        return attentions_of(self.facts, self.streams)
+        return attentions_of(self.facts, self.streams, self.masks)
 
     @cached_property
     def attention_kinds(self) -> Counter[str]:
@@ -56,6 +64,11 @@ class Survey:
     def unrolled_loops(self) -> list[int]:
         """Steps of the loops over time that were unrolled."""
         return unrolled_loops(self.facts)
+
+    @cached_property
+    def linear_recurrences(self) -> list[ir.Value]:
+        """What decays in linear recurrences that are computed for all steps at once."""
+        return linear_recurrences(self.facts, self.masks)
 
     @cached_property
     def routers(self) -> list[Router]:

@@ -49,7 +49,14 @@ def _unfoldable(facts: GraphFacts, nodes: tuple[ir.Node, ...]) -> str:
         size = math.prod(side for side in shape if isinstance(side, int))
         if size > _FOLDABLE:
             return f"the result is large: more than {_FOLDABLE:,} elements"
+        held = (facts.tagged.index.initializer(value) for value in node.inputs if value is not None)
+        if any(source is not None and _elements(source) > _FOLDABLE for source in held):
+            return f"it reads a weight of more than {_FOLDABLE:,} elements"
     return ""
+
+
+def _elements(initializer: ir.Value) -> int:
+    return 0 if initializer.const_value is None else initializer.const_value.size
 
 
 def duplicates(facts: GraphFacts) -> Iterator[Match]:

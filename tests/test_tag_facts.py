@@ -1,0 +1,112 @@
+"""What a file knows about its tags stands under every table that is by module, and in its JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.cli.main import main
+from htp_export.tag_facts import TagFacts, tag_lines
+
+LINE = "owners of nodes known by scope 2"
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU()).eval()
+    path: Path = tmp_path_factory.mktemp("tagged") / "net.onnx"
+    htp_export.export(net, (torch.randn(2, 4),), path, dynamo=False, verbose=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def bare(file) -> Path:
+    """The same file after a tool that keeps the metadata of models, and not that of nodes."""
+    model = onnx.load(str(file))
+    for node in model.graph.node:
+        node.ClearField("metadata_props")
+    path: Path = file.parent / "bare.onnx"
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["tree"],
+        ["cost"],
+        ["profile", "--runs", "2"],
+        ["forensics"],
+        ["forensics", "--list"],
+        ["fingerprint"],
+        ["optimize", "-o", "out.onnx"],
+    ],
+    ids=" ".join,
+)
+def test_the_line_stands_under_the_table_and_the_facts_in_json(command, file, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    name, *options = command
+    assert main([name, str(file), *options]) == 0
+    assert LINE in capsys.readouterr().out.splitlines()
+    assert main([name, str(file), *options, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)["tags"]
+    assert facts == {"source": "htp", "reasons": {"scope": 2}, "untagged": 0, "lost": False}
+
+
+@pytest.mark.parametrize("command", ["diff", "compare"])
+def test_of_two_files_each_says_it_and_both_once_where_they_know_the_same(command, file, tmp_path, capsys):
+    other = tmp_path / "other.onnx"
+    model = onnx.load(str(file))
+    fused = next(entry for entry in model.graph.node[0].metadata_props if entry.key == "htp.reason")
+    fused.value = "fused"
+    onnx.save(model, other)
+    assert main([command, str(file), str(other)]) == 0
+    names = {"diff": ("before", "after"), "compare": ("right", "compared")}[command]
+    lines = capsys.readouterr().out.splitlines()
+    assert f"{names[0]}: {LINE}" in lines
+    assert lines[-1].startswith(f"{names[1]}: owners of nodes known by ")
+    assert main([command, str(file), str(file), "--json"]) == 0
+    assert [facts["reasons"] for facts in json.loads(capsys.readouterr().out)["tags"]] == [{"scope": 2}] * 2
+    assert main([command, str(file), str(file)]) == 0
+    assert f"both: {LINE}" in capsys.readouterr().out
+
+
+def test_verification_says_it(file):
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU()).eval()
+    net.load_state_dict({init.name: torch.from_numpy(array) for init, array in _weights(file)})
+    result = htp_export.verify(net, file, (torch.randn(2, 4),))
+    assert result.ok
+    assert LINE in str(result).splitlines()
+
+
+def _weights(file):
+    for initializer in onnx.load(str(file)).graph.initializer:
+        yield initializer, onnx.numpy_helper.to_array(initializer).copy()
+
+
+@pytest.mark.parametrize("command", ["forensics", "fingerprint", "cost"])
+def test_an_untagged_file_has_a_table_and_says_how_to_tag_it(command, file, bare, tmp_path, capsys):
+    assert main([command, str(bare)]) == 0
+    assert "htp_export.carry(before, after)" in " ".join(capsys.readouterr().out.split())
+    plain = tmp_path / "plain.onnx"
+    model = onnx.load(str(bare))
+    model.ClearField("metadata_props")
+    for node in model.graph.node:
+        node.name = ""
+    onnx.save(model, plain)
+    assert main([command, str(plain)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "This file has no module tags. Export it with htp_export.export(...)" in said
+
+
+def test_nodes_of_no_module_are_counted():
+    assert str(TagFacts("htp", {"scope": 1200, "fused": 1}, 3)) == (
+        "owners of nodes known by scope 1,200, fused 1; 3 nodes of no module"
+    )
+    assert tag_lines(None) == ()
