@@ -18,7 +18,7 @@ from htp_export.tagged import Region, TaggedModel, TagSource
 
 _COUNTING = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL, ir.DataType.STRING)  # what no weights are kept in
 
-__all__ = ["Inventory", "ModuleEntry", "take_inventory"]
+__all__ = ["Inventory", "ModuleEntry", "advice", "take_inventory"]
 
 
 @dataclass(frozen=True)
@@ -100,21 +100,29 @@ class Inventory:
     @property
     def advice(self) -> str:
         """What to do about tags that are missing or not exact; ``""`` where they are exact."""
-        if self.tags == "none" and self.lost:
-            return (
-                "The nodes of this file have lost their module tags: htp_export.carry(before, after) brings them back."
-            )
-        if self.tags == "none":
-            return (
-                "This file has no module tags. "
-                "Export it with htp_export.export(...) in place of torch.onnx.export(...)."
-            )
-        if self.tags == "torch":
-            return (
-                "The modules are read from torch's own scopes, which are not exact. "
-                "Export with htp_export.export(...) in place of torch.onnx.export(...) for exact ones."
-            )
-        return ""
+        return _advice(self.tags, self.lost)
+
+
+def advice(tagged: TaggedModel) -> str:
+    """What to do about a file's tags that are missing or not exact; ``""`` where they are exact."""
+    return _advice(tagged.source, _lost(tagged))
+
+
+def _lost(tagged: TaggedModel) -> bool:
+    return tagged.source == "none" and tags.MODULES in tagged.model.metadata_props
+
+
+def _advice(source: TagSource, lost: bool) -> str:
+    if source == "none" and lost:
+        return "The nodes of this file have lost their module tags: htp_export.carry(before, after) brings them back."
+    if source == "none":
+        return "This file has no module tags. Export it with htp_export.export(...) in place of torch.onnx.export(...)."
+    if source == "torch":
+        return (
+            "The modules are read from torch's own scopes, which are not exact. "
+            "Export with htp_export.export(...) in place of torch.onnx.export(...) for exact ones."
+        )
+    return ""
 
 
 def take_inventory(tagged: TaggedModel, name: str = "") -> Inventory:
@@ -149,7 +157,7 @@ def take_inventory(tagged: TaggedModel, name: str = "") -> Inventory:
     return Inventory(
         name=name or model.graph.name or "model",
         tags=tagged.source,
-        lost=tagged.source == "none" and tags.MODULES in model.metadata_props,
+        lost=_lost(tagged),
         modules=modules,
         nodes=nodes,
         reasons=dict(tagged.reasons.most_common()),
