@@ -20,7 +20,7 @@ from htp_export.parameters import Held, parameters_from_json
 from htp_export.regions import GraphIndex, Region, all_nodes
 from htp_export.shapes import shapes_by_symbols
 from htp_export.signatures import Signature, signatures_from_json
-from htp_export.tables import html_table
+from htp_export.tables import html_table, html_tree
 from htp_export.tag_facts import TagFacts
 from htp_export.torch_scopes import scopes_of
 
@@ -36,6 +36,9 @@ class _HasModel(Protocol):
 
     @property
     def model(self) -> ir.Model: ...
+
+
+_UNTAGGED = "This model has no module tags: export it with htp_export.export(...) in place of torch.onnx.export(...)."
 
 
 class TaggedModel:
@@ -73,15 +76,25 @@ class TaggedModel:
         return f"<TaggedModel {name}: {len(self)} modules, tags: {self.source}>"
 
     def _repr_html_(self) -> str:
-        """The module tree as a table, for notebooks; ``htp_export.view`` draws it with everything that is known."""
+        """The module tree, for notebooks; ``htp_export.view`` draws it with everything that is known."""
         if self.source == "none":
             return html_table(["nodes"], [[str(len(self.nodes))]], [str(self.tag_facts)])
-        header = ["module", "class", "calls", "fate", "nodes"]
-        lines = [
-            [path or "(root)", module.simple_class, str(module.calls), module.fate, str(len(self[path].nodes))]
-            for path, module in self.hierarchy.items()
-        ]
-        return html_table(header, lines, [str(self.tag_facts)])
+        return html_tree(self._lines(), [str(self.tag_facts)])
+
+    def _lines(self) -> Iterator[tuple[int, str, str, str]]:
+        """The lines of the tree. A container, which never ran itself, is none: its name stands before what it holds."""
+        holding = {up for path in self.hierarchy for up in tags.ancestors(path) if up != path}
+        levels: dict[str, int] = {}
+        for path, module in self.hierarchy.items():
+            if path and not module.calls and path in holding and self[path].nodes:
+                continue
+            above = next((up for up in tags.ancestors(path) if up != path and up in levels), None)
+            levels[path] = 0 if above is None else levels[above] + 1
+            nodes = len(self[path].nodes)
+            said = [module.simple_class, f"{nodes} node{'s' * (nodes != 1)}"]
+            said += [f"{module.calls} calls"] if module.calls > 1 else []
+            said += [module.fate] if module.fate != "computed" else []
+            yield levels[path], path[len(above) + 1 if above else 0 :] or "(root)", path or "(root)", " · ".join(said)
 
     def __getitem__(self, path: str) -> Region:
         self._require_tags()

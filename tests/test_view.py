@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+import tomllib
+from pathlib import Path
 
 import onnx
 import onnx_ir as ir
@@ -23,6 +25,7 @@ from htp_export.show.model_explorer import application
 from htp_export.show.model_explorer.graphs import graph_of
 from htp_export.show.model_explorer.overlays import dtype_overlay, overlay_of
 from htp_export.show.netron import netron_attachment
+from htp_export.show.page.document import asset
 from htp_export.tagged import load
 from tests import handmade
 from tests.exporting import exported_net
@@ -158,6 +161,9 @@ def test_overlays_hold_a_value_and_a_colour_for_each_node():
     overlay = overlay_of(measures_of(TIME)[0], encoder())
     assert overlay["results"]["node_fc1"] == {"value": 3.0, "bgColor": "#d7301f"}
     assert overlay["name"] == "time (ms)"
+    counted = Measure("flops", "FLOPs", additive=True, total={"layer.0.fc": 12345678.0}, own={"layer.0.fc": 12345678.0})
+    values = [result["value"] for result in overlay_of(counted, encoder())["results"].values()]
+    assert sum(values) == 12345678
     nothing = overlay_of(Measure("flops", "FLOPs", additive=True), encoder())
     assert nothing["results"] == {}
     assert dtype_overlay(encoder())["results"]["node_fc0"]["value"] == "float32"
@@ -228,6 +234,12 @@ def test_without_model_explorer_the_page_is_written_and_says_what_is_missing(tmp
     assert "htp-export[view]" in (tmp_path / "bare.html").read_text(encoding="utf-8")
 
 
+def test_the_extra_allows_the_versions_that_pages_were_tested_with():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    first, *_, last = application._TESTED
+    assert project["optional-dependencies"]["view"] == [f"ai-edge-model-explorer>={first},<={last}"]
+
+
 def test_a_file_of_functions_is_drawn_flat():
     shown = htp_export.view(handmade.with_function(), graph=False)
     assert shown.nodes == 3
@@ -254,9 +266,10 @@ class Bad(torch.nn.Module):
         return y if y.sum().item() > 0 else -y
 
 
-def test_a_model_that_exports_in_parts_shows_them_and_what_failed():
+def test_a_model_that_exports_in_parts_shows_them_and_what_failed(capsys):
     net = Half().eval()
     shown = htp_export.view(net, torch.ones(2, 4), graph=False)
+    assert "def forward" not in capsys.readouterr().err  # torch's graph of what failed
     assert set(shown.failures) == {"", "bad"}
     assert shown.failures[""] == "because of bad"
     assert shown.failures["bad"]
@@ -281,6 +294,14 @@ def test_a_tagged_model_shows_its_tree_in_a_notebook_as_text():
     assert "&lt;b&gt;" in drawn
     assert "<b>" not in drawn
     assert "scope 6, shared 1" in drawn
+    assert drawn.count("<details") == drawn.count("</details>") == 3  # the root and both layers; "layer" never ran
+    assert ">layer.1 <" in drawn
+    assert "Linear · 2 nodes" in drawn
+
+
+def test_an_untagged_model_says_in_a_notebook_how_to_tag_it():
+    node = ir.node("Relu", [handmade.value("x")], outputs=[handmade.value("y")])
+    assert "htp_export.export" in load(handmade.model(list(node.inputs), [node], [], []))._repr_html_()
 
 
 def test_tables_go_to_pandas():
@@ -340,7 +361,29 @@ def test_the_page_of_a_difference_says_what_changed_and_what_is_known(tmp_path):
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
     assert {row["path"]: row["status"] for row in data["rows"]}[""] == "changed"
     assert {row["path"]: row["status"] for row in data["rows"]}["layer.0"] == "same"
-    assert data["notes"][0] == "a.onnx: owners known by scope 6, shared 1"
+    known = {"tags": "htp", "reasons": {"scope": 6, "shared": 1}, "untagged": 0}
+    assert data["files"] == [{"name": "a.onnx", **known}, {"name": "b.onnx", **known}]
+    assert data["notes"] == []
+    assert data["columns"] == ["nodes", "parameters", "weight_bytes"]
+
+
+def test_the_page_of_a_difference_says_how_to_tag_what_is_not(tmp_path):
+    x = handmade.value("x")
+    node = ir.node("Relu", [x], outputs=[handmade.value("y")], name="relu")
+    load(handmade.encoder()).save(tmp_path / "a.onnx")
+    load(handmade.model([x], [node], [], [])).save(tmp_path / "b.onnx")
+    assert main(["diff", str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx"), "-o", str(tmp_path / "diff.html")]) == 0
+    page = (tmp_path / "diff.html").read_text(encoding="utf-8")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    assert [file["tags"] for file in data["files"]] == ["htp", "none"]
+    assert data["notes"][0].startswith("b.onnx: This file has no module tags. Export it with htp_export.export")
+
+
+def test_every_word_for_how_owners_are_known_is_explained_in_pages():
+    docs = (Path(__file__).parents[1] / "docs" / "format.md").read_text(encoding="utf-8")
+    tables = docs.split("| `htp.reason` | the owners are known from |")[1:]
+    documented = {word for table in tables for word in re.findall(r"^\| `(\w+)` \|", table.split("\n\n")[0], re.M)}
+    assert documented == set(re.findall(r"^  (\w+): \[", asset("reasons.js"), re.M))
 
 
 def test_parameters_are_those_of_pytorch_where_the_file_says_them(exported_file):

@@ -48,16 +48,7 @@ htp.FATES = {
   uncalled: "its forward did not run",
   failed: "it could not be exported",
 };
-htp.REASONS = {
-  scope: ["the module that ran when the work was captured", "#4353d4"],
-  shared: ["several modules did the same work, merged into one node", "#0e9aa7"],
-  fused: ["one node does a part of the work of several modules", "#9a5bd6"],
-  flow: ["from what the neighbouring nodes read and make", "#d99a1c"],
-  carried: ["brought over from a tagged model after a tool had changed it", "#c96f2b"],
-  function: ["the function that the node calls", "#5a8f3c"],
-  spliced: ["the module in whose place the node was put", "#b0588d"],
-  parameters: ["the module that holds the parameters it reads", "#7b8794"],
-};
+htp.REASONS = REASONS;
 
 (function prepare(data) {
   htp.modules = data.modules.map((module, id) => ({ ...module, id, kind: "module", children: [], fate: module.failure ? "failed" : module.fate }));
@@ -68,6 +59,12 @@ htp.REASONS = {
     module.depth = module.above ? module.above.depth + 1 : 0;
     module.label = !module.above ? module.path || "(root)" : module.above.path ? module.path.slice(module.above.path.length + 1) : module.path;
     module.own = module.own.map((id) => htp.nodes[id]);
+  }
+  for (const run of data.repeats) {
+    const members = run.map((id) => htp.modules[id]);
+    let fold = null;
+    const one = { get fold() { return (fold ??= htp.folded(members.map((module) => [module]), members[0].above)); } };
+    for (const module of members) module.run = one;
   }
   htp.root = htp.modules[0];
   htp.byPath = new Map(htp.modules.map((module) => [module.path, module]));
@@ -88,6 +85,42 @@ htp.REASONS = {
     column.most = Math.max(0, ...values.map(Math.abs));
   }
 })(htp.data);
+
+// Alike siblings as one item: `sets` has, for each of them, the modules that it stands for; there are several where what
+// is above is folded, too. Its children are what its modules have in common: folds again, until it is taken apart.
+htp.folded = function (sets, above) {
+  const [first] = sets[0];
+  const members = sets.flat();
+  const label = sets.length > 1 ? `${first.label} … ${sets.at(-1)[0].label}` : first.label;
+  const fold = { kind: "fold", id: first.id, path: first.path, class: first.class, fate: first.fate, calls: first.calls, nodes: first.nodes, own: [], sets, members, label, above };
+  let parts = null;
+  let each = null;
+  Object.defineProperties(fold, {
+    children: { get: () => (parts ??= htp.runs(first.children).map((run) => {
+      const places = run.map((child) => first.children.indexOf(child));
+      return htp.folded(places.map((place) => members.map((member) => member.children[place])), fold);
+    })) },
+    each: { get: () => (each ??= sets.map((set) => (set.length > 1 ? htp.folded([set], fold) : set[0]))) },
+  });
+  return fold;
+};
+// Siblings in runs of alike ones.
+htp.runs = function (siblings) {
+  const found = [];
+  for (const module of siblings) {
+    if (module.run && found.at(-1)?.[0].run === module.run) found.at(-1).push(module);
+    else found.push([module]);
+  }
+  return found;
+};
+// What a column says of a module; of several, as in the terminal: the mean, or the largest of what does not add up.
+htp.value = function (item, column) {
+  if (item.kind !== "fold") return column.of(item);
+  const values = item.members.map(column.of).filter((value) => value !== null);
+  if (!values.length) return null;
+  if (column.additive) return values.reduce((sum, value) => sum + value, 0) / values.length;
+  return values.some(Number.isNaN) ? NaN : Math.max(...values);
+};
 
 htp.title = (item) => (item.kind === "node" ? item.name || item.op : item.path || "(root)");
 htp.simple = (className) => className.slice(className.lastIndexOf(".") + 1);
