@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -284,6 +285,7 @@ def test_a_page_of_20000_nodes_opens_in_three_seconds_and_scrolls(page, tmp_path
     file = tmp_path / "large.html"
     htp_export.view(chain(20_000), file)
     start(page, file)
+    page.run("document.getElementById('repeats').click()")
     loaded = "performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd"
     assert page.run(loaded) < 3000
     page.run(
@@ -329,3 +331,128 @@ def test_two_trees_are_shown_side_by_side_with_what_changed(page, tmp_path):
     assert page.run("document.title") == f"a.onnx → {CLOSING}"
     assert page.said == []
     assert page.asked == []
+
+
+class Stack(torch.nn.Module):
+    """Four equal blocks, and a last one that is larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.ModuleList([*(Block() for _ in range(4)), torch.nn.Linear(8, 3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layer:
+            x = layer(x)
+        return x
+
+
+STACK_TIMES = {f"layer.{k}": float(k + 1) for k in range(4)} | {f"layer.{k}.fc": 0.5 * (k + 1) for k in range(4)}
+FOLDED = ["(root)", "layer.0 … layer.3 × 4", "fc", "act", "drop", "layer.4"]  # noqa: RUF001 - "times"
+
+ADDED = "Add node_add_2"
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("stack") / "stack.html"
+    torch.manual_seed(0)
+    profile = {"modules": {path: {"total_ms": time} for path, time in STACK_TIMES.items()}}
+    errors = {"modules": {f"layer.{k}": {"max_abs": 10.0**k} for k in range(4)}}
+    htp_export.view(Stack().eval(), torch.randn(2, 8), file, results=[profile, errors], graph=False)
+    return file
+
+
+def selected(page: Page) -> str:
+    return str(page.run("document.querySelector('.row.selected .name').innerText")).strip("▶ \n").split("\n")[0]
+
+
+def test_alike_siblings_are_one_row_with_their_mean_time_and_largest_error(page, stack):
+    start(page, stack)
+    assert shown(page) == FOLDED
+    page.run("htp.select(htp.byPath.get('layer.0').run.fold, 'table')")
+    numbers = "[...document.querySelectorAll('.row.selected .number')].map((cell) => cell.innerText)"
+    assert page.run(numbers) == ["2.50", "1k", "3", "72"]
+    assert page.run("document.querySelector('.row.selected .number').title.split('\\n')[1]") == (
+        "the mean of 4: 1.00 to 4.00"
+    )
+    detail = page.run("document.getElementById('detail').innerText")
+    assert "4 modules that are alike" in detail
+    assert "layer.2" in detail
+    assert "3.00 ms" in detail
+    page.run("htp.select(htp.byPath.get('layer.0').run.fold.children[0], 'table')")
+    assert page.run(numbers)[0] == "1.25"  # of fc in each of the four
+
+
+def test_the_rows_are_those_of_the_tree_in_the_terminal(page, stack):
+    from rich.console import Console
+
+    from htp_export.analyze.tree import tree_rows
+    from htp_export.show.tree import render
+
+    start(page, stack)
+    program = htp_export.export(Stack().eval(), (torch.randn(2, 8),), verbose=False)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render(tree_rows(htp_export.load(program))))
+    lines = [re.split(r"\s{2,}", line.lstrip("│├└─ "))[0] for line in console.export_text().splitlines()[1:]]
+    assert shown(page) == lines
+
+
+def test_repeats_are_taken_apart_by_key_and_by_click_and_put_together_again(page, stack):
+    start(page, stack)
+    page.run("document.getElementById('table').focus()")
+    page.press("ArrowDown", "x")
+    apart = [*FOLDED[:2], "layer.0", "layer.1", "layer.2", "layer.3", "layer.4"]
+    assert shown(page) == apart
+    page.press("ArrowDown", "ArrowDown", "ArrowRight")
+    assert shown(page) == [*apart[:4], "fc", "act", "drop", ADDED.replace("2", "1"), *apart[4:]]
+    page.run("document.querySelector('.times').click()")
+    assert shown(page) == FOLDED
+    page.press("ArrowLeft")
+    assert shown(page) == ["(root)", FOLDED[1], "layer.4"]
+    page.press("Enter", "ArrowRight")
+    assert selected(page) == "fc"
+    page.run("document.getElementById('repeats').click()")
+    assert FOLDED[1] not in shown(page)
+    assert [name for name in shown(page) if name.startswith("layer")] == [f"layer.{k}" for k in range(5)]
+    page.run("document.getElementById('repeats').click()")
+    assert FOLDED[1] in shown(page)
+
+
+def test_a_module_inside_of_repeats_is_found_and_shown_on_its_own(page, stack):
+    start(page, stack)
+    page.run(
+        "search = document.getElementById('search'), search.value = 'layer.2.fc', "
+        "search.dispatchEvent(new Event('input'))"
+    )
+    assert shown(page) == ["(root)", "layer.2", "fc"]
+    page.run("search.value = '', search.dispatchEvent(new Event('input'))")
+    assert shown(page) == FOLDED
+    page.run("htp.select(htp.byPath.get('layer.2.fc'))")
+    assert selected(page) == "fc"
+    assert shown(page) == [
+        *FOLDED[:2],
+        "layer.0",
+        "layer.1",
+        "layer.2",
+        "fc",
+        "act",
+        "drop",
+        ADDED,
+        "layer.3",
+        "layer.4",
+    ]
+
+
+def test_repeats_are_sorted_by_what_their_rows_say(page, stack):
+    start(page, stack)
+    page.run("document.getElementById('fold').click(), document.querySelectorAll('#head > div')[0].click()")
+    assert shown(page) == ["(root)", FOLDED[1], "layer.4"]
+    page.run("document.querySelectorAll('#head > div')[0].click()")
+    assert shown(page) == ["(root)", "layer.4", FOLDED[1]]
+    page.run("document.getElementById('flat').click()")
+    assert "layer.3.fc" in shown(page)
+
+
+def test_a_page_without_repeats_has_no_switch_for_them(page, net):
+    start(page, net)
+    assert page.run("document.getElementById('repeats').offsetParent") is None

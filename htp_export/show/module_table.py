@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from htp_export import tags
+from htp_export.show.folding import runs
 
 __all__ = ["Column", "ModuleTable", "Row", "column_names", "csv_text", "pick", "si"]
 
@@ -141,14 +142,8 @@ class ModuleTable(Generic[R]):
         """Runs of siblings that are alike and have consecutive numbers, each as one branch."""
         if self.alike is None:
             return branches
-        runs: list[list[_Branch[R]]] = []
-        for branch in branches:
-            last = runs[-1][-1] if runs else None
-            if last is not None and _follows(last.name, branch.name) and self._shape(last) == self._shape(branch):
-                runs[-1].append(branch)
-            else:
-                runs.append([branch])
-        return tuple(_joined(run) for run in runs)
+        found = runs(branches, lambda branch: branch.name, self._shape)
+        return tuple(_joined(run) for run in found)
 
     def _shape(self, branch: _Branch[R]) -> tuple[object, ...]:
         """What makes modules alike, below them too; the names of what is below count."""
@@ -176,13 +171,6 @@ def _merged(run: Sequence[_Branch[R]]) -> _Branch[R]:
     rows = tuple(row for branch in run for row in branch.rows)
     below = tuple(_merged(children) for children in zip(*(branch.below for branch in run), strict=True))
     return _Branch(rows, run[0].name, below)
-
-
-def _follows(name: str, following: str) -> bool:
-    """Whether two names are numbers, or end in parts that are, one after the other: ``layer.3`` and ``layer.4``."""
-    stem, _, number = name.rpartition(".")
-    other, _, successor = following.rpartition(".")
-    return stem == other and number.isdecimal() and successor.isdecimal() and int(successor) == int(number) + 1
 
 
 def pick(columns: Sequence[Column[R]], names: Sequence[str]) -> list[Column[R]]:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from htp_export.analyze.tree import ModuleRow, ModuleTree
 from htp_export.errors import InputError
+from htp_export.show.folding import likeness
 from htp_export.show.module_table import Column, ModuleTable, column_names, csv_text, pick, si
 from htp_export.show.tag_note import tag_note
 
@@ -120,7 +121,7 @@ def _check(names: Sequence[str]) -> None:
 
 
 def _alike(row: ModuleRow) -> object:
-    return (row.class_name, row.calls, row.fate, row.nodes, row.parameters, row.flops, row.status)
+    return likeness(row.class_name, row.calls, row.fate, row.nodes, row.parameters, row.flops, row.status)
 
 
 def _merged(rows: Sequence[ModuleRow]) -> ModuleRow:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from htp_export import tags
 from htp_export.analyze.inventory import Inventory, ModuleEntry
 from htp_export.analyze.measures import Measure
 from htp_export.analyze.node_facts import NodeEntry, TensorEntry
+from htp_export.show.folding import likeness, repeats
 from htp_export.show.levels import parents
 
 __all__ = ["page_data"]
@@ -36,15 +37,33 @@ def page_data(inventory: Inventory, measures: Sequence[Measure], missing_graph: 
         "untagged": inventory.untagged,
         "advice": [text for text in (inventory.advice, *inventory.notes) if text],
         "failures": _failures(inventory),
+        "count": len(inventory.modules),
         "modules": [
             _module(module, None if (parent := above[module.info.path]) is None else place[parent])
             for module in modules
         ],
         "nodes": [_node(node) for node in inventory.nodes],
         "types": {tensor.name: tensor.type for tensor in (*inventory.inputs, *_weights(modules)) if tensor.type},
+        "repeats": [[place[path] for path in run] for run in _repeats(above, inventory, measures)],
         "measures": [_measure(measure, list(above)) for measure in measures],
         "missing_graph": missing_graph,
     }
+
+
+def _repeats(above: Mapping[str, str | None], inventory: Inventory, measures: Sequence[Measure]) -> list[list[str]]:
+    """Alike siblings, as the tree in the terminal draws them once."""
+    flops = next((measure.total for measure in measures if measure.key == "flops"), {})
+    words = [measure.words for measure in measures if measure.words]
+
+    def alike(path: str) -> Hashable:
+        module = inventory.modules[path]
+        said = "; ".join(each.get(path, "") for each in words)
+        fate = module.failure or module.info.fate
+        return likeness(
+            module.info.class_name, module.info.calls, fate, module.nodes, module.parameters, flops.get(path), said
+        )
+
+    return repeats(above, alike)
 
 
 def _failures(inventory: Inventory) -> list[str]:

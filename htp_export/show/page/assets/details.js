@@ -50,16 +50,43 @@
     return button;
   }
 
+  // Several modules that are drawn as one: what they have in common, and each with its own numbers.
+  function ofFold(fold) {
+    const [first] = fold.members;
+    const measures = htp.columns.map((column) => [column, htp.value(fold, column)]).filter(([column, value]) => value !== null && (column.main || column.key === "weight_bytes"));
+    const differing = measures.map(([column]) => column).filter((column) => new Set(fold.members.map(column.of)).size > 1);
+    return [
+      htp.make("h2", { className: "path", textContent: `${first.path} … ${fold.members.at(-1).path}` }),
+      htp.make("p", { className: "kind", textContent: `${fold.members.length} modules that are alike: ${first.class || "class not known"}` }),
+      htp.make("div", { className: "tiles" }, ...measures.map(([column, value]) => tile(amount(value, column), `${column.title}${differing.includes(column) ? (column.additive ? ", mean" : ", largest") : " of each"}`, htp.exact(value, column.unit)))),
+      htp.make("dl", {}, ...pair("fate", `${first.fate}: ${htp.FATES[first.fate] ?? ""}`), ...pair("calls", String(first.calls))),
+      ...differing.flatMap((column) => section(`${column.title} of each`, values(fold.members, column))),
+      ...(differing.length ? [] : section("Modules", ...some(fold.members, (member) => htp.make("div", { className: "tensor" }, link(member))))),
+      ...(first.nodes ? section("Operators of each", bars(first.operators)) : []),
+    ];
+  }
+
+  function values(members, column) {
+    const most = Math.max(0, ...members.map(column.of).filter(Number.isFinite));
+    return htp.make("div", { className: "ops" }, ...some(members, (member) => {
+      const value = column.of(member);
+      return [link(member, member.label), htp.make("i", { style: { width: `${Number.isFinite(value) && most ? (100 * value) / most : 0}%` } }), htp.make("span", { textContent: amount(value, column), title: htp.exact(value, column.unit) })];
+    }).flat());
+  }
+
+  const amount = (value, column) => htp.compact(value, column.unit) + (column.unit === "ms" && value !== null ? " ms" : "");
+
   function ofModule(module) {
     const measures = htp.columns.map((column) => [column, column.of(module)]).filter(([, value]) => value !== null);
-    const lesser = measures.filter(([column]) => !column.main && column.key !== "weight_bytes");
+    const lesser = measures.filter(([column, value]) => !column.main && column.key !== "weight_bytes" && value !== 0);
+    const tiles = measures.filter(([column]) => column.main || column.key === "weight_bytes");
     const several = Object.entries(module.reasons).some(([word]) => word !== "scope");
     const many = module.own.filter((node) => node.owners.length > 1);
     return [
       htp.make("h2", { className: "path", textContent: module.path || "(root)" }),
       htp.make("p", { className: "kind", textContent: module.class || "class not known" }),
       module.failure ? htp.make("pre", { className: "failure", textContent: module.failure }) : null,
-      htp.make("div", { className: "tiles" }, ...measures.filter((each) => !lesser.includes(each)).map(([column, value]) => tile(htp.compact(value, column.unit) + (column.unit === "ms" ? " ms" : ""), column.title, htp.exact(value, column.unit)))),
+      htp.make("div", { className: "tiles" }, ...tiles.map(([column, value]) => tile(amount(value, column), column.title, htp.exact(value, column.unit)))),
       htp.make("p", {}, inGraph(module)),
       htp.make("dl", {},
         ...pair("fate", `${module.fate}: ${htp.FATES[module.fate] ?? ""}`),
@@ -68,7 +95,7 @@
         ...(module.shared ? pair("shared nodes", String(module.shared)) : []),
         ...(module.fused ? pair("fused nodes", String(module.fused)) : []),
         ...htp.columns.flatMap((column) => (column.words?.[module.id] ? pair(column.title, column.words[module.id]) : [])),
-        ...lesser.flatMap(([column, value]) => pair(column.title, htp.compact(value, column.unit) + (column.unit === "ms" ? " ms" : ""))),
+        ...lesser.flatMap(([column, value]) => pair(column.title, amount(value, column))),
         ...(module.source ? pair("source", place(module.source)) : [])),
       ...(module.nodes ? section("Operators", bars(module.operators)) : []),
       ...(module.inputs.length ? section("Inputs", ...some(module.inputs, (each) => tensor(each))) : []),
@@ -109,7 +136,7 @@
 
   htp.listeners.push((item) => {
     if (!item || item.kind === "loose") return;
-    panel.replaceChildren(...(item.kind === "node" ? ofNode(item) : ofModule(item)).filter(Boolean));
+    panel.replaceChildren(...{ node: ofNode, fold: ofFold, module: ofModule }[item.kind](item).filter(Boolean));
     panel.scrollTop = 0;
   });
 })();

@@ -89,7 +89,6 @@
       make("div", {}, ...(item.status === "same" ? [] : [make("span", { className: `pill ${item.status}`, textContent: item.status })])));
     row.setAttribute("role", "row");
     row.style.top = `${index * ROW}px`;
-    row.style.gridTemplateColumns = "var(--layout)";
     row.onclick = (event) => {
       if (event.target === arrow) return (item.open = !item.open), arrange();
       select(item);
@@ -146,7 +145,7 @@
 
   const layout = `minmax(300px, 2.4fr) minmax(150px, 1fr) ${data.columns.map(() => "150px ").join("")}110px`;
   document.documentElement.style.setProperty("--layout", layout);
-  head.style.gridTemplateColumns = layout;
+  document.documentElement.style.setProperty("--least", `${300 + 150 + 150 * data.columns.length + 110}px`);
   head.append(...["module", "class", ...data.columns.map((name) => name.replaceAll("_", " ")), ""].map((name, k) => make("div", { className: k > 1 ? "number" : "", textContent: name })));
   byId("name").textContent = `${data.before} → ${data.after}`;
   const counted = {};

@@ -6,7 +6,7 @@
   const count = (number, word) => `${number.toLocaleString("en")} ${word}${number === 1 ? "" : "s"}`;
 
   byId("name").textContent = data.name;
-  const facts = [htp.simple(htp.root.class), count(htp.nodes.length, "node"), count(htp.modules.length, "module"),
+  const facts = [htp.simple(htp.root.class), count(htp.nodes.length, "node"), count(data.count, "module"),
     `${htp.compact(htp.root.parameters)} parameters`, htp.compact(htp.root.bytes, "B"), ...data.facts];
   byId("facts").textContent = facts.filter(Boolean).join("  ·  ");
   byId("facts").title = facts.join("\n");
@@ -22,7 +22,7 @@
     ...parts.map(([word, number, meaning, colour]) => htp.make("span", { className: "word", title: meaning }, htp.make("i", { className: "dot", style: { background: colour } }), `${word} ${number.toLocaleString("en")}`)),
     ...data.advice.map((text) => htp.make("div", { className: "advice", textContent: text })),
     ...data.failures.map((text) => htp.make("div", { className: "advice failure", textContent: text })));
-  byId("foot").append(htp.make("span", { textContent: "↑ ↓ ← → move · Enter folds · * unfolds all below · / searches" }));
+  byId("foot").append(htp.make("span", { textContent: "↑ ↓ ← → move · Enter opens and closes · * opens all below · x shows each of several that are drawn as one · / searches" }));
 
   const TABS = ["modules", "map", "graph"];
   htp.tab = function (name) {

@@ -116,8 +116,8 @@
       pen.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
       if (w > 34 && h > 14) write(pen, module, x, y, w, h, text);
     }
-    const chosen = boxes.find((box) => box.module === htp.selected);
-    if (chosen) {
+    const selected = htp.selected?.members ?? [htp.selected];
+    for (const chosen of boxes.filter((box) => selected.includes(box.module))) {
       pen.lineWidth = 2.5;
       pen.strokeStyle = accent;
       pen.strokeRect(chosen.x + 1, chosen.y + 1, chosen.width - 2, chosen.height - 2);
@@ -126,7 +126,8 @@
   }
 
   function write(pen, module, x, y, width, height, colourOfText) {
-    const value = htp.compact(weigh(module), column(size.value).unit);
+    const { unit } = column(size.value);
+    const value = htp.compact(weigh(module), unit) + (unit === "ms" ? " ms" : "");
     pen.save();
     pen.beginPath();
     pen.rect(x + 4, y, width - 8, height);

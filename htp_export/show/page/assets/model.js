@@ -69,6 +69,12 @@ htp.REASONS = {
     module.label = !module.above ? module.path || "(root)" : module.above.path ? module.path.slice(module.above.path.length + 1) : module.path;
     module.own = module.own.map((id) => htp.nodes[id]);
   }
+  for (const run of data.repeats) {
+    const members = run.map((id) => htp.modules[id]);
+    let fold = null;
+    const one = { get fold() { return (fold ??= htp.folded(members.map((module) => [module]), members[0].above)); } };
+    for (const module of members) module.run = one;
+  }
   htp.root = htp.modules[0];
   htp.byPath = new Map(htp.modules.map((module) => [module.path, module]));
   htp.loose = htp.nodes.filter((node) => !node.owners.length && htp.data.tags !== "none");
@@ -88,6 +94,42 @@ htp.REASONS = {
     column.most = Math.max(0, ...values.map(Math.abs));
   }
 })(htp.data);
+
+// Alike siblings as one item: `sets` has, for each of them, the modules that it stands for; there are several where what
+// is above is folded, too. Its children are what its modules have in common: folds again, until it is taken apart.
+htp.folded = function (sets, above) {
+  const [first] = sets[0];
+  const members = sets.flat();
+  const label = sets.length > 1 ? `${first.label} … ${sets.at(-1)[0].label}` : first.label;
+  const fold = { kind: "fold", id: first.id, path: first.path, class: first.class, fate: first.fate, calls: first.calls, nodes: first.nodes, own: [], sets, members, label, above };
+  let parts = null;
+  let each = null;
+  Object.defineProperties(fold, {
+    children: { get: () => (parts ??= htp.runs(first.children).map((run) => {
+      const places = run.map((child) => first.children.indexOf(child));
+      return htp.folded(places.map((place) => members.map((member) => member.children[place])), fold);
+    })) },
+    each: { get: () => (each ??= sets.map((set) => (set.length > 1 ? htp.folded([set], fold) : set[0]))) },
+  });
+  return fold;
+};
+// Siblings in runs of alike ones.
+htp.runs = function (siblings) {
+  const found = [];
+  for (const module of siblings) {
+    if (module.run && found.at(-1)?.[0].run === module.run) found.at(-1).push(module);
+    else found.push([module]);
+  }
+  return found;
+};
+// What a column says of a module; of several, as in the terminal: the mean, or the largest of what does not add up.
+htp.value = function (item, column) {
+  if (item.kind !== "fold") return column.of(item);
+  const values = item.members.map(column.of).filter((value) => value !== null);
+  if (!values.length) return null;
+  if (column.additive) return values.reduce((sum, value) => sum + value, 0) / values.length;
+  return values.some(Number.isNaN) ? NaN : Math.max(...values);
+};
 
 htp.title = (item) => (item.kind === "node" ? item.name || item.op : item.path || "(root)");
 htp.simple = (className) => className.slice(className.lastIndexOf(".") + 1);

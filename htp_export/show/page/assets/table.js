@@ -6,7 +6,9 @@
   const head = document.getElementById("head");
   const body = document.getElementById("rows");
   const search = document.getElementById("search");
-  const state = { open: new Set(), sort: null, descending: true, flat: false, query: null, hits: 0, rows: [] };
+  const state = { open: new Set(), apart: new Set(), repeats: htp.data.repeats.length > 0, sort: null, descending: true, flat: false, query: null, hits: 0, rows: [] };
+  const NAME = 280;
+  const CLASS = Math.min(240, Math.max(110, 22 + 7.4 * Math.max(...htp.modules.map((module) => htp.simple(module.class).length))));
   const shown = new Set(htp.columns.filter((column) => column.main).map((column) => column.key));
   const OTHER = { kind: "loose", id: -1, children: [], own: htp.loose, label: "nodes of no module", path: "" };
 
@@ -14,18 +16,26 @@
   function below(item) {
     if (item.kind === "node") return [];
     if (item.kind === "loose") return item.own;
-    const modules = state.sort ? [...item.children].sort(bySort) : item.children;
+    const modules = inside(item);
+    if (state.sort) modules.sort(bySort);
     return [...modules, ...item.own, ...(item === htp.root && OTHER.own.length ? [OTHER] : [])];
+  }
+
+  // The modules right below, alike ones as one; a search shows each that it found.
+  function inside(item) {
+    if (item.kind === "fold") return [...(state.apart.has(item) ? item.each : item.children)];
+    if (!state.repeats || state.query) return [...item.children];
+    return htp.runs(item.children).map((run) => (run.length > 1 ? run[0].run.fold : run[0]));
   }
 
   function bySort(a, b) {
     const turn = state.descending ? -1 : 1;
     if (state.sort.of) {
-      const [one, other] = [state.sort.of(a), state.sort.of(b)];
+      const [one, other] = [htp.value(a, state.sort), htp.value(b, state.sort)];
       if (one === null || other === null) return (one === null) - (other === null);
       return turn * (one - other) || a.id - b.id;
     }
-    return -turn * String(state.sort.text(a)).localeCompare(String(state.sort.text(b)), "en", { numeric: true }) || a.id - b.id;
+    return turn * String(state.sort.text(a)).localeCompare(String(state.sort.text(b)), "en", { numeric: true }) || a.id - b.id;
   }
 
   function arrange() {
@@ -83,6 +93,13 @@
     if (item.kind === "module") [...item.children, ...item.own].forEach((child) => walk(child, visit));
   }
 
+  // Open everything below that holds modules.
+  function unfold(item) {
+    const modules = inside(item);
+    if (modules.length) state.open.add(item);
+    modules.forEach(unfold);
+  }
+
   function marked(text) {
     const words = state.query?.words.filter(Boolean) ?? [];
     const parts = [];
@@ -107,8 +124,11 @@
       ...columns(),
       { title: "fate", text: (m) => m.fate },
     ];
-    const layout = `minmax(300px, 2.6fr) minmax(130px, 1fr) ${columns().map(() => "112px ").join("")}150px`;
+    const widths = columns().map(() => 112);
+    const layout = `minmax(${NAME}px, 2.6fr) minmax(${CLASS}px, 1fr) ${widths.map((width) => `${width}px `).join("")}150px`;
     document.documentElement.style.setProperty("--layout", layout);
+    // Every row is a grid of its own: all have the same width, whatever stands in them.
+    document.documentElement.style.setProperty("--least", `${NAME + CLASS + widths.reduce((sum, width) => sum + width, 0) + 150}px`);
     head.replaceChildren(...cells.map((cell) => {
       const sorted = state.sort?.title === cell.title;
       const arrow = sorted ? (state.descending ? " ↓" : " ↑") : "";
@@ -118,7 +138,6 @@
       element.onclick = () => sortBy(cell);
       return element;
     }));
-    head.style.gridTemplateColumns = layout;
   }
 
   function sortBy(cell) {
@@ -138,9 +157,9 @@
     const name = htp.make("div", { className: "name", role: "gridcell" },
       htp.make("span", { className: "guide", style: { width: `${depth * 16}px` } }),
       htp.make("span", { className: `arrow${open ? " open" : ""}`, textContent: folds ? "▶" : "" }),
-      ...label);
+      ...label, item.kind === "fold" && item.sets.length > 1 ? times(item) : null);
     const cells = [name];
-    if (item.kind === "module") {
+    if (item.kind === "module" || item.kind === "fold") {
       cells.push(htp.make("div", { className: "class", role: "gridcell", title: item.class }, ...marked(htp.simple(item.class))));
       for (const column of columns()) cells.push(numberCell(item, column));
       cells.push(htp.make("div", { role: "gridcell" }, ...pills(item)));
@@ -151,22 +170,41 @@
     } else {
       cells.push(htp.make("div", { className: "class", role: "gridcell", textContent: `${item.own.length} nodes` }));
     }
-    const quiet = item.kind === "module" && !item.nodes ? " quiet" : "";
+    const quiet = item.nodes === 0 ? " quiet" : "";
     const row = htp.make("div", { className: `row ${item.kind}${quiet}${item === htp.selected ? " selected" : ""}`, role: "row", id: `row-${index}` }, ...cells);
     row.setAttribute("aria-level", depth + 1);
     if (folds) row.setAttribute("aria-expanded", open);
     row.setAttribute("aria-selected", item === htp.selected);
     row.style.top = `${index * ROW}px`;
-    row.style.gridTemplateColumns = "var(--layout)";
     row.onclick = (event) => (event.target.classList.contains("arrow") && folds ? toggle(item) : htp.select(item, "table"));
     row.ondblclick = () => folds && toggle(item);
     return row;
   }
 
+  // How many are drawn as one; takes them apart.
+  function times(fold) {
+    const apart = state.apart.has(fold);
+    const button = htp.make("button", { className: "times", textContent: `× ${fold.sets.length}`, tabIndex: -1, title: apart ? "Show what they have in common (x)" : "Show each of them (x)", "aria-pressed": apart });
+    button.onclick = (event) => {
+      event.stopPropagation();
+      htp.select(fold, "table");
+      takeApart(fold);
+    };
+    button.ondblclick = (event) => event.stopPropagation();
+    return button;
+  }
+
+  function takeApart(fold, apart = !state.apart.has(fold)) {
+    if (apart) state.apart.add(fold);
+    else state.apart.delete(fold);
+    state.open.add(fold);
+    arrange();
+  }
+
   function numberCell(module, column) {
-    const value = column.of(module);
+    const value = htp.value(module, column);
     const words = column.words?.[module.id] ?? "";
-    const cell = htp.make("div", { className: "number", role: "gridcell", title: [value === null ? "" : htp.exact(value, column.unit), words].filter(Boolean).join("\n") });
+    const cell = htp.make("div", { className: "number", role: "gridcell", title: [value === null ? "" : htp.exact(value, column.unit), spread(module, column), words].filter(Boolean).join("\n") });
     if (value === null) return cell;
     const bad = /^differs/.test(words) || Number.isNaN(value);
     if (column.most && Number.isFinite(value) && value !== 0) {
@@ -175,6 +213,14 @@
     }
     cell.append(htp.make("span", { className: value === 0 ? "empty" : "", textContent: htp.compact(value, column.unit) }));
     return cell;
+  }
+
+  function spread(item, column) {
+    if (item.kind !== "fold") return "";
+    const values = item.members.map(column.of).filter(Number.isFinite);
+    const [least, most] = [Math.min(...values), Math.max(...values)];
+    if (!(least < most)) return "";
+    return `${column.additive ? "the mean" : "the largest"} of ${values.length}: ${htp.compact(least, column.unit)} to ${htp.compact(most, column.unit)}`;
   }
 
   function pill(kind, text = kind) {
@@ -215,11 +261,20 @@
     else if (top + 2 * ROW > table.scrollTop + table.clientHeight) table.scrollTop = top + 2 * ROW - table.clientHeight;
   }
 
+  // A module that is drawn as one with others, on its own.
+  function apart(module) {
+    if (!state.repeats || !module.run) return;
+    state.open.add(module.run.fold);
+    state.apart.add(module.run.fold);
+  }
+
   // Show an item wherever it is: unfold what is above it.
   function reveal(item) {
     let above = item.kind === "node" ? htp.byPath.get(item.owners[0]) ?? null : item.above;
     if (item.kind === "node" && !above) above = OTHER.own.includes(item) ? OTHER : htp.root;
+    if (item.kind === "module") apart(item);
     while (above && above.kind !== "loose") {
+      if (above.kind === "module") apart(above);
       state.open.add(above);
       above = above.above;
     }
@@ -257,7 +312,8 @@
         if (open) toggle(row.item, false);
         else for (let k = at - 1; k >= 0; k--) if (state.rows[k].depth < row.depth) return move(k);
       },
-      "*": () => row && (walk(row.item, (item) => item.kind === "module" && state.open.add(item)), arrange()),
+      "*": () => row && (walk(row.item, (item) => item.kind === "module" && state.open.add(item)), unfold(row.item), arrange()),
+      x: () => row?.item.kind === "fold" && row.item.sets.length > 1 && takeApart(row.item),
     };
     if (!keys[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
@@ -284,8 +340,17 @@
     arrange();
   };
   document.getElementById("unfold").onclick = () => {
-    htp.modules.filter((module) => module.children.length).forEach((module) => state.open.add(module));
+    unfold(htp.root);
     arrange();
+  };
+  const repeats = document.getElementById("repeats");
+  repeats.parentElement.hidden = !state.repeats;
+  repeats.checked = state.repeats;
+  repeats.onchange = () => {
+    state.repeats = repeats.checked;
+    const item = htp.selected?.kind === "fold" ? htp.selected.members[0] : null;
+    arrange();
+    if (item) htp.select(item);
   };
   document.getElementById("flat").onchange = (event) => {
     state.flat = event.target.checked;
@@ -309,13 +374,13 @@
 
   // At first, as many levels as fit on a screen.
   state.open.add(htp.root);
-  let level = htp.root.children;
+  let level = inside(htp.root);
   let count = 1 + level.length;
   while (level.length) {
-    const next = level.flatMap((module) => module.children);
+    const next = level.flatMap(inside);
     count += next.length;
     if (count > 32 || !next.length) break;
-    level.filter((module) => module.children.length).forEach((module) => state.open.add(module));
+    level.filter((item) => inside(item).length).forEach((item) => state.open.add(item));
     level = next;
   }
   drawHead();
