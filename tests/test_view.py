@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+import tomllib
+from pathlib import Path
 
 import onnx
 import onnx_ir as ir
@@ -226,6 +228,12 @@ def test_without_model_explorer_the_page_is_written_and_says_what_is_missing(tmp
     shown = htp_export.view(handmade.encoder(), tmp_path / "bare.html")
     assert "pip install 'htp-export[view]'" in shown.missing
     assert "htp-export[view]" in (tmp_path / "bare.html").read_text(encoding="utf-8")
+
+
+def test_the_extra_allows_the_versions_that_pages_were_tested_with():
+    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    first, *_, last = application._TESTED
+    assert extras["view"] == [f"ai-edge-model-explorer>={first},<={last}"]
 
 
 def test_a_file_of_functions_is_drawn_flat():

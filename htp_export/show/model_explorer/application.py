@@ -20,7 +20,7 @@ from htp_export.errors import InputError
 __all__ = ["MissingApplicationError", "application", "packed"]
 
 _PACKAGE = "ai-edge-model-explorer"
-_TESTED = ("0.1.34",)  # the versions that tests/test_view_page.py was run with
+_TESTED = ("0.1.33", "0.1.34")  # the versions that tests/test_view_page.py was run with
 _INSTALL = "install it with: pip install 'htp-export[view]'"
 _IMAGES = (".png", ".json", ".svg")
 _LATIN = "U+0000-00FF"
@@ -30,7 +30,14 @@ _MOVED = (
     (r"(?<![.\w])window\.history\b", "htpHistory"),
     (r"\bimport\.meta\.url\b", "htpLocation.href"),
 )
-_RELIED_ON = ("/api/v1/load_graphs_json", "/api/v1/load_node_data", "/api/v1/get_extensions", "graphs://")
+_RELIED_ON = (
+    "/api/v1/load_graphs_json",
+    "/api/v1/load_node_data",
+    "/api/v1/get_extensions",
+    "graphs://",
+    "model-explorer-ready",  # from 0.1.33
+    "model-explorer-node-selected",
+)
 
 # Settings of its own, as it keeps them: layers that hold one node stay layers.
 _SETTINGS = {"model_explorer_settings": json.dumps({"keep_layers_with_a_single_child": True})}
