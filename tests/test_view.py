@@ -231,9 +231,9 @@ def test_without_model_explorer_the_page_is_written_and_says_what_is_missing(tmp
 
 
 def test_the_extra_allows_the_versions_that_pages_were_tested_with():
-    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     first, *_, last = application._TESTED
-    assert extras["view"] == [f"ai-edge-model-explorer>={first},<={last}"]
+    assert project["optional-dependencies"]["view"] == [f"ai-edge-model-explorer>={first},<={last}"]
 
 
 def test_a_file_of_functions_is_drawn_flat():

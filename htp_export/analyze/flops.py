@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from htp_export.analyze import attention_work, elementwise, products
+from htp_export.analyze import attention_work, elementwise, products, selection_work
 from htp_export.analyze.execution import Step, UnknownShapeError
 from htp_export.analyze.work import NOTHING, Formula, Work
 
@@ -18,6 +18,7 @@ _FORMULAS: Mapping[tuple[str, str], Formula] = {
     **elementwise.FORMULAS,
     **products.FORMULAS,
     **attention_work.FORMULAS,
+    **selection_work.FORMULAS,
 }
 _HOLDERS = frozenset(("If", "Loop", "Scan"))
 
