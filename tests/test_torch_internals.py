@@ -151,6 +151,20 @@ def test_patches_go_in_with_the_first_user_and_out_with_the_last() -> None:
     assert nn.ReLU.extra_repr is original
 
 
+def test_translations_of_operators_are_read_once_while_they_are_held() -> None:
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    before = vars(ONNXRegistry)["from_torchlib"]
+    with patches.TRANSLATIONS.held():
+        one, other = (ONNXRegistry().from_torchlib(opset_version=20) for _ in range(2))
+        assert ONNXRegistry().from_torchlib(opset_version=18).opset_version == 18
+    assert vars(ONNXRegistry)["from_torchlib"] is before
+    [name, metas] = next(iter(one.functions.items()))
+    assert other.functions[name][0] is metas[0]  # not read again
+    one.functions[name].clear()
+    assert other.functions[name]  # an export's own translations stay its own
+
+
 def test_no_patched_method_is_inherited() -> None:
     """What is set back on a class must have been its own, or it would stay there."""
     for patch in EVERY:

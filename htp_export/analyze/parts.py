@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from htp_export import tags
 from htp_export.analyze.inventory import Inventory, ModuleEntry, take_inventory
 from htp_export.analyze.node_facts import NodeEntry
+from htp_export.capture.patches import TRANSLATIONS
 from htp_export.exporter import export
 from htp_export.hierarchy import Hierarchy
 from htp_export.tagged import load
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["inventory_of_module"]
+
+_log = logging.getLogger(__name__)
 
 _LONGEST = 300  # characters of an error that are kept
 
@@ -42,19 +47,25 @@ def inventory_of_module(
     Raises:
         TypeError: If no output could be read, as ``export`` does.
     """
-    try:
-        return _exported(model, tuple(args), dict(kwargs or {}), options)
-    except Exception as error:  # whatever torch raises on what it cannot export
-        parts = _Parts(model, options)
-        failure = parts.run(tuple(args), dict(kwargs or {}))
-        parts.take("", _text(error) if failure is None else failure)
-        return parts.inventory()
+    with TRANSLATIONS.held():
+        try:
+            return _exported(model, tuple(args), dict(kwargs or {}), options)
+        except Exception as error:  # whatever torch raises on what it cannot export
+            parts = _Parts(model, options)
+            failure = parts.run(tuple(args), dict(kwargs or {}))
+            parts.take("", _text(error) if failure is None else failure)
+            return parts.inventory()
 
 
 def _exported(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Mapping[str, Any]
 ) -> Inventory:
-    program = export(model, args, kwargs=kwargs, **{"verbose": False, "dynamo": True, **options})
+    said = io.StringIO()  # torch prints the graph of what fails; the page says why
+    try:
+        with contextlib.redirect_stderr(said):
+            program = export(model, args, kwargs=kwargs, **{"verbose": False, "dynamo": True, **options})
+    finally:
+        _log.debug("%s", said.getvalue())
     if program is None:
         raise TypeError("a model is shown from memory; leave out f and dynamo=False")
     return take_inventory(load(program))

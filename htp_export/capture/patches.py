@@ -9,6 +9,7 @@ of the places named here has moved.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
@@ -151,6 +152,24 @@ def _replace_all_uses_with(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, replacement, *args, **kwargs)
 
     return wrapper
+
+
+# --- several exports in a row ------------------------------------------------------------------------
+
+
+def _read_once(original: Callable[..., Any]) -> Any:
+    """Read torch's translations of all operators once; torch reads them anew for every export, which takes a second."""
+    read: dict[tuple[tuple[str, Any], ...], Any] = {}
+
+    def from_torchlib(**options: Any) -> Any:
+        key = tuple(sorted(options.items()))
+        if key not in read:
+            read[key] = original(**options)
+        registry = copy.copy(read[key])
+        registry.functions = {target: list(metas) for target, metas in registry.functions.items()}
+        return registry
+
+    return staticmethod(from_torchlib)
 
 
 # --- TorchScript ---------------------------------------------------------------------------------------
@@ -394,8 +413,9 @@ class Patches:
         with self._lock:
             if self._users == 0:
                 for patch, (owner, name, original) in [(patch, patch.find()) for patch in self.patches]:
+                    undo = functools.partial(setattr, owner, name, vars(owner).get(name, original))
                     setattr(owner, name, patch.wrap(original))
-                    self._undo.append(functools.partial(setattr, owner, name, original))
+                    self._undo.append(undo)
             self._users += 1
         try:
             yield
@@ -418,6 +438,11 @@ DYNAMO = Patches(
     Patch("torch.onnx", "ONNXProgram.optimize", _optimize),
     Patch("onnx_ir", "Node.replace_input_with", _replace_input_with),
     Patch("onnx_ir", "Value.replace_all_uses_with", _replace_all_uses_with),
+)
+
+# For as long as several models are exported in a row: translations that come later are not seen.
+TRANSLATIONS = Patches(
+    Patch("torch.onnx._internal.exporter._registration", "ONNXRegistry.from_torchlib", _read_once),
 )
 
 TORCHSCRIPT = Patches(
