@@ -25,6 +25,7 @@ from htp_export.show.model_explorer import application
 from htp_export.show.model_explorer.graphs import graph_of
 from htp_export.show.model_explorer.overlays import dtype_overlay, overlay_of
 from htp_export.show.netron import netron_attachment
+from htp_export.show.page.document import asset
 from htp_export.tagged import load
 from tests import handmade
 from tests.exporting import exported_net
@@ -349,7 +350,29 @@ def test_the_page_of_a_difference_says_what_changed_and_what_is_known(tmp_path):
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
     assert {row["path"]: row["status"] for row in data["rows"]}[""] == "changed"
     assert {row["path"]: row["status"] for row in data["rows"]}["layer.0"] == "same"
-    assert data["notes"][0] == "a.onnx: owners known by scope 6, shared 1"
+    known = {"tags": "htp", "reasons": {"scope": 6, "shared": 1}, "untagged": 0}
+    assert data["files"] == [{"name": "a.onnx", **known}, {"name": "b.onnx", **known}]
+    assert data["notes"] == []
+    assert data["columns"] == ["nodes", "parameters", "weight_bytes"]
+
+
+def test_the_page_of_a_difference_says_how_to_tag_what_is_not(tmp_path):
+    x = handmade.value("x")
+    node = ir.node("Relu", [x], outputs=[handmade.value("y")], name="relu")
+    load(handmade.encoder()).save(tmp_path / "a.onnx")
+    load(handmade.model([x], [node], [], [])).save(tmp_path / "b.onnx")
+    assert main(["diff", str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx"), "-o", str(tmp_path / "diff.html")]) == 0
+    page = (tmp_path / "diff.html").read_text(encoding="utf-8")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    assert [file["tags"] for file in data["files"]] == ["htp", "none"]
+    assert data["notes"][0].startswith("b.onnx: This file has no module tags. Export it with htp_export.export")
+
+
+def test_every_word_for_how_owners_are_known_is_explained_in_pages():
+    docs = (Path(__file__).parents[1] / "docs" / "format.md").read_text(encoding="utf-8")
+    tables = docs.split("| `htp.reason` | the owners are known from |")[1:]
+    documented = {word for table in tables for word in re.findall(r"^\| `(\w+)` \|", table.split("\n\n")[0], re.M)}
+    assert documented == set(re.findall(r"^  (\w+): \[", asset("reasons.js"), re.M))
 
 
 def test_parameters_are_those_of_pytorch_where_the_file_says_them(exported_file):

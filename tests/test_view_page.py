@@ -328,9 +328,34 @@ def test_two_trees_are_shown_side_by_side_with_what_changed(page, tmp_path):
     ]
     page.run("[...document.querySelectorAll('.row')][3].click()")
     assert HOSTILE in page.run("document.getElementById('detail').innerText")
+    assert page.run("document.getElementById('repeats').offsetParent") is None
     assert page.run("document.title") == f"a.onnx → {CLOSING}"
     assert page.said == []
     assert page.asked == []
+
+
+def test_modules_that_are_alike_and_changed_alike_are_one_row_of_two_trees(page, tmp_path):
+    def row(path: str, before: int, after: int) -> SimpleNamespace:
+        sides = ({"nodes": nodes, "weight_bytes": {"float32": 4096 * nodes, "int8": 0}} for nodes in (before, after))
+        return SimpleNamespace(path=path, status="changed", **dict(zip(("before", "after"), sides, strict=True)))
+
+    rows = [row("", 9, 7), *(row(path, 2, 1) for path in ("layer.0", "layer.0.fc", "layer.1", "layer.1.fc", "layer.3"))]
+    known = {"tags": "htp", "reasons": {HOSTILE: 5, "scope": 4}, "untagged": 2}
+    files = [{"name": name, **known} for name in ("a.onnx", HOSTILE)]
+    file = tmp_path / "diff.html"
+    file.write_text(comparison_page(rows, "a", "b", ["nodes", "weight_bytes"], files=files), encoding="utf-8")
+    start(page, file)
+    assert shown(page) == ["(root)", "layer.0 … layer.1 × 2", "fc", "layer.3"]  # noqa: RUF001 - "times"
+    cells = "[...document.querySelectorAll('.row')][1].querySelectorAll('.number')"
+    assert page.run(f"[...{cells}].map((cell) => cell.innerText)") == ["21", "8 KiB4 KiB"]
+    page.run("[...document.querySelectorAll('.row')][1].click()")
+    assert "so are 1 more that are alike, up to layer.1" in page.run("document.getElementById('detail').innerText")
+    page.run("document.getElementById('repeats').click()")
+    assert shown(page) == ["(root)", "layer.0", "fc", "layer.1", "fc", "layer.3"]
+    trust = page.run("document.getElementById('trust').innerText")
+    assert f"{HOSTILE}: owners known from" in trust.replace("\n", " ")
+    assert "no module 2" in trust
+    assert page.said == []
 
 
 class Stack(torch.nn.Module):

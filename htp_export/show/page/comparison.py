@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from htp_export import tags
 from htp_export.analyze.differences import ModelDifference
+from htp_export.show.folding import repeats
 from htp_export.show.page.document import document
 from htp_export.tagged import ModelSource, TaggedModel, load
 
@@ -43,6 +46,7 @@ def comparison_page(
     after: str,
     columns: Sequence[str] = ("nodes", "parameters"),
     notes: Sequence[str] = (),
+    files: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The page.
 
@@ -51,7 +55,8 @@ def comparison_page(
         before: What the first model is called.
         after: What the second is called.
         columns: The fields that are columns; all are shown of the module that is selected.
-        notes: Sentences at the top, such as what the files know about their tags.
+        notes: Sentences at the top.
+        files: What each file knows about its tags: ``name``, ``tags``, ``reasons`` and ``untagged``.
 
     Example:
         >>> from types import SimpleNamespace
@@ -59,14 +64,17 @@ def comparison_page(
         >>> "a.onnx → b.onnx" in comparison_page([row], "a.onnx", "b.onnx")
         True
     """
+    drawn = list(rows)
     data = {
         "before": before,
         "after": after,
         "columns": list(columns),
         "notes": list(notes),
+        "files": list(files),
+        "repeats": _repeats(drawn),
         "rows": [
             {"path": row.path, "status": row.status, "before": _plain(row.before), "after": _plain(row.after)}
-            for row in rows
+            for row in drawn
         ],
     }
     return document(
@@ -74,7 +82,7 @@ def comparison_page(
         data,
         template="diff.html",
         style=("page.css", "diff.css"),
-        scripts=("diff.js",),
+        scripts=("reasons.js", "diff.js"),
     )
 
 
@@ -87,17 +95,37 @@ def difference_page(found: ModelDifference, before: ModelSource, after: ModelSou
         after: The second.
     """
     names = [Path(each).name if isinstance(each, str | os.PathLike) else "model" for each in (before, after)]
-    notes = [_tags_note(name, load(each)) for name, each in zip(names, (before, after), strict=True)]
+    opened = [load(each) for each in (before, after)]
+    files = [_tags(name, tagged) for name, tagged in zip(names, opened, strict=True)]
+    notes = [f"{name}: {said}" for name, tagged in zip(names, opened, strict=True) if (said := tagged.tag_facts.advice)]
     if not found.by_module:
         notes.append("One of the files has no module tags: only the whole is compared.")
-    return comparison_page(found.modules.values(), names[0], names[1], notes=notes)
+    columns = ("nodes", "parameters", "weight_bytes")
+    return comparison_page(found.modules.values(), names[0], names[1], columns, notes, files)
 
 
-def _tags_note(name: str, tagged: TaggedModel) -> str:
-    known = ", ".join(f"{reason} {count}" for reason, count in tagged.reasons.most_common())
-    said = {"htp": f"owners known by {known}", "torch": "torch's own scopes, which are not exact", "none": "no tags"}
-    lacking = f"; {len(tagged.untagged)} nodes of no module" if tagged.untagged and tagged.source != "none" else ""
-    return f"{name}: {said[tagged.source]}{lacking}"
+def _tags(name: str, tagged: TaggedModel) -> dict[str, Any]:
+    reasons = dict(tagged.reasons.most_common())
+    return {"name": name, "tags": tagged.source, "reasons": reasons, "untagged": len(tagged.untagged)}
+
+
+def _repeats(rows: Sequence[DiffRow]) -> list[list[int]]:
+    """Positions of siblings that are alike and changed alike; which tensors are wired how does not count."""
+    by_path = {row.path: row for row in rows}
+    place = {path: position for position, path in enumerate(by_path)}
+    parents = {
+        path: next((up for up in tags.ancestors(path) if up != path and up in by_path), None) for path in by_path
+    }
+
+    def side(given: object | None) -> object:
+        said = _plain(given) or {}
+        return json.dumps({name: said[name] for name in said if name not in ("path", "structure")}, sort_keys=True)
+
+    def alike(path: str) -> Hashable:
+        row = by_path[path]
+        return (row.status, row.before is None, side(row.before), row.after is None, side(row.after))
+
+    return [[place[path] for path in run] for run in repeats(parents, alike)]
 
 
 def _plain(side: object | None) -> dict[str, Any] | None:

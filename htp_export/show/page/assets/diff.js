@@ -5,8 +5,9 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
   const [table, head, body, search] = ["table", "head", "rows", "search"].map(byId);
-  const items = data.rows.map((row) => ({ ...row, children: [], open: false }));
-  const state = { rows: [], selected: items[0], words: "" };
+  const items = data.rows.map((row) => ({ ...row, children: [], open: false, run: null }));
+  for (const run of data.repeats) for (const place of run) items[place].run = run.map((each) => items[each]);
+  const state = { rows: [], selected: items[0], words: "", repeats: data.repeats.length > 0 };
 
   function make(tag, properties = {}, ...children) {
     const element = Object.assign(document.createElement(tag), properties);
@@ -35,12 +36,24 @@
     if (typeof value === "object") return Object.entries(value).map(([name, each]) => `${name} ${text(each)}`).join(", ");
     return typeof value === "number" ? value.toLocaleString("en", Number.isInteger(value) ? {} : { maximumSignificantDigits: 6 }) : String(value);
   }
+  // What a column shows: bytes by element type are summed.
+  const BYTES = "weight_bytes";
+  const held = (side, column) => (column === BYTES && side?.[BYTES] ? Object.values(side[BYTES]).reduce((sum, each) => sum + each, 0) : side?.[column]);
+  function bytes(value) {
+    const step = value < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(value) / 10));
+    return `${Number((value / 1024 ** step).toPrecision(3))} ${["B", "KiB", "MiB", "GiB", "TiB"][step]}`;
+  }
+  const said = (value, column) => (column === BYTES && typeof value === "number" ? bytes(value) : text(value));
   const simple = (name) => String(name ?? "").slice(String(name ?? "").lastIndexOf(".") + 1);
 
   function matches(item) {
     const said = `${item.path} ${item.before?.class_name ?? ""} ${item.after?.class_name ?? ""}`.toLowerCase();
     return state.words.split(/\s+/).every((word) => said.includes(word));
   }
+
+  // Siblings that are alike, and changed alike, are one row.
+  const folds = (item) => state.repeats && !state.words && item.run !== null;
+  const label = (item) => (folds(item) ? `${item.label} … ${item.run.at(-1).label}` : item.label);
 
   function arrange() {
     const only = byId("changed").checked;
@@ -52,6 +65,7 @@
     state.rows = [];
     const add = (item) => {
       if (!wanted.has(item)) return;
+      if (folds(item) && item.run[0] !== item) return; // the first stands for all
       state.rows.push(item);
       if (item.open || state.words) item.children.forEach(add);
     };
@@ -62,12 +76,12 @@
   }
 
   function cell(item, column) {
-    const [before, after] = [item.before?.[column], item.after?.[column]];
+    const [before, after] = [held(item.before, column), held(item.after, column)];
     const element = make("div", { className: "number", title: `${text(before) || "–"} → ${text(after) || "–"}` });
-    if (before === after) return element.append(text(after)), element;
-    if (before !== undefined && before !== null) element.append(make("span", { className: "was", textContent: text(before) }));
+    if (before === after) return element.append(said(after, column)), element;
+    if (before !== undefined && before !== null) element.append(make("span", { className: "was", textContent: said(before, column) }));
     const grew = typeof before === "number" && typeof after === "number" ? (after > before ? "more-is" : "less-is") : "";
-    element.append(make("span", { className: grew, textContent: text(after) || (item.after ? "" : "–") }));
+    element.append(make("span", { className: grew, textContent: said(after, column) || (item.after ? "" : "–") }));
     return element;
   }
 
@@ -84,7 +98,8 @@
     const guide = make("span", { className: "guide" });
     guide.style.width = `${item.depth * 16}px`;
     const row = make("div", { className: `row ${item.status}${item === state.selected ? " selected" : ""}` },
-      make("div", { className: "name" }, guide, arrow, make("span", { className: "label path", textContent: item.label })),
+      make("div", { className: "name" }, guide, arrow, make("span", { className: "label path", textContent: label(item) }),
+        ...(folds(item) ? [make("span", { className: "times", textContent: `× ${item.run.length}` })] : [])),
       classes(item), ...data.columns.map((column) => cell(item, column)),
       make("div", {}, ...(item.status === "same" ? [] : [make("span", { className: `pill ${item.status}`, textContent: item.status })])));
     row.setAttribute("role", "row");
@@ -107,17 +122,23 @@
     state.selected = item;
     const names = [...new Set([...Object.keys(item.before?.operators ?? {}), ...Object.keys(item.after?.operators ?? {})])];
     const pairs = names.map((name) => [name, item.before?.operators?.[name] ?? 0, item.after?.operators?.[name] ?? 0]);
-    const fields = [...new Set([...Object.keys(item.before ?? {}), ...Object.keys(item.after ?? {})])].filter((name) => !["operators", "structure"].includes(name) && (name !== "path" || item.before?.path !== item.after?.path));
+    const fields = [...new Set([...Object.keys(item.before ?? {}), ...Object.keys(item.after ?? {})])].filter((name) => !["operators", "structure", BYTES].includes(name) && (name !== "path" || item.before?.path !== item.after?.path));
     const list = make("dl");
     for (const name of fields) {
       const [before, after] = [text(item.before?.[name]), text(item.after?.[name])];
       list.append(make("dt", { textContent: name.replaceAll("_", " ") }), make("dd", { textContent: before === after ? after : `${before || "–"} → ${after || "–"}` }));
     }
+    const types = [...new Set([item.before, item.after].flatMap((side) => Object.keys(side?.[BYTES] ?? {})))];
+    const weights = make("dl", {}, ...types.flatMap((type) => {
+      const [before, after] = [item.before?.[BYTES]?.[type] ?? 0, item.after?.[BYTES]?.[type] ?? 0];
+      return [make("dt", { textContent: type }), make("dd", { textContent: before === after ? bytes(after) : `${bytes(before)} → ${bytes(after)}`, className: before === after ? "" : after > before ? "more-is" : "less-is" })];
+    }));
     const operators = make("dl");
     for (const [name, before, after] of pairs.sort((a, b) => Math.abs(b[2] - b[1]) - Math.abs(a[2] - a[1]))) {
       operators.append(make("dt", { textContent: name }), make("dd", { textContent: before === after ? text(after) : `${before} → ${after}`, className: before === after ? "" : after > before ? "more-is" : "less-is" }));
     }
-    byId("detail").replaceChildren(make("h2", { className: "path", textContent: item.path || "(root)" }), make("p", { className: "kind", textContent: item.status }), list,
+    byId("detail").replaceChildren(make("h2", { className: "path", textContent: item.path || "(root)" }), make("p", { className: "kind", textContent: folds(item) ? `${item.status}, and so are ${item.run.length - 1} more that are alike, up to ${item.run.at(-1).path}` : item.status }), list,
+      ...(types.length ? [make("h3", { textContent: "Weights" }), weights] : []),
       ...(pairs.length ? [make("h3", { textContent: "Operators" }), operators] : []));
     draw();
   }
@@ -140,18 +161,21 @@
   });
   search.oninput = () => ((state.words = search.value.toLowerCase().trim()), arrange());
   byId("changed").onchange = arrange;
+  byId("repeats").checked = state.repeats;
+  byId("repeats").parentElement.hidden = !state.repeats;
+  byId("repeats").onchange = () => ((state.repeats = byId("repeats").checked), arrange(), select(state.selected));
   table.addEventListener("scroll", draw);
   new ResizeObserver(draw).observe(table);
 
-  const layout = `minmax(300px, 2.4fr) minmax(150px, 1fr) ${data.columns.map(() => "150px ").join("")}110px`;
+  const layout = `minmax(240px, 2.4fr) minmax(140px, 1fr) ${data.columns.map(() => "165px ").join("")}110px`;
   document.documentElement.style.setProperty("--layout", layout);
-  document.documentElement.style.setProperty("--least", `${300 + 150 + 150 * data.columns.length + 110}px`);
-  head.append(...["module", "class", ...data.columns.map((name) => name.replaceAll("_", " ")), ""].map((name, k) => make("div", { className: k > 1 ? "number" : "", textContent: name })));
+  document.documentElement.style.setProperty("--least", `${240 + 140 + 165 * data.columns.length + 110}px`);
+  head.append(...["module", "class", ...data.columns.map((name) => name === BYTES ? "weights" : name.replaceAll("_", " ")), ""].map((name, k) => make("div", { className: k > 1 ? "number" : "", textContent: name })));
   byId("name").textContent = `${data.before} → ${data.after}`;
   const counted = {};
   for (const item of items) counted[item.status] = (counted[item.status] ?? 0) + 1;
   byId("facts").textContent = Object.entries(counted).map(([status, count]) => `${count.toLocaleString("en")} ${status}`).join("  ·  ");
-  byId("trust").append(...data.notes.map((note) => make("div", { textContent: note })));
+  byId("trust").append(...data.files.map((file) => tagsLine(make, file.name, file)), ...data.notes.map((note) => make("div", { className: "advice", textContent: note })));
   const theme = (name) => (document.documentElement.dataset.theme = name);
   theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   byId("theme").onclick = () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");

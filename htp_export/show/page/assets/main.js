@@ -11,15 +11,8 @@
   byId("facts").textContent = facts.filter(Boolean).join("  ·  ");
   byId("facts").title = facts.join("\n");
 
-  const said = Object.entries(data.reasons);
-  const parts = [...said.map(([word, number]) => [word, number, ...(htp.REASONS[word] ?? ["", "#7b8794"])])];
-  if (data.untagged && data.tags !== "none") parts.push(["no module", data.untagged, "nodes that belong to no module", "#c02637"]);
-  const whole = parts.reduce((sum, [, number]) => sum + number, 0) || 1;
-  const how = { htp: "exact tags", torch: "torch's own scopes, not exact", none: "no tags" }[data.tags];
   byId("trust").append(
-    htp.make("span", { textContent: `Owners: ${how}` }),
-    ...(parts.length ? [htp.make("div", { className: "stack" }, ...parts.map(([, number, , colour]) => htp.make("i", { style: { width: `${(100 * number) / whole}%`, background: colour } })))] : []),
-    ...parts.map(([word, number, meaning, colour]) => htp.make("span", { className: "word", title: meaning }, htp.make("i", { className: "dot", style: { background: colour } }), `${word} ${number.toLocaleString("en")}`)),
+    tagsLine(htp.make, "", data),
     ...data.advice.map((text) => htp.make("div", { className: "advice", textContent: text })),
     ...data.failures.map((text) => htp.make("div", { className: "advice failure", textContent: text })));
   byId("foot").append(htp.make("span", { textContent: "↑ ↓ ← → move · Enter opens and closes · * opens all below · x shows each of several that are drawn as one · / searches" }));

@@ -48,16 +48,7 @@ htp.FATES = {
   uncalled: "its forward did not run",
   failed: "it could not be exported",
 };
-htp.REASONS = {
-  scope: ["the module that ran when the work was captured", "#4353d4"],
-  shared: ["several modules did the same work, merged into one node", "#0e9aa7"],
-  fused: ["one node does a part of the work of several modules", "#9a5bd6"],
-  flow: ["from what the neighbouring nodes read and make", "#d99a1c"],
-  carried: ["brought over from a tagged model after a tool had changed it", "#c96f2b"],
-  function: ["the function that the node calls", "#5a8f3c"],
-  spliced: ["the module in whose place the node was put", "#b0588d"],
-  parameters: ["the module that holds the parameters it reads", "#7b8794"],
-};
+htp.REASONS = REASONS;
 
 (function prepare(data) {
   htp.modules = data.modules.map((module, id) => ({ ...module, id, kind: "module", children: [], fate: module.failure ? "failed" : module.fate }));
