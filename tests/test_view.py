@@ -161,6 +161,9 @@ def test_overlays_hold_a_value_and_a_colour_for_each_node():
     overlay = overlay_of(measures_of(TIME)[0], encoder())
     assert overlay["results"]["node_fc1"] == {"value": 3.0, "bgColor": "#d7301f"}
     assert overlay["name"] == "time (ms)"
+    counted = Measure("flops", "FLOPs", additive=True, total={"layer.0.fc": 12345678.0}, own={"layer.0.fc": 12345678.0})
+    values = [result["value"] for result in overlay_of(counted, encoder())["results"].values()]
+    assert sum(values) == 12345678
     nothing = overlay_of(Measure("flops", "FLOPs", additive=True), encoder())
     assert nothing["results"] == {}
     assert dtype_overlay(encoder())["results"]["node_fc0"]["value"] == "float32"

@@ -50,7 +50,7 @@ def overlay_of(measure: Measure, inventory: Inventory) -> dict[str, Any]:
     most = max(finite, default=0.0)
     for name, value in zip(node_ids(inventory), values, strict=True):
         if value is not None:
-            shown = float(f"{value:.6g}") if math.isfinite(value) else str(value)
+            shown = _shown(value) if math.isfinite(value) else str(value)
             results[name] = {"value": shown, "bgColor": _colour(value, most, measure.additive)}
     title = f"{measure.title} ({measure.unit})" if measure.unit else measure.title
     overlay: dict[str, Any] = {"name": title, "results": results}
@@ -84,6 +84,11 @@ def overlays_of(inventory: Inventory, measures: Sequence[Measure]) -> list[dict[
         *(overlay_of(measure, inventory) for measure in reversed(measures) if measure.main),
     ]
     return [{"name": overlay["name"], "data": {GRAPH_ID: overlay}} for overlay in drawn if overlay["results"]]
+
+
+def _shown(value: float) -> float:
+    """Counts as they are, measured numbers to six digits."""
+    return value if value.is_integer() else float(f"{value:.6g}")
 
 
 def _colour(value: float, most: float, additive: bool) -> str:

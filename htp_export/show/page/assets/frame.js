@@ -26,6 +26,11 @@
     },
   });
 
+  // As long as the frame has no size, the application zooms to nothing, which no browser can draw.
+  SVGGElement.prototype.setAttribute = function (name, value) {
+    if (name !== "transform" || !String(value).includes("NaN")) Element.prototype.setAttribute.call(this, name, value);
+  };
+
   const NativeWorker = window.Worker;
   window.Worker = function (url, options) {
     const name = Object.keys(files).find((each) => nameOf(url).endsWith(each));
