@@ -294,6 +294,14 @@ def test_a_tagged_model_shows_its_tree_in_a_notebook_as_text():
     assert "&lt;b&gt;" in drawn
     assert "<b>" not in drawn
     assert "scope 6, shared 1" in drawn
+    assert drawn.count("<details") == drawn.count("</details>") == 3  # the root and both layers; "layer" never ran
+    assert ">layer.1 <" in drawn
+    assert "Linear · 2 nodes" in drawn
+
+
+def test_an_untagged_model_says_in_a_notebook_how_to_tag_it():
+    node = ir.node("Relu", [handmade.value("x")], outputs=[handmade.value("y")])
+    assert "htp_export.export" in load(handmade.model(list(node.inputs), [node], [], []))._repr_html_()
 
 
 def test_tables_go_to_pandas():
