@@ -8,6 +8,12 @@
   const tile = (value, title, exact = "") => htp.make("div", { className: "tile", title: exact }, htp.make("b", { textContent: value }), htp.make("span", { textContent: title }));
   const pair = (name, value) => [htp.make("dt", { textContent: name }), htp.make("dd", {}, value)];
 
+  // A dotted name, which may be broken after its dots.
+  function dotted(tag, className, text) {
+    const parts = text.split(/(?<=\.)/).flatMap((part) => [part, htp.make("wbr")]);
+    return htp.make(tag, { className }, ...parts);
+  }
+
   function link(item, text = htp.title(item)) {
     const anchor = htp.make("a", { className: "path", textContent: text, tabIndex: 0, role: "button" });
     anchor.onclick = () => htp.select(item);
@@ -56,8 +62,8 @@
     const measures = htp.columns.map((column) => [column, htp.value(fold, column)]).filter(([column, value]) => value !== null && (column.main || column.key === "weight_bytes"));
     const differing = measures.map(([column]) => column).filter((column) => new Set(fold.members.map(column.of)).size > 1);
     return [
-      htp.make("h2", { className: "path", textContent: `${first.path} … ${fold.members.at(-1).path}` }),
-      htp.make("p", { className: "kind", textContent: `${fold.members.length} modules that are alike: ${first.class || "class not known"}` }),
+      dotted("h2", "path", `${first.path} … ${fold.members.at(-1).path}`),
+      dotted("p", "kind", `${fold.members.length} modules that are alike: ${first.class || "class not known"}`),
       htp.make("div", { className: "tiles" }, ...measures.map(([column, value]) => tile(amount(value, column), `${column.title}${differing.includes(column) ? (column.additive ? ", mean" : ", largest") : " of each"}`, htp.exact(value, column.unit)))),
       htp.make("dl", {}, ...pair("fate", `${first.fate}: ${htp.FATES[first.fate] ?? ""}`), ...pair("calls", String(first.calls))),
       ...differing.flatMap((column) => section(`${column.title} of each`, values(fold.members, column))),
@@ -83,8 +89,8 @@
     const several = Object.entries(module.reasons).some(([word]) => word !== "scope");
     const many = module.own.filter((node) => node.owners.length > 1);
     return [
-      htp.make("h2", { className: "path", textContent: module.path || "(root)" }),
-      htp.make("p", { className: "kind", textContent: module.class || "class not known" }),
+      dotted("h2", "path", module.path || "(root)"),
+      dotted("p", "kind", module.class || "class not known"),
       module.failure ? htp.make("pre", { className: "failure", textContent: module.failure }) : null,
       htp.make("div", { className: "tiles" }, ...tiles.map(([column, value]) => tile(amount(value, column), column.title, htp.exact(value, column.unit)))),
       htp.make("p", {}, inGraph(module)),

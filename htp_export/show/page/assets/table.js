@@ -7,7 +7,8 @@
   const body = document.getElementById("rows");
   const search = document.getElementById("search");
   const state = { open: new Set(), apart: new Set(), repeats: htp.data.repeats.length > 0, sort: null, descending: true, flat: false, query: null, hits: 0, rows: [] };
-  const NAME = 280;
+  const NAME = 264;
+  const FATE = 110;
   const CLASS = Math.min(240, Math.max(110, 22 + 7.4 * Math.max(...htp.modules.map((module) => htp.simple(module.class).length))));
   const shown = new Set(htp.columns.filter((column) => column.main).map((column) => column.key));
   const OTHER = { kind: "loose", id: -1, children: [], own: htp.loose, label: "nodes of no module", path: "" };
@@ -124,11 +125,11 @@
       ...columns(),
       { title: "fate", text: (m) => m.fate },
     ];
-    const widths = columns().map(() => 112);
-    const layout = `minmax(${NAME}px, 2.6fr) minmax(${CLASS}px, 1fr) ${widths.map((width) => `${width}px `).join("")}150px`;
+    const widths = columns().map(() => 100);
+    const layout = `minmax(${NAME}px, 2.6fr) minmax(${CLASS}px, 1fr) ${widths.map((width) => `${width}px `).join("")}${FATE}px`;
     document.documentElement.style.setProperty("--layout", layout);
     // Every row is a grid of its own: all have the same width, whatever stands in them.
-    document.documentElement.style.setProperty("--least", `${NAME + CLASS + widths.reduce((sum, width) => sum + width, 0) + 150}px`);
+    document.documentElement.style.setProperty("--least", `${NAME + CLASS + widths.reduce((sum, width) => sum + width, 0) + FATE}px`);
     head.replaceChildren(...cells.map((cell) => {
       const sorted = state.sort?.title === cell.title;
       const arrow = sorted ? (state.descending ? " ↓" : " ↑") : "";
@@ -154,7 +155,7 @@
     const label = item.kind === "node"
       ? [htp.make("span", { className: "chip" }, ...marked(item.op)), htp.make("span", { className: "label path" }, ...marked(item.name))]
       : [htp.make("span", { className: "label path" }, ...marked(state.flat ? item.path || "(root)" : item.label))];
-    const name = htp.make("div", { className: "name", role: "gridcell" },
+    const name = htp.make("div", { className: "name", role: "gridcell", title: item.kind === "fold" ? item.label : item.path || item.name || "" },
       htp.make("span", { className: "guide", style: { width: `${depth * 16}px` } }),
       htp.make("span", { className: `arrow${open ? " open" : ""}`, textContent: folds ? "▶" : "" }),
       ...label, item.kind === "fold" && item.sets.length > 1 ? times(item) : null);
