@@ -17,7 +17,7 @@ const REASONS = {
 
 // A line on what a file knows about its tags: how many nodes by each word.
 function tagsLine(make, title, { tags, reasons, untagged }) {
-  const how = { htp: "owners known from", torch: "owners from torch's own scopes, which are not exact", none: "no module tags" }[tags];
+  const how = { htp: "owners known from", torch: "owners from torch's own scopes", none: "no module tags" }[tags];
   const parts = Object.entries(reasons).map(([word, count]) => [word, count, ...(REASONS[word] ?? ["", "#7b8794"])]);
   if (untagged && tags !== "none") parts.push(["no module", untagged, "nodes that belong to no module", "#c02637"]);
   const whole = parts.reduce((sum, [, count]) => sum + count, 0) || 1;
