@@ -20,6 +20,61 @@ from htp_export.parameters import Held, parameters_from_json
 from htp_export.regions import GraphIndex, Region, all_nodes
 from htp_export.shapes import shapes_by_symbols
 from htp_export.signatures import Signature, signatures_from_json
+from htp_export.tables import html_table, html_tree
+from htp_export.tag_facts import TagFacts
+from htp_export.torch_scopes import scopes_of
+
+__all__ = ["ModelSource", "Region", "TagSource", "TaggedModel", "all_nodes", "load", "model_of"]
+
+_log = logging.getLogger(__name__)
+
+TagSource: TypeAlias = Literal["htp", "torch", "none"]
+
+
+class _HasModel(Protocol):
+    """What ``torch.onnx.ONNXProgram`` and the results of this package have in common."""
+
+    @property
+    def model(self) -> ir.Model: ...
+
+
+class TaggedModel:
+    """An ONNX model and its module tree; indexed by module path.
+
+    What it knows of the graph is found once, when first asked for. After changing the graph, ``load(tagged.model)``.
+
+    Args:
+        model: The model.
+        hierarchy: Its modules, every owner of a node among them.
+        source: Where the owners come from: ``"htp"``, the exact tags of this package; ``"torch"``, torch's own scopes;
+            ``"none"`` of them.
+
+    Attributes:
+        model: The model.
+        hierarchy: Its modules.
+        source: Where the owners come from.
+
+    Example:
+        >>> import onnx_ir as ir
+        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "act", "htp.reason": "scope"})
+        >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20})
+        >>> tagged = load(ir.Model(graph, ir_version=10))
+        >>> tagged.paths, [node.op_type for node in tagged["act"].nodes], tagged.reasons
+        (['', 'act'], ['Relu'], Counter({'scope': 1}))
+    """
+
+    def __init__(self, model: ir.Model, hierarchy: Hierarchy, source: TagSource = "htp") -> None:
+        self.model = model
+        self.hierarchy = hierarchy
+        self.source: TagSource = source
+
+    def __repr__(self) -> str:
+        name = self.hierarchy.root.simple_class or self.model.graph.name or "unnamed"
+        return f"<TaggedModel {name}: {len(self)} modules, tags: {self.source}>"
+
+    def _repr_html_(self) -> str:
+        """The module tree, for notebooks; ``htp_export.view`` draws it with everything that is known."""
+        if self.source == "none":
             return html_table(["nodes"], [[str(len(self.nodes))]], [str(self.tag_facts)])
         return html_tree(self._lines(), [str(self.tag_facts)])
 
