@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import htp_export
+from htp_export.analyze.equal_modules import call_signature
 from htp_export.analyze.inventory import take_inventory
 from htp_export.analyze.measures import Measure, measures_of, spread
 from htp_export.analyze.tree import tree_rows
@@ -277,6 +278,42 @@ def test_a_model_that_exports_in_parts_shows_them_and_what_failed(capsys):
     nodes = {module["path"]: module["nodes"] for module in data["modules"]}
     assert (nodes["good.0"], nodes["good"], nodes["bad.inner"], nodes[""]) == (1, 2, 1, 3)
     assert not any(module._forward_pre_hooks for module in net.modules())
+
+
+class Numbered(torch.nn.Linear):
+    def __init__(self, number: int) -> None:
+        super().__init__(4, 4)
+        self.number = number
+
+
+def test_modules_are_alike_if_all_that_an_export_depends_on_is():
+    x = torch.ones(2, 4)
+
+    def signature(module: torch.nn.Module, *args: object) -> object:
+        return call_signature(module, args or (x,), {})
+
+    shared = torch.nn.Linear(4, 4)
+    assert signature(torch.nn.Linear(4, 4)) == signature(torch.nn.Linear(4, 4), x + 1)
+    for one, other in [
+        (torch.nn.Linear(4, 4), torch.nn.Linear(4, 5)),
+        (torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False)),
+        (torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).eval()),
+        (torch.nn.LayerNorm(4), torch.nn.LayerNorm(4, eps=1e-3)),
+        (Numbered(0), Numbered(1)),
+        (torch.nn.Sequential(shared, shared), torch.nn.Sequential(shared, torch.nn.Linear(4, 4))),
+    ]:
+        assert signature(one) != signature(other)
+    assert signature(shared, x) != signature(shared, x.double())
+    assert signature(shared, x, 1) != signature(shared, x, True)
+
+
+def test_parts_that_are_alike_stand_each_at_their_own_place():
+    shown = htp_export.view(torch.nn.Sequential(Half(), Half()).eval(), torch.ones(2, 4), graph=False)
+    assert {path for path, why in shown.failures.items() if not why.startswith("because")} == {"0.bad", "1.bad"}
+    data = json.loads(re.search(r'id="data">(.*?)</script>', shown.html, re.DOTALL)[1])
+    nodes = [(node["owners"], node["op"], node["name"].split("/")[0]) for node in data["nodes"]]
+    part = [("good.0", "Gemm", "good"), ("good.1", "Relu", "good"), ("bad.inner", "Gemm", "bad.inner")]
+    assert nodes == [([f"{k}.{path}"], op, f"{k}.{name}") for k in (0, 1) for path, op, name in part]
 
 
 def test_a_view_shows_itself_in_a_notebook():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from htp_export import tags
+from htp_export.analyze.equal_modules import call_signature
 from htp_export.analyze.inventory import Inventory, ModuleEntry, take_inventory
 from htp_export.analyze.node_facts import NodeEntry
 from htp_export.capture.patches import TRANSLATIONS
@@ -36,7 +37,8 @@ def inventory_of_module(
     """A PyTorch model, exported to memory, ready to be drawn.
 
     Where the model does not export, its modules are exported one by one, with what they are given in one run of it:
-    those that do not export in turn by their own modules. Each module that fails says why.
+    those that do not export in turn by their own modules. Each module that fails says why. Modules that are alike, and
+    are given alike tensors, are exported once.
 
     Args:
         model: The model; it is left as it was.
@@ -95,6 +97,7 @@ class _Parts:
         self._counts: dict[str, int] = {}
         self._failures: dict[str, str] = {}
         self._done: list[_Part] = []
+        self._tried: dict[Hashable, Inventory | str] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Run the model once and note what each module was given; why it failed, if it did."""
@@ -130,13 +133,22 @@ class _Parts:
         """Export the modules below one that failed; those that fail too, by their own."""
         self._failures[path] = failure
         for child in self._children(path):
-            args, kwargs = self._calls[child]
-            try:
-                part = _exported(self._model.get_submodule(child), args, kwargs, self._options)
-            except Exception as error:
-                self.take(child, _text(error))
+            found = self._part(child)
+            if isinstance(found, str):
+                self.take(child, found)
             else:
-                self._done.append(_Part(child, part))
+                self._done.append(_Part(child, found))
+
+    def _part(self, path: str) -> Inventory | str:
+        """A module exported alone, or why that failed; of modules that are alike, the first is exported."""
+        module, (args, kwargs) = self._model.get_submodule(path), self._calls[path]
+        alike = call_signature(module, args, kwargs)
+        if alike not in self._tried:
+            try:
+                self._tried[alike] = _exported(module, args, kwargs, self._options)
+            except Exception as error:
+                self._tried[alike] = _text(error)
+        return self._tried[alike]
 
     def _children(self, path: str) -> Iterator[str]:
         """The modules below that ran; containers are looked into."""

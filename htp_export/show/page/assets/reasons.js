@@ -12,6 +12,7 @@ const REASONS = {
   node: ["carried over: its name is that of a node before", "#e0935a"],
   initializer: ["carried over: the weights that it reads", "#b7791f"],
   region: ["carried over: the tensors around it", "#8a6d3b"],
+  values: ["carried over: it makes the values of a tensor that was there before", "#a0522d"],
   inserted: ["a tool put it there, and it serves these modules", "#5f9ea0"],
 };
 
