@@ -38,9 +38,6 @@ class _HasModel(Protocol):
     def model(self) -> ir.Model: ...
 
 
-_UNTAGGED = "This model has no module tags: export it with htp_export.export(...) in place of torch.onnx.export(...)."
-
-
 class TaggedModel:
     """An ONNX model and its module tree; indexed by module path.
 
