@@ -1112,3 +1112,32 @@ net(
     lambda: {"x": x(2, 4)},
     truth=Truth({"zeros.linear": "dead"}),
 )
+
+
+class SplitsItsResult(nn.Module):
+    """Of two parts that one operator makes, one is returned as it is: nothing but the tuple around both reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, rest = torch.split(self.linear(x), [1, 2], 1)
+        return rest.permute(0, 2, 1).reshape(2, 8), first
+
+
+class ReturnsParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = SplitsItsResult()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.parts(x)
+
+
+net(
+    "returned_parts",
+    ReturnsParts,
+    lambda: {"x": x(2, 3, 4)},
+    truth=Truth(computed("parts", "parts.linear")),
+)

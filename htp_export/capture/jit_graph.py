@@ -44,7 +44,7 @@ class Reading:
         made: Numbers of everything that nodes of the outermost block make, in order.
         inputs: Numbers of the inputs that the user gives.
         parameters: Numbers of the other inputs.
-        outputs: Numbers of what it returns.
+        outputs: Numbers of what it returns, with tuples taken apart.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -104,8 +104,15 @@ def read(graph: Any, user_inputs: int) -> Reading:
     reading = Reading()
     given = [value.unique() for value in graph.inputs()]
     reading.inputs, reading.parameters = given[:user_inputs], given[user_inputs:]
-    reading.outputs = [value.unique() for value in graph.outputs()]
     _read(graph, reading, top=True)
+    tuples = {step.outputs[0]: step.inputs for step in reading.steps if step.kind == "prim::TupleConstruct"}
+    waiting = [value.unique() for value in graph.outputs()][::-1]
+    while waiting:
+        number = waiting.pop()
+        if number in tuples:
+            waiting.extend(reversed(tuples[number]))
+        else:
+            reading.outputs.append(number)
     return reading
 
 
