@@ -260,6 +260,22 @@ def test_a_node_that_gives_a_tensor_its_old_form_back_belongs_to_who_made_it_and
     assert owners(htp_export.carry(before, after).model) == {"m_half": ["fc"], "m": ["fc"], "y": ["act"]}
 
 
+def test_a_reshape_that_gives_a_tensor_its_old_form_back_under_another_name_belongs_to_who_made_it():
+    before = chain(("MatMul", "fc", "m"), ("Relu", "act", "y"))
+    x, shapes = (
+        value("x"),
+        [ir.Value(name=f"s{k}", const_value=ir.tensor(size)) for k, size in ((0, [1, 2, 4]), (1, [2, 4]))],
+    )
+    flat = ir.node("Reshape", [x, shapes[0]], outputs=[ir.val("flat")])
+    product = ir.node("MatMul", [flat.outputs[0], weight("fc.MatMul.weight")], outputs=[ir.val("flat_product")])
+    back = ir.node("Reshape", [product.outputs[0], shapes[1]], outputs=[value("t")])
+    relu = ir.node("Relu", back.outputs, outputs=[value("y")])
+    after = model([x], [flat, product, back, relu], [product.inputs[1], *shapes], [])
+    assert owners(htp_export.carry(before, after).model) == {
+        "flat": ["fc"], "flat_product": ["fc"], "t": ["fc"], "y": ["act"]
+    }  # fmt: skip
+
+
 # --- by values ---------------------------------------------------
 
 

@@ -196,7 +196,8 @@ class Alignment:
                 old = self.before.nodes[reader]
                 read = {self.numbers.number[v] for v in old.inputs if v != NOTHING and not self.before.live[v]}
                 if base_op(node.op).endswith(base_op(old.op)) and read <= numbers and not old.scope:
-                    self._mean(value, self.numbers.number[old.outputs[0]], not _blocked(node.op), "initializer")
+                    exact = not _blocked(node.op) and self._alike(value, old.outputs[0])
+                    self._mean(value, self.numbers.number[old.outputs[0]], exact, "initializer")
                     return
 
     def _resembles(self, op: str, maker: int) -> bool:

@@ -168,9 +168,17 @@ class _Division:
             if origin == NOTHING or self.before.maker[origin] == NOTHING:
                 continue
             named = self.before.values[origin].name == self.after.values[value].name
-            if named or (known.exact[value] and known.meaning[value] not in self._behind[index]):
+            if named or self._gives_back(index, node, value):
                 ends[self.before.maker[origin]] = None
         return Work((), "inserted", ends=tuple(sorted(ends)))
+
+    def _gives_back(self, index: int, node: SketchNode, value: int) -> bool:
+        """Whether a node makes a very tensor of before out of what was not that tensor, but at most its numbers."""
+        known = self.known
+        same = [v for v in node.reads if v != NOTHING and known.meaning[v] == known.meaning[value]]
+        if not known.exact[value] or any(known.exact[v] for v in same):
+            return False
+        return bool(same) or known.meaning[value] not in self._behind[index]
 
     def _pointed_at(self, index: int, node: SketchNode, part: tuple[int, ...]) -> Work:
         """The part of several nodes' common work that a node's name, weights or operator points to."""
