@@ -184,7 +184,7 @@ TUNED: dict[str, Model] = {
         smaller=True,
     ),
     "xlstm": Model("recurrent", {"num_heads": 2, "chunk_size": 8}, smaller=True),
-    "kimi_linear": Model("recurrent"),
+    "kimi_linear": Model("mixture"),
     "glm4_moe": Model("mixture"),
     "phimoe": Model("mixture"),
     "switch_transformers": Model(
