@@ -74,6 +74,8 @@ class Fates:
             return Fate("dead")
         if lost:
             return Fate("fused", self._whole([path, *lost]))
+        if path in self.regions.by_path and not boundary.outputs and self._only_constants(path):
+            return Fate("constant")
         if path in self.regions.by_path:
             known = self._known([path])
             self.contamination.extend(
@@ -81,6 +83,10 @@ class Fates:
             )
             return Fate("computed")
         return Fate("identity" if boundary.outputs else "constant")
+
+    def _only_constants(self, path: str) -> bool:
+        """Whether nothing is left of a module but constants."""
+        return not any(self.record.nodes[index].inputs for index in self.regions.by_path[path])
 
     def _beyond(self, boundary: Boundary, keys: list[Key]) -> dict[str, None]:
         """Owners of the operations on the other side of tensors at a module's border, in order of execution."""

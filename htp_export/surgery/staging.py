@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeAlias
 
 from htp_export.cutting import Cutter
 from htp_export.errors import InputError, UnknownModuleError
-from htp_export.nested.flatten import read_flat
 from htp_export.surgery.balancing import balanced_cuts
 from htp_export.surgery.chain import Border, Chain
 from htp_export.surgery.constants import Constants
@@ -20,7 +19,7 @@ from htp_export.surgery.stage_folder import check_folder, write_folder
 from htp_export.surgery.stage_models import stage_model
 from htp_export.surgery.stages import Stage, Tensor
 from htp_export.surgery.weighing import Balance, weigh
-from htp_export.tagged import ModelSource, TaggedModel
+from htp_export.tagged import ModelSource, TaggedModel, load
 
 __all__ = ["partition"]
 
@@ -86,7 +85,7 @@ def partition(
         raise InputError(f"serve={serve!r} writes files; name an output folder")
     if output is not None:
         check_folder(Path(output))
-    tagged = read_flat(model, others=False)
+    tagged = load(model)
     tagged.select("**")  # there are tags
     cutter = Cutter(tagged)
     constants = Constants(tagged, cutter)
