@@ -74,7 +74,7 @@ class Fates:
             return Fate("dead")
         if lost:
             return Fate("fused", self._whole([path, *lost]))
-        if path in self.regions.by_path and not boundary.outputs and self._only_constants(path):
+        if path in self.regions.by_path and not boundary.outputs and self._returns_what_is_gone(path):
             return Fate("constant")
         if path in self.regions.by_path:
             known = self._known([path])
@@ -84,9 +84,12 @@ class Fates:
             return Fate("computed")
         return Fate("identity" if boundary.outputs else "constant")
 
-    def _only_constants(self, path: str) -> bool:
-        """Whether nothing is left of a module but constants."""
-        return not any(self.record.nodes[index].inputs for index in self.regions.by_path[path])
+    def _returns_what_is_gone(self, path: str) -> bool:
+        """Whether a module returned tensors, and the file has none of them."""
+        log, final = self.record.log, self.record.final
+        passed = (self.record.passed.get(index) for index, call in enumerate(log.calls) if call.path == path)
+        returned = [key for passing in passed if passing is not None for key in passing.returned]
+        return bool(returned) and not any(key in final for key in returned)
 
     def _beyond(self, boundary: Boundary, keys: list[Key]) -> dict[str, None]:
         """Owners of the operations on the other side of tensors at a module's border, in order of execution."""
