@@ -1141,3 +1141,15 @@ net(
     lambda: {"x": x(2, 3, 4)},
     truth=Truth(computed("parts", "parts.linear")),
 )
+
+
+def conv_bn(features: int, kernel: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, features, kernel, bias=False), nn.BatchNorm2d(features))
+
+
+net(
+    "conv_bn_conv_bn",
+    lambda: nn.Sequential(conv_bn(3, 3), conv_bn(4, 1)),
+    image,
+    truth=Truth(computed("0", "1"), {"Conv": [("0.0", "0.1"), ("1.0", "1.1")]}),
+)

@@ -6,7 +6,7 @@ of a traced graph, are only listed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -161,18 +161,20 @@ def follow(before: Reading, after: Reading) -> dict[int, int]:
     Tensors whose values no tensor holds any more are absent. What is still there has the same number.
 
     A node that is in both graphs and reads another tensor in a place shows what that place's tensor became. From
-    there backwards: where one operation stands in for another of its kind, so do the tensors that they read. Where a
+    there backwards: where one operation stands in for another of its kind, so do the tensors that they read; and where
+    it stands in for one of another kind after one of its own, both are gone, and it does the work of both. Where a
     node made ``a``, the next computed ``b`` from it, and now a changed node makes ``a`` and everything that read
     ``b`` reads it, then the changed node does the work of both, and the tensor called ``a`` holds the value of ``b``.
     """
     made_before = {number: step for step in before.steps for number in step.outputs}
     made_after = {number: step for step in after.steps for number in step.outputs}
+    given = {*after.parameters, *after.constants}
     became: dict[int, int] = {}
     queue = [(a, b) for a, b in zip(before.outputs, after.outputs, strict=False) if a != b]
     for step in after.steps:
         old = made_before.get(step.outputs[0]) if step.outputs else None
         if old is not None and old.inputs != step.inputs:
-            queue.extend(_replaced(old, step))
+            queue.extend(_replaced(old, step, given))
     while queue:
         old_number, new_number = queue.pop()
         if old_number in made_after or old_number in became or old_number not in made_before:
@@ -180,7 +182,10 @@ def follow(before: Reading, after: Reading) -> dict[int, int]:
         became[old_number] = new_number
         stands_in = made_before.get(new_number) or made_after.get(new_number)
         if stands_in is not None:
-            queue.extend(_replaced(made_before[old_number], stands_in))
+            old = made_before[old_number]
+            absorbed = [made_before[read] for read in old.inputs if read in made_before and read not in made_after]
+            same = [step for step in (old, *absorbed) if step.kind == stands_in.kind][:1]
+            queue.extend(pair for step in same for pair in _replaced(step, stands_in, given))
     there = {*made_after, *after.inputs, *after.constants}
     moved = {number: number for number in (*made_before, *before.inputs) if number in there}
     moved.update((number, _last(number, became, made_after)) for number in became)
@@ -193,10 +198,12 @@ def follow(before: Reading, after: Reading) -> dict[int, int]:
     return {old: new for old, new in moved.items() if new in there}
 
 
-def _replaced(old: Step, new: Step) -> Iterable[tuple[int, int]]:
-    if old.kind != new.kind or len(old.inputs) != len(new.inputs):
+def _replaced(old: Step, new: Step, given: Collection[int]) -> Iterable[tuple[int, int]]:
+    """What one operation reads in place of what another read; a weight at the end may be new, as a bias is."""
+    size = len(old.inputs)
+    if old.kind != new.kind or len(new.inputs) < size or any(extra not in given for extra in new.inputs[size:]):
         return ()
-    return ((a, b) for a, b in zip(old.inputs, new.inputs, strict=True) if a != b)
+    return ((a, b) for a, b in zip(old.inputs, new.inputs, strict=False) if a != b)
 
 
 def _last(number: int, became: dict[int, int], stop: dict[int, Step]) -> int:
