@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from htp_export.cli.file_options import SelectOption
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps, print_json, show, split_names
 from htp_export.show.costs import COST_COLUMNS, FUSED, cost_csv, nodes_csv, render_cost
@@ -21,10 +22,7 @@ def cost_command(
         Path | None, typer.Option(help='Example values in an .npz file, or shapes as JSON: {"input_ids": [2, 16]}.')
     ] = None,
     depth: Annotated[int | None, typer.Option(min=0, help="Levels below the root.", show_default=False)] = None,
-    select: Annotated[
-        list[str] | None,
-        typer.Option(help="Only these modules: encoder.layer.*, class:Linear, re:..., !excluded. May be repeated."),
-    ] = None,
+    select: SelectOption = None,
     sort: Annotated[str | None, typer.Option(help="A column: a list, the largest first.", show_default=False)] = None,
     columns: Annotated[list[str] | None, typer.Option(help=f"By comma, of {', '.join(COST_COLUMNS)}.")] = None,
     fused: Annotated[bool, typer.Option("--fused", help="What fusing each module would save: an estimate.")] = False,

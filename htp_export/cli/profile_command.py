@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from htp_export.cli.sizes import parse_dims, read_npz
+from htp_export.cli.file_options import FeedDimsOption, FeedOption
+from htp_export.cli.sizes import check_dims, parse_dims, read_npz
 from htp_export.cli.sources import read_shapes
 from htp_export.cli.terminal import Steps, print_json, show
-from htp_export.errors import InputError
 
 __all__ = ["profile_command"]
 
@@ -31,12 +31,8 @@ class _Level(enum.StrEnum):
 
 def profile_command(
     file: Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)],
-    inputs: Annotated[
-        Path | None, typer.Option(help='Values in an .npz file, or shapes in a JSON file: {"input_ids": [2, 16]}.')
-    ] = None,
-    dims: Annotated[
-        list[str] | None, typer.Option(help="Open sizes of random inputs, by comma: batch=1,sequence=16.")
-    ] = None,
+    inputs: FeedOption = None,
+    dims: FeedDimsOption = None,
     runs: Annotated[int, typer.Option(min=1, help="Measured runs, each with the profiler and without.")] = 20,
     warmup: Annotated[int, typer.Option(min=0, help="Runs before those.")] = 3,
     provider: Annotated[
@@ -55,8 +51,7 @@ def profile_command(
     values = read_npz(inputs) if inputs is not None and inputs.suffix == ".npz" else None
     shapes = read_shapes(inputs) if inputs is not None and values is None else None
     sizes = parse_dims(dims or [])
-    if values is not None and sizes:
-        raise InputError("--dims is for random inputs; the values of --inputs have their sizes")
+    check_dims(sizes, values=values is not None)
     with Steps(quiet=as_json).step(f"profiling {file}"):
         report = profile(
             file,

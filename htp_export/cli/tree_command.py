@@ -11,6 +11,7 @@ import typer
 from htp_export.analyze.costing import cost
 from htp_export.analyze.costs import Cost
 from htp_export.analyze.tree import tree_rows
+from htp_export.cli.file_options import SelectOption
 from htp_export.cli.measurements import read_measured
 from htp_export.cli.sizes import Sizes, read_sizes
 from htp_export.cli.terminal import print_json, show, split_names
@@ -25,10 +26,7 @@ __all__ = ["tree_command"]
 def tree_command(
     file: Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)],
     depth: Annotated[int | None, typer.Option(min=0, help="Levels below the root.", show_default=False)] = None,
-    select: Annotated[
-        list[str] | None,
-        typer.Option(help="Only these modules: encoder.layer.*, class:Linear, re:..., !excluded. May be repeated."),
-    ] = None,
+    select: SelectOption = None,
     sort: Annotated[str | None, typer.Option(help="A column: a list, the largest first.", show_default=False)] = None,
     columns: Annotated[list[str] | None, typer.Option(help=f"By comma, of {', '.join(COLUMNS)}.")] = None,
     dims: Annotated[list[str] | None, typer.Option(help="Open sizes, for FLOPs: batch=1,sequence=16.")] = None,

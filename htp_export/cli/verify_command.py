@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from htp_export.cli.file_options import FeedDimsOption, FeedOption, SelectOption
 from htp_export.cli.model_options import (
     AttentionOption,
     DtypeOption,
@@ -22,7 +23,7 @@ from htp_export.cli.model_options import (
     TaskOption,
     TrustOption,
 )
-from htp_export.cli.sizes import read_sizes
+from htp_export.cli.sizes import check_dims, read_sizes
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
 from htp_export.show.comparison import render
@@ -30,10 +31,6 @@ from htp_export.tagged import TaggedModel, load
 
 __all__ = ["compare_command", "verify_command"]
 
-_SelectOption = Annotated[
-    list[str] | None,
-    typer.Option(help="Only these modules: encoder.layer.*, class:Linear, re:..., !excluded. May be repeated."),
-]
 _ToleranceOption = Annotated[
     list[str] | None,
     typer.Option(metavar="SELECTOR=ABS,REL", help="Absolute and relative, for these modules. May be repeated."),
@@ -58,7 +55,7 @@ def verify_command(
     isolated: Annotated[
         bool, typer.Option("--isolated", help="Run each module alone, on what PyTorch gives it.")
     ] = False,
-    select: _SelectOption = None,
+    select: SelectOption = None,
     tolerance: _ToleranceOption = None,
     everything: _AllOption = False,
     as_json: _JsonOption = False,
@@ -91,14 +88,10 @@ def verify_command(
 def compare_command(
     file: Annotated[Path, typer.Argument(help="The ONNX file that is right.", show_default=False)],
     other: Annotated[Path, typer.Argument(help="The one that is compared with it.", show_default=False)],
-    inputs: Annotated[
-        Path | None, typer.Option(help='Values in an .npz file, or shapes in a JSON file: {"input_ids": [2, 16]}.')
-    ] = None,
-    dims: Annotated[
-        list[str] | None, typer.Option(help="Open sizes of random inputs, by comma: batch=1,sequence=16.")
-    ] = None,
+    inputs: FeedOption = None,
+    dims: FeedDimsOption = None,
     seed: Annotated[int, typer.Option(help="Of random inputs.")] = 0,
-    select: _SelectOption = None,
+    select: SelectOption = None,
     tolerance: _ToleranceOption = None,
     everything: _AllOption = False,
     as_json: _JsonOption = False,
@@ -107,8 +100,7 @@ def compare_command(
     from htp_export.run.file_comparing import compare
 
     sizes, tolerances = read_sizes(inputs, dims), parse_tolerances(tolerance or ())
-    if sizes.inputs and sizes.dims:
-        raise InputError("--dims is for random inputs; the values of --inputs have their sizes")
+    check_dims(sizes.dims, values=bool(sizes.inputs))
     with Steps(quiet=as_json).step("comparing"):
         result = compare(
             file,

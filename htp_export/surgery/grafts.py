@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
@@ -69,15 +69,15 @@ class Graft:
         nodes = {node.name for node in self._host.graph.all_nodes()}
         prefix = self._path.replace(".", "/") or "spliced"
         for graph in self._model.graphs():
-            own = {value.name for value in _values(graph)}
+            used = taken | {value.name for value in _values(graph)}
             ends = {*graph.inputs, *graph.outputs} if graph is self._model.graph else set()
             for value in list(_values(graph)):
-                if (
-                    value.name in taken and value not in ends and self._original.get(value) not in self._weights
-                ):  # ends get the names of what they replace
+                stays = value in ends or self._original.get(value) in self._weights  # another's name or place is its
+                if value.name in taken and not stays:
                     old = str(value.name)
-                    self._names[old] = _free(f"{prefix}/{old}", taken | own)
+                    self._names[old] = _free(f"{prefix}/{old}", used)
                     rename(value, self._names[old])
+                    used.add(value.name)
                 taken.add(value.name)
         for node in self._model.graph.all_nodes():
             if node.name in nodes:
@@ -147,7 +147,7 @@ class Graft:
         host.extend(nodes)
         for stand_in, new in zip(stand_ins, results, strict=True):
             if stand_in is None:
-                new.name = _free(f"{self._path.replace('.', '/')}/{new.name}", (value.name for value in _values(host)))
+                new.name = _free(f"{self._path.replace('.', '/')}/{new.name}", {value.name for value in _values(host)})
                 continue
             self._names[str(new.name)] = str(stand_in.name)
             new.name, new.type, new.shape = stand_in.name, new.type or stand_in.type, new.shape or stand_in.shape
@@ -220,7 +220,6 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
     return itertools.chain(graph.inputs, graph.initializers.values(), (v for node in graph for v in node.outputs))
 
 
-def _free(name: str, taken: Iterable[str | None]) -> str:
-    taken = set(taken)
+def _free(name: str, taken: Collection[str | None]) -> str:
     names = itertools.chain((name,), (f"{name}_{count}" for count in itertools.count(1)))
     return next(each for each in names if each not in taken)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from htp_export.analyze.facts import GraphFacts, constant_tensor
 from htp_export.analyze.finding import Match
-from htp_export.analyze.patterns.groups import Groups
+from htp_export.analyze.patterns.groups import connected
 
 __all__ = ["dead", "duplicates", "unfolded", "unused"]
 
@@ -25,16 +25,9 @@ _SAMPLE = 1024  # elements
 def unfolded(facts: GraphFacts) -> Iterator[Match]:
     """Nodes that compute the same in every run, those that read each other together."""
     constant = facts.tagged.index.constant
-    groups: Groups[ir.Node] = Groups()
-    for node in facts.nodes:
-        if node.op_type in ("Constant", "Identity") or not node.outputs or node.outputs[0] not in constant:
-            continue
-        groups.add(node)
-        for value in node.inputs:
-            maker = None if value is None else value.producer()
-            if maker is not None and maker in groups:
-                groups.join(maker, node)
-    for nodes in groups:
+    trivial = ("Constant", "Identity")
+    fixed = (n for n in facts.nodes if n.op_type not in trivial and n.outputs and n.outputs[0] in constant)
+    for nodes in connected(fixed):
         ops = ", ".join(dict.fromkeys(node.op_type for node in nodes))
         yield Match("unfolded_constants", nodes, ops, _unfoldable(facts, nodes))
 
@@ -150,14 +143,5 @@ def dead(facts: GraphFacts) -> Iterator[Match]:
             if maker is not None and maker not in needed:
                 needed.add(maker)
                 pending.append(maker)
-    groups: Groups[ir.Node] = Groups()
-    for node in graph:
-        if node in needed:
-            continue
-        groups.add(node)
-        for value in node.inputs:
-            maker = None if value is None else value.producer()
-            if maker is not None and maker in groups:
-                groups.join(maker, node)
-    for nodes in groups:
+    for nodes in connected(node for node in graph if node not in needed):
         yield Match("dead_nodes", nodes, ", ".join(dict.fromkeys(node.op_type for node in nodes)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["Groups"]
+import onnx_ir as ir
+
+__all__ = ["Groups", "connected"]
 
 _Item = TypeVar("_Item", bound=Hashable)
 
@@ -47,3 +49,28 @@ class Groups(Generic[_Item]):
             self._parent[item] = self._parent[self._parent[item]]  # halve the way for the next who asks
             item = self._parent[item]
         return item
+
+
+def connected(
+    nodes: Iterable[ir.Node], belong: Callable[[ir.Node, ir.Node], bool] = lambda maker, node: True
+) -> Groups[ir.Node]:
+    """Nodes in sets of those that read each other.
+
+    Args:
+        nodes: The nodes, those that make a value before those that read it.
+        belong: Whether two of them, of which the second reads the first, are of one set.
+
+    Example:
+        >>> first = ir.node("Neg", [ir.val("x")])
+        >>> second, other = ir.node("Abs", first.outputs), ir.node("Exp", [ir.val("y")])
+        >>> [[node.op_type for node in nodes] for nodes in connected([first, other, second])]
+        [['Neg', 'Abs'], ['Exp']]
+    """
+    groups: Groups[ir.Node] = Groups()
+    for node in nodes:
+        groups.add(node)
+        for value in node.inputs:
+            maker = None if value is None else value.producer()
+            if maker is not None and maker in groups and belong(maker, node):
+                groups.join(maker, node)
+    return groups

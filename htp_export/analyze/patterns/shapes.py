@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from htp_export.analyze.facts import GraphFacts, is_standard
 from htp_export.analyze.finding import Match
-from htp_export.analyze.patterns.groups import Groups
+from htp_export.analyze.patterns.groups import connected
 
 __all__ = ["shape_chains"]
 
@@ -24,16 +24,8 @@ _ON_SIZES = frozenset((
 def shape_chains(facts: GraphFacts) -> Iterator[Match]:
     """Nodes that compute sizes from ``Shape``: of one module, those that read each other together."""
     chain, owners = _nodes_on_sizes(facts), facts.tagged.index.owners
-    groups: Groups[ir.Node] = Groups()
-    for node in facts.nodes:
-        if node not in chain:
-            continue
-        groups.add(node)
-        for value in node.inputs:
-            maker = None if value is None else value.producer()
-            if maker is not None and maker in groups and owners[maker] == owners[node]:
-                groups.join(maker, node)
-    for nodes in groups:
+    on_sizes = (node for node in facts.nodes if node in chain)
+    for nodes in connected(on_sizes, lambda maker, node: owners[maker] == owners[node]):
         fed = Counter(
             use.node.op_type
             for node in nodes
