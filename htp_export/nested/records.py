@@ -198,12 +198,9 @@ def restore(node: ir.Node, entry: Record, metadata: Mapping[str, str]) -> None:
 
 def node_tags(owners: Sequence[str], reason: str, call: str | None, hierarchy: Hierarchy) -> dict[str, str]:
     """The tags of a node with these owners, one or more."""
-    module = owners[0] if len(owners) == 1 else tags.common_ancestor(owners)
-    found = {tags.MODULE: module, tags.NAMESPACE: tags.namespace(module, hierarchy.called)}
-    if reason:
-        found[tags.REASON] = reason
-    if len(owners) > 1:
-        found[tags.OWNERS] = json.dumps(owners, separators=(",", ":"), ensure_ascii=False)
+    found = tags.node_tags(owners, reason, hierarchy.called)
+    if not reason:
+        del found[tags.REASON]
     if call is not None:
         found[tags.CALL] = call
     return found
