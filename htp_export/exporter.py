@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
@@ -17,6 +16,7 @@ from htp_export.capture import patches, torch_internals
 from htp_export.capture.dynamo import DynamoCapture
 from htp_export.capture.modules import ModuleNames, training_modes_kept
 from htp_export.capture.torchscript import TorchScriptCapture
+from htp_export.garbage import no_collection
 from htp_export.hierarchy import Hierarchy, ModuleInfo
 from htp_export.owners.write import make_tags
 from htp_export.wire import SerializedModel
@@ -200,7 +200,7 @@ class _Exporter:
             _set(patches.script_capture, capture),
             torch_internals.attention_fast_path_off(),
             training_modes_kept(model),
-            _no_collection(),
+            no_collection(),
             _named_failure(capture),
         ):
             return export()
@@ -218,22 +218,6 @@ def _tagged_file(
     file.graph_name = made.graph_name or file.graph_name
     file.ir_version = max(file.ir_version, IR_VERSION)
     return file.chunks()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Hold back Python's cyclic garbage collector: what capture keeps for a moment would set off whole collections.
-
-    One of them walks every object of the process, a quarter of a second with transformers loaded; a trace makes no
-    cycles that are worth it.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

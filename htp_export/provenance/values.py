@@ -15,14 +15,13 @@ import onnx_ir as ir
 
 from htp_export.provenance.shapes import Shape
 from htp_export.provenance.sketch import Sketch, base_op
-from htp_export.run.arrays import Array, ArrayStore, Held
+from htp_export.run.arrays import PORTION_BYTES, Array, ArrayStore, Held
 from htp_export.run.comparing import TOLERANCES
 from htp_export.run.feeds import feed_again, feed_from, inputs_of
 from htp_export.run.runner import Engine, Runner, portions
 
-__all__ = ["PORTION_BYTES", "equal_values"]
+__all__ = ["equal_values"]
 
-PORTION_BYTES = 1 << 30
 _FEWEST = 4  # different numbers; with fewer, as in masks, tensors are equal by chance
 _LOOKED_AT = 64  # elements, before two tensors are compared in full
 

@@ -18,9 +18,12 @@ import onnx_ir as ir
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Array", "ArrayStore", "Held", "from_ort", "from_torch", "to_ort"]
+__all__ = ["PORTION_BYTES", "Array", "ArrayStore", "Held", "from_ort", "from_torch", "to_ort"]
 
 Array = npt.NDArray[Any]
+
+PORTION_BYTES = 1 << 30
+"""Of the tensors of a model, so much is held in memory at a time, unless somebody says otherwise."""
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 

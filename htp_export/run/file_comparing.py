@@ -10,7 +10,7 @@ from typing import Any
 from htp_export import tags
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.nested.flatten import read_flat
-from htp_export.run.arrays import Array, ArrayStore
+from htp_export.run.arrays import PORTION_BYTES, Array, ArrayStore
 from htp_export.run.checking import check_calls
 from htp_export.run.feeds import Feed, feed_again, feed_from, inputs_of, random_feed
 from htp_export.run.file_calls import calls_in_file
@@ -23,8 +23,6 @@ from htp_export.tagged import ModelSource, TaggedModel
 
 __all__ = ["compare"]
 
-_PORTION_BYTES = 1 << 30
-
 
 def compare(
     a: ModelSource,
@@ -36,7 +34,7 @@ def compare(
     seed: int = 0,
     select: str | Sequence[str] | None = None,
     tolerances: Mapping[str, tuple[float, float]] | None = None,
-    portion_bytes: int = _PORTION_BYTES,
+    portion_bytes: int = PORTION_BYTES,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     session_entries: Mapping[str, str] | None = None,
 ) -> Comparison:

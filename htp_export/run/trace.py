@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import math
 import statistics
@@ -13,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from htp_export.garbage import no_collection
 
 __all__ = ["KernelKey", "Trace", "read_trace"]
 
@@ -99,7 +99,7 @@ def read_trace(path: Path, runs: int) -> Trace:
             the profiler stops after a million events.
     """
     text = path.read_text(encoding="utf-8")
-    with _no_garbage_collection():
+    with no_collection():
         events = json.loads(text)
     windows = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "model_run"][-runs:]
     found = sorted((kernel for event in _nested(events) for kernel in event.kernels()), key=lambda kernel: kernel[1])
@@ -113,18 +113,6 @@ def read_trace(path: Path, runs: int) -> Trace:
             times[key][run] += duration / 1000
             launches[key] += 1
     return Trace(len(windows), dict(times), dict(launches))
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Reading takes a third of the time where the collector does not look again and again through all that was read."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _nested(events: Sequence[Mapping[str, Any]]) -> list[_Event]:

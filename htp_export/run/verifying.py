@@ -12,7 +12,7 @@ import numpy.typing as npt
 from htp_export.capture.calls import arguments_by_name, named_tensors_in
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.nested.flatten import read_flat
-from htp_export.run.arrays import ArrayStore, from_torch
+from htp_export.run.arrays import PORTION_BYTES, ArrayStore, from_torch
 from htp_export.run.checking import check_calls
 from htp_export.run.feeds import feed_from, inputs_of
 from htp_export.run.isolating import check_isolated
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["verify"]
-
-PORTION_BYTES = 1 << 30
 
 
 def verify(
