@@ -176,18 +176,13 @@ class _Exporter:
     """What runs in place of torch's exporters while tags are wanted."""
 
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
-        names = ModuleNames(model)
-        capture = DynamoCapture(names.paths, names.aliases)
+        with no_collection(kept=True):
+            names = ModuleNames(model)
+            capture = DynamoCapture(names.paths, names.aliases)
         with patches.DYNAMO.held(), _set(patches.dynamo_capture, capture), _named_failure(capture):
             program = export()
-        record, nodes = capture.finish(program.model)
-        seen = Hierarchy(ModuleInfo(path, name) for path, name in {"": "", **capture.classes}.items())
-        made = make_tags(record, names.hierarchy or seen, names.parameters)
-        for node, metadata in zip(nodes, made.nodes, strict=True):
-            node.metadata_props.update(metadata)
-        program.model.metadata_props.update(made.model)
-        program.model.graph.name = made.graph_name
-        program.model.ir_version = max(program.model.ir_version, IR_VERSION)
+        with no_collection(kept=True):
+            _tag_program(capture, names, program)
         return program
 
     def torchscript(self, export: Callable[[], Any], model: Any, names_inputs: bool) -> Any:
@@ -204,6 +199,17 @@ class _Exporter:
             _named_failure(capture),
         ):
             return export()
+
+
+def _tag_program(capture: DynamoCapture, names: ModuleNames, program: Any) -> None:
+    record, nodes = capture.finish(program.model)
+    seen = Hierarchy(ModuleInfo(path, name) for path, name in {"": "", **capture.classes}.items())
+    made = make_tags(record, names.hierarchy or seen, names.parameters)
+    for node, metadata in zip(nodes, made.nodes, strict=True):
+        node.metadata_props.update(metadata)
+    program.model.metadata_props.update(made.model)
+    program.model.graph.name = made.graph_name
+    program.model.ir_version = max(program.model.ir_version, IR_VERSION)
 
 
 def _tagged_file(

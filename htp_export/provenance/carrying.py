@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -18,6 +16,7 @@ import onnx_ir as ir
 from htp_export import tags
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.files import write_model
+from htp_export.garbage import no_collection
 from htp_export.hierarchy import Hierarchy
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.fates import FatesAfter
@@ -121,7 +120,7 @@ def carry(
         before, after = None, before
     if after is None:
         raise InputError("no model to carry tags to")
-    with _collector_held():
+    with no_collection(kept=True):
         model = model_of(after)
         if not isinstance(after, str | os.PathLike | onnx.ModelProto):  # those were read into a model of our own
             model = model.clone()
@@ -175,24 +174,6 @@ def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) 
     if output is not None:
         write_model(mapped, output)
     return mapped
-
-
-@contextlib.contextmanager
-def _collector_held() -> Iterator[None]:
-    """No garbage collection inside: all that is made here is kept, and looking through it takes half the time.
-
-    Nor right afterwards: what was made counts as old, and is looked through when all that is old is.
-    """
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            if not gc.get_freeze_count():
-                gc.freeze()
-                gc.unfreeze()  # into the oldest generation
-            gc.enable()
 
 
 @dataclass(frozen=True)
