@@ -17,13 +17,13 @@ from typing import NamedTuple, TypeVar
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-__all__ = ["SerializedModel", "rewrite_raw_data", "total_size"]
+__all__ = ["SerializedModel", "Weight", "rewrite_raw_data", "total_size"]
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 _MODEL_IR_VERSION, _MODEL_GRAPH, _MODEL_METADATA, _MODEL_FUNCTIONS = 1, 7, 14, 25
 _GRAPH_NODE, _GRAPH_NAME, _GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT = 1, 2, 5, 11, 12
-_TENSOR_NAME = 8
+_TENSOR_NAME, _TENSOR_RAW_DATA = 8, 9
 
 _RAW_DATA = "raw_data"
 _INSIDE: Mapping[str, Mapping[int, str]] = {  # the fields of each message that lead to the bytes of tensors
@@ -32,7 +32,7 @@ _INSIDE: Mapping[str, Mapping[int, str]] = {  # the fields of each message that 
     "function": {7: "node"},
     "node": {5: "attribute"},
     "attribute": {5: "tensor", 6: "graph", 11: "graph"},
-    "tensor": {9: _RAW_DATA},
+    "tensor": {_TENSOR_RAW_DATA: _RAW_DATA},
 }
 _LONGEST_VARINT = 10
 _DEEPEST = 100
@@ -162,13 +162,34 @@ def total_size(pieces: Sequence[Sized]) -> int:
     return sum(map(len, pieces))
 
 
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What an initializer holds.
+
+    Attributes:
+        size: How many bytes.
+        read: Gives them, as ``raw_data`` has them; called when they are written.
+        dims: Its shape; None where the initializer says it already.
+    """
+
+    size: int
+    read: Callable[[], bytes | memoryview]
+    dims: Sequence[int] | None = None
+
+    def __len__(self) -> int:
+        return self.size
+
+
+_Piece = bytes | memoryview | Weight
+
+
 @dataclass
 class SerializedModel:
     """A serialized model whose nodes can be changed.
 
     Args:
         data: The bytes of a ``ModelProto``.
-        weights: Name of an initializer → its bytes, for those whose ``raw_data`` in ``data`` only holds the place.
+        weights: Name of an initializer → what it holds, for those whose ``raw_data`` in ``data`` only holds the place.
 
     Attributes:
         nodes: The nodes of the main graph, parsed; change them in place.
@@ -185,7 +206,7 @@ class SerializedModel:
     """
 
     data: bytes
-    weights: Mapping[str, bytes] = field(default_factory=dict)
+    weights: Mapping[str, Weight] = field(default_factory=dict)
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     functions: list[onnx.FunctionProto] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
@@ -241,7 +262,7 @@ class SerializedModel:
             if part.number == _MODEL_GRAPH:
                 size = sum(len(piece) for piece in graph)
                 yield _head(_MODEL_GRAPH, size)
-                yield from graph
+                yield from map(_read, graph)
             elif part.number == _MODEL_IR_VERSION:
                 yield _encode_varint(_MODEL_IR_VERSION << 3 | _VARINT) + _encode_varint(self.ir_version)
             elif part.number == _MODEL_FUNCTIONS:
@@ -251,7 +272,7 @@ class SerializedModel:
         for key, value in self.metadata.items():
             yield _field(_MODEL_METADATA, onnx.StringStringEntryProto(key=key, value=value).SerializeToString())
 
-    def _graph_pieces(self) -> Iterator[bytes | memoryview]:
+    def _graph_pieces(self) -> Iterator[_Piece]:
         nodes = iter(self.nodes)
         for part in self._graph:
             if part.number == _GRAPH_NODE:
@@ -263,21 +284,28 @@ class SerializedModel:
             else:
                 yield self._view[part.start : part.end]
 
-    def _filled(self, initializer: _Slice, weight: bytes) -> list[bytes | memoryview]:
+    def _filled(self, initializer: _Slice, weight: Weight) -> list[_Piece]:
         """An initializer with its weight in the place that was kept for it."""
-        tensor = self._view[initializer.payload : initializer.end]
-        pieces = rewrite_raw_data(tensor, lambda *_: True, lambda *_: weight, "tensor")
+        proto = onnx.TensorProto.FromString(self.data[initializer.payload : initializer.end])
+        proto.ClearField("raw_data")
+        if weight.dims is not None:
+            proto.dims[:] = weight.dims
+        pieces = [proto.SerializeToString(), _head(_TENSOR_RAW_DATA, len(weight)), weight]
         return [_head(_GRAPH_INITIALIZER, total_size(pieces)), *pieces]
 
 
-def _merged(pieces: Iterator[bytes | memoryview]) -> list[bytes | memoryview]:
+def _merged(pieces: Iterator[_Piece]) -> list[_Piece]:
     """Small neighbouring pieces joined, large ones (the weights) left where they are."""
-    result: list[bytes | memoryview] = []
+    result: list[_Piece] = []
     small: list[bytes | memoryview] = []
     for piece in pieces:
         if len(piece) < 65536:
-            small.append(piece)
+            small.append(_read(piece))
             continue
         result.extend((b"".join(small), piece) if small else (piece,))
         small = []
     return [*result, b"".join(small)] if small else result
+
+
+def _read(piece: _Piece) -> bytes | memoryview:
+    return piece.read() if isinstance(piece, Weight) else piece

@@ -26,6 +26,7 @@ from htp_export.capture.calls import arguments_by_name
 from htp_export.capture.jit_graph import may_have_blocks
 from htp_export.capture.root_call import RootCall
 from htp_export.capture.torch_internals import bodies_watched
+from htp_export.capture.weights import copy_of, stand_ins, stored
 from htp_export.errors import TorchChangedError
 
 if TYPE_CHECKING:
@@ -265,7 +266,10 @@ def _serialize(original: Callable[..., Any]) -> Callable[..., Any]:
             # What cannot be done so is done as torch does it, and fails as it does there: above 2 GB, weights go
             # into files of their own.
             with contextlib.suppress(RuntimeError):
-                model_bytes, capture.weights, *others = original(graph, weights, opset, axes, True, *rest)
+                empty = stand_ins(weights)
+                model_bytes, copied, *others = original(graph, {**weights, **empty}, opset, axes, True, *rest)
+                capture.weights = {name: copy_of(data) for name, data in copied.items()}
+                capture.weights.update((name, stored(weights[name])) for name in empty)
                 return model_bytes, {}, *others
         return original(graph, weights, opset, axes, defer, *rest)
 

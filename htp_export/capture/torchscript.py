@@ -21,7 +21,7 @@ from htp_export.capture.record import Node, Operation, Record
 from htp_export.capture.root_call import RootCall
 from htp_export.capture.script_modules import ScriptCalls
 from htp_export.capture.torch_internals import is_script_method, traced_number, usual_name
-from htp_export.wire import SerializedModel
+from htp_export.wire import SerializedModel, Weight
 
 # Operations on shapes alone: traced as integers, ONNX's own, and those that fill a tensor as large as another.
 SHAPE_KINDS = frozenset(
@@ -49,7 +49,7 @@ class TorchScriptCapture:
         self.log = CallLog()
         self.tag: Callable[[SerializedModel], Iterable[bytes | memoryview]] | None = None
         self._file: SerializedModel | None = None
-        self.weights: dict[str, bytes] = {}
+        self.weights: dict[str, Weight] = {}
         self.root_call: RootCall | None = None
         self.names_inputs = names_inputs
         self._paths = paths
