@@ -176,6 +176,11 @@ class Weight:
     read: Callable[[], bytes | memoryview]
     dims: Sequence[int] | None = None
 
+    @classmethod
+    def of(cls, data: bytes) -> Weight:
+        """One whose bytes are there."""
+        return cls(len(data), lambda: data)
+
     def __len__(self) -> int:
         return self.size
 

@@ -134,6 +134,36 @@ def test_external_data_is_written_as_torch_writes_it(tmp_path: Path) -> None:
     assert_same_graph(*(onnx.load_from_string(files["model.onnx"]) for files in written))
 
 
+class Stores(nn.Module):
+    """Reads large tensors of a type, stored in every way that torch has."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        numbers = (torch.arange(64 * 48) % 2).to(dtype)
+        self.register_buffer("whole", numbers.reshape(64, 48))
+        self.register_buffer("turned", numbers.reshape(48, 64).T)
+        self.register_buffer("spread", numbers[:48].expand(64, 48))
+        self.register_buffer("part", torch.cat([numbers, numbers]).reshape(64, 96)[:, 1::2])
+        self.register_buffer("scalar", numbers[1])
+        self.register_buffer("empty", numbers[:0].reshape(0, 48))
+        self.few = nn.Parameter(numbers[:48].reshape(1, 48), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tensors = (self.whole, self.turned, self.spread, self.part, self.scalar, self.few)
+        return x + sum(tensor.float() for tensor in tensors) + self.empty.float().sum()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "int8", "uint8", "bool"])
+def test_torchscript_writes_weights_of_every_type_and_layout_as_torch_does(dtype: str, tmp_path: Path) -> None:
+    written = []
+    for export in (torch.onnx.export, htp_export.export):
+        model = Stores(getattr(torch, dtype)).eval()
+        export(model, (x(64, 48),), tmp_path / "model.onnx", dynamo=False, do_constant_folding=False)
+        written.append(onnx.load(str(tmp_path / "model.onnx")))
+    assert_same_graph(written[1], written[0])
+    assert len(written[1].graph.initializer) == 7
+
+
 def test_torchscript_writes_into_an_open_buffer() -> None:
     buffers = io.BytesIO(), io.BytesIO()
     for buffer, export in zip(buffers, (htp_export.export, torch.onnx.export), strict=True):

@@ -15,7 +15,7 @@ import htp_export
 from htp_export.capture import patches, torch_internals
 from htp_export.capture.patches import DYNAMO, DYNAMO_ENTRY, TORCHSCRIPT, TORCHSCRIPT_ENTRY, Patch, Patches
 from htp_export.errors import TorchChangedError
-from htp_export.wire import SerializedModel
+from htp_export.wire import SerializedModel, Weight
 
 EVERY = [*DYNAMO_ENTRY.patches, *TORCHSCRIPT_ENTRY.patches, *DYNAMO.patches, *TORCHSCRIPT.patches]
 WITH_SIGNATURES = [
@@ -75,7 +75,8 @@ def test_weights_can_be_had_apart_from_the_rest_of_the_file() -> None:
     data, apart, *_ = graph._export_onnx({"weight": weight}, 17, {}, True, *rest)
     whole, nothing, *_ = graph._export_onnx({"weight": weight}, 17, {}, False, *rest)
     assert (apart, nothing) == ({"weight": weight.numpy().tobytes()}, {})
-    assert b"".join(SerializedModel(data, weights=apart).chunks()) == whole
+    weights = {name: Weight.of(copied) for name, copied in apart.items()}
+    assert b"".join(SerializedModel(data, weights=weights).chunks()) == whole
 
 
 def test_lists_of_a_node_are_the_same_while_they_are_patched() -> None:

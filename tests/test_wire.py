@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from htp_export.wire import SerializedModel
+from htp_export.wire import SerializedModel, Weight
 
 LARGE = 300  # rows of the large initializer: 300 * 300 * 4 bytes
 
@@ -114,7 +114,7 @@ def test_weights_come_into_the_places_that_were_kept_for_them(large: bool) -> No
     expected, places = small_model(large), small_model(large)
     weight = expected.graph.initializer[0].raw_data
     places.graph.initializer[0].raw_data = b"here"
-    model = SerializedModel(places.SerializeToString(), weights={"weight": weight})
+    model = SerializedModel(places.SerializeToString(), weights={"weight": Weight.of(weight)})
     assert written(model) == expected.SerializeToString()
     assert model.initializers == {"weight", "other"}
     assert any(chunk is weight for chunk in model.chunks()) is large
@@ -123,9 +123,23 @@ def test_weights_come_into_the_places_that_were_kept_for_them(large: bool) -> No
 def test_a_weight_without_a_byte_has_its_place_as_well() -> None:
     model = small_model()
     model.graph.initializer[0].raw_data = b"here"
-    found = onnx.load_from_string(written(SerializedModel(model.SerializeToString(), weights={"weight": b""})))
+    found = onnx.load_from_string(
+        written(SerializedModel(model.SerializeToString(), weights={"weight": Weight.of(b"")}))
+    )
     assert found.graph.initializer[0].HasField("raw_data")
     assert found.graph.initializer[0].raw_data == b""
+
+
+@pytest.mark.parametrize("size", [8, LARGE])
+def test_a_weight_may_bring_its_shape(size: int) -> None:
+    data = bytes(size * size * 4)
+    model = small_model()
+    model.graph.initializer[0].raw_data = b"here"
+    read: list[int] = []
+    weight = Weight(len(data), lambda: (read.append(1), data)[1], (size, size))
+    chunks = SerializedModel(model.SerializeToString(), weights={"weight": weight}).chunks()
+    found = onnx.load_from_string(b"".join(chunks)).graph.initializer[0]
+    assert (list(found.dims), found.raw_data, read) == ([size, size], data, [1])
 
 
 def test_an_empty_file_is_a_model_without_a_graph() -> None:

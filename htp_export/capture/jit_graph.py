@@ -6,6 +6,7 @@ of a traced graph, are only listed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,7 +22,7 @@ class Step(NamedTuple):
     """One node of a JIT graph at one moment; tensors are named by their numbers in the graph.
 
     Attributes:
-        kind: What it does, ``aten::linear``; an operation in place is called as the one that is not.
+        kind: What it does, ``aten::linear``; an operation in place is called as the one that is not: `out_of_place`.
         inputs: What it reads, what its blocks return included.
         outputs: What it makes.
         returned: For a node whose one block makes its outputs, the block's; empty for others.
@@ -45,6 +46,7 @@ class Reading:
         inputs: Numbers of the inputs that the user gives.
         parameters: Numbers of the other inputs.
         outputs: Numbers of what it returns, with tuples taken apart.
+        scopes: For each node of the outermost block that is no constant, the name of its scope; if they were asked for.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -54,6 +56,12 @@ class Reading:
     inputs: list[int] = field(default_factory=list)
     parameters: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
+    scopes: list[str] = field(default_factory=list)
+
+    @property
+    def outermost(self) -> list[Step]:
+        """The steps of the outermost block, for each of ``sizes`` one."""
+        return [self.steps[end - 1] for end in itertools.accumulate(self.sizes)]
 
     @property
     def tensors(self) -> set[int]:
@@ -99,12 +107,12 @@ class Reading:
         )
 
 
-def read(graph: Any, user_inputs: int) -> Reading:
+def read(graph: Any, user_inputs: int, *, scopes: bool = False) -> Reading:
     """Read a JIT graph whose first ``user_inputs`` inputs are the user's and the others parameters."""
     reading = Reading()
     given = [value.unique() for value in graph.inputs()]
     reading.inputs, reading.parameters = given[:user_inputs], given[user_inputs:]
-    _read(graph, reading, top=True)
+    _read(graph, reading, top=True, scopes=scopes)
     tuples = {step.outputs[0]: step.inputs for step in reading.steps if step.kind == "prim::TupleConstruct"}
     waiting = [value.unique() for value in graph.outputs()][::-1]
     while waiting:
@@ -116,7 +124,7 @@ def read(graph: Any, user_inputs: int) -> Reading:
     return reading
 
 
-def _read(block: Any, reading: Reading, *, top: bool) -> None:
+def _read(block: Any, reading: Reading, *, top: bool, scopes: bool = False) -> None:
     steps, constants = reading.steps, reading.constants
     for node in block.nodes():
         kind = node.kind()
@@ -137,9 +145,16 @@ def _read(block: Any, reading: Reading, *, top: bool) -> None:
                 _read(inner, reading, top=False)
                 returned.extend(value.unique() for value in inner.outputs())
         one_to_one = tuple(returned) if len(returned) == len(outputs) else ()
-        steps.append(Step(kind.removesuffix("_"), (*reads, *returned), outputs, one_to_one))
+        steps.append(Step(out_of_place(kind), (*reads, *returned), outputs, one_to_one))
         if top:
             reading.sizes.append(len(steps) - before)
+            if scopes:
+                reading.scopes.append(node.scopeName())
+
+
+def out_of_place(kind: str) -> str:
+    """What an operation in place is called where it is not: ``aten::add`` for ``aten::add_``."""
+    return kind.removesuffix("_")
 
 
 def numbers_of_outputs(node: Any) -> tuple[int, ...]:

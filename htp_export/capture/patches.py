@@ -26,8 +26,9 @@ from htp_export.capture.calls import arguments_by_name
 from htp_export.capture.jit_graph import may_have_blocks
 from htp_export.capture.root_call import RootCall
 from htp_export.capture.torch_internals import bodies_watched
-from htp_export.capture.weights import copy_of, stand_ins, stored
+from htp_export.capture.weights import stand_ins, stored
 from htp_export.errors import TorchChangedError
+from htp_export.wire import Weight
 
 if TYPE_CHECKING:
     from htp_export.capture.dynamo import DynamoCapture
@@ -268,7 +269,7 @@ def _serialize(original: Callable[..., Any]) -> Callable[..., Any]:
             with contextlib.suppress(RuntimeError):
                 empty = stand_ins(weights)
                 model_bytes, copied, *others = original(graph, {**weights, **empty}, opset, axes, True, *rest)
-                capture.weights = {name: copy_of(data) for name, data in copied.items()}
+                capture.weights = {name: Weight.of(data) for name, data in copied.items()}
                 capture.weights.update((name, stored(weights[name])) for name in empty)
                 return model_bytes, {}, *others
         return original(graph, weights, opset, axes, defer, *rest)

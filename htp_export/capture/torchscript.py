@@ -16,7 +16,7 @@ from typing import Any
 import onnx
 
 from htp_export.capture.calls import NO_CALL, CallLog, Passing
-from htp_export.capture.jit_graph import CONSTANTS, Reading, follow, numbers_of_outputs, read
+from htp_export.capture.jit_graph import CONSTANTS, Reading, follow, numbers_of_outputs, out_of_place, read
 from htp_export.capture.record import Node, Operation, Record
 from htp_export.capture.root_call import RootCall
 from htp_export.capture.script_modules import ScriptCalls
@@ -117,33 +117,31 @@ class TorchScriptCapture:
                 for block in node.blocks():
                     self._note(block.nodes(), inner)
             elif kind not in CONSTANTS:
-                self._traced_nodes.append((kind, node.scopeName(), call, numbers_of_outputs(node)))
+                self._traced_nodes.append((out_of_place(kind), node.scopeName(), call, numbers_of_outputs(node)))
 
     # --- the traced graph -----------------------------------------------------------------------
 
     def traced(self, graph: Any) -> None:
         """Note the graph as it was traced."""
         self._user_inputs = len(list(graph.inputs())) - len(self._state)
-        self._first = self._last = reading = read(graph, self._user_inputs)
+        self._first = self._last = reading = read(graph, self._user_inputs, scopes=True)
         self._numbers.update(zip(self._traced_inputs, (value.unique() for value in graph.inputs()), strict=False))
-        calls = [call for call, size in zip(self._calls(graph), reading.sizes, strict=True) for _ in range(size)]
+        calls = [call for call, size in zip(self._calls(reading), reading.sizes, strict=True) for _ in range(size)]
         self._operations = [
             Operation(call, step.inputs, step.outputs, step.kind in SHAPE_KINDS)
             for step, call in zip(reading.steps, calls, strict=True)
         ]
 
-    def _calls(self, graph: Any) -> list[int]:
+    def _calls(self, reading: Reading) -> list[int]:
         """The call of each node of the traced graph: what was traced, less what nothing needed."""
-        nodes = [(node.kind(), node) for node in graph.nodes()]
-        nodes = [(kind, node) for kind, node in nodes if kind not in CONSTANTS]
-        traced = self._traced_nodes
-        renamed = {kind: usual_name(kind) for kind in {kind for kind, *_ in traced} - {kind for kind, _ in nodes}}
+        traced, steps = self._traced_nodes, reading.outermost
+        renamed = {kind: usual_name(kind) for kind in {kind for kind, *_ in traced} - {step.kind for step in steps}}
         places: defaultdict[tuple[str, str], deque[int]] = defaultdict(deque)
         for place, (kind, scope, *_) in enumerate(traced):
             places[renamed.get(kind, kind), scope].append(place)
         calls, at = [], 0
-        for kind, node in nodes:
-            found = places[kind, node.scopeName()]
+        for step, scope in zip(steps, reading.scopes, strict=True):
+            found = places[step.kind, scope]
             while found and found[0] < at:
                 found.popleft()
             if not found:
@@ -152,7 +150,7 @@ class TorchScriptCapture:
             self._dead.update(call for _, _, call, _ in traced[at : found[0]])
             at = found.popleft()
             calls.append(traced[at][2])
-            self._numbers.update(zip(traced[at][3], numbers_of_outputs(node), strict=False))
+            self._numbers.update(zip(traced[at][3], step.outputs, strict=False))
             at += 1
         self._dead.update(call for _, _, call, _ in traced[at:])
         return calls

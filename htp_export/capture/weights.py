@@ -14,7 +14,7 @@ import torch
 
 from htp_export.wire import Weight
 
-__all__ = ["copy_of", "stand_ins", "stored"]
+__all__ = ["stand_ins", "stored"]
 
 _SMALL = 1024  # bytes, of which a copy costs nothing
 _MOST = 1 << 30  # bytes; torch decides by the whole size whether a model still fits into one file
@@ -56,8 +56,3 @@ def stored(weight: torch.Tensor) -> Weight:
         return memoryview(bytewise.numpy().data)
 
     return Weight(weight.nbytes, read, tuple(weight.shape))
-
-
-def copy_of(data: bytes) -> Weight:
-    """The bytes of a weight that torch has copied."""
-    return Weight(len(data), lambda: data)

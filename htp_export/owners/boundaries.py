@@ -62,45 +62,72 @@ class Regions:
         self.nodes, self.owners = record.nodes, owners
         self.live = varying(record.nodes, record.graph_inputs)
         self.graph_outputs = record.graph_outputs
-        self.maker: dict[Key, int] = {}
-        self.readers: dict[Key, list[int]] = {}
         self.by_path: dict[str, list[int]] = {}
-        above: dict[tuple[str, ...], list[str]] = {}
+        self._maker: dict[Key, int] = {}
+        self._readers: dict[Key, list[int]] = {}
+        self._above: list[dict[str, None]] = []  # for each node, its owners and all that is above them
+        above: dict[tuple[str, ...], dict[str, None]] = {}
         for index, node in enumerate(record.nodes):
-            self.maker.update(dict.fromkeys(node.outputs, index))
+            self._maker.update(dict.fromkeys(node.outputs, index))
             for key in node.inputs:
-                self.readers.setdefault(key, []).append(index)
+                self._readers.setdefault(key, []).append(index)
             paths = owners[index].paths
             if paths not in above:
-                above[paths] = list(dict.fromkeys(up for path in paths for up in tags.ancestors(path)))
+                above[paths] = dict.fromkeys(up for path in paths for up in tags.ancestors(path))
+            self._above.append(above[paths])
             for path in above[paths]:
                 self.by_path.setdefault(path, []).append(index)
+        self._edges = [self._edges_of(index) for index in range(len(record.nodes))]
 
-    def region(self, paths: Iterable[str]) -> set[int]:
-        """Indices of the nodes that have an owner at or below one of ``paths``."""
-        return {index for path in paths for index in self.by_path.get(path, ())}
+    def _edges_of(self, index: int) -> list[tuple[Key, int, bool]]:
+        """``(tensor, node on the other side or -1, whether it leaves)`` for what passes between a node and others.
+
+        Without what passes between nodes of the same owners: that crosses no border.
+        """
+        node, here = self.nodes[index], self._above[index]
+        found: list[tuple[Key, int, bool]] = []
+        for key in node.outputs:
+            if key in self.live:
+                if key in self.graph_outputs:
+                    found.append((key, -1, True))
+                readers = self._readers.get(key, ())
+                found += [(key, reader, True) for reader in readers if self._above[reader] is not here]
+        for key in node.inputs:
+            if key in self.live:
+                source = self._maker.get(key, -1)
+                if source < 0 or self._above[source] is not here:
+                    found.append((key, source, False))
+        return found
 
     def crossings(self, paths: Sequence[str]) -> Iterable[tuple[Key, int, bool]]:
-        """``(tensor, node on the other side or -1, whether it leaves)`` for what crosses the region's border."""
-        region = self.region(paths)
+        """``(tensor, node on the other side or -1, whether it leaves)`` for what crosses the border of a region.
+
+        The region is that of all nodes with an owner at or below one of ``paths``. What several modules own may be
+        read by each of them.
+        """
+        wanted = set(paths)
+        region = {index for path in wanted for index in self.by_path.get(path, ())}
         for index in sorted(region):
-            node, owners, inside = self.nodes[index], self.owners[index].paths, region
-            if len(owners) > 1:  # a single owner is why the node is in the region
-                others = [
-                    owner
-                    for owner in owners
-                    if not any(tags.is_under(owner, path) or tags.is_under(path, owner) for path in paths)
-                ]
-                inside = region | self.region(others) if others else region
-            for key in node.outputs:
-                if key not in self.live:
+            edges = self._edges[index]
+            others: list[str] | None = None
+            for edge in edges:
+                _, other, leaves = edge
+                if other in region:
                     continue
-                if key in self.graph_outputs:
-                    yield key, -1, True
-                for reader in self.readers.get(key, ()):
-                    if reader not in inside:
-                        yield key, reader, True
-            for key in node.inputs:
-                source = self.maker.get(key, -1)
-                if key in self.live and source not in region:
-                    yield key, source, False
+                if leaves and other >= 0:
+                    if others is None:
+                        others = self._others(index, paths)
+                    if others and not self._above[other].keys().isdisjoint(others):
+                        continue
+                yield edge
+
+    def _others(self, index: int, paths: Sequence[str]) -> list[str]:
+        """The owners of a node that have nothing to do with ``paths``; a single owner is why it is in the region."""
+        owners = self.owners[index].paths
+        if len(owners) == 1:
+            return []
+        return [
+            owner
+            for owner in owners
+            if not any(tags.is_under(owner, path) or tags.is_under(path, owner) for path in paths)
+        ]
