@@ -300,6 +300,8 @@ class Region:
 
 def subgraphs(node: ir.Node) -> tuple[ir.Graph, ...]:
     """The graphs in a node's attributes: branches and loop bodies."""
+    if not node.attributes:
+        return ()
     found: list[ir.Graph] = []
     for attribute in node.attributes.values():
         if attribute.is_ref():

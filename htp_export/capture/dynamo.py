@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capture.calls import NO_CALL, CallLog, Passing, arguments_by_name
@@ -54,7 +54,9 @@ class DynamoCapture:
         self._by_name: dict[tuple[str, int], int] = {}
         self._name_counts: collections.Counter[str] = collections.Counter()
         self._made_something: set[int] = set()
+        self._nodes_before: list[int] = []  # for each running call, how many FX nodes there were when it began
         self._needed: set[int] = set()
+        self._by_stack: dict[tuple[tuple[str, tuple[str, Any]], ...], int] = {}
         self._dissolved: dict[str, int] = {}
         self._inputs_of_program: list[Any] = []
         self._results: dict[str, str] = {}  # FX node → node of the decomposed graph that has its result
@@ -68,27 +70,33 @@ class DynamoCapture:
 
     # --- while the model runs -----------------------------------------------------------------
 
-    def call(self, tracer: Any, module: Any, name: str | None, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        """Run a module's call, noting it; ``name`` is the tracer's name of the module."""
+    def enter(self, tracer: Any, module: Any, name: str, args: Any, kwargs: Any) -> bool:
+        """Note that a module's ``forward`` begins; ``name`` is the tracer's name of the module.
+
+        Returns:
+            Whether the module is one of the model's; only then `leave` is to be called.
+        """
         path = self._paths.get(id(module.__dict__))
-        if path is None or name is None:
-            return run()
+        if path is None:
+            return False
         if not self.log.stack or tracer is not self._tracer:  # a new attempt at tracing starts from nothing
             self.log, self._root_name, self._tracer = CallLog(), name, tracer
             self._by_name.clear()
             self._name_counts.clear()
             self._made_something.clear()
+            self._nodes_before.clear()
         index = self.log.enter(path)
         self._by_name[name, self._name_counts[name]] = index
         self._name_counts[name] += 1
-        node_of = functools.partial(fx_node_of, tracer=tracer)
-        self.log.give(arguments_by_name(module.forward, args, kwargs), node_of)
-        before = len(tracer.graph.nodes)
-        result = run()
-        if len(tracer.graph.nodes) > before:
-            self._made_something.add(index)
-        self.log.leave(result, node_of)
-        return result
+        self.log.give(arguments_by_name(module.forward, args, kwargs), functools.partial(fx_node_of, tracer=tracer))
+        self._nodes_before.append(len(tracer.graph.nodes))
+        return True
+
+    def leave(self, tracer: Any, result: Any) -> None:
+        """Note that the innermost running module returns."""
+        if len(tracer.graph.nodes) > self._nodes_before.pop():
+            self._made_something.add(self.log.stack[-1])
+        self.log.leave(result, functools.partial(fx_node_of, tracer=tracer))
 
     # --- the FX graph -----------------------------------------------------------------------------
 
@@ -166,10 +174,14 @@ class DynamoCapture:
         return self._call_of_stack(fx_node.meta.get("nn_module_stack") if fx_node is not None else None)
 
     def _call_of_stack(self, stack: dict[str, tuple[str, Any]] | None) -> int:
-        call = NO_CALL
-        for key, (name, cls) in (stack or {}).items():
-            if key != name:  # where torch lost the stack, it fills in one name for everything
-                call = self._call_of_scope(key, name, cls, call)
+        scopes = tuple((stack or {}).items())
+        call = self._by_stack.get(scopes)
+        if call is None:
+            call = NO_CALL
+            for key, (name, cls) in scopes:
+                if key != name:  # where torch lost the stack, it fills in one name for everything
+                    call = self._call_of_scope(key, name, cls, call)
+            self._by_stack[scopes] = call
         return call
 
     def _call_of_scope(self, key: str, name: str, cls: Any, parent: int) -> int:

@@ -69,6 +69,8 @@ def _core_export(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Watch each module's call from one frame: for every FX node, torch looks up the line of each frame above it."""
+
     @functools.wraps(original)
     def wrapper(self: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
         capture = dynamo_capture.get()
@@ -77,9 +79,12 @@ def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             name = self.path_of_module(module)
         except Exception:  # a module that is no submodule of the model: torch runs through it as well
-            name = None
-        run = functools.partial(original, self, module, forward, args, kwargs)
-        return capture.call(self, module, name, run, args, kwargs)
+            return original(self, module, forward, args, kwargs)
+        if not capture.enter(self, module, name, args, kwargs):
+            return original(self, module, forward, args, kwargs)
+        result = original(self, module, forward, args, kwargs)
+        capture.leave(self, result)
+        return result
 
     return wrapper
 
