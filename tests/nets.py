@@ -916,6 +916,32 @@ net(
 )
 
 
+class ToOwnType(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(dtype=self.fc.weight.dtype)  # the same tensor, which the TorchScript tracer gives another number
+        return self.fc(x).sin()
+
+
+class HoldsToOwnType(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = ToOwnType()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x).tanh()
+
+
+net(
+    "argument_made_its_own_type",
+    HoldsToOwnType,
+    truth=Truth(computed("block", "block.fc"), {"Sin": [("block",)], "Gemm": [("block.fc",)]}),
+)
+
+
 class SplitHeads(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x.chunk(3, dim=-1)

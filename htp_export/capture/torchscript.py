@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import onnx
@@ -246,14 +246,27 @@ class TorchScriptCapture:
         file = file or SerializedModel(model_bytes, self.weights)
         return self.tag(file) if self.tag else file.chunks()
 
+    def _before(self, given: Any, call: int, makers: Mapping[Any, Operation]) -> Any:
+        """The number that a tensor had when it was given to a call.
+
+        It is read when the call is over. What gave the tensor back meanwhile (``x.to(x.dtype)``) or changed it in place
+        gave it a new number; that operation is one of the call's own, and read it first.
+        """
+        step = makers.get(given)
+        while step is not None and call in self.log.chain(step.call):
+            given = step.inputs[0] if step.inputs else None
+            step = makers.get(given)
+        return given
+
     def finish(self, file: SerializedModel) -> tuple[Record, list[onnx.NodeProto]]:
         """What is known of the exported model, and its nodes in the order of ``Record.nodes``."""
         record = Record(self.log)
         record.operations, record.dead = self._operations, self._dead
-        number = self._numbers.get
+        number, makers = self._numbers.get, {key: step for step in self._operations for key in step.outputs}
         record.passed = {
             call: Passing(
-                tuple((name, number(traced)) for name, traced in passing.given), tuple(map(number, passing.returned))
+                tuple((name, self._before(number(traced), call, makers)) for name, traced in passing.given),
+                tuple(map(number, passing.returned)),
             )
             for call, passing in self.log.passed.items()
         }
