@@ -388,6 +388,46 @@ def test_the_one_expert_with_the_largest_share_is_chosen_and_weighed(other, fami
     assert htp_export.fingerprint(written(text, 18, **constants)).family == family
 
 
+PATCHES = """g (float[1,3,8,8] x) => (float[1,4,6] y) {{
+    s = Reshape(x, {sizes})  t = Transpose<perm={order}>(s)  p = Reshape(t, flat)  h = MatMul(p, w)
+    k = Transpose<perm=[0,2,1]>(h)  q = MatMul(h, k)  a = Softmax<axis=-1>(q)  y = MatMul(a, h) }}"""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order", "family"),
+    [("split", "[0,2,4,1,3,5]", "vision transformer"), ("rows", "[0,2,1,3]", "encoder")],
+    ids=["patches", "rows"],
+)
+def test_an_image_may_be_cut_in_patches_without_a_convolution(sizes, order, family):
+    constants = {
+        "split": np.array([1, 3, 2, 4, 2, 4]),
+        "rows": np.array([1, 3, 4, 16]),
+        "flat": np.array([1, 4, 48]),
+        "w": weight(48, 6),
+    }
+    found = htp_export.fingerprint(written(PATCHES.format(sizes=sizes, order=order), **constants))
+    assert (found.family, "patches enter a linear layer" in str(found)) == (family, family == "vision transformer")
+
+
+@pytest.mark.parametrize(
+    ("gathered", "family"),
+    [("ReduceSum<keepdims=1>(p, last)", "vision transformer"), ("Neg(p)", "CNN")],
+    ids=["summed", "not summed"],
+)
+def test_attention_may_weigh_and_sum_element_by_element(gathered, family):
+    text = f"""g (float[1,3,8,8] x) => (float[1,4,36] y) {{
+        c = Conv(x, kernels)  h = Reshape(c, flat)  o = MatMul(one, h)  a = Softmax<axis=-1>(o)
+        k = MatMul(mix, h)  p = Mul(k, a)  s = {gathered}  v = Relu(h)  y = Mul(v, s) }}"""
+    constants = {
+        "kernels": weight(4, 3, 3, 3),
+        "flat": np.array([1, 4, -1]),
+        "one": weight(1, 4),
+        "mix": weight(4, 4),
+        "last": np.array([-1]),
+    }
+    assert htp_export.fingerprint(written(text, **constants)).family == family
+
+
 @pytest.mark.parametrize("tool", ["quantize_dynamic", "optimize"])
 def test_blocks_are_still_there_after_quantization_and_optimisation(tool, files, tmp_path):
     """Scales and zero points are numbers of a layer, as weights are."""

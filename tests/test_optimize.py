@@ -1,5 +1,6 @@
 """optimize(): levels, attribution, verification and rollback, the registry, files, and real models held to PyTorch."""
 
+import collections
 import json
 from importlib.metadata import EntryPoint
 
@@ -536,3 +537,19 @@ def test_pre_norm_models_stay_exact_where_that_is_asked_for(tmp_path):
     assert inexact(model, kwargs, target) == []
     assert kept.rolled_back == {}
     assert (free.nodes_after, kept.nodes_after) == (21, 28)
+
+
+def test_changes_of_layout_around_fused_attention_go(tmp_path):
+    """onnxscript's rules leave out the shape of what an attention gives; without it such changes seem to be needed."""
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    sizes = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 64}
+    model = spread(WhisperEncoder(WhisperConfig(num_mel_bins=20, max_source_positions=10, **sizes)))
+    exported(model, {"input_features": torch.randn(1, 20, 20)}, "dynamo", tmp_path)
+    result = htp_export.optimize(tmp_path / "model.onnx", level="fused", verify=True)
+    assert result.rolled_back == {}
+    ops = collections.Counter(node.op_type for node in result.model.graph)
+    assert (ops["MultiHeadAttention"], ops["Reshape"], ops["Transpose"]) == (1, 0, 1)  # behind the convolutions
+    shapes = {node.op_type: node.outputs[0].shape for node in result.model.graph if node.domain == "com.microsoft"}
+    assert {tuple(shapes[op]) for op in ("MultiHeadAttention", "SkipLayerNormalization")} == {(1, 10, 32)}

@@ -225,6 +225,8 @@ def _about_stream(survey: Survey, stream: Stream, shape: ir.Shape | None) -> str
     said = f"input {stream.name} [{', '.join(sizes)}]"
     if stream.kind == "tokens":
         return f"{said} is tokens: it is looked up in a table of vectors"
+    if stream.in_patches:
+        return f"{said} is an image: its patches enter a linear layer"
     stem = survey.stem(stream)
     if stem is None:
         return f"{said} is numbers that enter no convolution first"

@@ -24,6 +24,7 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
         _unflatten(model)
         fused, _ = optimize_for_ort(model)
         _drop_unread_outputs(fused)
+        _fill_in_shapes(fused)
         return ir.passes.PassResult(fused, list(fused.graph) != before)
 
 
@@ -81,3 +82,27 @@ def _drop_unread_outputs(model: ir.Model) -> None:
         while count > 1 and not node.outputs[count - 1].uses() and not node.outputs[count - 1].is_graph_output():
             count -= 1
         node.resize_outputs(count)
+
+
+def _fill_in_shapes(model: ir.Model) -> None:
+    """Shapes of what the fused operators give, which onnxscript's rules leave out, so that later passes know them."""
+    for node in model.graph:
+        if node.domain != "com.microsoft":
+            continue
+        if node.op_type in ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"):
+            likes = {0: node.inputs[0], 3: node.inputs[0]}  # the second and third are mean and variance
+        elif node.op_type == "MultiHeadAttention" and all(_rank(node, place) == 3 for place in (0, 2)):
+            likes = {0: node.inputs[0]}
+        else:
+            continue
+        for place, like in likes.items():
+            if place < len(node.outputs) and node.outputs[place].shape is None and like is not None and like.shape:
+                dims = list(like.shape)
+                if node.op_type == "MultiHeadAttention":
+                    dims[2] = node.inputs[2].shape[2]  # type: ignore[union-attr,index]
+                node.outputs[place].shape, node.outputs[place].type = ir.Shape(dims), like.type
+
+
+def _rank(node: ir.Node, place: int) -> int | None:
+    value = node.inputs[place] if place < len(node.inputs) else None
+    return None if value is None or value.shape is None else value.shape.rank()

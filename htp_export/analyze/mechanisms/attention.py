@@ -101,12 +101,18 @@ def _weighs(facts: GraphFacts, softmax: ir.Node) -> bool:
 
 
 def _multiplied(softmax: ir.Node) -> Iterator[ir.Value]:
-    """What the result of a softmax is multiplied with, a few changes of shape later."""
+    """What the result of a softmax is multiplied with, a few changes of shape later: sums that it weighs."""
     values = [softmax.outputs[0]]
     for _ in range(4):
         readers = [use for value in values for use in value.uses()]
         for use in readers:
             if use.node.op_type in ("MatMul", "Einsum") and use.idx == 0 and use.node.inputs[1] is not None:
                 yield use.node.inputs[1]
+            elif use.node.op_type == "Mul" and _is_summed(use.node.outputs[0]):
+                yield from (value for value in use.node.inputs if value is not None and value not in values)
         onward = ("Cast", "Dropout", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Where")
         values = [output for use in readers if use.node.op_type in onward for output in use.node.outputs]
+
+
+def _is_summed(product: ir.Value) -> bool:
+    return any(use.node.op_type == "ReduceSum" for use in product.uses())

@@ -32,11 +32,13 @@ class Stream:
             ``"sound"``, a signal or a spectrum over time that enters a convolution; ``"features"``, other numbers; or
             ``"control"``, which is none of these: masks, positions, scalars.
         convolution: The first convolution that it enters, with nothing but changes of shape and scale before.
+        in_patches: Whether it is an image that is cut in patches by changes of shape, which enter a linear layer.
     """
 
     value: ir.Value
     kind: str
     convolution: ir.Node | None = None
+    in_patches: bool = False
 
     @property
     def name(self) -> str:
@@ -93,7 +95,7 @@ def _reach(facts: GraphFacts, starts: Mapping[ir.Value, int]) -> dict[ir.Value, 
 def _stream(facts: GraphFacts, value: ir.Value) -> Stream:
     rank, dtype = facts.rank(value), facts.dtype(value)
     floating = dtype is not None and dtype.is_floating_point()
-    looked_up, convolution = _what_follows(facts, value)
+    looked_up, convolution, in_patches = _what_follows(facts, value)
     if not floating and looked_up:
         return Stream(value, "tokens")
     if convolution is not None and rank is not None:
@@ -102,15 +104,22 @@ def _stream(facts: GraphFacts, value: ir.Value) -> Stream:
             return Stream(value, "image", convolution)
         if floating and rank in (2, 3):
             return Stream(value, "sound", convolution)
+    if floating and in_patches and convolution is None:
+        return Stream(value, "image", in_patches=True)
     if floating and rank is not None and rank >= 2 and value.uses():
         return Stream(value, "features")
     return Stream(value, "control")
 
 
-def _what_follows(facts: GraphFacts, value: ir.Value) -> tuple[bool, ir.Node | None]:
-    """Whether rows of a table are looked up by an input, and the first convolution that it enters."""
+def _what_follows(facts: GraphFacts, value: ir.Value) -> tuple[bool, ir.Node | None, bool]:
+    """Whether rows of a table are looked up by an input, the first convolution that it enters, and whether patches do.
+
+    Patches are what two dimensions of space become that are split and put in another order; they enter a linear layer.
+    """
     pending, seen = deque([value]), {value}
     convolution: ir.Node | None = None
+    split: set[ir.Value] = set()
+    in_patches = False
     for _ in range(_NEAR):
         if not pending:
             break
@@ -118,16 +127,27 @@ def _what_follows(facts: GraphFacts, value: ir.Value) -> tuple[bool, ir.Node | N
         for use in current.uses():
             node = use.node
             if node.op_type in _LOOK_UP and use.idx == 1 and _is_table(facts, node.inputs[0]):
-                return True, convolution
+                return True, convolution, in_patches
             if is_standard(node, "Conv") and use.idx == 0 and convolution is None:
                 convolution = node
+            if is_standard(node, "MatMul", "Gemm") and use.idx == 0 and current in split:
+                in_patches = in_patches or facts.is_constant(node.inputs[1])
             if node.op_type in _MIXING or is_standard(node, "Shape", "Size") or _counts(facts, node, current):
                 continue
+            splits = is_standard(node, "Reshape") and _splits_space(facts, current, node.outputs[0])
             for output in node.outputs:
+                if splits or current in split:
+                    split.add(output)
                 if output not in seen:
                     seen.add(output)
                     pending.append(output)
-    return False, convolution
+    return False, convolution, in_patches
+
+
+def _splits_space(facts: GraphFacts, whole: ir.Value, parts: ir.Value) -> bool:
+    """Whether a reshaping splits at least two dimensions of an image."""
+    before, after = facts.rank(whole), facts.rank(parts)
+    return before is not None and after is not None and before >= 4 and after >= before + 2
 
 
 def _counts(facts: GraphFacts, node: ir.Node, value: ir.Value) -> bool:
