@@ -77,7 +77,6 @@ def test_every_computed_module_gives_alone_what_pytorch_gives(name: str, exporte
     assert wrong_parts(model, kwargs, file, tmp_path / "part.onnx") == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "exporter"), [*itertools.product(MODELS, EXPORTERS)])
 def test_so_does_every_computed_module_of_real_architectures(name: str, exporter: str, tmp_path: Path) -> None:
     model, kwargs = build(name, "small")

@@ -203,7 +203,7 @@ def test_a_manifest_that_makes_no_sense_is_refused(folder: Path, change: Any, me
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", "7"])
 def test_what_is_no_manifest_is_refused(folder: Path, text: str) -> None:
     (folder / "manifest.json").write_text(text)
-    with pytest.raises(FileError, match=r"manifest\.json: not"):
+    with pytest.raises(FileError, match=r"manifest\.json: (is )?not"):
         htp_export.load_partition(folder)
 
 

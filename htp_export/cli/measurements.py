@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from htp_export.analyze.tree import Measured
 from htp_export.errors import FileError
+from htp_export.json_file import read_json
 
 __all__ = ["read_measured"]
 
@@ -39,12 +39,7 @@ def read_measured(profile: Path | None, verify: Path | None) -> dict[str, Measur
 def _modules(path: Path | None, needed: str) -> Mapping[str, Mapping[str, Any]]:
     if path is None:
         return {}
-    try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FileError(path, f"cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise FileError(path, f"is not JSON: {error}") from error
+    said = read_json(path)
     modules = said.get("modules") if isinstance(said, dict) else None
     if not isinstance(modules, dict) or not all(isinstance(entry, dict) for entry in modules.values()):
         raise FileError(path, "has no results by module; write it with --json of profile, verify or compare")

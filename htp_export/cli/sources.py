@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import FileError, InputError, ModelSourceError
+from htp_export.json_file import read_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -148,12 +149,7 @@ def read_shapes(path: Path | None) -> dict[str, Any]:
     """
     if path is None:
         return {}
-    try:
-        shapes = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FileError(path, f"cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise FileError(path, f"is not JSON: {error}") from error
+    shapes = read_json(path)
     if not isinstance(shapes, dict):
         raise FileError(path, 'is no JSON object such as {"input_ids": [2, 16]}')
     return shapes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 from htp_export.analyze.inventory import Inventory, take_inventory
 from htp_export.analyze.measures import Measure, measures_of
-from htp_export.errors import FileError
+from htp_export.errors import FileError, InputError
+from htp_export.json_file import read_json
 from htp_export.nested.flatten import read_flat
 from htp_export.show.model_explorer.application import MissingApplicationError, application, packed
 from htp_export.show.model_explorer.drawing import drawing
@@ -161,11 +161,9 @@ def read_results(results: Sequence[Result]) -> list[Measure]:
             found += measures_of(result)
             continue
         try:
-            found += measures_of(json.loads(Path(result).read_text(encoding="utf-8")))
-        except OSError as error:
-            raise FileError(Path(result), f"cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
-            raise FileError(Path(result), f"is not JSON: {error}") from error
+            found += measures_of(read_json(result))
+        except InputError as error:
+            raise FileError(Path(result), str(error)) from error
     return found
 
 

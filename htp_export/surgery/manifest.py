@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -11,6 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.errors import FileError
+from htp_export.json_file import read_json
 from htp_export.surgery.partitions import FORMAT, VERSION, Partition
 from htp_export.surgery.stages import Stage, Tensor
 
@@ -41,12 +41,7 @@ def load_partition(folder: str | os.PathLike[str]) -> Partition:
         [('0',), ('1',)]
     """
     file = Path(folder) / MANIFEST
-    try:
-        data = json.loads(file.read_bytes())
-    except OSError as error:
-        raise FileError(file, f"cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise FileError(file, f"not JSON: {error}") from error
+    data = read_json(file)
     try:
         return _Reader(Path(folder)).partition(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

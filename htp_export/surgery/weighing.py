@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 from htp_export.analyze.costing import cost
 from htp_export.errors import FileError, InputError
+from htp_export.json_file import read_json
 from htp_export.surgery.chain import Chain
 from htp_export.surgery.constants import weight_bytes
 from htp_export.tagged import TaggedModel
@@ -62,12 +62,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, float]:
         FileError: If it cannot be read, or is neither.
     """
     path = Path(path)
-    try:
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise FileError(path, f"cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise FileError(path, f"not JSON: {error}") from error
+    data = read_json(path)
     listed = data.get("modules", data) if isinstance(data, dict) else None
     if not isinstance(listed, dict):
         raise FileError(path, "holds no JSON object of module path → number")
