@@ -408,12 +408,14 @@ class TestCommandLine:
             (["--inputs", "nowhere.npz"], "nowhere.npz: cannot be read"),
             (["--inputs", "pickle.npz"], "pickle.npz: holds no plain arrays"),
             (["--inputs", "text.npz"], "text.npz: holds no plain arrays"),
+            (["--inputs", "empty.npz"], "empty.npz: holds no arrays"),
             (["--provider", "cuda2"], "no cuda2, only"),
             (["--runs", "0"], "--runs"),
         ],
     )
     def test_bad_input_is_status_2(self, file, capsys, options, message):
         np.savez("pickle.npz", x=np.array([{}], dtype=object))
+        np.savez("empty.npz")
         Path("text.npz").write_text("x")
         assert main(["profile", file, *options]) == 2
         assert message in capsys.readouterr().err

@@ -92,8 +92,11 @@ def read_npz(path: Path) -> dict[str, Any]:
 
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
+            found = {name: arrays[name] for name in arrays.files}
     except OSError as error:
         raise FileError(path, f"cannot be read: {error.strerror or error}") from error
     except (ValueError, zipfile.BadZipFile, EOFError) as error:
         raise FileError(path, f"holds no plain arrays: {error}") from error
+    if not found:
+        raise FileError(path, "holds no arrays")
+    return found
