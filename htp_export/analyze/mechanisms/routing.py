@@ -113,7 +113,9 @@ def _picks(value: ir.Value) -> bool:
 def _picks_weights(facts: GraphFacts, value: ir.Value) -> bool:
     """Whether matrices of weights are picked by a choice, a few steps later."""
     return any(
-        node.op_type == "Gather" and facts.is_constant(node.inputs[0]) and (facts.rank(node.inputs[0]) or 0) >= 3
+        node.op_type in ("Gather", "GatherND")
+        and facts.is_constant(node.inputs[0])
+        and (facts.rank(node.inputs[0]) or 0) >= 3
         for node in _behind(value)
     )
 
