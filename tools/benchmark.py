@@ -110,6 +110,23 @@ def describe(name: str, values: list[float]) -> str:
     return f"{name} median {statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
+def metadata(model: torch.nn.Module, inputs: Inputs, exporter: str) -> tuple[float, float]:
+    """Bytes of metadata that we write, per node: on the nodes, and on the model."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/model.onnx"
+        if exporter == "dynamo":
+            htp_export.export(model, (), file, kwargs=inputs, dynamo=True, verbose=False)
+        else:
+            htp_export.export(model, tuple(inputs.values()), file, dynamo=False)
+        written = onnx.load(file, load_external_data=False)
+    ours = [
+        sum(entry.ByteSize() for entry in entries if entry.key.startswith(("htp.", "namespace")))
+        for entries in (*(node.metadata_props for node in written.graph.node), written.metadata_props)
+    ]
+    nodes = len(written.graph.node)
+    return sum(ours[:-1]) / nodes, ours[-1] / nodes
+
+
 def memory(side: str, name: str, exporter: str) -> int:
     """Peak memory of one export in a process of its own, in bytes."""
     command = [sys.executable, __file__, "memory", "--models", name, "--exporter", exporter, "--side", side]
@@ -132,10 +149,12 @@ def run_export(names: list[str], exporters: list[str], pairs: int) -> None:
                 ours = ratios(htp_export.export, torch.onnx.export, pairs, **what)
                 control = ratios(torch.onnx.export, torch.onnx.export, pairs, **what)
                 seconds = once(torch.onnx.export, **what)  # type: ignore[arg-type]
+                on_nodes, on_model = metadata(model, inputs, exporter)
             used = [memory("ours", name, exporter) / memory("torch", name, exporter) for _ in range(3)]
             print(f"{name:8} {exporter:12} torch {seconds:5.2f} s  " + describe("time", ours), flush=True)
             print(f"{'':37}" + describe("A/A ", control))
-            print(f"{'':37}" + describe("peak memory", used), flush=True)
+            print(f"{'':37}" + describe("peak memory", used))
+            print(f"{'':37}metadata {on_nodes:.0f} bytes a node, and {on_model:.0f} on the model", flush=True)
 
 
 def run_memory(name: str, exporter: str, side: str) -> None:
