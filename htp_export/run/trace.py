@@ -98,11 +98,15 @@ def read_trace(path: Path, runs: int) -> Trace:
         runs: How many runs at its end to read; those before warmed up. Runs are left out that are not complete, as
             the profiler stops after a million events.
     """
-    text = path.read_text(encoding="utf-8")
     with no_collection():
-        events = json.loads(text)
+        return _trace(json.loads(path.read_bytes()), runs)
+
+
+def _trace(events: Sequence[Mapping[str, Any]], runs: int) -> Trace:
     windows = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "model_run"][-runs:]
-    found = sorted((kernel for event in _nested(events) for kernel in event.kernels()), key=lambda kernel: kernel[1])
+    first = windows[0][0] if windows else 0
+    late = [event for event in events if event.get("ts", first) >= first]
+    found = sorted((kernel for event in _nested(late) for kernel in event.kernels()), key=lambda kernel: kernel[1])
     times: defaultdict[KernelKey, list[float]] = defaultdict(lambda: [0.0] * len(windows))
     launches: defaultdict[KernelKey, int] = defaultdict(int)
     run = 0
