@@ -188,7 +188,7 @@ class _Exporter:
     def torchscript(self, export: Callable[[], Any], model: Any, names_inputs: bool) -> Any:
         names = ModuleNames(model)
         scopes, size = torch_internals.scope_names(names.paths), torch_internals.state_names(model)
-        capture = TorchScriptCapture(names.paths, scopes, size, names_inputs)
+        capture = TorchScriptCapture(names.path_now, names.paths.values(), scopes, size, names_inputs)
         capture.tag = functools.partial(_tagged_file, capture, names)
         with (
             patches.TORCHSCRIPT.held(),
@@ -203,6 +203,7 @@ class _Exporter:
 
 def _tag_program(capture: DynamoCapture, names: ModuleNames, program: Any) -> None:
     record, nodes = capture.finish(program.model)
+    names.look_again()
     seen = Hierarchy(ModuleInfo(path, name) for path, name in {"": "", **capture.classes}.items())
     made = make_tags(record, names.hierarchy or seen, names.parameters)
     for node, metadata in zip(nodes, made.nodes, strict=True):
@@ -216,6 +217,7 @@ def _tagged_file(
     capture: TorchScriptCapture, names: ModuleNames, file: SerializedModel
 ) -> Iterable[bytes | memoryview]:
     record, nodes = capture.finish(file)
+    names.look_again()
     made = make_tags(record, names.hierarchy or Hierarchy([ModuleInfo("", "")]), names.parameters)
     for node, metadata in zip(nodes, made.nodes, strict=True):
         for key, value in metadata.items():

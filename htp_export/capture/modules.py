@@ -22,17 +22,36 @@ class ModuleNames:
     """
 
     def __init__(self, model: Any) -> None:
-        import torch
-
         self.paths: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
         self.hierarchy: Hierarchy | None = None
         self.parameters: dict[str, Held] | None = None
-        if isinstance(model, torch.nn.Module):
-            for name, module in model.named_modules(remove_duplicate=False):
-                self.aliases[name] = self.paths.setdefault(id(module.__dict__), name)
-            self.hierarchy = Hierarchy.from_module(model)
-            self.parameters = parameters_of(model)
+        self._model = model
+        self._seen: list[Any] = []  # kept, so that their ids are nobody else's
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Take in what the model has become: its ``forward`` may have put other modules in place."""
+        import torch
+
+        if not isinstance(self._model, torch.nn.Module):
+            return
+        for name, module in self._model.named_modules(remove_duplicate=False):
+            self.aliases[name] = self.paths.setdefault(id(module.__dict__), name)
+            self._seen.append(module)
+        self.hierarchy = Hierarchy.from_module(self._model)
+        self.parameters = parameters_of(self._model)
+
+    def path_now(self, module: Any) -> str | None:
+        """The path of a module that may have been put in place after the names were taken; None if it is none."""
+        known = self.paths.get(id(module.__dict__))
+        if known is not None or self.hierarchy is None:
+            return known
+        self._seen.append(module)
+        found = next((str(name) for name, each in self._model.named_modules() if each is module), None)
+        if found is not None:
+            self.paths[id(module.__dict__)] = found
+        return found
 
 
 @contextlib.contextmanager

@@ -211,11 +211,13 @@ def _slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if capture is None or name is None:
             return original(self, *input, **kwargs)
         input, kwargs = capture.arguments(input, kwargs)
-        tracing_state.push_scope(name)
+        if name:
+            tracing_state.push_scope(name)
         try:
             result = self.forward(*input, **kwargs)
         finally:
-            tracing_state.pop_scope()
+            if name:
+                tracing_state.pop_scope()
         return capture.leave(tracing_state, arguments_by_name(self.forward, input, kwargs), result)
 
     return wrapper

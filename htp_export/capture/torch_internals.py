@@ -134,6 +134,21 @@ def scope_names(paths: dict[int, str]) -> dict[str, str]:
     return _ScopeNames(paths)
 
 
+def is_listed(module: Any) -> bool:
+    """Whether the tracer of the running export listed a module when it began: only then it opens a scope for it."""
+    import torch
+
+    return module in (torch.jit._trace._trace_module_map or {})
+
+
+def next_number() -> int:
+    """A number between those of the values that the running TorchScript trace has made, and those that it will make."""
+    value = tracing_state().graph().insertConstant(0)
+    number = int(value.unique())
+    value.node().destroy()
+    return number
+
+
 def is_script_method(forward: Any) -> bool:
     """Whether a module's ``forward`` is scripted: then the tracer opens no scope for it."""
     import torch

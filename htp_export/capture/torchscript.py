@@ -20,7 +20,7 @@ from htp_export.capture.jit_graph import CONSTANTS, Reading, follow, numbers_of_
 from htp_export.capture.record import Node, Operation, Record
 from htp_export.capture.root_call import RootCall
 from htp_export.capture.script_modules import ScriptCalls
-from htp_export.capture.torch_internals import is_script_method, traced_number, usual_name
+from htp_export.capture.torch_internals import is_listed, is_script_method, next_number, traced_number, usual_name
 from htp_export.wire import SerializedModel, Weight
 
 # Operations on shapes alone: traced as integers, ONNX's own, and those that fill a tensor as large as another.
@@ -37,14 +37,20 @@ class TorchScriptCapture:
     """One export through ``torch.jit.trace``, as it happens.
 
     Args:
-        paths: For each module of the model, ``id(module.__dict__)`` → its path.
+        path_of: A module → its path; None for one that is not in the model.
+        paths: The paths of the modules that were in it when the export began.
         scope_names: Module path → the name that the tracer gives its scope (``Linear::query``).
         state: Names of the model's parameters and buffers, which are the last of the traced graph's inputs.
         names_inputs: Whether the user names the graph's inputs, counting on torch's order of them.
     """
 
     def __init__(
-        self, paths: dict[int, str], scope_names: dict[str, str], state: frozenset[str], names_inputs: bool
+        self,
+        path_of: Callable[[Any], str | None],
+        paths: Iterable[str],
+        scope_names: dict[str, str],
+        state: frozenset[str],
+        names_inputs: bool,
     ) -> None:
         self.log = CallLog()
         self.tag: Callable[[SerializedModel], Iterable[bytes | memoryview]] | None = None
@@ -52,11 +58,14 @@ class TorchScriptCapture:
         self.weights: dict[str, Weight] = {}
         self.root_call: RootCall | None = None
         self.names_inputs = names_inputs
-        self._paths = paths
+        self._path_of = path_of
+        self._paths = dict.fromkeys(paths)
         self._scope_names = scope_names
         self._state = state
         self._user_inputs = 0
         self._next_call = 0
+        self._began: dict[int, int] = {}  # call that has no scope → number between the values before and in it
+        self._spans: list[tuple[int, int, int]] = []  # such a call's number, and those around its values
         self._traced_nodes: list[tuple[str, str, int, tuple[int, ...]]] = []
         self._traced_inputs: list[int] = []
         self._numbers: dict[int, int] = {}  # number while tracing → number in the traced graph
@@ -71,14 +80,25 @@ class TorchScriptCapture:
     # --- while the model runs -----------------------------------------------------------------
 
     def enter(self, module: Any, state: Any) -> str | None:
-        """Note that a module's ``forward`` begins; the name of its scope, or None if nothing is to be noted."""
-        path = self._paths.get(id(module.__dict__))
-        name = self._scope_names.get(path) if path is not None and state is not None else None
-        if path is None or name is None or is_script_method(module.forward):
+        """Note that a module's ``forward`` begins.
+
+        Returns:
+            The name of its scope; an empty one if the tracer has none for it, as it was put in place while the model
+            ran; None if nothing is to be noted.
+        """
+        path = self._path_of(module) if state is not None else None
+        if path is None or is_script_method(module.forward):
+            return None
+        name = self._scope_names.get(path) if is_listed(module) else ""
+        if name is None:
             return None
         if not self.log.stack:
             self.log = CallLog()
-        self.log.enter(path)
+            self._began.clear()
+            self._spans.clear()
+        index = self.log.enter(path)
+        if not name:
+            self._began[index] = next_number()
         return name
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -91,12 +111,16 @@ class TorchScriptCapture:
         """Note that the innermost running module returns; what it is to return."""
         # Only now: the tracer would make a tensor that it does not know a constant, and name it by the caller's scope.
         self.log.give(arguments, traced_number)
+        index = self.log.stack[-1]
         self.log.leave(result, traced_number)
+        if index in self._began:
+            self._spans.append((index, self._began[index], next_number()))
         if self.log.stack:
             return result
         graph = state.graph()
         self._traced_nodes = []
         self._note(graph.nodes(), NO_CALL)
+        self._note_spans()
         self._traced_inputs = [value.unique() for value in graph.inputs()]
         return result if self.root_call is None else self.root_call.result(result)
 
@@ -111,13 +135,21 @@ class TorchScriptCapture:
             if kind == "prim::TracedModuleForward":
                 name, inner = node.s("scope"), call
                 for later in range(self._next_call, len(self.log.calls)):
-                    if self._scope_names.get(self.log.calls[later].path) == name:
+                    if later not in self._began and self._scope_names.get(self.log.calls[later].path) == name:
                         inner, self._next_call = later, later + 1
                         break
                 for block in node.blocks():
                     self._note(block.nodes(), inner)
             elif kind not in CONSTANTS:
                 self._traced_nodes.append((out_of_place(kind), node.scopeName(), call, numbers_of_outputs(node)))
+
+    def _note_spans(self) -> None:
+        """Give calls without a scope, outer ones first, what was traced while they ran and their callers have."""
+        for index, began, ended in sorted(self._spans):
+            parent = self.log.calls[index].parent
+            for place, (kind, scope, call, made) in enumerate(self._traced_nodes):
+                if call == parent and made and began < made[0] < ended:
+                    self._traced_nodes[place] = (kind, scope, index, made)
 
     # --- the traced graph -----------------------------------------------------------------------
 
@@ -176,7 +208,7 @@ class TorchScriptCapture:
         parameters = {number: name for number, name in names.items() if name in self._state}
         self._user_inputs = len(names) - len(parameters)
         self._first = self._last = reading = read(graph, self._user_inputs)
-        calls = ScriptCalls(self.log, dict.fromkeys(self._paths.values()))
+        calls = ScriptCalls(self.log, self._paths)
         nodes = (node for node in graph.nodes() if node.kind() not in CONSTANTS)
         steps = iter(reading.steps)
         for node, size in zip(nodes, reading.sizes, strict=True):
