@@ -203,7 +203,6 @@ class _Exporter:
 
 def _tag_program(capture: DynamoCapture, names: ModuleNames, program: Any) -> None:
     record, nodes = capture.finish(program.model)
-    names.look_again()
     seen = Hierarchy(ModuleInfo(path, name) for path, name in {"": "", **capture.classes}.items())
     made = make_tags(record, names.hierarchy or seen, names.parameters)
     for node, metadata in zip(nodes, made.nodes, strict=True):
@@ -217,7 +216,6 @@ def _tagged_file(
     capture: TorchScriptCapture, names: ModuleNames, file: SerializedModel
 ) -> Iterable[bytes | memoryview]:
     record, nodes = capture.finish(file)
-    names.look_again()
     made = make_tags(record, names.hierarchy or Hierarchy([ModuleInfo("", "")]), names.parameters)
     for node, metadata in zip(nodes, made.nodes, strict=True):
         for key, value in metadata.items():

@@ -106,7 +106,7 @@ _Bytes = TypeVar("_Bytes", bound=Sized)
 
 
 def rewrite_raw_data(
-    data: memoryview, wanted: Callable[[int, int], bool], change: Callable[[int, int], _Bytes], kind: str = "model"
+    data: memoryview, wanted: Callable[[int, int], bool], change: Callable[[int, int], _Bytes]
 ) -> list[bytes | memoryview | _Bytes]:
     """A serialized message, with other ``raw_data`` in its tensors.
 
@@ -116,7 +116,6 @@ def rewrite_raw_data(
         data: The bytes of the message.
         wanted: Whether to look into what lies between two offsets, and to change it if it is ``raw_data``.
         change: What to put in place of the ``raw_data`` between two offsets.
-        kind: The message that this is: ``"model"``, or a part of one.
 
     Returns:
         The message in pieces, one after the other.
@@ -125,7 +124,7 @@ def rewrite_raw_data(
         ValueError: The bytes are no such message.
     """
     try:
-        return _rewrite(data, kind, 0, len(data), wanted, change) or [data]
+        return _rewrite(data, "model", 0, len(data), wanted, change) or [data]
     except IndexError as error:
         raise ValueError("not an ONNX model: it ends within a field") from error
 

@@ -46,8 +46,11 @@ CASES = [
 ]
 
 
-def wrong_parts(model: nn.Module, kwargs: dict[str, Any], file: Path, part: Path) -> list[Any]:
-    """The computed modules that, cut out and run on what PyTorch gave them, give something else than they did there."""
+def wrong_parts(model: nn.Module, kwargs: dict[str, Any], file: Path, part: Path, *, masks: bool = False) -> list[Any]:
+    """The computed modules that, cut out and run on what PyTorch gave them, give something else than they did there.
+
+    While they are traced some models pass masks on that they go without otherwise; ``masks`` says that they may.
+    """
     tagged, wrong = htp_export.load(file), list[Any]()
     calls, _ = run_pytorch(model, kwargs)
     for path in tagged:
@@ -59,8 +62,9 @@ def wrong_parts(model: nn.Module, kwargs: dict[str, Any], file: Path, part: Path
             ends = (*result.model.graph.inputs, *result.model.graph.outputs)
             if all(value.shape is not None for value in ends):  # some ranks nobody can infer
                 onnx.checker.check_model(str(part), full_check=True)
-            # While it is traced a model may pass masks on that it goes without otherwise; they come last.
-            feeds = dict(zip(tagged.signatures[path][nth].inputs, call.given, strict=False))
+            arguments = tagged.signatures[path][nth].inputs
+            known = len(arguments) == len(call.given) or masks
+            feeds = dict(zip(arguments, call.given, strict=not masks)) if known else {}
             if not result.inputs.keys() <= feeds.keys():
                 wrong.append((path, nth, "takes", list(result.inputs)))
                 continue
@@ -81,7 +85,8 @@ def test_every_computed_module_gives_alone_what_pytorch_gives(name: str, exporte
 def test_so_does_every_computed_module_of_real_architectures(name: str, exporter: str, tmp_path: Path) -> None:
     model, kwargs = build(name, "small")
     file = exported_to(tmp_path / "model.onnx", model, kwargs, exporter)
-    assert wrong_parts(model, kwargs, file, tmp_path / "part.onnx") == []
+    masks = exporter == "dynamo" and name in ("ViT-B", "DeiT-S")
+    assert wrong_parts(model, kwargs, file, tmp_path / "part.onnx", masks=masks) == []
 
 
 class Scaled(nn.Module):

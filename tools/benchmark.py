@@ -34,6 +34,7 @@ import onnx
 import torch
 
 import htp_export
+from htp_export import tags
 
 
 def bert() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
@@ -84,11 +85,16 @@ def once(export: Callable[..., object], model: torch.nn.Module, inputs: Inputs, 
     with tempfile.TemporaryDirectory() as folder:
         gc.collect()
         start = time.perf_counter()
-        if exporter == "dynamo":
-            export(model, (), f"{folder}/model.onnx", kwargs=inputs, dynamo=True, verbose=False)
-        else:
-            export(model, tuple(inputs.values()), f"{folder}/model.onnx", dynamo=False)
+        write(export, model, inputs, exporter, f"{folder}/model.onnx")
         return time.perf_counter() - start
+
+
+def write(export: Callable[..., object], model: torch.nn.Module, inputs: Inputs, exporter: str, file: str) -> None:
+    """Export into a file."""
+    if exporter == "dynamo":
+        export(model, (), file, kwargs=inputs, dynamo=True, verbose=False)
+    else:
+        export(model, tuple(inputs.values()), file, dynamo=False)
 
 
 def ratios(first: Callable[..., object], second: Callable[..., object], pairs: int, **what: object) -> list[float]:
@@ -113,14 +119,10 @@ def describe(name: str, values: list[float]) -> str:
 def metadata(model: torch.nn.Module, inputs: Inputs, exporter: str) -> tuple[float, float]:
     """Bytes of metadata that we write, per node: on the nodes, and on the model."""
     with tempfile.TemporaryDirectory() as folder:
-        file = f"{folder}/model.onnx"
-        if exporter == "dynamo":
-            htp_export.export(model, (), file, kwargs=inputs, dynamo=True, verbose=False)
-        else:
-            htp_export.export(model, tuple(inputs.values()), file, dynamo=False)
-        written = onnx.load(file, load_external_data=False)
+        write(htp_export.export, model, inputs, exporter, f"{folder}/model.onnx")
+        written = onnx.load(f"{folder}/model.onnx", load_external_data=False)
     ours = [
-        sum(entry.ByteSize() for entry in entries if entry.key.startswith(("htp.", "namespace")))
+        sum(entry.ByteSize() for entry in entries if entry.key in (*tags.NODE_KEYS, *tags.MODEL_KEYS))
         for entries in (*(node.metadata_props for node in written.graph.node), written.metadata_props)
     ]
     nodes = len(written.graph.node)

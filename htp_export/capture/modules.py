@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from htp_export.hierarchy import Hierarchy
@@ -17,41 +17,45 @@ class ModuleNames:
         paths: ``id(module.__dict__)`` → module path. torch's tracer wraps modules in objects that share their
             ``__dict__``, and a module registered under several names has the first of them.
         aliases: Every name under which a module is registered → its path.
-        hierarchy: The module tree, in the order of ``named_modules()``; None for what is no ``nn.Module``.
-        parameters: Module path → the parameters it holds; None for what is no ``nn.Module``.
     """
 
     def __init__(self, model: Any) -> None:
-        self.paths: dict[int, str] = {}
-        self.aliases: dict[str, str] = {}
-        self.hierarchy: Hierarchy | None = None
-        self.parameters: dict[str, Held] | None = None
-        self._model = model
-        self._seen: list[Any] = []  # kept, so that their ids are nobody else's
-        self.look_again()
-
-    def look_again(self) -> None:
-        """Take in what the model has become: its ``forward`` may have put other modules in place."""
         import torch
 
-        if not isinstance(self._model, torch.nn.Module):
-            return
-        for name, module in self._model.named_modules(remove_duplicate=False):
+        self.paths: dict[int, str] = {}
+        self.aliases: dict[str, str] = {}
+        self._model = model if isinstance(model, torch.nn.Module) else None
+        self._seen: list[Any] = []  # kept, so that their ids are nobody else's
+        for name, module in self._named(remove_duplicate=False):
             self.aliases[name] = self.paths.setdefault(id(module.__dict__), name)
             self._seen.append(module)
-        self.hierarchy = Hierarchy.from_module(self._model)
-        self.parameters = parameters_of(self._model)
+
+    def _named(self, *, remove_duplicate: bool = True) -> Iterable[tuple[str, Any]]:
+        return () if self._model is None else self._model.named_modules(remove_duplicate=remove_duplicate)
+
+    @property
+    def hierarchy(self) -> Hierarchy | None:
+        """The module tree as it is now, in the order of ``named_modules()``; None for what is no ``nn.Module``.
+
+        A ``forward`` may have put other modules in place.
+        """
+        return None if self._model is None else Hierarchy.from_module(self._model)
+
+    @property
+    def parameters(self) -> dict[str, Held] | None:
+        """Module path → the parameters it holds now; None for what is no ``nn.Module``."""
+        return None if self._model is None else parameters_of(self._model)
 
     def path_now(self, module: Any) -> str | None:
         """The path of a module that may have been put in place after the names were taken; None if it is none."""
-        known = self.paths.get(id(module.__dict__))
-        if known is not None or self.hierarchy is None:
-            return known
-        self._seen.append(module)
-        found = next((str(name) for name, each in self._model.named_modules() if each is module), None)
-        if found is not None:
-            self.paths[id(module.__dict__)] = found
-        return found
+        key = id(module.__dict__)
+        if key not in self.paths:
+            self._seen.append(module)
+            found = next((name for name, each in self._named() if each is module), None)
+            if found is None:
+                return None
+            self.paths[key] = found
+        return self.paths[key]
 
 
 @contextlib.contextmanager

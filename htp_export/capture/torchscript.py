@@ -64,8 +64,7 @@ class TorchScriptCapture:
         self._state = state
         self._user_inputs = 0
         self._next_call = 0
-        self._began: dict[int, int] = {}  # call that has no scope → number between the values before and in it
-        self._spans: list[tuple[int, int, int]] = []  # such a call's number, and those around its values
+        self._unscoped: dict[int, list[int]] = {}  # call that has no scope → the numbers between which its values are
         self._traced_nodes: list[tuple[str, str, int, tuple[int, ...]]] = []
         self._traced_inputs: list[int] = []
         self._numbers: dict[int, int] = {}  # number while tracing → number in the traced graph
@@ -94,11 +93,10 @@ class TorchScriptCapture:
             return None
         if not self.log.stack:
             self.log = CallLog()
-            self._began.clear()
-            self._spans.clear()
+            self._unscoped.clear()
         index = self.log.enter(path)
         if not name:
-            self._began[index] = next_number()
+            self._unscoped[index] = [next_number()]
         return name
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -113,14 +111,14 @@ class TorchScriptCapture:
         self.log.give(arguments, traced_number)
         index = self.log.stack[-1]
         self.log.leave(result, traced_number)
-        if index in self._began:
-            self._spans.append((index, self._began[index], next_number()))
+        if index in self._unscoped:
+            self._unscoped[index].append(next_number())
         if self.log.stack:
             return result
         graph = state.graph()
         self._traced_nodes = []
         self._note(graph.nodes(), NO_CALL)
-        self._note_spans()
+        self._note_unscoped()
         self._traced_inputs = [value.unique() for value in graph.inputs()]
         return result if self.root_call is None else self.root_call.result(result)
 
@@ -135,7 +133,7 @@ class TorchScriptCapture:
             if kind == "prim::TracedModuleForward":
                 name, inner = node.s("scope"), call
                 for later in range(self._next_call, len(self.log.calls)):
-                    if later not in self._began and self._scope_names.get(self.log.calls[later].path) == name:
+                    if later not in self._unscoped and self._scope_names.get(self.log.calls[later].path) == name:
                         inner, self._next_call = later, later + 1
                         break
                 for block in node.blocks():
@@ -143,9 +141,9 @@ class TorchScriptCapture:
             elif kind not in CONSTANTS:
                 self._traced_nodes.append((out_of_place(kind), node.scopeName(), call, numbers_of_outputs(node)))
 
-    def _note_spans(self) -> None:
+    def _note_unscoped(self) -> None:
         """Give calls without a scope, outer ones first, what was traced while they ran and their callers have."""
-        for index, began, ended in sorted(self._spans):
+        for index, (began, ended) in self._unscoped.items():
             parent = self.log.calls[index].parent
             for place, (kind, scope, call, made) in enumerate(self._traced_nodes):
                 if call == parent and made and began < made[0] < ended:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from htp_export import tools
-from htp_export.cli.sizes import Sizes, check_dims, read_sizes
+from htp_export.cli.sizes import Sizes, read_sizes
 from htp_export.cli.terminal import CheckFailed, Steps, print_json
 from htp_export.errors import HtpExportError, InputError
 from htp_export.provenance.carrying import Carried, carry, embed_map
@@ -59,7 +59,7 @@ def _values(file: Path, sizes: Sizes) -> Mapping[str, Any]:
     """What both files are run on."""
     from htp_export.run.feeds import inputs_of, random_feed
 
-    check_dims(sizes.dims, values=bool(sizes.inputs))
+    sizes.check_dims()
     return sizes.inputs or random_feed(inputs_of(load(file).model), sizes.dims, sizes.shapes).arrays
 
 

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from htp_export.cli.file_options import FeedDimsOption, FeedOption
-from htp_export.cli.sizes import check_dims, parse_dims, read_npz
-from htp_export.cli.sources import read_shapes
+from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps, print_json, show
 
 __all__ = ["profile_command"]
@@ -48,18 +47,16 @@ def profile_command(
     from htp_export.run.latency import profile
     from htp_export.show.latency import render_profile
 
-    values = read_npz(inputs) if inputs is not None and inputs.suffix == ".npz" else None
-    shapes = read_shapes(inputs) if inputs is not None and values is None else None
-    sizes = parse_dims(dims or [])
-    check_dims(sizes, values=values is not None)
+    sizes = read_sizes(inputs, dims)
+    sizes.check_dims()
     with Steps(quiet=as_json).step(f"profiling {file}"):
         report = profile(
             file,
-            values,
+            sizes.inputs or None,
             runs=runs,
             warmup=warmup,
-            dims=sizes,
-            shapes=shapes,
+            dims=sizes.dims,
+            shapes=sizes.shapes,
             providers=[_provider(name) for name in provider or ["cpu"]],
             session_options=_session_options(threads, optimization),
         )

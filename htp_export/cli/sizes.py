@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from htp_export.cli.sources import read_shapes
 from htp_export.errors import FileError, InputError
 
-__all__ = ["Sizes", "check_dims", "parse_dims", "read_npz", "read_sizes"]
+__all__ = ["Sizes", "parse_dims", "read_npz", "read_sizes"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,15 @@ class Sizes:
     def given(self) -> bool:
         """Whether anything is."""
         return bool(self.inputs or self.dims or self.shapes)
+
+    def check_dims(self) -> None:
+        """Refuse open sizes where values are given, which have sizes of their own.
+
+        Raises:
+            InputError: If both are given.
+        """
+        if self.inputs and self.dims:
+            raise InputError("--dims is for random inputs; the values of --inputs have their sizes")
 
 
 def read_sizes(inputs: Path | None, dims: list[str] | None) -> Sizes:
@@ -70,16 +78,6 @@ def parse_dims(settings: list[str]) -> dict[str, int]:
             raise InputError(f"--dims {setting}: write name=size, such as batch=1")
         sizes[name.strip()] = int(size)
     return sizes
-
-
-def check_dims(dims: Mapping[str, int], *, values: bool) -> None:
-    """Refuse open sizes where values are given, which have sizes of their own.
-
-    Raises:
-        InputError: If both are given.
-    """
-    if values and dims:
-        raise InputError("--dims is for random inputs; the values of --inputs have their sizes")
 
 
 def read_npz(path: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from htp_export.cli.model_options import (
     TaskOption,
     TrustOption,
 )
-from htp_export.cli.sizes import check_dims, read_sizes
+from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
 from htp_export.show.comparison import render
@@ -100,7 +100,7 @@ def compare_command(
     from htp_export.run.file_comparing import compare
 
     sizes, tolerances = read_sizes(inputs, dims), parse_tolerances(tolerance or ())
-    check_dims(sizes.dims, values=bool(sizes.inputs))
+    sizes.check_dims()
     with Steps(quiet=as_json).step("comparing"):
         result = compare(
             file,

@@ -105,21 +105,14 @@ class Regions:
         The region is that of all nodes with an owner at or below one of ``paths``. What several modules own may be
         read by each of them.
         """
-        wanted = set(paths)
-        region = {index for path in wanted for index in self.by_path.get(path, ())}
+        region = {index for path in paths for index in self.by_path.get(path, ())}
         for index in sorted(region):
-            edges = self._edges[index]
-            others: list[str] | None = None
-            for edge in edges:
-                _, other, leaves = edge
-                if other in region:
-                    continue
-                if leaves and other >= 0:
-                    if others is None:
-                        others = self._others(index, paths)
-                    if others and not self._above[other].keys().isdisjoint(others):
-                        continue
-                yield edge
+            outwards = [edge for edge in self._edges[index] if edge[1] not in region]
+            others = self._others(index, paths) if outwards else []
+            for key, other, leaves in outwards:
+                shared = leaves and other >= 0 and not self._above[other].keys().isdisjoint(others)
+                if not shared:
+                    yield key, other, leaves
 
     def _others(self, index: int, paths: Sequence[str]) -> list[str]:
         """The owners of a node that have nothing to do with ``paths``; a single owner is why it is in the region."""

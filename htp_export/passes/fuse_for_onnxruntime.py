@@ -87,22 +87,21 @@ def _drop_unread_outputs(model: ir.Model) -> None:
 def _fill_in_shapes(model: ir.Model) -> None:
     """Shapes of what the fused operators give, which onnxscript's rules leave out, so that later passes know them."""
     for node in model.graph:
-        if node.domain != "com.microsoft":
-            continue
-        if node.op_type in ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"):
-            likes = {0: node.inputs[0], 3: node.inputs[0]}  # the second and third are mean and variance
-        elif node.op_type == "MultiHeadAttention" and all(_rank(node, place) == 3 for place in (0, 2)):
-            likes = {0: node.inputs[0]}
-        else:
-            continue
-        for place, like in likes.items():
-            if place < len(node.outputs) and node.outputs[place].shape is None and like is not None and like.shape:
-                dims = list(like.shape)
-                if node.op_type == "MultiHeadAttention":
-                    dims[2] = node.inputs[2].shape[2]  # type: ignore[union-attr,index]
-                node.outputs[place].shape, node.outputs[place].type = ir.Shape(dims), like.type
+        shape = _shape_given(node)
+        places = (0,) if node.op_type == "MultiHeadAttention" else (0, 3)  # between them mean and variance
+        for value in (node.outputs[place] for place in places if place < len(node.outputs)):
+            if shape is not None and value.shape is None:
+                value.shape, value.type = shape.copy(), node.inputs[0].type  # type: ignore[union-attr]
 
 
-def _rank(node: ir.Node, place: int) -> int | None:
-    value = node.inputs[place] if place < len(node.inputs) else None
-    return None if value is None or value.shape is None else value.shape.rank()
+def _shape_given(node: ir.Node) -> ir.Shape | None:
+    """The shape of what a fused operator gives: that of its first input, with the features of an attention's values."""
+    shapes = [None if value is None else value.shape for value in node.inputs[:3]]
+    if node.domain != "com.microsoft" or not shapes or shapes[0] is None:
+        return None
+    if node.op_type in ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"):
+        return shapes[0]
+    if node.op_type == "MultiHeadAttention" and len(shapes) == 3 and shapes[2] is not None:
+        queries, values = shapes[0], shapes[2]
+        return ir.Shape((*queries[:2], values[2])) if queries.rank() == values.rank() == 3 else None
+    return None
