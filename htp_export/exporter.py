@@ -178,7 +178,7 @@ class _Exporter:
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
         with no_collection(kept=True):
             names = ModuleNames(model)
-            capture = DynamoCapture(names.paths, names.aliases)
+            capture = DynamoCapture(names.path_now, names.aliases)
         with patches.DYNAMO.held(), _set(patches.dynamo_capture, capture), _named_failure(capture):
             program = export()
         with no_collection(kept=True):

@@ -297,10 +297,12 @@ class First(nn.Module):
 class Second(nn.Module):
     def __init__(self, fc: nn.Module) -> None:
         super().__init__()
-        self.fc = fc
+        self.fc, self.act = fc, nn.Softsign()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(x * 2).sin().cos()
+        with torch.no_grad():
+            y = self.act(x * 2).neg()
+        return self.fc(y).sin().cos()
 
 
 class Swaps(nn.Module):
@@ -317,13 +319,7 @@ class Swaps(nn.Module):
         return self.act(self.body(y - 1)).tanh()
 
 
-@pytest.mark.parametrize(
-    "exporter",
-    [
-        pytest.param("dynamo", marks=pytest.mark.xfail(reason="FX stacks leave it out: docs/owners.md", strict=True)),
-        "torchscript",
-    ],
-)
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_a_module_that_is_put_in_place_while_the_model_runs_is_computed(exporter: str, tmp_path: Path) -> None:
     files = []
     for export in (htp_export.export, torch.onnx.export):
@@ -333,15 +329,16 @@ def test_a_module_that_is_put_in_place_while_the_model_runs_is_computed(exporter
         files.append(onnx.load(str(target)))
     ours, torchs = files
     tagged = htp_export.load(ours)
-    assert (tagged["body"].fate, tagged["body.fc"].fate, tagged.hierarchy["body"].simple_class) == (
-        "computed",
-        "computed",
-        "Second",
+    assert {path: tagged[path].fate for path in tagged.paths} == dict.fromkeys(
+        ["", "body", "body.fc", "body.act", "act"], "computed"
     )
+    assert tagged.hierarchy["body"].simple_class == "Second"
     owners = {node.op_type: node.metadata_props["htp.module"] for node in tagged.model.graph}
-    assert {op: owners[op] for op in ("Exp", "Mul", "Sin", "Cos", "Sigmoid", "Tanh")} == {
+    assert {op: owners[op] for op in ("Exp", "Mul", "Abs", "Neg", "Sin", "Cos", "Sigmoid", "Tanh")} == {
         "Exp": "",
         "Mul": "body",
+        "Abs": "body.act",
+        "Neg": "body",
         "Sin": "body",
         "Cos": "body",
         "Sigmoid": "act",

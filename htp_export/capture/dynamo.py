@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capture.calls import NO_CALL, CallLog, Passing, arguments_by_name
 from htp_export.capture.record import Node, Operation, Record
 from htp_export.capture.torch_internals import (
     bodies_run_in_place,
+    decomposed_from,
     fx_node_of,
     given_back_by,
+    holds_tensor,
     inputs_of,
-    result_of_decomposed,
 )
 from htp_export.regions import subgraphs
 
@@ -33,32 +35,35 @@ SHAPE_OPERATORS = frozenset({"Shape", "Size"})
 _TYPE_INPUT = {"CastLike": 1}
 
 _STAMP = "htp.stamp"
+_MARK = "htp.call"  # on FX nodes of the exported program, which are not those of the decomposed one
 
 
 class DynamoCapture:
     """One export through ``torch.export``, as it happens.
 
     Args:
-        paths: For each module of the model, ``id(module.__dict__)`` → its path (torch wraps modules in proxies that
-            share their ``__dict__``). Empty for an ``ExportedProgram``.
+        path_of: A module (or the proxy that torch puts around it) → its path; None for what is none of the model's.
         aliases: Every name under which a module is registered → the first of its names.
     """
 
-    def __init__(self, paths: dict[int, str], aliases: dict[str, str]) -> None:
+    def __init__(self, path_of: Callable[[Any], str | None], aliases: dict[str, str]) -> None:
         self.log = CallLog()
         self.aliases = aliases
         self.classes: dict[str, str] = {}
-        self._paths = paths
+        self._path_of = path_of
         self._root_name: str | None = None
         self._tracer: Any = None
         self._by_name: dict[tuple[str, int], int] = {}
         self._name_counts: collections.Counter[str] = collections.Counter()
         self._made_something: set[int] = set()
         self._nodes_before: list[int] = []  # for each running call, how many FX nodes there were when it began
+        self._unscoped: set[int] = set()  # calls that torch has no scope for
+        self._marked = 0  # how many FX nodes there were when a module last began or returned
         self._needed: set[int] = set()
         self._by_stack: dict[tuple[tuple[str, tuple[str, Any]], ...], int] = {}
-        self._dissolved: dict[str, int] = {}
-        self._inputs_of_program: list[Any] = []
+        self._marks: dict[Any, int] = {}  # FX node of the exported program → its call, where no scope tells it
+        self._known: dict[str, int] = {}  # FX node of the decomposed graph → likewise
+        self._traced: Any = None  # the exported program's FX graph
         self._results: dict[str, str] = {}  # FX node → node of the decomposed graph that has its result
         self._values: dict[str, Any] = {}  # FX node → its value in the first ONNX graph
         self._passed: dict[int, Passing] = {}
@@ -70,13 +75,15 @@ class DynamoCapture:
 
     # --- while the model runs -----------------------------------------------------------------
 
-    def enter(self, tracer: Any, module: Any, name: str, args: Any, kwargs: Any) -> bool:
+    def enter(self, tracer: Any, module: Any, name: str | None, args: Any, kwargs: Any) -> bool:
         """Note that a module's ``forward`` begins; ``name`` is the tracer's name of the module.
+
+        It is None for a module that was put in place after the tracing began: torch has no scope for it.
 
         Returns:
             Whether the module is one of the model's; only then `leave` is to be called.
         """
-        path = self._paths.get(id(module.__dict__))
+        path = self._path_of(module)
         if path is None:
             return False
         if not self.log.stack or tracer is not self._tracer:  # a new attempt at tracing starts from nothing
@@ -85,47 +92,68 @@ class DynamoCapture:
             self._name_counts.clear()
             self._made_something.clear()
             self._nodes_before.clear()
+            self._unscoped.clear()
+            self._marked = 0
+        self._mark(tracer)
         index = self.log.enter(path)
-        self._by_name[name, self._name_counts[name]] = index
-        self._name_counts[name] += 1
+        if name is None:
+            self._unscoped.add(index)
+        else:
+            self._by_name[name, self._name_counts[name]] = index
+            self._name_counts[name] += 1
         self.log.give(arguments_by_name(module.forward, args, kwargs), functools.partial(fx_node_of, tracer=tracer))
         self._nodes_before.append(len(tracer.graph.nodes))
         return True
 
     def leave(self, tracer: Any, result: Any) -> None:
         """Note that the innermost running module returns."""
+        self._mark(tracer)
         if len(tracer.graph.nodes) > self._nodes_before.pop():
             self._made_something.add(self.log.stack[-1])
         self.log.leave(result, functools.partial(fx_node_of, tracer=tracer))
+
+    def _mark(self, tracer: Any) -> None:
+        """Write the running call on the FX nodes made since a module last began or returned, if no scope tells it."""
+        nodes = tracer.graph.nodes
+        if self.log.stack and self.log.stack[-1] in self._unscoped:
+            for node in itertools.islice(reversed(nodes), len(nodes) - self._marked):
+                node.meta[_MARK] = self.log.stack[-1]
+        self._marked = len(nodes)
 
     # --- the FX graph -----------------------------------------------------------------------------
 
     def exported(self, program: Any) -> None:
         """Note which calls did something that the model's result needs, before anything is decomposed away."""
-        self._inputs_of_program = inputs_of(program.graph)
+        self._traced = program.graph
         self._note_needed(program.graph)
         for body in bodies_run_in_place(program.graph_module):
             self._note_needed(body.graph)
 
     def _note_needed(self, graph: Any) -> None:
+        self._marks.update({node: node.meta[_MARK] for node in graph.nodes if _MARK in node.meta})
         wanted: set[Any] = set()
         for node in reversed(graph.nodes):
             if node.op == "output" or node in wanted or node.is_impure():
                 wanted.update(node.all_input_nodes)
-                self._needed.update(self.log.chain(self._call_of_stack(node.meta.get("nn_module_stack"))))
+                self._needed.update(self.log.chain(self._call_traced(node)))
 
     def dissolved(self, body_node: Any, names: Iterable[str]) -> None:
         """Note the nodes that one node of a body became when the body was dissolved, its result first."""
-        call = self._call_of_stack(body_node.meta.get("nn_module_stack"))
+        call = self._call_traced(body_node)
         names = list(names)
         if call != NO_CALL:
-            self._dissolved.update(dict.fromkeys(names, call))
+            self._known.update(dict.fromkeys(names, call))
         if names:
             self._results[body_node.name] = names[0]
 
     def decomposed(self, program: Any) -> None:
-        """Note where the results of decomposed nodes are."""
-        self._results.update(result_of_decomposed(program.graph))
+        """Note where the results of decomposed nodes are, and the calls of those that no scope tells."""
+        marked = {node.name: call for node, call in self._marks.items() if node.graph is self._traced}
+        for node, source in decomposed_from(program.graph):
+            if holds_tensor(node):  # of several, the last one has the result
+                self._results[source] = node.name
+            if source in marked:
+                self._known[node.name] = marked[source]
 
     # --- the first ONNX graph -------------------------------------------------------------------
 
@@ -158,8 +186,8 @@ class DynamoCapture:
         """The value of the first ONNX graph that holds the result of a node of the traced FX graph, or None."""
         if fx_node is not None and fx_node.op == "placeholder":  # torch may have copied the graph and renamed it
             inputs = inputs_of(fx_node.graph)
-            from_end = len(inputs) - inputs.index(fx_node)
-            fx_node = self._inputs_of_program[-from_end] if from_end <= len(self._inputs_of_program) else None
+            from_end, traced = len(inputs) - inputs.index(fx_node), inputs_of(self._traced)
+            fx_node = traced[-from_end] if from_end <= len(traced) else None
         while fx_node is not None:
             found = self._values.get(self._results.get(fx_node.name, fx_node.name))
             if found is not None:
@@ -169,9 +197,14 @@ class DynamoCapture:
 
     def _call_of(self, node: ir.Node) -> int:
         fx_node = node.meta.get("node")
-        if fx_node is not None and fx_node.name in self._dissolved:
-            return self._dissolved[fx_node.name]
+        if fx_node is not None and fx_node.name in self._known:
+            return self._known[fx_node.name]
         return self._call_of_stack(fx_node.meta.get("nn_module_stack") if fx_node is not None else None)
+
+    def _call_traced(self, fx_node: Any) -> int:
+        """The call of a node of the exported program, or of a body in it."""
+        marked = self._marks.get(fx_node)
+        return self._call_of_stack(fx_node.meta.get("nn_module_stack")) if marked is None else marked
 
     def _call_of_stack(self, stack: dict[str, tuple[str, Any]] | None) -> int:
         scopes = tuple((stack or {}).items())

@@ -50,10 +50,10 @@ class ModuleNames:
         """The path of a module that may have been put in place after the names were taken; None if it is none."""
         key = id(module.__dict__)
         if key not in self.paths:
-            self._seen.append(module)
-            found = next((name for name, each in self._named() if each is module), None)
+            found = next((name for name, each in self._named() if each.__dict__ is module.__dict__), None)
             if found is None:
                 return None
+            self._seen.append(module)
             self.paths[key] = found
         return self.paths[key]
 

@@ -78,8 +78,10 @@ def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, module, forward, args, kwargs)
         try:
             name = self.path_of_module(module)
-        except Exception:  # a module that is no submodule of the model: torch runs through it as well
-            return original(self, module, forward, args, kwargs)
+        except (
+            Exception
+        ):  # a module that was no submodule of the model when the tracing began: torch has no scope for it
+            name = None
         if not capture.enter(self, module, name, args, kwargs):
             return original(self, module, forward, args, kwargs)
         result = original(self, module, forward, args, kwargs)

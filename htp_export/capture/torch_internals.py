@@ -178,16 +178,19 @@ def fx_node_of(tensor: Any, tracer: Any) -> Any:
     return None if slot is None else slot.proxy.node
 
 
-def result_of_decomposed(graph: Any) -> dict[str, str]:
-    """Name of a node before ``run_decompositions`` → name of the node of the decomposed graph that has its result."""
-    import torch
-
-    found: dict[str, str] = {}
+def decomposed_from(graph: Any) -> Iterator[tuple[Any, str]]:
+    """Each node of a graph after ``run_decompositions``, with the name of the node before that it was made from."""
     for node in graph.nodes:
         sources = node.meta.get("from_node")
-        if sources and isinstance(node.meta.get("val"), torch.Tensor):  # of several, the last one has the result
-            found[sources[-1].name] = node.name
-    return found
+        if sources:
+            yield node, sources[-1].name
+
+
+def holds_tensor(node: Any) -> bool:
+    """Whether an FX node's result is a tensor."""
+    import torch
+
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def inputs_of(graph: Any) -> list[Any]:
