@@ -14,17 +14,17 @@ from htp_export import tags
 from htp_export.capture.calls import CallLog
 from htp_export.capture.dynamo import describe
 from htp_export.capture.record import Record
+from htp_export.crossings import OUTSIDE
 from htp_export.errors import UntaggedModelError
 from htp_export.hierarchy import Hierarchy
-from htp_export.owners.assign import SCOPE, Ownership
-from htp_export.owners.boundaries import Regions
+from htp_export.owners.boundaries import crossings_of
 from htp_export.tagged import load
 from htp_export.torch_scopes import scopes_of
 
 __all__ = ["Contamination", "contamination"]
 
 Finding = tuple[str, str, str]
-_Border = dict[tuple[str, str, bool], int]  # (module, tensor, whether it leaves) → node on the other side, or -1
+_Border = dict[tuple[str, str, bool], int]  # (module, tensor, whether it leaves) → node on the other side
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ def _torch_owner(node: ir.Node, hierarchy: Hierarchy) -> tuple[str, ...]:
 
 
 def _borders(record: Record, owners: Sequence[tuple[str, ...]], hierarchy: Hierarchy) -> _Border:
-    regions = Regions(record, [Ownership(paths, SCOPE, ()) for paths in owners])
+    crossings = crossings_of(record, owners)
     found: _Border = {}
     for path in hierarchy:
         if hierarchy[path].calls and hierarchy[path].fate == "computed":
-            for value, other, leaves in regions.crossings([path]):
+            for value, other, leaves in crossings.of([path]):
                 found.setdefault((path, str(value.name), leaves), other)  # type: ignore[attr-defined]
     return found
 
@@ -132,7 +132,7 @@ def _findings(
     found = []
     for (path, name, leaves), other in borders.items():
         maker = made_by.get(name)
-        beyond = ", ".join(owners_of(nodes[other])) or "(root)" if other >= 0 else "model"
+        beyond = ", ".join(owners_of(nodes[other])) or "(root)" if other != OUTSIDE else "model"
         way = f"{path or '(root)'} → {beyond}" if leaves else f"{beyond} → {path or '(root)'}"
         found.append((path, name, f"{way}, {maker.op_type if maker else 'input'}"))
     return found

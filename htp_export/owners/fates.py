@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from htp_export.capture.record import Key, Record
+from htp_export.crossings import OUTSIDE
 from htp_export.owners.assign import Ownership
-from htp_export.owners.boundaries import Boundary, Regions, true_boundaries
+from htp_export.owners.boundaries import Boundary, crossings_of, true_boundaries
 from htp_export.owners.flow import Flow, needed
 
 
@@ -35,7 +36,7 @@ class Fates:
     def __init__(self, record: Record, owners: Sequence[Ownership], flow: Flow) -> None:
         self.record = record
         self.true = true_boundaries(record, flow)
-        self.regions = Regions(record, owners)
+        self.crossings = crossings_of(record, [owner.paths for owner in owners])
         self.contamination: list[tuple[str, Key, bool]] = []
         self._useful = self._modules_that_count(flow.wanted)
 
@@ -62,7 +63,7 @@ class Fates:
         """The fate of one module."""
         if not self.record.log.count(path):
             return Fate("uncalled")
-        if path not in self._useful and path in self.regions.by_path:
+        if path not in self._useful and path in self.crossings.below:
             return Fate("computed")  # in a branch or loop body, where captured operations do not reach
         if path not in self._useful:
             return Fate("identity" if self.record.log.returned_inputs.get(path, True) else "constant")
@@ -70,16 +71,16 @@ class Fates:
             return Fate("dead")
         boundary, final = self.true[path], self.record.final
         lost = self._beyond(boundary, [key for key in (*boundary.inputs, *boundary.outputs) if key not in final])
-        if (lost or path not in self.regions.by_path) and path in self._measured:
+        if (lost or path not in self.crossings.below) and path in self._measured:
             return Fate("dead")
         if lost:
             return Fate("fused", self._whole([path, *lost]))
-        if path in self.regions.by_path and not boundary.outputs and self._returns_what_is_gone(path):
+        if path in self.crossings.below and not boundary.outputs and self._returns_what_is_gone(path):
             return Fate("constant")
-        if path in self.regions.by_path:
+        if path in self.crossings.below:
             known = self._known([path])
             self.contamination.extend(
-                (path, key, leaves) for key, _, leaves in self.regions.crossings([path]) if key not in known
+                (path, key, leaves) for key, _, leaves in self.crossings.of([path]) if key not in known
             )
             return Fate("computed")
         return Fate("identity" if boundary.outputs else "constant")
@@ -104,11 +105,11 @@ class Fates:
 
     def _next_to(self, group: list[str]) -> list[str]:
         """For modules without a single node (they cancelled out), one that is next to them and has nodes."""
-        if any(path in self.regions.by_path for path in group):
+        if any(path in self.crossings.below for path in group):
             return []
         boundaries = [self.true[path] for path in group if path in self.true]
         around = {up: None for side in boundaries for up in self._beyond(side, [*side.outputs, *side.inputs])}
-        return sorted((up for up in around if up in self.regions.by_path), key=lambda up: -len(up))[:1]
+        return sorted((up for up in around if up in self.crossings.below), key=lambda up: -len(up))[:1]
 
     def _whole(self, group: list[str]) -> tuple[str, ...]:
         """The modules that must be taken along for every tensor at the border to be one that PyTorch knows."""
@@ -116,9 +117,9 @@ class Fates:
         group.extend(self._next_to(group))
         while True:
             known, more = self._known(group), dict[str, None]()
-            for key, other, _ in self.regions.crossings(group):
+            for key, other, _ in self.crossings.of(group):
                 if key not in known:
-                    more.update(dict.fromkeys(self.regions.owners[other].paths if other >= 0 else ("",)))
+                    more.update(dict.fromkeys(self.crossings.owners[other] if other != OUTSIDE else ("",)))
             fresh = [path for path in more if path not in group]
             if not fresh:
                 return tuple(path for path in group if path != first)

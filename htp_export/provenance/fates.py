@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from htp_export import tags
+from htp_export.crossings import OUTSIDE, Crossings
 from htp_export.hierarchy import Hierarchy, ModuleInfo
 from htp_export.provenance.alignment import Alignment
-from htp_export.provenance.borders import Borders
-from htp_export.provenance.sketch import NOTHING
+from htp_export.provenance.sketch import NOTHING, Sketch
 from htp_export.signatures import Signature
 
 __all__ = ["FatesAfter"]
@@ -46,8 +46,8 @@ class FatesAfter:
     ) -> None:
         self._alignment, self._signatures, self._old = alignment, signatures, hierarchy
         self._number = alignment.numbers.number
-        self._before = Borders(alignment.before, [node.owners for node in alignment.before.nodes])
-        self._after = Borders(alignment.after, owners)
+        self._before = _crossings(alignment.before, [node.owners for node in alignment.before.nodes])
+        self._after = _crossings(alignment.after, owners)
         self._there = {
             number: value
             for value, number in reversed(list(enumerate(alignment.meaning)))
@@ -91,7 +91,7 @@ class FatesAfter:
         made = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.outputs}
         leaving = set[int]()
         if info is not None and (info.fate == "computed" or path not in self._signatures):
-            for value, _, leaves in self._before.crossings([path]):
+            for value, _, leaves in self._before.of([path]):
                 (leaving if leaves else given).add(self._number[value])
         if not path:
             leaving.update(self._number[value] for value in self._alignment.before.outputs)
@@ -103,7 +103,7 @@ class FatesAfter:
 
     def _unknown(self, group: Sequence[str]) -> list[tuple[int, int, bool]]:
         known = frozenset[int]().union(*(self._known(path)[0] for path in group))
-        return [crossing for crossing in self._after.crossings(group) if self._meaning(crossing[0]) not in known]
+        return [crossing for crossing in self._after.of(group) if self._meaning(crossing[0]) not in known]
 
     # --- what became of it ---
 
@@ -141,7 +141,7 @@ class FatesAfter:
         if not any(before.live[value] for value in made):
             return "constant", ()
         known, makes = self._known(info.path)
-        entering = {self._number[value] for value, _, leaves in self._before.crossings([info.path]) if not leaves}
+        entering = {self._number[value] for value, _, leaves in self._before.of([info.path]) if not leaves}
         if makes <= entering or not makes:
             return "identity", ()
         around = self._beyond(info.path, set(known))
@@ -152,9 +152,7 @@ class FatesAfter:
         """The owners of the nodes before on the other side of some of a module's border tensors, in order."""
         nodes = self._alignment.before.nodes
         found = sorted(
-            other
-            for value, other, _ in self._before.crossings([path])
-            if self._number[value] in numbers and other != NOTHING
+            other for value, other, _ in self._before.of([path]) if self._number[value] in numbers and other != OUTSIDE
         )
         return dict.fromkeys(owner for other in found for owner in nodes[other].owners)
 
@@ -168,7 +166,7 @@ class FatesAfter:
         while len(group) <= _MOST:
             more: dict[str, None] = {}
             for _, other, _ in self._unknown(group):
-                more.update(dict.fromkeys(self._after.owners[other] if other != NOTHING else ("",)))
+                more.update(dict.fromkeys(self._after.owners[other] if other != OUTSIDE else ("",)))
             fresh = [path for path in more if path not in group]
             if not fresh:
                 return tuple(path for path in group if path != first)
@@ -181,3 +179,13 @@ class FatesAfter:
             ran = path in self._old and self._old[path].calls > 0
             self._closed_ones[path] = ran and not self._unknown([path])
         return self._closed_ones[path]
+
+
+def _crossings(sketch: Sketch, owners: Sequence[tuple[str, ...]]) -> Crossings[int]:
+    """What crosses the borders of modules in a sketch's main graph."""
+    passed: list[tuple[list[int], list[int]]] = [
+        ([], []) if node.scope else ([v for v in node.reads if v != NOTHING], [v for v in node.outputs if v != NOTHING])
+        for node in sketch.nodes
+    ]
+    live = {value for value, is_live in enumerate(sketch.live) if is_live}
+    return Crossings(passed, owners, live, frozenset(sketch.outputs))

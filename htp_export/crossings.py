@@ -1,0 +1,105 @@
+"""What crosses the borders of modules, in any graph whose nodes have owners."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from htp_export import tags
+
+__all__ = ["OUTSIDE", "Crossings"]
+
+OUTSIDE = -1  # in place of a node: the graph's own inputs and outputs, weights
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Crossings(Generic[Key]):
+    """The nodes of each module, and the tensors that pass between them and all others.
+
+    Args:
+        nodes: What each node reads and what it makes, in order of execution; two empty tuples for one that is to be
+            left out.
+        owners: The module paths that own each node.
+        live: The tensors that count: those whose values depend on the model's inputs.
+        results: The tensors that the graph returns.
+
+    Attributes:
+        owners: As given.
+        below: Module path → the nodes with an owner at or below it, in order.
+
+    Example:
+        >>> there = Crossings([(["x"], ["h"]), (["h"], ["y"])], [("fc",), ("act",)], {"x", "h", "y"}, {"y"})
+        >>> list(there.of(["fc"]))
+        [('h', 1, True), ('x', -1, False)]
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[tuple[Sequence[Key], Sequence[Key]]],
+        owners: Sequence[tuple[str, ...]],
+        live: Container[Key],
+        results: Container[Key],
+    ) -> None:
+        self.owners = owners
+        self.below: dict[str, list[int]] = {}
+        self._maker: dict[Key, int] = {}
+        self._readers: dict[Key, list[int]] = {}
+        self._above: list[dict[str, None]] = []  # for each node, its owners and all that is above them
+        above: dict[tuple[str, ...], dict[str, None]] = {}
+        for index, ((reads, makes), paths) in enumerate(zip(nodes, owners, strict=True)):
+            self._maker.update(dict.fromkeys(makes, index))
+            for key in reads:
+                self._readers.setdefault(key, []).append(index)
+            if paths not in above:
+                above[paths] = dict.fromkeys(up for path in paths for up in tags.ancestors(path))
+            self._above.append(above[paths])
+            if reads or makes:
+                for path in above[paths]:
+                    self.below.setdefault(path, []).append(index)
+        self._edges = [self._edges_of(index, *passed, live, results) for index, passed in enumerate(nodes)]
+
+    def _edges_of(
+        self, index: int, reads: Sequence[Key], makes: Sequence[Key], live: Container[Key], results: Container[Key]
+    ) -> list[tuple[Key, int, bool]]:
+        """What passes between a node and others, without those of the same owners: that crosses no border."""
+        here = self._above[index]
+        found: list[tuple[Key, int, bool]] = []
+        for key in makes:
+            if key in live:
+                if key in results:
+                    found.append((key, OUTSIDE, True))
+                readers = self._readers.get(key, ())
+                found += [(key, reader, True) for reader in readers if self._above[reader] is not here]
+        for key in reads:
+            if key in live:
+                source = self._maker.get(key, OUTSIDE)
+                if source == OUTSIDE or self._above[source] is not here:
+                    found.append((key, source, False))
+        return found
+
+    def of(self, paths: Sequence[str]) -> Iterable[tuple[Key, int, bool]]:
+        """``(tensor, node on the other side or OUTSIDE, whether it leaves)`` for what crosses the border of a region.
+
+        The region is that of all nodes with an owner at or below one of ``paths``. What several modules own may be
+        read by each of them.
+        """
+        region = {index for path in paths for index in self.below.get(path, ())}
+        for index in sorted(region):
+            outwards = [edge for edge in self._edges[index] if edge[1] not in region]
+            others = self._others(index, paths) if outwards else []
+            for key, other, leaves in outwards:
+                shared = leaves and other != OUTSIDE and not self._above[other].keys().isdisjoint(others)
+                if not shared:
+                    yield key, other, leaves
+
+    def _others(self, index: int, paths: Sequence[str]) -> list[str]:
+        """The owners of a node that have nothing to do with ``paths``; a single owner is why it is in the region."""
+        owners = self.owners[index]
+        if len(owners) == 1:
+            return []
+        return [
+            owner
+            for owner in owners
+            if not any(tags.is_under(owner, path) or tags.is_under(path, owner) for path in paths)
+        ]
