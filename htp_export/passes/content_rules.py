@@ -7,21 +7,16 @@ numbers that are rounded down. A rule gives None where it cannot tell.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.passes.known import Contents, Known
 from htp_export.passes.shape_rules import axes_of, normalized
 from htp_export.passes.sizes import Dim, Size, divide, equal, product
 
-if TYPE_CHECKING:
-    from htp_export.passes.symbolic import Symbolic
-
-__all__ = ["CONTENT_RULES", "Contents", "constant_contents", "objects"]
-
-Contents: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-"""What a small tensor holds: an array of objects, each a `Dim` or a bool."""
+__all__ = ["CONTENT_RULES", "constant_contents", "objects"]
 
 _INTEGERS = frozenset((ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL))
 _LARGEST = 64
@@ -42,11 +37,11 @@ def objects(nested: Any, shape: Sequence[int] | None = None) -> Contents:
     return array if shape is None else array.reshape(shape)
 
 
-def _each(operation: Callable[..., Any]) -> Callable[[ir.Node, Symbolic], Contents | None]:
+def _each(operation: Callable[..., Any]) -> Callable[[ir.Node, Known], Contents | None]:
     """The rule of an element-wise operator; an element for which the operation gives None makes all unknown."""
     vectorized = np.frompyfunc(operation, operation.__code__.co_argcount, 1)
 
-    def rule(node: ir.Node, known: Symbolic) -> Contents | None:
+    def rule(node: ir.Node, known: Known) -> Contents | None:
         inputs = [known.contents(value) for value in node.inputs]
         if any(item is None for item in inputs):
             return None
@@ -91,11 +86,11 @@ def _smaller(a: Dim, b: Dim) -> Dim | None:
     return None if less is None else a if less else b
 
 
-def _same(node: ir.Node, known: Symbolic) -> Contents | None:
+def _same(node: ir.Node, known: Known) -> Contents | None:
     return known.contents(node.inputs[0])
 
 
-def _cast(node: ir.Node, known: Symbolic) -> Contents | None:
+def _cast(node: ir.Node, known: Known) -> Contents | None:
     contents = known.contents(node.inputs[0])
     target = node.attributes["to"].as_int()
     if contents is None or target not in _INTEGERS:
@@ -106,25 +101,25 @@ def _cast(node: ir.Node, known: Symbolic) -> Contents | None:
     return objects([int(item) if isinstance(item, bool) else item for item in contents.reshape(-1)], contents.shape)
 
 
-def _shape(node: ir.Node, known: Symbolic) -> Contents | None:
+def _shape(node: ir.Node, known: Known) -> Contents | None:
     shape = known.shape(node.inputs[0])
     start, end = (node.attributes.get_int(key, default) for key, default in (("start", 0), ("end", None)))
     return None if shape is None else objects(list(shape[start:end]))
 
 
-def _size(node: ir.Node, known: Symbolic) -> Contents | None:
+def _size(node: ir.Node, known: Known) -> Contents | None:
     shape = known.shape(node.inputs[0])
     return None if shape is None else objects(product(shape))
 
 
-def _gather(node: ir.Node, known: Symbolic) -> Contents | None:
+def _gather(node: ir.Node, known: Known) -> Contents | None:
     contents, places = known.contents(node.inputs[0]), known.contents(node.inputs[1])
     if contents is None or places is None:
         return None
     return np.asarray(np.take(contents, places.astype(np.int64), node.attributes.get_int("axis", 0)), dtype=object)
 
 
-def _slice(node: ir.Node, known: Symbolic) -> Contents | None:
+def _slice(node: ir.Node, known: Known) -> Contents | None:
     contents = known.contents(node.inputs[0])
     starts, ends = known.constant(node.inputs[1]), known.constant(node.inputs[2])
     axes, steps = axes_of(node, known, place=3), axes_of(node, known, "steps", place=4)
@@ -140,14 +135,14 @@ def _slice(node: ir.Node, known: Symbolic) -> Contents | None:
     return contents[tuple(index)]
 
 
-def _concat(node: ir.Node, known: Symbolic) -> Contents | None:
+def _concat(node: ir.Node, known: Known) -> Contents | None:
     parts = [known.contents(value) for value in node.inputs]
     if any(part is None for part in parts):
         return None
     return np.concatenate([part for part in parts if part is not None], node.attributes["axis"].as_int())
 
 
-def _reshaped(node: ir.Node, known: Symbolic) -> Contents | None:
+def _reshaped(node: ir.Node, known: Known) -> Contents | None:
     contents = known.contents(node.inputs[0])
     shape = known.shape(node.outputs[0])
     if contents is None or shape is None or not all(isinstance(dim, int) for dim in shape):
@@ -155,7 +150,7 @@ def _reshaped(node: ir.Node, known: Symbolic) -> Contents | None:
     return contents.reshape([int(str(dim)) for dim in shape])
 
 
-def _constant_of_shape(node: ir.Node, known: Symbolic) -> Contents | None:
+def _constant_of_shape(node: ir.Node, known: Known) -> Contents | None:
     shape = known.constant(node.inputs[0])
     fill = node.attributes["value"].as_tensor() if "value" in node.attributes else None
     if shape is None or fill is None or fill.dtype not in _INTEGERS or np.prod(shape) > _LARGEST:
@@ -163,7 +158,7 @@ def _constant_of_shape(node: ir.Node, known: Symbolic) -> Contents | None:
     return np.full(shape, fill.numpy().reshape(-1)[0].item(), dtype=object)
 
 
-def _expand(node: ir.Node, known: Symbolic) -> Contents | None:
+def _expand(node: ir.Node, known: Known) -> Contents | None:
     contents, shape = known.contents(node.inputs[0]), known.constant(node.inputs[1])
     if contents is None or shape is None:
         return None
@@ -171,7 +166,7 @@ def _expand(node: ir.Node, known: Symbolic) -> Contents | None:
     return np.broadcast_to(contents, shape) if np.prod(shape) <= _LARGEST else None
 
 
-def _range(node: ir.Node, known: Symbolic) -> Contents | None:
+def _range(node: ir.Node, known: Known) -> Contents | None:
     bounds = [known.constant(value) for value in node.inputs]
     if any(bound is None for bound in bounds):
         return None
@@ -179,7 +174,7 @@ def _range(node: ir.Node, known: Symbolic) -> Contents | None:
     return objects(list(range(start, limit, step))) if abs(limit - start) <= _LARGEST * abs(step) else None
 
 
-def _reduce_prod(node: ir.Node, known: Symbolic) -> Contents | None:
+def _reduce_prod(node: ir.Node, known: Known) -> Contents | None:
     contents = known.contents(node.inputs[0])
     axes = axes_of(node, known)
     if contents is None or contents.ndim != 1 or (axes is not None and [normalized(axis, 1) for axis in axes] != [0]):
@@ -187,13 +182,13 @@ def _reduce_prod(node: ir.Node, known: Symbolic) -> Contents | None:
     return objects(product(contents), [1] if node.attributes.get_int("keepdims", 1) else [])
 
 
-def _transpose(node: ir.Node, known: Symbolic) -> Contents | None:
+def _transpose(node: ir.Node, known: Known) -> Contents | None:
     contents = known.contents(node.inputs[0])
     perm = node.attributes.get_ints("perm")
     return None if contents is None else np.transpose(contents, None if perm is None else list(perm))
 
 
-CONTENT_RULES: dict[str, Callable[[ir.Node, Symbolic], Contents | None]] = {
+CONTENT_RULES: dict[str, Callable[[ir.Node, Known], Contents | None]] = {
     "Add": _each(lambda a, b: a + b),
     "And": _each(lambda a, b: a and b),
     "Cast": _cast,

@@ -6,19 +6,17 @@ A rule gives one shape for each output, or None where it cannot tell; a dimensio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import onnx_ir as ir
 
+from htp_export.passes.known import Known, Shape
 from htp_export.passes.sizes import Dim, Size, divide, product
-
-if TYPE_CHECKING:
-    from htp_export.passes.symbolic import Shape, Symbolic
 
 __all__ = ["ELEMENTWISE", "LIKE_FIRST", "REDUCE", "SHAPE_RULES", "axes_of", "broadcast", "normalized", "slice_length"]
 
 _Dims: TypeAlias = Sequence[Dim | None]
-_Rule: TypeAlias = "Callable[[ir.Node, Symbolic], Sequence[_Dims | None] | None]"
+_Rule: TypeAlias = Callable[[ir.Node, Known], Sequence[_Dims | None] | None]
 
 LIKE_FIRST = """
 Abs Acos Acosh Asin Asinh Atan Atanh BatchNormalization BitwiseNot Cast CastLike Ceil Celu Clip Cos Cosh CumSum
@@ -43,7 +41,7 @@ def normalized(axis: int, rank: int) -> int:
     return axis + rank if axis < 0 else axis
 
 
-def axes_of(node: ir.Node, known: Symbolic, name: str = "axes", place: int = 1) -> list[int] | None:
+def axes_of(node: ir.Node, known: Known, name: str = "axes", place: int = 1) -> list[int] | None:
     """Axes as an attribute, or as an input of newer opsets; None where there are none or they are not constant."""
     if name in node.attributes:
         return list(node.attributes[name].as_ints())
@@ -107,16 +105,16 @@ def _clamped(bound: Dim, dim: Dim) -> Dim | None:
     return bound if least_left is not None and least_left >= 0 else None
 
 
-def _like_first(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None]:
+def _like_first(node: ir.Node, known: Known) -> Sequence[_Dims | None]:
     return [known.shape(node.inputs[0])]
 
 
-def _broadcast(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _broadcast(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     shapes = [known.shape(value) for value in node.inputs]
     return None if None in shapes else [broadcast(shape for shape in shapes if shape is not None)]
 
 
-def _matmul(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _matmul(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     one, other = (known.shape(value) for value in node.inputs[:2])
     if one is None or other is None or not one or not other:
         return None
@@ -126,7 +124,7 @@ def _matmul(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
     return [[*broadcast([left[:-2], right[:-2]]), *ends]]
 
 
-def _gemm(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _gemm(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     one, other = known.shape(node.inputs[0]), known.shape(node.inputs[1])
     if one is None or other is None:
         return None
@@ -134,14 +132,14 @@ def _gemm(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
     return [[rows, other[0 if node.attributes.get_int("transB", 0) else 1]]]
 
 
-def _transpose(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _transpose(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     shape = known.shape(node.inputs[0])
     if shape is None:
         return None
     return [[shape[axis] for axis in node.attributes.get_ints("perm") or reversed(range(len(shape)))]]
 
 
-def _reshape(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _reshape(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     shape, wanted = known.shape(node.inputs[0]), known.contents(node.inputs[1])
     if wanted is None:
         rank = known.shape(node.inputs[1])
@@ -161,7 +159,7 @@ def _reshape(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
     return [result]
 
 
-def _unsqueeze(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _unsqueeze(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     shape, axes = known.shape(node.inputs[0]), axes_of(node, known)
     if shape is None or axes is None:
         return None
@@ -170,7 +168,7 @@ def _unsqueeze(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
     return [[1 if place in inserted else next(left) for place in range(rank)]]
 
 
-def _squeeze(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _squeeze(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     shape, axes = known.shape(node.inputs[0]), axes_of(node, known)
     if shape is None:
         return None
@@ -182,7 +180,7 @@ def _squeeze(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
     return [[dim for place, dim in enumerate(shape) if place not in gone]]
 
 
-def _flatten(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _flatten(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     shape = known.shape(node.inputs[0])
     if shape is None:
         return None
@@ -190,7 +188,7 @@ def _flatten(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
     return [[product(shape[:axis]), product(shape[axis:])]]
 
 
-def _concat(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _concat(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     shapes = [shape for value in node.inputs if (shape := known.shape(value)) is not None]
     if len(shapes) < len(node.inputs):
         return None
@@ -205,7 +203,7 @@ def _concat(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
     return [result]
 
 
-def _split(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _split(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     shape = known.shape(node.inputs[0])
     if shape is None:
         return None
@@ -218,7 +216,7 @@ def _split(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
     return [[*shape[:axis], size, *shape[axis + 1 :]] for size in sizes]
 
 
-def _slice(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _slice(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     shape = known.shape(node.inputs[0])
     if shape is None or len(node.inputs) < 3:
         return None
@@ -239,7 +237,7 @@ def _slice(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
     return [result]
 
 
-def _gather(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _gather(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     data, indices = (known.shape(value) for value in node.inputs)
     if data is None or indices is None:
         return None
@@ -247,19 +245,19 @@ def _gather(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
     return [[*data[:axis], *indices, *data[axis + 1 :]]]
 
 
-def _gather_nd(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _gather_nd(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     data, indices = (known.shape(value) for value in node.inputs)
     if data is None or indices is None or not isinstance(indices[-1], int):
         return None
     return [[*indices[:-1], *data[node.attributes.get_int("batch_dims", 0) + indices[-1] :]]]
 
 
-def _expand(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _expand(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     shape, wanted = known.shape(node.inputs[0]), known.contents(node.inputs[1])
     return None if shape is None or wanted is None else [broadcast([shape, tuple(wanted.tolist())])]
 
 
-def _reduce(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _reduce(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     shape, axes = known.shape(node.inputs[0]), axes_of(node, known)
     if shape is None or (axes is None and len(node.inputs) > 1 and node.inputs[1] is not None):
         return None
@@ -271,7 +269,7 @@ def _reduce(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
     return [[1 if place in gone else dim for place, dim in enumerate(shape) if keep or place not in gone]]
 
 
-def _arg(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _arg(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     shape = known.shape(node.inputs[0])
     if shape is None:
         return None
@@ -279,13 +277,13 @@ def _arg(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
     return [[1 if place == axis else dim for place, dim in enumerate(shape) if keep or place != axis]]
 
 
-def _shape(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _shape(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     contents = known.shape(node.inputs[0])
     start, end = (node.attributes.get_int(key, default) for key, default in (("start", 0), ("end", None)))
     return None if contents is None else [[len(contents[start:end])]]
 
 
-def _constant_of_shape(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _constant_of_shape(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     contents = known.contents(node.inputs[0])
     if contents is not None:
         return [contents.tolist()]
@@ -293,7 +291,7 @@ def _constant_of_shape(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None]
     return [[None] * rank[0]] if rank is not None and isinstance(rank[0], int) else None
 
 
-def _range(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None]:
+def _range(node: ir.Node, known: Known) -> Sequence[_Dims | None]:
     bounds = [known.contents(value) for value in node.inputs]
     if any(bound is None for bound in bounds):
         return [[None]]
@@ -305,7 +303,7 @@ def _range(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None]:
     return [[max(length, 0) if isinstance(length, int) else length]]
 
 
-def _window(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _window(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     """Convolutions and poolings; output sizes are those of the operators' definitions."""
     data = known.shape(node.inputs[0])
     if data is None:
@@ -336,12 +334,12 @@ def _window(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
     return [result] * len(node.outputs)
 
 
-def _global_pool(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _global_pool(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     shape = known.shape(node.inputs[0])
     return None if shape is None else [[*shape[:2], *[1] * (len(shape) - 2)]]
 
 
-def _pad(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _pad(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     shape = known.shape(node.inputs[0])
     pads = known.contents(node.inputs[1]) if len(node.inputs) > 1 else None
     if shape is None or pads is None or (len(node.inputs) > 3 and node.inputs[3] is not None):
@@ -349,12 +347,12 @@ def _pad(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
     return [[dim + pads[k] + pads[k + len(shape)] for k, dim in enumerate(shape)]]
 
 
-def _tile(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None] | None:
+def _tile(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     shape, repeats = known.shape(node.inputs[0]), known.contents(node.inputs[1])
     return None if shape is None or repeats is None else [[a * b for a, b in zip(shape, repeats, strict=True)]]
 
 
-def _like_indices(node: ir.Node, known: Symbolic) -> Sequence[_Dims | None]:
+def _like_indices(node: ir.Node, known: Known) -> Sequence[_Dims | None]:
     return [known.shape(node.inputs[1])]
 
 

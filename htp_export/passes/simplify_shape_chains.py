@@ -6,9 +6,10 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.passes.editing import add_constant, is_standard, only_reader, remove_unused, replace, stand_in
+from htp_export.passes.known import Contents
 from htp_export.passes.registry import register
 from htp_export.passes.sizes import Dim
-from htp_export.passes.symbolic import Contents, Symbolic
+from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["SimplifyShapeChains"]
 

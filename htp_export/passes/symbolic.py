@@ -7,18 +7,17 @@ ONNX's own shape inference knows numbers and names; what TorchScript exports com
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.passes.content_rules import CONTENT_RULES, Contents, constant_contents
+from htp_export.passes.content_rules import CONTENT_RULES, constant_contents
+from htp_export.passes.known import Contents, Shape
 from htp_export.passes.shape_rules import SHAPE_RULES
 from htp_export.passes.sizes import Dim, symbol
 from htp_export.passes.type_rules import result_type
 
-__all__ = ["Contents", "Shape", "Symbolic"]
-
-Shape: TypeAlias = tuple[Dim, ...]
+__all__ = ["Symbolic"]
 
 
 class Symbolic:

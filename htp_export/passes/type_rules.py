@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import onnx_ir as ir
 
+from htp_export.passes.known import Known
 from htp_export.passes.shape_rules import ELEMENTWISE, LIKE_FIRST, REDUCE
-
-if TYPE_CHECKING:
-    from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["result_type"]
 
@@ -22,7 +18,7 @@ _LIKE_FIRST = frozenset((*LIKE_FIRST, *ELEMENTWISE, *REDUCE, *_MOVING)) - _OTHER
 _TRUTH = {"And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "Not", "Or", "Xor"}
 
 
-def result_type(node: ir.Node, known: Symbolic) -> ir.DataType | None:
+def result_type(node: ir.Node, known: Known) -> ir.DataType | None:
     """The type of a node's first output."""
     if node.domain != "":
         return None
