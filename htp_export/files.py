@@ -7,6 +7,7 @@ to move. Large weights within the ONNX file stay there too, until they are asked
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -168,7 +169,8 @@ def write_model(model: ir.Model, path: str | os.PathLike[str], external_data: st
 def _write(model: ir.Model, file: Path) -> None:
     """Write the ONNX file itself; weights in it one at a time."""
     if not _is_protobuf(file):
-        onnx.save_model(ir.to_proto(model), file)
+        with _said_once(model):
+            onnx.save_model(ir.to_proto(model), file)
         return
     marks, marked = Marks(), list[_Slot]()
     try:
@@ -177,12 +179,35 @@ def _write(model: ir.Model, file: Path) -> None:
             if stand_in is not None:
                 marked.append(slot)
                 slot.put(stand_in)
-        proto = ir.to_proto(model)
+        with _said_once(model):
+            proto = ir.to_proto(model)
     finally:
         for slot in marked:
             slot.put(slot.tensor)
     with file.open("xb") as stream:
         write_filled(proto, marks, [slot.tensor for slot in marked], stream)
+
+
+@contextlib.contextmanager
+def _said_once(model: ir.Model) -> Iterator[None]:
+    """Keep onnx_ir from saying the shapes of weights a second time, in ``value_info``.
+
+    A tool that transposes a weight and leaves what was said of it, as ONNX Runtime's quantizers do, writes no valid
+    model.
+    """
+    said = [
+        (value, value.shape, value.type)
+        for graph in model.graphs()
+        for value in graph.initializers.values()
+        if value.const_value is not None and not (value.is_graph_input() or value.metadata_props or value.doc_string)
+    ]
+    try:
+        for value, _, _ in said:
+            value.shape = value.type = None
+        yield
+    finally:
+        for value, shape, kind in said:
+            value.shape, value.type = shape, kind
 
 
 def has_external_data(model: ir.Model) -> bool:

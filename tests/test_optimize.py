@@ -523,6 +523,42 @@ def test_attention_for_onnxruntime_has_all_its_owners(tmp_path):
     assert inexact(model, kwargs, tmp_path / "small.onnx") == []
 
 
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_group_normalization_stays_one_that_every_machine_can_run(exporter, tmp_path):
+    """onnxscript's rules make an operator of it that ONNX Runtime has for GPUs alone."""
+    model = spread(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.GroupNorm(2, 8), torch.nn.GELU()))
+    exported(model, {"input": torch.randn(1, 3, 8, 8)}, exporter, tmp_path)
+    result = htp_export.optimize(tmp_path / "model.onnx", level="fused", verify=True)
+    assert result.rolled_back == {}
+    assert {"InstanceNormalization", "Gelu"} <= {node.op_type for node in result.model.graph}
+    assert set(result.model.opset_imports) <= {"", "com.microsoft"}
+
+
+class Reads(torch.nn.Module):
+    """Attention of a few learned queries to a sequence; torch puts the batch second for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = torch.nn.Parameter(torch.randn(4, 8))
+        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries = self.queries.expand(x.shape[0], -1, -1)
+        result: torch.Tensor = self.attention(queries, x, x)[0]
+        return result
+
+
+def test_a_product_turns_no_batch_where_onnxruntime_cannot(tmp_path):
+    """Factors of a FusedMatMul with transBatchA have equal ranks; onnxscript's rules do not ask for that."""
+    model, kwargs = spread(Reads()), {"x": torch.randn(2, 7, 8)}
+    exported(model, kwargs, "dynamo", tmp_path)
+    result = htp_export.optimize(tmp_path / "model.onnx", tmp_path / "small.onnx", level="fused", verify=True)
+    assert result.rolled_back == {}
+    assert "FusedMatMul" in {node.op_type for node in result.model.graph}
+    assert all("htp.module" in node.metadata_props for node in all_nodes(result.model))
+    assert inexact(model, kwargs, tmp_path / "small.onnx") == []
+
+
 def test_pre_norm_models_stay_exact_where_that_is_asked_for(tmp_path):
     from transformers import ViTConfig, ViTForImageClassification
 

@@ -75,6 +75,18 @@ def plainly(path: Path) -> ir.Model:
     return ir.from_proto(onnx.load(path))
 
 
+def proto_of(model: ir.Model) -> onnx.ModelProto:
+    """What onnx_ir makes of a model, without the shapes of weights, which their tensors say."""
+    proto = ir.to_proto(model)
+    graphs = [proto.graph]
+    for graph in graphs:
+        weights = {tensor.name for tensor in graph.initializer}
+        for info in [info for info in graph.value_info if info.name in weights]:
+            graph.value_info.remove(info)
+        graphs += [a.g for node in graph.node for a in node.attribute if a.HasField("g")]
+    return proto
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     onnx.save(everywhere(), tmp_path / "model.onnx")
@@ -111,7 +123,7 @@ def test_their_values_are_those_that_protobuf_reads(file: Path) -> None:
 
 def test_what_is_written_is_what_protobuf_writes_byte_for_byte(file: Path) -> None:
     write_model(read_model(file), file.with_name("copy.onnx"))
-    assert file.with_name("copy.onnx").read_bytes() == ir.to_proto(plainly(file)).SerializeToString()
+    assert file.with_name("copy.onnx").read_bytes() == proto_of(plainly(file)).SerializeToString()
 
 
 def test_weights_in_memory_are_written_as_protobuf_writes_them(file: Path) -> None:
@@ -119,7 +131,7 @@ def test_weights_in_memory_are_written_as_protobuf_writes_them(file: Path) -> No
         lazy = ir.LazyTensor(lambda: ir.tensor(matrix(9)), ir.DataType.FLOAT, ir.Shape([SIDE, SIDE]), name="weight")
         model.graph.initializers["weight"].const_value = lazy
         model.graph.initializers["small"].const_value = ir.tensor(matrix(8).astype(np.float16), name="small")
-        expected = ir.to_proto(model).SerializeToString()
+        expected = proto_of(model).SerializeToString()
         write_model(model, file.with_name("copy.onnx"))
         assert file.with_name("copy.onnx").read_bytes() == expected
 
@@ -149,7 +161,7 @@ def test_every_type_of_element_is_read_and_written(dtype: type, tmp_path: Path) 
     assert isinstance(found, FileTensor)
     np.testing.assert_array_equal(found.numpy(), array)
     write_model(read_model(tmp_path / "model.onnx"), tmp_path / "copy.onnx")
-    expected = ir.to_proto(plainly(tmp_path / "model.onnx")).SerializeToString()
+    expected = proto_of(plainly(tmp_path / "model.onnx")).SerializeToString()
     assert (tmp_path / "copy.onnx").read_bytes() == expected
 
 
@@ -164,7 +176,7 @@ def test_values_in_fields_of_their_type_are_read_as_before(tmp_path: Path) -> No
     assert not isinstance(tensor, FileTensor)
     np.testing.assert_array_equal(tensor.numpy(), values)
     write_model(read_model(tmp_path / "model.onnx"), tmp_path / "copy.onnx")
-    expected = ir.to_proto(plainly(tmp_path / "model.onnx")).SerializeToString()
+    expected = proto_of(plainly(tmp_path / "model.onnx")).SerializeToString()
     assert (tmp_path / "copy.onnx").read_bytes() == expected
 
 
@@ -341,7 +353,7 @@ def test_weights_move_from_the_file_into_external_data(file: Path) -> None:
 
 def test_other_formats_are_read_and_written_whole(file: Path) -> None:
     write_model(read_model(file), file.with_suffix(".json"))
-    onnx.save(ir.to_proto(plainly(file)), file.with_name("expected.json"))
+    onnx.save(proto_of(plainly(file)), file.with_name("expected.json"))
     assert file.with_suffix(".json").read_bytes() == file.with_name("expected.json").read_bytes()
     np.testing.assert_array_equal(weight_of(read_model(file.with_suffix(".json"))).numpy(), matrix())
 
@@ -371,4 +383,4 @@ def test_reading_and_writing_holds_less_than_a_tenth_of_the_model(tmp_path: Path
     paths = [os.fspath(tmp_path / name) for name in ("model.onnx", "copy.onnx")]
     done = subprocess.run([sys.executable, "-c", _COPY, *paths], capture_output=True, text=True, check=True)
     assert int(done.stdout) < (tmp_path / "model.onnx").stat().st_size / 10
-    assert (tmp_path / "copy.onnx").read_bytes() == ir.to_proto(plainly(tmp_path / "model.onnx")).SerializeToString()
+    assert (tmp_path / "copy.onnx").read_bytes() == proto_of(plainly(tmp_path / "model.onnx")).SerializeToString()

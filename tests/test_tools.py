@@ -199,6 +199,18 @@ def test_every_node_of_a_converted_model_has_owners(name, options, attention, tm
     assert not any(owners_of(node) == ("",) for node in written.graph.node)  # nothing is the root's in this model
 
 
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_weights_that_a_quantizer_transposes_may_have_notes(exporter, tmp_path):
+    model = nn.Sequential(nn.Linear(3, 5), nn.Softmax(-1)).eval()
+    exported(model, {"input": torch.randn(4, 3)}, exporter, tmp_path)
+    before = htp_export.load(tmp_path / "model.onnx").model.graph.initializers
+    result = tools.quantize_dynamic(tmp_path / "model.onnx")
+    assert "MatMulInteger" in {node.op_type for node in result.model.graph}
+    notes = {name: dict(value.metadata_props) for name, value in before.items()}
+    kept = tools.onnxscript(tmp_path / "model.onnx").model.graph.initializers
+    assert {name: dict(value.metadata_props) for name, value in kept.items()} == notes
+
+
 @needs["onnxslim"]
 def test_tools_work_on_files_with_external_data(attention, tmp_path):
     loaded = htp_export.load(attention[2])

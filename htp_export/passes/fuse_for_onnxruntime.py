@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
 import onnx_ir as ir
 
@@ -11,6 +14,8 @@ from htp_export.passes.simplify_shape_chains import reshape_target
 from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["FuseForOnnxruntime"]
+
+_HIDDEN = "htp_export.hidden"
 
 
 @register("fuse_for_onnxruntime", level="fused")
@@ -22,10 +27,28 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
 
         before = list(model.graph)
         _unflatten(model)
-        fused, _ = optimize_for_ort(model)
+        with _hidden(model, "InstanceNormalization"):
+            fused, _ = optimize_for_ort(model)
+        _turn_batches(fused)
         _drop_unread_outputs(fused)
         _fill_in_shapes(fused)
         return ir.passes.PassResult(fused, list(fused.graph) != before)
+
+
+@contextlib.contextmanager
+def _hidden(model: ir.Model, op_type: str) -> Iterator[None]:
+    """Keep an operator of ONNX from rules: those that see group normalization make one that runs on GPUs alone."""
+    nodes = [node for node in model.graph.all_nodes() if is_standard(node, op_type)]
+    if nodes:
+        model.opset_imports[_HIDDEN] = 1
+    for node in nodes:
+        node.domain = _HIDDEN
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.domain = ""
+        model.opset_imports.pop(_HIDDEN, None)
 
 
 def _unflatten(model: ir.Model) -> None:
@@ -71,6 +94,30 @@ def _unflatten_one(graph: ir.Graph, first: ir.Node, gemm: ir.Node, last: ir.Node
         source = nodes[0].outputs[0]
     product = ir.node("MatMul", [source, gemm.inputs[1]])
     replace(last, [*nodes, product, ir.node("Add", [product.outputs[0], gemm.inputs[2]])])
+
+
+def _turn_batches(model: ir.Model) -> None:
+    """Put a transposition back where a product took one of the batch in, and ONNX Runtime could not run it.
+
+    ``FusedMatMul`` turns batches (``transBatchA``) only if both factors have the same number of dimensions;
+    onnxscript's rules do not ask.
+    """
+    known: Symbolic | None = None
+    for node in list(model.graph):
+        if (node.domain, node.op_type) != ("com.microsoft", "FusedMatMul"):
+            continue
+        turned = [place for place, side in enumerate("AB") if node.attributes.get_int(f"transBatch{side}", 0)]
+        known = known or (Symbolic(model.graph) if turned else None)
+        if known is None or known.rank(node.inputs[0]) == known.rank(node.inputs[1]):
+            continue
+        for place in turned:
+            value, rank = node.inputs[place], known.rank(node.inputs[place])
+            if value is not None and rank is not None:
+                perm = [*range(1, rank - 1), 0, rank - 1]
+                back = ir.node("Transpose", [value], {"perm": perm}, name=f"{node.name}_Transpose{place}")
+                model.graph.insert_before(node, back)
+                node.replace_input_with(place, back.outputs[0])
+                node.attributes.pop(f"transBatch{'AB'[place]}")
 
 
 def _drop_unread_outputs(model: ir.Model) -> None:

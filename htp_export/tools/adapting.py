@@ -44,7 +44,8 @@ def library(name: str, extra: str | None = "tools") -> Any:
 def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike[str] | None) -> Carried:
     """Run a tool on a tagged model and put the tags on its result.
 
-    Nodes without a name of their own get one for the time, by which they are known again.
+    Nodes without a name of their own get one for the time, by which they are known again. What torch notes of weights
+    is taken off for the time: it stands beside their shapes, which tools that transpose a weight leave as they were.
 
     Args:
         name: The tool's name, for messages.
@@ -58,7 +59,7 @@ def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike
         FileError: A file cannot be read or written.
     """
     before = tagged_model(model)
-    names = _name_nodes(before)
+    names, notes = _name_nodes(before), _take_notes(before)
     with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
         given, made = Path(folder) / "model.onnx", Path(folder) / "made.onnx"
         write_model(before, given)
@@ -77,6 +78,8 @@ def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike
         for node in result.model.graph.all_nodes():
             if node.name in names:
                 node.name = names[node.name]
+        for name, value in result.model.graph.initializers.items():
+            value.metadata_props.update(notes.get(name, {}))
         if output is not None:
             write_model(result.model, output)
         _into_memory(result.model, Path(folder))
@@ -92,6 +95,16 @@ def _name_nodes(model: ir.Model) -> dict[str, str | None]:
             names[f"{_NAMED_HERE}{index}"] = node.name
             node.name = f"{_NAMED_HERE}{index}"
     return names
+
+
+def _take_notes(model: ir.Model) -> dict[str, dict[str, str]]:
+    """Take the metadata off all weights; name of one → its metadata."""
+    notes = dict[str, dict[str, str]]()
+    for graph in model.graphs():
+        for name, value in graph.initializers.items():
+            notes[name] = dict(value.metadata_props)
+            value.metadata_props.clear()
+    return notes
 
 
 def _into_memory(model: ir.Model, folder: Path) -> None:
