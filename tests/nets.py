@@ -1179,3 +1179,46 @@ net(
     image,
     truth=Truth(computed("0", "1"), {"Conv": [("0.0", "0.1"), ("1.0", "1.1")]}),
 )
+
+
+# --- operators with several results that torch decomposes: of their results, nothing keeps the names --------
+
+
+class Cells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.LSTMCell(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, state = x[:, 0].tanh(), torch.zeros_like(x[:, 0])
+        outs = []
+        for step in range(3):
+            hidden, state = self.cell(x[:, step] + hidden, (hidden, state))
+            outs.append(self.out(hidden))
+        return torch.stack(outs, 1)
+
+
+net(
+    "cells",
+    Cells,
+    lambda: {"x": x(2, 3, 4)},
+    truth=Truth(computed("cell", "out")),
+)
+
+
+class LargestTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv1d(2, 3, 3), nn.AdaptiveMaxPool1d(1), nn.Flatten())
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.encoder(x) * self.encoder(y).sin()
+        return result
+
+
+net(
+    "largest_twice",
+    LargestTwice,
+    lambda: {"x": x(2, 2, 6), "y": x(2, 2, 6, seed=8)},
+    truth=Truth(computed("encoder", "encoder.0", "encoder.1")),
+)

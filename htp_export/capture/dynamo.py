@@ -11,18 +11,15 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capture.calls import NO_CALL, CallLog, Passing, arguments_by_name
+from htp_export.capture.decomposition import Decomposition
 from htp_export.capture.record import Node, Operation, Record
 from htp_export.capture.torch_internals import (
     bodies_run_in_place,
-    decomposed_from,
     fx_node_of,
-    given_back_by,
-    holds_tensor,
-    inputs_of,
 )
 from htp_export.regions import subgraphs
 
@@ -61,10 +58,8 @@ class DynamoCapture:
         self._marked = 0  # how many FX nodes there were when a module last began or returned
         self._needed: set[int] = set()
         self._by_stack: dict[tuple[tuple[str, tuple[str, Any]], ...], int] = {}
-        self._marks: dict[Any, int] = {}  # FX node of the exported program → its call, where no scope tells it
-        self._known: dict[str, int] = {}  # FX node of the decomposed graph → likewise
-        self._traced: Any = None  # the exported program's FX graph
-        self._results: dict[str, str] = {}  # FX node → node of the decomposed graph that has its result
+        self._marks: dict[Any, int] = {}  # node of the exported program or a body in it → its call, if no scope says it
+        self.decomposition: Decomposition | None = None
         self._values: dict[str, Any] = {}  # FX node → its value in the first ONNX graph
         self._passed: dict[int, Passing] = {}
         self._graph: ir.Graph | None = None
@@ -122,12 +117,14 @@ class DynamoCapture:
 
     # --- the FX graph -----------------------------------------------------------------------------
 
-    def exported(self, program: Any) -> None:
+    def exported(self, program: Any) -> Decomposition:
         """Note which calls did something that the model's result needs, before anything is decomposed away."""
-        self._traced = program.graph
         self._note_needed(program.graph)
+        marked = {node.name: call for node, call in self._marks.items()}
         for body in bodies_run_in_place(program.graph_module):
             self._note_needed(body.graph)
+        self.decomposition = Decomposition(program, marked, self._call_traced)
+        return self.decomposition
 
     def _note_needed(self, graph: Any) -> None:
         self._marks.update({node: node.meta[_MARK] for node in graph.nodes if _MARK in node.meta})
@@ -136,24 +133,6 @@ class DynamoCapture:
             if node.op == "output" or node in wanted or node.is_impure():
                 wanted.update(node.all_input_nodes)
                 self._needed.update(self.log.chain(self._call_traced(node)))
-
-    def dissolved(self, body_node: Any, names: Iterable[str]) -> None:
-        """Note the nodes that one node of a body became when the body was dissolved, its result first."""
-        call = self._call_traced(body_node)
-        names = list(names)
-        if call != NO_CALL:
-            self._known.update(dict.fromkeys(names, call))
-        if names:
-            self._results[body_node.name] = names[0]
-
-    def decomposed(self, program: Any) -> None:
-        """Note where the results of decomposed nodes are, and the calls of those that no scope tells."""
-        marked = {node.name: call for node, call in self._marks.items() if node.graph is self._traced}
-        for node, source in decomposed_from(program.graph):
-            if holds_tensor(node):  # of several, the last one has the result
-                self._results[source] = node.name
-            if source in marked:
-                self._known[node.name] = marked[source]
 
     # --- the first ONNX graph -------------------------------------------------------------------
 
@@ -184,21 +163,15 @@ class DynamoCapture:
 
     def _value_of(self, fx_node: Any) -> Any:
         """The value of the first ONNX graph that holds the result of a node of the traced FX graph, or None."""
-        if fx_node is not None and fx_node.op == "placeholder":  # torch may have copied the graph and renamed it
-            inputs = inputs_of(fx_node.graph)
-            from_end, traced = len(inputs) - inputs.index(fx_node), inputs_of(self._traced)
-            fx_node = traced[-from_end] if from_end <= len(traced) else None
-        while fx_node is not None:
-            found = self._values.get(self._results.get(fx_node.name, fx_node.name))
-            if found is not None:
-                return None if isinstance(found, (list, tuple)) else found
-            fx_node = given_back_by(fx_node)
-        return None
+        name = None if fx_node is None or self.decomposition is None else self.decomposition.name_of(fx_node)
+        found = None if name is None else self._values.get(name)
+        return None if isinstance(found, (list, tuple)) else found
 
     def _call_of(self, node: ir.Node) -> int:
         fx_node = node.meta.get("node")
-        if fx_node is not None and fx_node.name in self._known:
-            return self._known[fx_node.name]
+        known = {} if self.decomposition is None else self.decomposition.calls
+        if fx_node is not None and fx_node.name in known:
+            return known[fx_node.name]
         return self._call_of_stack(fx_node.meta.get("nn_module_stack") if fx_node is not None else None)
 
     def _call_traced(self, fx_node: Any) -> int:

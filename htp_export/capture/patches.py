@@ -25,7 +25,7 @@ from htp_export.capture import torch_internals
 from htp_export.capture.calls import arguments_by_name
 from htp_export.capture.jit_graph import may_have_blocks
 from htp_export.capture.root_call import RootCall
-from htp_export.capture.torch_internals import bodies_watched
+from htp_export.capture.torch_internals import bodies_watched, run_watched
 from htp_export.capture.weights import stand_ins, stored
 from htp_export.errors import TorchChangedError
 from htp_export.wire import Weight
@@ -97,11 +97,24 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
         capture = dynamo_capture.get()
         if capture is None:
             return original(exported_program, *args, **kwargs)
-        capture.exported(exported_program)
-        with bodies_watched(exported_program.graph_module, capture.dissolved):
+        decomposition = capture.exported(exported_program)
+        with bodies_watched(exported_program.graph_module, decomposition.ran_in_body):
             prepared = original(exported_program, *args, **kwargs)
-        capture.decomposed(prepared)
+        decomposition.runs = False
         return prepared
+
+    return wrapper
+
+
+def _run_node(original: Callable[..., Any]) -> Callable[..., Any]:
+    """While torch decomposes an exported graph, it runs it node by node."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, n: Any) -> Any:
+        capture = dynamo_capture.get()
+        if capture is None or capture.decomposition is None or not capture.decomposition.runs:
+            return original(self, n)
+        return run_watched(lambda: original(self, n), n, capture.decomposition.ran)
 
     return wrapper
 
@@ -449,6 +462,7 @@ DYNAMO = Patches(
     Patch(_CORE, "_translate_fx_graph", _translate_graph),
     Patch(_CORE, "_exported_program_to_onnx_program", _translate),
     Patch("torch.fx.experimental.proxy_tensor", "_ModuleStackTracer.call_module", _call_module),
+    Patch("torch.fx.interpreter", "Interpreter.run_node", _run_node),
     Patch("torch.onnx", "ONNXProgram.optimize", _optimize),
     Patch("onnx_ir", "Node.replace_input_with", _replace_input_with),
     Patch("onnx_ir", "Value.replace_all_uses_with", _replace_all_uses_with),

@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from htp_export.capture.calls import tensors_in
+
 
 def bodies_run_in_place(module: Any) -> Iterator[Any]:
     """The graph modules inside an exported one that torch runs where they stand, once: ``with torch.no_grad():``."""
@@ -22,29 +24,42 @@ def bodies_run_in_place(module: Any) -> Iterator[Any]:
                     yield from bodies_run_in_place(body)
 
 
+Ran = Callable[[Any, Any, list[str], list[Any]], None]
+"""What is told of a node that ran while a graph was traced: the tracer, the node, the names of the nodes that it became
+there, and for each tensor that it gives the node there that makes it, None where the tracer knows none."""
+
+
+def run_watched(run: Callable[[], Any], node: Any, note: Ran) -> Any:
+    """Run a node of an FX graph and return what it gives; if another graph is traced meanwhile, tell what it became."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode: Any = get_proxy_mode()
+    if mode is None:
+        return run()
+    nodes = mode.tracer.graph.nodes
+    before = len(nodes)
+    result = run()
+    made = [each.name for each in itertools.islice(reversed(nodes), len(nodes) - before)]
+    note(mode.tracer, node, made, [fx_node_of(tensor, mode.tracer) for tensor in tensors_in(result)])
+    return result
+
+
 @contextlib.contextmanager
-def bodies_watched(module: Any, note: Callable[[Any, list[str]], None]) -> Iterator[None]:
+def bodies_watched(module: Any, note: Ran) -> Iterator[None]:
     """Watch bodies run while torch decomposes an exported graph: it dissolves them, and their nodes lose their scopes.
 
     Args:
         module: The exported graph module; its bodies get their own code back afterwards.
-        note: Called with a node of a body and the names of the nodes that it became.
+        note: Called for each node of a body.
     """
     import torch
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     class Watched(torch.fx.Interpreter):
-        """Runs a body node by node, as its own code does, and tells what each node became."""
+        """Runs a body node by node, as its own code does."""
 
         def run_node(self, n: torch.fx.Node) -> Any:
-            mode = get_proxy_mode()
-            nodes: Any = mode.tracer.graph.nodes if mode is not None else ()
-            before = len(nodes)
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            result = getattr(self, n.op)(n.target, args, kwargs)
-            made: Iterator[Any] = itertools.islice(reversed(nodes), len(nodes) - before)
-            note(n, [node.name for node in made])
-            return result
+            return run_watched(lambda: getattr(self, n.op)(n.target, args, kwargs), n, note)
 
     bodies = list(bodies_run_in_place(module))
     for body in bodies:
@@ -178,36 +193,6 @@ def fx_node_of(tensor: Any, tracer: Any) -> Any:
     return None if slot is None else slot.proxy.node
 
 
-def decomposed_from(graph: Any) -> Iterator[tuple[Any, str]]:
-    """Each node of a graph after ``run_decompositions``, with the name of the node before that it was made from."""
-    for node in graph.nodes:
-        sources = node.meta.get("from_node")
-        if sources:
-            yield node, sources[-1].name
-
-
-def holds_tensor(node: Any) -> bool:
-    """Whether an FX node's result is a tensor."""
-    import torch
-
-    return isinstance(node.meta.get("val"), torch.Tensor)
-
-
 def inputs_of(graph: Any) -> list[Any]:
     """The inputs of an FX graph: parameters, buffers and constants first, then what the user gives."""
     return [node for node in graph.nodes if node.op == "placeholder"]
-
-
-def given_back_by(node: Any) -> Any:
-    """The one input of an FX node that can be its result, for a node that was decomposed into nothing, or None.
-
-    ``x.to(x.dtype)`` and the like give back what they are given.
-    """
-    import torch
-
-    def kind(each: Any) -> Any:
-        value = each.meta.get("val")
-        return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
-
-    alike = [each for each in node.all_input_nodes if kind(node) is not None and kind(each) == kind(node)]
-    return alike[0] if len(alike) == 1 else None
