@@ -199,6 +199,25 @@ def test_every_node_of_a_converted_model_has_owners(name, options, attention, tm
     assert not any(owners_of(node) == ("",) for node in written.graph.node)  # nothing is the root's in this model
 
 
+class Residual(nn.Module):
+    """ONNX Runtime works on these in a layout of its own, with more channels than there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.gelu(self.first(x))
+        return (y + self.second(y)).mean((2, 3))
+
+
+def test_what_is_made_in_another_layout_is_not_taken_for_the_tensor_itself(tmp_path):
+    exported(Residual().eval(), {"x": torch.randn(1, 3, 8, 8)}, "dynamo", tmp_path)
+    tools.onnxruntime(tmp_path / "model.onnx", tmp_path / "out.onnx", level="all")
+    result = htp_export.compare(tmp_path / "model.onnx", tmp_path / "out.onnx")
+    assert (result.ok, result.modules[""].status) == (True, "agrees")
+
+
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_weights_that_a_quantizer_transposes_may_have_notes(exporter, tmp_path):
     model = nn.Sequential(nn.Linear(3, 5), nn.Softmax(-1)).eval()
