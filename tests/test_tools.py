@@ -19,6 +19,7 @@ from torch import nn
 import htp_export
 from htp_export import tools
 from htp_export.errors import HtpExportError, InputError, UntaggedModelError
+from htp_export.files import write_model
 from tests.exporting import exported, exported_net
 from tests.nets import NETS
 from tests.truth import inexact, owners_of, untagged
@@ -197,6 +198,31 @@ def test_every_node_of_a_converted_model_has_owners(name, options, attention, tm
     paths = {path for path, _ in attention[0].named_modules()}
     assert {owner for node in written.graph.node for owner in owners_of(node)} <= paths
     assert not any(owners_of(node) == ("",) for node in written.graph.node)  # nothing is the root's in this model
+
+
+class FlattensTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Flatten(), nn.Flatten()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x).tanh() @ self.other(x).mT.sin()
+
+
+def test_constants_that_a_rule_forgets_to_give_to_the_graph_are_there(tmp_path):
+    """onnxscript 0.7's rule for Flatten, where two read one tensor."""
+    exported(FlattensTwice().eval(), {"x": torch.randn(2, 3, 4)}, "dynamo", tmp_path, optimize=False)
+    path = tmp_path / "model.onnx"
+    model = htp_export.load(path).model
+    for node in list(model.graph):
+        if node.op_type == "Reshape":  # torch writes Flatten in some cases, and these in others
+            node.op_type, node.domain = "Flatten", ""
+            node.resize_inputs(1)
+            node.attributes.clear()
+    write_model(model, path)
+    tools.onnxscript(path, tmp_path / "out.onnx")
+    assert htp_export.compare(path, tmp_path / "out.onnx").ok
+    assert htp_export.optimize(path, level="fused", verify=True).rolled_back == {}
 
 
 class Residual(nn.Module):

@@ -19,6 +19,7 @@ __all__ = [
     "is_constant",
     "is_standard",
     "only_reader",
+    "register_constants",
     "remove_unused",
     "replace",
     "stand_in",
@@ -56,6 +57,19 @@ def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir
     value = ir.Value(name=unique, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value
+
+
+def register_constants(graph: ir.Graph) -> None:
+    """Make initializers of constants that nodes read and that are none: onnxscript's rules forget some."""
+    for node in graph:
+        for value in node.inputs:
+            if value is None or value.const_value is None or value.producer() is not None or value.graph is not None:
+                continue
+            name, count = value.name or "constant", 0
+            while value.name is None or value.name in graph.initializers:
+                count += 1
+                value.name = f"{name}_{count}"
+            graph.register_initializer(value)
 
 
 def constant_array(value: ir.Value | None, largest: int = 4096) -> Array | None:

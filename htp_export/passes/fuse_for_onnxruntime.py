@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.passes.editing import add_constant, is_standard, only_reader, remove_unused, replace
+from htp_export.passes.editing import add_constant, is_standard, only_reader, register_constants, remove_unused, replace
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
 from htp_export.passes.symbolic import Symbolic
@@ -29,6 +29,7 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
         _unflatten(model)
         with _hidden(model, "InstanceNormalization"):
             fused, _ = optimize_for_ort(model)
+        register_constants(fused.graph)
         _turn_batches(fused)
         _drop_unread_outputs(fused)
         _fill_in_shapes(fused)

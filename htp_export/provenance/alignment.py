@@ -161,8 +161,8 @@ class Alignment:
             if value not in self._denied:
                 found = self.before.find(self.after.values[value].name, node.scope)
             if same is not None and place < len(same.outputs) and same.outputs[place] != NOTHING:
-                named = found != NOTHING and self._alike(value, found)
-                exact = named or all(self.exact[v] for v in node.inputs if v != NOTHING)  # else in its inputs' layout
+                alike = found != NOTHING and self._alike(value, found)
+                exact = alike or all(self.exact[v] for v in node.inputs if v != NOTHING)  # else in its inputs' layout
                 self._mean(value, self.numbers.number[same.outputs[place]], exact, "tensor" if found != NOTHING else "")
             elif found != NOTHING:
                 self._mean(value, self.numbers.number[found], self._alike(value, found), "tensor")

@@ -11,6 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import HtpExportError
+from htp_export.passes.editing import register_constants
 from htp_export.provenance.carrying import Carried
 from htp_export.tagged import ModelSource
 from htp_export.tools.adapting import adapted, library
@@ -96,6 +97,7 @@ def onnxscript(
         rewritten: ir.Model = rewriter.rewrite(loaded)
         if fusions:
             library("onnxscript.rewriter.ort_fusions", None).optimize_for_ort(rewritten)
+        register_constants(rewritten.graph)
         return rewritten
 
     return adapted("onnxscript", optimize, model, output)
