@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capture.calls import NO_CALL, CallLog, Passing, arguments_by_name
-from htp_export.capture.decomposition import Decomposition
+from htp_export.capture.decomposition import CALL, Decomposition, Places
 from htp_export.capture.record import Node, Operation, Record
 from htp_export.capture.torch_internals import (
     bodies_run_in_place,
@@ -32,7 +32,6 @@ SHAPE_OPERATORS = frozenset({"Shape", "Size"})
 _TYPE_INPUT = {"CastLike": 1}
 
 _STAMP = "htp.stamp"
-_MARK = "htp.call"  # on FX nodes of the exported program, which are not those of the decomposed one
 
 
 class DynamoCapture:
@@ -58,8 +57,8 @@ class DynamoCapture:
         self._marked = 0  # how many FX nodes there were when a module last began or returned
         self._needed: set[int] = set()
         self._by_stack: dict[tuple[tuple[str, tuple[str, Any]], ...], int] = {}
-        self._marks: dict[Any, int] = {}  # node of the exported program or a body in it → its call, if no scope says it
-        self.decomposition: Decomposition | None = None
+        self._places = Places("htp.traced")
+        self.decomposition = Decomposition(self._places)
         self._values: dict[str, Any] = {}  # FX node → its value in the first ONNX graph
         self._passed: dict[int, Passing] = {}
         self._graph: ir.Graph | None = None
@@ -96,7 +95,7 @@ class DynamoCapture:
         else:
             self._by_name[name, self._name_counts[name]] = index
             self._name_counts[name] += 1
-        self.log.give(arguments_by_name(module.forward, args, kwargs), functools.partial(fx_node_of, tracer=tracer))
+        self.log.give(arguments_by_name(module.forward, args, kwargs), functools.partial(self._place_of, tracer=tracer))
         self._nodes_before.append(len(tracer.graph.nodes))
         return True
 
@@ -105,34 +104,44 @@ class DynamoCapture:
         self._mark(tracer)
         if len(tracer.graph.nodes) > self._nodes_before.pop():
             self._made_something.add(self.log.stack[-1])
-        self.log.leave(result, functools.partial(fx_node_of, tracer=tracer))
+        self.log.leave(result, functools.partial(self._place_of, tracer=tracer))
+
+    def _place_of(self, tensor: Any, tracer: Any) -> int | None:
+        node = fx_node_of(tensor, tracer)
+        return None if node is None else self._places.mark(node)
 
     def _mark(self, tracer: Any) -> None:
         """Write the running call on the FX nodes made since a module last began or returned, if no scope tells it."""
         nodes = tracer.graph.nodes
         if self.log.stack and self.log.stack[-1] in self._unscoped:
             for node in itertools.islice(reversed(nodes), len(nodes) - self._marked):
-                node.meta[_MARK] = self.log.stack[-1]
+                node.meta[CALL] = self.log.stack[-1]
         self._marked = len(nodes)
 
     # --- the FX graph -----------------------------------------------------------------------------
 
-    def exported(self, program: Any) -> Decomposition:
+    def exported(self, program: Any) -> None:
         """Note which calls did something that the model's result needs, before anything is decomposed away."""
         self._note_needed(program.graph)
-        marked = {node.name: call for node, call in self._marks.items()}
         for body in bodies_run_in_place(program.graph_module):
             self._note_needed(body.graph)
-        self.decomposition = Decomposition(program, marked, self._call_traced)
-        return self.decomposition
+        self.decomposition = Decomposition(self._places)
+        self.decomposition.runs = True
 
     def _note_needed(self, graph: Any) -> None:
-        self._marks.update({node: node.meta[_MARK] for node in graph.nodes if _MARK in node.meta})
         wanted: set[Any] = set()
         for node in reversed(graph.nodes):
             if node.op == "output" or node in wanted or node.is_impure():
                 wanted.update(node.all_input_nodes)
-                self._needed.update(self.log.chain(self._call_traced(node)))
+                self._needed.update(self.log.chain(self._call_of(node)))
+
+    def ran(self, tracer: Any, fx_node: Any, made: list[Any], results: list[Any]) -> None:
+        """Note what became of a node of the exported graph; see ``torch_internals.Ran``."""
+        self.decomposition.ran(tracer, fx_node, made, results, fx_node.meta.get(CALL, NO_CALL))
+
+    def ran_in_body(self, tracer: Any, fx_node: Any, made: list[Any], results: list[Any]) -> None:
+        """The same for one of a body, which is dissolved into the graph around it: its nodes lose their scopes."""
+        self.decomposition.ran(tracer, fx_node, made, results, self._call_of(fx_node))
 
     # --- the first ONNX graph -------------------------------------------------------------------
 
@@ -144,40 +153,36 @@ class DynamoCapture:
         """Note the ONNX graph as it was translated, before anything changed it."""
         self._graph = model.graph
         self._first = [
-            Operation(self._call_of(node), _reads(node), tuple(node.outputs), node.op_type in SHAPE_OPERATORS)
+            Operation(
+                self._call_of(node.meta.get("node")), _reads(node), tuple(node.outputs), node.op_type in SHAPE_OPERATORS
+            )
             for node in all_nodes(model.graph)
         ]
         self._inputs, self._outputs = list(model.graph.inputs), list(model.graph.outputs)
         for function in model.functions.values():
             for node in all_nodes(function):
-                call = self._call_of(node)
+                call = self._call_of(node.meta.get("node"))
                 if call != NO_CALL:
                     node.metadata_props[_STAMP] = str(call)  # outlives inlining, which copies nodes
         self._passed = {
             call: Passing(
-                tuple((name, self._value_of(fx_node)) for name, fx_node in passing.given),
+                tuple((name, self._value_of(place)) for name, place in passing.given),
                 tuple(map(self._value_of, passing.returned)),
             )
             for call, passing in self.log.passed.items()
         }
 
-    def _value_of(self, fx_node: Any) -> Any:
+    def _value_of(self, place: int | None) -> Any:
         """The value of the first ONNX graph that holds the result of a node of the traced FX graph, or None."""
-        name = None if fx_node is None or self.decomposition is None else self.decomposition.name_of(fx_node)
-        found = None if name is None else self._values.get(name)
+        found = self._values.get(self.decomposition.name_of(place) or "")
         return None if isinstance(found, (list, tuple)) else found
 
-    def _call_of(self, node: ir.Node) -> int:
-        fx_node = node.meta.get("node")
-        known = {} if self.decomposition is None else self.decomposition.calls
-        if fx_node is not None and fx_node.name in known:
-            return known[fx_node.name]
-        return self._call_of_stack(fx_node.meta.get("nn_module_stack") if fx_node is not None else None)
-
-    def _call_traced(self, fx_node: Any) -> int:
-        """The call of a node of the exported program, or of a body in it."""
-        marked = self._marks.get(fx_node)
-        return self._call_of_stack(fx_node.meta.get("nn_module_stack")) if marked is None else marked
+    def _call_of(self, fx_node: Any) -> int:
+        """The call of an FX node, of whatever graph."""
+        if fx_node is None:
+            return NO_CALL
+        call = fx_node.meta.get(CALL)
+        return self._call_of_stack(fx_node.meta.get("nn_module_stack")) if call is None else int(call)
 
     def _call_of_stack(self, stack: dict[str, tuple[str, Any]] | None) -> int:
         scopes = tuple((stack or {}).items())

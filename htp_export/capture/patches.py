@@ -97,10 +97,10 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
         capture = dynamo_capture.get()
         if capture is None:
             return original(exported_program, *args, **kwargs)
-        decomposition = capture.exported(exported_program)
-        with bodies_watched(exported_program.graph_module, decomposition.ran_in_body):
+        capture.exported(exported_program)
+        with bodies_watched(exported_program.graph_module, capture.ran_in_body):
             prepared = original(exported_program, *args, **kwargs)
-        decomposition.runs = False
+        capture.decomposition.finish(prepared)
         return prepared
 
     return wrapper
@@ -112,9 +112,9 @@ def _run_node(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(self: Any, n: Any) -> Any:
         capture = dynamo_capture.get()
-        if capture is None or capture.decomposition is None or not capture.decomposition.runs:
+        if capture is None or not capture.decomposition.runs:
             return original(self, n)
-        return run_watched(lambda: original(self, n), n, capture.decomposition.ran)
+        return run_watched(lambda: original(self, n), n, capture.ran)
 
     return wrapper
 

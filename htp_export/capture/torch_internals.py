@@ -24,9 +24,9 @@ def bodies_run_in_place(module: Any) -> Iterator[Any]:
                     yield from bodies_run_in_place(body)
 
 
-Ran = Callable[[Any, Any, list[str], list[Any]], None]
-"""What is told of a node that ran while a graph was traced: the tracer, the node, the names of the nodes that it became
-there, and for each tensor that it gives the node there that makes it, None where the tracer knows none."""
+Ran = Callable[[Any, Any, list[Any], list[Any]], None]
+"""What is told of a node that ran while a graph was traced: the tracer, the node, the nodes that it became there, and
+for each tensor that it gives the node there that makes it, None where the tracer knows none."""
 
 
 def run_watched(run: Callable[[], Any], node: Any, note: Ran) -> Any:
@@ -39,7 +39,7 @@ def run_watched(run: Callable[[], Any], node: Any, note: Ran) -> Any:
     nodes = mode.tracer.graph.nodes
     before = len(nodes)
     result = run()
-    made = [each.name for each in itertools.islice(reversed(nodes), len(nodes) - before)]
+    made = list(itertools.islice(reversed(nodes), len(nodes) - before))
     note(mode.tracer, node, made, [fx_node_of(tensor, mode.tracer) for tensor in tensors_in(result)])
     return result
 
@@ -191,8 +191,3 @@ def fx_node_of(tensor: Any, tracer: Any) -> Any:
         tensor = torch._from_functional_tensor(tensor.elem)
     slot = get_proxy_slot(tensor, tracer, None)
     return None if slot is None else slot.proxy.node
-
-
-def inputs_of(graph: Any) -> list[Any]:
-    """The inputs of an FX graph: parameters, buffers and constants first, then what the user gives."""
-    return [node for node in graph.nodes if node.op == "placeholder"]
