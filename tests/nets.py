@@ -1206,6 +1206,37 @@ net(
 )
 
 
+class Picks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, places = self.score(x).softmax(-1).topk(2, -1)
+        return places, values * 2
+
+
+class PicksTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Picks(), Picks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():  # torch makes a graph of its own for this, and the results of all nodes get new names
+            shift, scale = x.sin(), x.cos()
+        places, values = self.first(x * scale + shift)
+        x = x.scatter(1, places, values)
+        places, values = self.second(x)
+        return x.scatter(1, places, values)
+
+
+net(
+    "picks_twice",
+    PicksTwice,
+    truth=Truth(computed("first", "first.score", "second", "second.score")),
+)
+
+
 class LargestTwice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
