@@ -916,6 +916,39 @@ net(
 )
 
 
+class FillsPart(nn.Module):
+    """Changes a part of what it is given, and gives the whole back."""
+
+    def forward(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        whole[:, 2] = part.cos()
+        return whole
+
+
+class FillsInParts(nn.Module):
+    """Nothing but changes of parts leads from some modules to the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value, self.fill, self.head = nn.Linear(4, 4), nn.Linear(4, 4), FillsPart(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        key, value = self.key(x), self.value(x)
+        out = torch.zeros_like(key)
+        for step in range(2):
+            out[:, step] = key[:, step].exp() * value[:, step]
+        before = out.sin()
+        result: torch.Tensor = self.head(self.fill(out, value[:, 2])) + before
+        return result
+
+
+net(
+    "filled_in_parts",
+    FillsInParts,
+    lambda: {"x": x(2, 4, 4)},
+    truth=Truth(computed("key", "value", "fill", "head"), {"Sin": [("",)], "Cos": [("fill",)], "Exp": [("",)] * 2}),
+)
+
+
 class ToOwnType(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -19,19 +19,21 @@ _NO_BLOCKS = CONSTANTS | _LISTS | {"prim::GetAttr", "prim::NumToTensor"}
 
 
 class Step(NamedTuple):
-    """One node of a JIT graph at one moment; tensors are named by their numbers in the graph.
+    """One node of a JIT graph at one moment; tensors are named by their numbers in the graph, or by their states.
 
     Attributes:
         kind: What it does, ``aten::linear``; an operation in place is called as the one that is not: `out_of_place`.
         inputs: What it reads, what its blocks return included.
         outputs: What it makes.
         returned: For a node whose one block makes its outputs, the block's; empty for others.
+        writes: Which of its inputs it changes in place; -1 for none.
     """
 
     kind: str
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
     returned: tuple[int, ...] = ()
+    writes: int = -1
 
 
 @dataclass
@@ -45,7 +47,7 @@ class Reading:
         made: Numbers of everything that nodes of the outermost block make, in order.
         inputs: Numbers of the inputs that the user gives.
         parameters: Numbers of the other inputs.
-        outputs: Numbers of what it returns, with tuples taken apart.
+        outputs: What it returns, with tuples taken apart.
         scopes: For each node of the outermost block that is no constant, the name of its scope; if they were asked for.
     """
 
@@ -55,7 +57,7 @@ class Reading:
     made: list[int] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     parameters: list[int] = field(default_factory=list)
-    outputs: list[int] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
     scopes: list[str] = field(default_factory=list)
 
     @property
@@ -145,11 +147,41 @@ def _read(block: Any, reading: Reading, *, top: bool, scopes: bool = False) -> N
                 _read(inner, reading, top=False)
                 returned.extend(value.unique() for value in inner.outputs())
         one_to_one = tuple(returned) if len(returned) == len(outputs) else ()
-        steps.append(Step(out_of_place(kind), (*reads, *returned), outputs, one_to_one))
+        writes = written(kind) if kind.endswith("_") else -1
+        steps.append(Step(out_of_place(kind), (*reads, *returned), outputs, one_to_one, writes))
         if top:
             reading.sizes.append(len(steps) - before)
             if scopes:
                 reading.scopes.append(node.scopeName())
+
+
+@cache
+def written(kind: str) -> int:
+    """Which of its arguments an operator changes in place; -1 for none."""
+    return next((place for place, alias in _aliases(kind) if alias.is_write), -1)
+
+
+@cache
+def viewed(kind: str) -> int:
+    """Of which of its arguments an operator may give back a view; -1 for none."""
+    if kind in ("prim::ListUnpack", "prim::TupleUnpack"):
+        return 0
+    return next((place for place, alias in _aliases(kind) if not alias.is_write), -1)
+
+
+def _aliases(kind: str) -> list[tuple[int, Any]]:
+    """The arguments of an operator whose memory what it gives back may have."""
+    import torch
+
+    if not kind.startswith("aten::"):
+        return []
+    return [
+        (place, argument.alias_info)
+        for schema in torch._C._jit_get_schemas_for_operator(kind)
+        if any(result.alias_info is not None for result in schema.returns)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None
+    ]
 
 
 def out_of_place(kind: str) -> str:

@@ -17,10 +17,11 @@ import onnx
 
 from htp_export.capture.calls import NO_CALL, CallLog, Passing
 from htp_export.capture.jit_graph import CONSTANTS, Reading, follow, numbers_of_outputs, out_of_place, read
-from htp_export.capture.record import Node, Operation, Record
+from htp_export.capture.record import Key, Node, Operation, Record
 from htp_export.capture.root_call import RootCall
 from htp_export.capture.script_modules import ScriptCalls
 from htp_export.capture.torch_internals import is_listed, is_script_method, next_number, traced_number, usual_name
+from htp_export.capture.versions import Versions
 from htp_export.wire import SerializedModel, Weight
 
 # Operations on shapes alone: traced as integers, ONNX's own, and those that fill a tensor as large as another.
@@ -70,9 +71,11 @@ class TorchScriptCapture:
         self._numbers: dict[int, int] = {}  # number while tracing → number in the traced graph
         self._dead: set[int] = set()
         self._operations: list[Operation] = []
+        self._outputs: list[Key] = []
+        self._versions = Versions()
         self._first: Reading | None = None
         self._last = Reading()
-        self._stages: list[dict[int, int]] = []
+        self._stages: list[dict[Any, int]] = []
         self._translation: dict[int, int] = {}
         self._graph: Any = None
 
@@ -158,9 +161,10 @@ class TorchScriptCapture:
         self._numbers.update(zip(self._traced_inputs, (value.unique() for value in graph.inputs()), strict=False))
         calls = [call for call, size in zip(self._calls(reading), reading.sizes, strict=True) for _ in range(size)]
         self._operations = [
-            Operation(call, step.inputs, step.outputs, step.kind in SHAPE_KINDS)
-            for step, call in zip(reading.steps, calls, strict=True)
+            self._versions.operation(index, step, call, step.kind in SHAPE_KINDS)
+            for index, (step, call) in enumerate(zip(reading.steps, calls, strict=True))
         ]
+        self._outputs = [self._versions.state(number, len(calls)) for number in reading.outputs]
 
     def _calls(self, reading: Reading) -> list[int]:
         """The call of each node of the traced graph: what was traced, less what nothing needed."""
@@ -189,14 +193,18 @@ class TorchScriptCapture:
 
     def _rewritten(self, graph: Any) -> None:
         """Note where a rewriting in place left the tensors."""
-        now = read(graph, self._user_inputs)
+        self._follow(read(graph, self._user_inputs))
+
+    def _follow(self, now: Reading) -> None:
         self._stages.append(follow(self._last, now))
         self._last = now
 
     def before_translation(self, graph: Any) -> None:
         """Note what became of the traced graph before it is translated into another."""
         if self._first:
-            self._rewritten(graph)
+            now = read(graph, self._user_inputs)
+            self._last = self._versions.settle(self._operations, self._outputs, self._first, now)
+            self._follow(now)
         elif self.log.calls == []:
             self._scripted(graph)
 
@@ -206,6 +214,7 @@ class TorchScriptCapture:
         parameters = {number: name for number, name in names.items() if name in self._state}
         self._user_inputs = len(names) - len(parameters)
         self._first = self._last = reading = read(graph, self._user_inputs)
+        self._outputs = [*reading.outputs]
         calls = ScriptCalls(self.log, self._paths)
         nodes = (node for node in graph.nodes() if node.kind() not in CONSTANTS)
         steps = iter(reading.steps)
@@ -288,20 +297,29 @@ class TorchScriptCapture:
             step = makers.get(given)
         return given
 
+    def _spans(self) -> dict[int, tuple[int, int]]:
+        """For each call, its first operation and the one after its last."""
+        spans: dict[int, tuple[int, int]] = {}
+        for index, operation in enumerate(self._operations):
+            for call in self.log.chain(operation.call):
+                spans[call] = spans.get(call, (index, 0))[0], index + 1
+        return spans
+
     def finish(self, file: SerializedModel) -> tuple[Record, list[onnx.NodeProto]]:
         """What is known of the exported model, and its nodes in the order of ``Record.nodes``."""
         record = Record(self.log)
         record.operations, record.dead = self._operations, self._dead
         number, makers = self._numbers.get, {key: step for step in self._operations for key in step.outputs}
-        record.passed = {
-            call: Passing(
-                tuple((name, self._before(number(traced), call, makers)) for name, traced in passing.given),
-                tuple(map(number, passing.returned)),
+        spans = self._spans()
+        for call, passing in self.log.passed.items():
+            began, ended = spans.get(call, (0, 0))
+            given = ((name, self._before(number(traced), call, makers)) for name, traced in passing.given)
+            record.passed[call] = Passing(
+                tuple((name, self._versions.state(key, began)) for name, key in given),
+                tuple(self._versions.state(number(traced), ended) for traced in passing.returned),
             )
-            for call, passing in self.log.passed.items()
-        }
         if self._first:
-            record.inputs, record.outputs = set(self._first.inputs), list(self._first.outputs)
+            record.inputs, record.outputs = set(self._first.inputs), self._outputs
         protos = list(_protos(file.nodes))
         names = self._names(protos, file.inputs)
         for function in file.functions:
