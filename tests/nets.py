@@ -949,6 +949,26 @@ net(
 )
 
 
+class FilledLast(nn.Module):
+    """What is changed in part is what the model returns; and a constant beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.fill = nn.Linear(4, 4), FillsPart()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.fc(x)
+        return self.fill(y * 2, y[:, 0]), None
+
+
+net(
+    "filled_last",
+    FilledLast,
+    lambda: {"x": x(2, 4, 4)},
+    truth=Truth(computed("fc", "fill"), {"Cos": [("fill",)]}),
+)
+
+
 class ToOwnType(nn.Module):
     def __init__(self) -> None:
         super().__init__()

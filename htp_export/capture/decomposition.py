@@ -8,9 +8,10 @@ copies graphs and names nodes anew; what stands in a node's ``meta`` is copied w
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 from htp_export.capture.calls import NO_CALL
+from htp_export.capture.torch_internals import Ran, outputs_of
 
 CALL = "htp.call"
 """Key in an FX node's ``meta``: the call that it is of, where its scopes do not say that."""
@@ -39,6 +40,18 @@ class Places:
         return found
 
 
+class Result(NamedTuple):
+    """A tensor that a node of the exported graph gave, in one of its states.
+
+    Attributes:
+        place: The node's number.
+        changes: How often the tensor had been changed in place by then.
+    """
+
+    place: int
+    changes: int
+
+
 class Decomposition:
     """The decomposition of one exported program, as it happens.
 
@@ -52,36 +65,49 @@ class Decomposition:
     def __init__(self, places: Places) -> None:
         self.runs = False
         self._tracer: Any = None
-        self._before, self._after = places, Places("htp.decomposed")
-        self._results: dict[int, int] = {}  # place in the exported graph → place in the decomposed one
+        self._places, self._decomposed = places, Places("htp.decomposed")
+        self._results: dict[Result, int] = {}  # result → place in the decomposed graph
+        self._returned: list[Result | None] = []
         self._names: dict[int, str] = {}  # place in the decomposed graph → name of its node
 
-    def ran(self, tracer: Any, node: Any, made: list[Any], results: list[Any], call: int) -> None:
+    def ran(self, ran: Ran, call: int) -> None:
         """Note that a node ran.
 
         Args:
-            tracer: What traces.
-            node: The node of the exported graph, or of a body in it.
-            made: The nodes that it became.
-            results: For each tensor that it gave, the node that makes it in the graph that is traced.
+            ran: What is told of it.
             call: Its call, where the nodes that it became do not have that in their scopes; else ``NO_CALL``.
         """
-        self._tracer = self._tracer or tracer
-        if tracer is not self._tracer:  # it is of a graph inside the graph
+        self._tracer = self._tracer or ran.tracer
+        if ran.tracer is not self._tracer:  # it is of a graph inside the graph
             return
         if call != NO_CALL:
-            for each in made:  # a body's nodes come before the node that runs the body
+            for each in ran.made:  # a body's nodes come before the node that runs the body
                 each.meta.setdefault(CALL, call)
-        place = self._before.read(node)
-        if place is not None and len(results) == 1 and results[0] is not None:
-            self._results.setdefault(place, self._after.mark(results[0]))
+        if ran.node.op == "output":  # of a body, or of the whole, which comes last
+            changes = {node: count for node, count, _ in ran.states}
+            self._returned = [self._result(node, changes.get(node)) for node in outputs_of(ran.node)]
+            return
+        for node, count, maker in ran.states:
+            result = self._result(node, count)
+            if result is not None and maker is not None:
+                self._results.setdefault(result, self._decomposed.mark(maker))
+
+    def _result(self, node: Any, changes: int | None) -> Result | None:
+        place = None if node is None else self._places.read(node)
+        return None if place is None or changes is None else Result(place, changes)
 
     def finish(self, program: Any) -> None:
         """Note that the decomposed program is complete."""
         self.runs = False
-        places = ((self._after.read(node), node.name) for node in program.graph.nodes)
+        returned = list(outputs_of(next(iter(reversed(program.graph.nodes)))))
+        for result, node in zip(
+            reversed(self._returned), reversed(returned), strict=False
+        ):  # changed inputs come first
+            if result is not None and node is not None:
+                self._results[result] = self._decomposed.mark(node)
+        places = ((self._decomposed.read(node), node.name) for node in program.graph.nodes)
         self._names = {place: name for place, name in places if place is not None}
 
-    def name_of(self, place: int | None) -> str | None:
+    def name_of(self, result: Result | None) -> str | None:
         """The name of the decomposed program's node that has a result; None where that is gone, or cannot be told."""
-        return None if place is None else self._names.get(self._results.get(place, -1))
+        return None if result is None else self._names.get(self._results.get(result, -1))

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capture.calls import NO_CALL, CallLog, Passing, arguments_by_name
-from htp_export.capture.decomposition import CALL, Decomposition, Places
+from htp_export.capture.decomposition import CALL, Decomposition, Places, Result
 from htp_export.capture.record import Node, Operation, Record
 from htp_export.capture.torch_internals import (
+    Ran,
     bodies_run_in_place,
+    changes_of,
     fx_node_of,
 )
 from htp_export.regions import subgraphs
@@ -95,7 +97,9 @@ class DynamoCapture:
         else:
             self._by_name[name, self._name_counts[name]] = index
             self._name_counts[name] += 1
-        self.log.give(arguments_by_name(module.forward, args, kwargs), functools.partial(self._place_of, tracer=tracer))
+        self.log.give(
+            arguments_by_name(module.forward, args, kwargs), functools.partial(self._result_of, tracer=tracer)
+        )
         self._nodes_before.append(len(tracer.graph.nodes))
         return True
 
@@ -104,11 +108,11 @@ class DynamoCapture:
         self._mark(tracer)
         if len(tracer.graph.nodes) > self._nodes_before.pop():
             self._made_something.add(self.log.stack[-1])
-        self.log.leave(result, functools.partial(self._place_of, tracer=tracer))
+        self.log.leave(result, functools.partial(self._result_of, tracer=tracer))
 
-    def _place_of(self, tensor: Any, tracer: Any) -> int | None:
+    def _result_of(self, tensor: Any, tracer: Any) -> Result | None:
         node = fx_node_of(tensor, tracer)
-        return None if node is None else self._places.mark(node)
+        return None if node is None else Result(self._places.mark(node), changes_of(tensor))
 
     def _mark(self, tracer: Any) -> None:
         """Write the running call on the FX nodes made since a module last began or returned, if no scope tells it."""
@@ -135,13 +139,13 @@ class DynamoCapture:
                 wanted.update(node.all_input_nodes)
                 self._needed.update(self.log.chain(self._call_of(node)))
 
-    def ran(self, tracer: Any, fx_node: Any, made: list[Any], results: list[Any]) -> None:
-        """Note what became of a node of the exported graph; see ``torch_internals.Ran``."""
-        self.decomposition.ran(tracer, fx_node, made, results, fx_node.meta.get(CALL, NO_CALL))
+    def ran(self, ran: Ran) -> None:
+        """Note what became of a node of the exported graph."""
+        self.decomposition.ran(ran, ran.node.meta.get(CALL, NO_CALL))
 
-    def ran_in_body(self, tracer: Any, fx_node: Any, made: list[Any], results: list[Any]) -> None:
+    def ran_in_body(self, ran: Ran) -> None:
         """The same for one of a body, which is dissolved into the graph around it: its nodes lose their scopes."""
-        self.decomposition.ran(tracer, fx_node, made, results, self._call_of(fx_node))
+        self.decomposition.ran(ran, self._call_of(ran.node))
 
     # --- the first ONNX graph -------------------------------------------------------------------
 
@@ -166,15 +170,15 @@ class DynamoCapture:
                     node.metadata_props[_STAMP] = str(call)  # outlives inlining, which copies nodes
         self._passed = {
             call: Passing(
-                tuple((name, self._value_of(place)) for name, place in passing.given),
+                tuple((name, self._value_of(result)) for name, result in passing.given),
                 tuple(map(self._value_of, passing.returned)),
             )
             for call, passing in self.log.passed.items()
         }
 
-    def _value_of(self, place: int | None) -> Any:
+    def _value_of(self, result: Result | None) -> Any:
         """The value of the first ONNX graph that holds the result of a node of the traced FX graph, or None."""
-        found = self._values.get(self.decomposition.name_of(place) or "")
+        found = self._values.get(self.decomposition.name_of(result) or "")
         return None if isinstance(found, (list, tuple)) else found
 
     def _call_of(self, fx_node: Any) -> int:

@@ -114,7 +114,7 @@ def _run_node(original: Callable[..., Any]) -> Callable[..., Any]:
         capture = dynamo_capture.get()
         if capture is None or not capture.decomposition.runs:
             return original(self, n)
-        return run_watched(lambda: original(self, n), n, capture.ran)
+        return run_watched(lambda: original(self, n), self, n, capture.ran)
 
     return wrapper
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from htp_export.capture.calls import tensors_in
 
@@ -24,13 +24,32 @@ def bodies_run_in_place(module: Any) -> Iterator[Any]:
                     yield from bodies_run_in_place(body)
 
 
-Ran = Callable[[Any, Any, list[Any], list[Any]], None]
-"""What is told of a node that ran while a graph was traced: the tracer, the node, the nodes that it became there, and
-for each tensor that it gives the node there that makes it, None where the tracer knows none."""
+class Ran(NamedTuple):
+    """What is told of a node of an FX graph that ran while another graph was traced.
+
+    Attributes:
+        tracer: What traces.
+        node: The node.
+        made: The nodes that it became.
+        states: The tensors that it gave and read, as they are then: the node of the graph that runs, how often the
+            tensor was changed in place, and the node of the traced graph that makes it, or None.
+    """
+
+    tracer: Any
+    node: Any
+    made: list[Any]
+    states: list[tuple[Any, int, Any]]
 
 
-def run_watched(run: Callable[[], Any], node: Any, note: Ran) -> Any:
-    """Run a node of an FX graph and return what it gives; if another graph is traced meanwhile, tell what it became."""
+def run_watched(run: Callable[[], Any], interpreter: Any, node: Any, note: Callable[[Ran], None]) -> Any:
+    """Run a node of an FX graph and return what it gives; if another graph is traced meanwhile, tell what it became.
+
+    Args:
+        run: Runs the node.
+        interpreter: Runs the graph; it has what the other nodes gave.
+        node: The node.
+        note: Is told.
+    """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     mode: Any = get_proxy_mode()
@@ -40,12 +59,30 @@ def run_watched(run: Callable[[], Any], node: Any, note: Ran) -> Any:
     before = len(nodes)
     result = run()
     made = list(itertools.islice(reversed(nodes), len(nodes) - before))
-    note(mode.tracer, node, made, [fx_node_of(tensor, mode.tracer) for tensor in tensors_in(result)])
+    held = [(each, interpreter.env.get(each)) for each in node.all_input_nodes]
+    given = list(tensors_in(result))
+    if len(given) == 1:
+        held.append((node, given[0]))
+    states = [
+        (each, changes_of(tensor), fx_node_of(tensor, mode.tracer))
+        for each, value in held
+        for tensor in tensors_in(value)
+        if tensor is value or each is node
+    ]
+    note(Ran(mode.tracer, node, made, states))
     return result
 
 
+def changes_of(tensor: Any) -> int:
+    """How often a tensor was changed in place, through views of it too; 0 where nobody counts."""
+    try:
+        return int(tensor._version)
+    except RuntimeError:  # made in inference mode
+        return 0
+
+
 @contextlib.contextmanager
-def bodies_watched(module: Any, note: Ran) -> Iterator[None]:
+def bodies_watched(module: Any, note: Callable[[Ran], None]) -> Iterator[None]:
     """Watch bodies run while torch decomposes an exported graph: it dissolves them, and their nodes lose their scopes.
 
     Args:
@@ -59,7 +96,7 @@ def bodies_watched(module: Any, note: Ran) -> Iterator[None]:
 
         def run_node(self, n: torch.fx.Node) -> Any:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            return run_watched(lambda: getattr(self, n.op)(n.target, args, kwargs), n, note)
+            return run_watched(lambda: getattr(self, n.op)(n.target, args, kwargs), self, n, note)
 
     bodies = list(bodies_run_in_place(module))
     for body in bodies:
@@ -191,3 +228,11 @@ def fx_node_of(tensor: Any, tracer: Any) -> Any:
         tensor = torch._from_functional_tensor(tensor.elem)
     slot = get_proxy_slot(tensor, tracer, None)
     return None if slot is None else slot.proxy.node
+
+
+def outputs_of(output: Any) -> list[Any]:
+    """What the ``output`` node of an FX graph returns, one after the other: nodes, and None for all else."""
+    import torch
+
+    leaves = torch.utils._pytree.tree_leaves(output.args[0])
+    return [leaf if isinstance(leaf, torch.fx.Node) else None for leaf in leaves]
