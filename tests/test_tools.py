@@ -200,6 +200,29 @@ def test_every_node_of_a_converted_model_has_owners(name, options, attention, tm
     assert not any(owners_of(node) == ("",) for node in written.graph.node)  # nothing is the root's in this model
 
 
+class Scaled(nn.Module):
+    """A linear layer whose scale OnnxSlim takes into its weights, leaving the layer's name to the product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(6, 4), nn.Parameter(torch.rand(4) + 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.scale * self.fc(x.sin())).permute(0, 2, 1).tanh()
+
+
+@needs["onnxslim"]
+def test_a_name_that_was_taken_over_is_seen_through_a_transposition(tmp_path):
+    path = tmp_path / "model.onnx"
+    exported(Scaled().eval(), {"x": torch.randn(2, 3, 6)}, "dynamo", tmp_path)
+    result = tools.onnxslim(path, tmp_path / "out.onnx")
+    assert "Mul" not in {node.op_type for node in result.model.graph}
+    after = htp_export.load(tmp_path / "out.onnx")
+    assert (after["fc"].fate, after.hierarchy["fc"].fused_with) == ("fused", ("",))
+    assert {node.op_type: after.owners_of(node) for node in after.model.graph}["Gemm"] == ("fc", "")
+    assert htp_export.compare(path, tmp_path / "out.onnx").ok
+
+
 class FlattensTwice(nn.Module):
     def __init__(self) -> None:
         super().__init__()

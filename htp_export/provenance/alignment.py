@@ -256,8 +256,12 @@ class Alignment:
         if maker == NOTHING:
             return
         if moves(node.op):
-            if self.before.nodes[maker].op == node.op:
-                self._pair_movers(node, self.before.nodes[maker])
+            old = self.before.nodes[maker]
+            if old.op == node.op:
+                self._pair_movers(node, old)
+                if len(node.inputs) == len(old.inputs) == 1 and NOTHING not in (node.inputs[0], old.inputs[0]):
+                    same = node.attributes == old.attributes
+                    self._settle(index, node.inputs[0], old.inputs[0], same, self.exact[known[0]])
             self._through(node, origin)
         elif self.before.nodes[maker].op == node.op:
             same = node.attributes == self.before.nodes[maker].attributes
@@ -381,9 +385,12 @@ class Alignment:
             self._mean(value, self.numbers.number[other], self._alike(value, other))
 
     def _through(self, node: SketchNode, origin: int) -> None:
-        """Who only moves numbers computes none: what computed before was done by the node behind."""
+        """Who only moves numbers computes none: what computed before was done by the node behind.
+
+        Also where that node has the name of another: it is named after the first of what it does.
+        """
         value, in_place = node.inputs[0], base_op(node.op) in IN_PLACE
-        while value != NOTHING and self.meaning[value] == NOTHING:
+        while value != NOTHING and (self.meaning[value] == NOTHING or self._named_after_less(value, origin)):
             maker = self.after.maker[value]
             if maker == NOTHING or not self.after.nodes[maker].inputs:
                 return
@@ -394,6 +401,13 @@ class Alignment:
                 return
             in_place = in_place and base_op(self.after.nodes[maker].op) in IN_PLACE
             value = self.after.nodes[maker].inputs[0]
+
+    def _named_after_less(self, value: int, origin: int) -> bool:
+        """Whether a tensor is known by its node's name alone, and more was computed between that one and ``origin``."""
+        if self.named[value] != "node" or self.exact[value]:
+            return False
+        between = self._between(self.numbers.current(self.meaning[value]), origin)
+        return any(not moves(self.before.nodes[node].op) for node in between or ())
 
     def _computed(self, value: int) -> int:
         """The number of the tensor of which another one is made by moving numbers only."""
