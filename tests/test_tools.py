@@ -20,6 +20,7 @@ import htp_export
 from htp_export import tools
 from htp_export.errors import HtpExportError, InputError, UntaggedModelError
 from htp_export.files import write_model
+from htp_export.tools.adapting import adapted, library
 from tests.exporting import exported, exported_net
 from tests.nets import NETS
 from tests.truth import inexact, owners_of, untagged
@@ -313,9 +314,18 @@ def test_a_tool_that_fails_is_named_and_leaves_nothing(attention, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_library_that_is_not_installed_is_named_with_what_to_install():
-    from htp_export.tools.adapting import library
+def test_a_tool_that_makes_no_valid_model_is_named(attention, tmp_path):
+    def twice(given: Path, made: Path) -> onnx.ModelProto:
+        model = onnx.load(given)
+        model.graph.node.append(model.graph.node[-1])
+        return model
 
+    with pytest.raises(HtpExportError, match=r"twice made a model of this one that is not valid: .*redeclared"):
+        adapted("twice", twice, attention[2], tmp_path / "out.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_library_that_is_not_installed_is_named_with_what_to_install():
     with pytest.raises(InputError, match=r'pip install "htp-export\[tools\]"'):
         library("no_such_library_at_all")
 

@@ -70,10 +70,12 @@ def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike
             raise
         except Exception as error:
             raise HtpExportError(f"{name} failed on this model: {type(error).__name__}: {error}") from error
-        if after is None:
-            after = read_model(made)
-        elif isinstance(after, onnx.ModelProto):
-            after = model_from_proto(after)
+        try:
+            after = read_model(made) if after is None else after
+            after = model_from_proto(after) if isinstance(after, onnx.ModelProto) else after
+        except Exception as error:
+            cause = error.__cause__ or error  # onnx_ir says first what it was doing
+            raise HtpExportError(f"{name} made a model of this one that is not valid: {cause}") from error
         result = carry_in_place(before, after)
         for node in result.model.graph.all_nodes():
             if node.name in names:
