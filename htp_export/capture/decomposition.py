@@ -99,10 +99,9 @@ class Decomposition:
     def finish(self, program: Any) -> None:
         """Note that the decomposed program is complete."""
         self.runs = False
-        returned = list(outputs_of(next(iter(reversed(program.graph.nodes)))))
-        for result, node in zip(
-            reversed(self._returned), reversed(returned), strict=False
-        ):  # changed inputs come first
+        returned = outputs_of(next(iter(reversed(program.graph.nodes))))
+        # From the end: what was changed of inputs and buffers comes before what the model returns.
+        for result, node in zip(reversed(self._returned), reversed(returned), strict=False):
             if result is not None and node is not None:
                 self._results[result] = self._decomposed.mark(node)
         places = ((self._decomposed.read(node), node.name) for node in program.graph.nodes)

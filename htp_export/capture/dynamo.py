@@ -97,9 +97,8 @@ class DynamoCapture:
         else:
             self._by_name[name, self._name_counts[name]] = index
             self._name_counts[name] += 1
-        self.log.give(
-            arguments_by_name(module.forward, args, kwargs), functools.partial(self._result_of, tracer=tracer)
-        )
+        arguments = arguments_by_name(module.forward, args, kwargs)
+        self.log.give(arguments, functools.partial(self._result_of, tracer=tracer))
         self._nodes_before.append(len(tracer.graph.nodes))
         return True
 
