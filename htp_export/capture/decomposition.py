@@ -64,9 +64,8 @@ class Decomposition:
 
     def __init__(self, places: Places) -> None:
         self.runs = False
-        self._tracer: Any = None
         self._places, self._decomposed = places, Places("htp.decomposed")
-        self._results: dict[Result, int] = {}  # result → place in the decomposed graph
+        self._results: dict[int, dict[int, list[int]]] = {}  # place → changes → places in graphs that were traced
         self._returned: list[Result | None] = []
         self._names: dict[int, str] = {}  # place in the decomposed graph → name of its node
 
@@ -77,9 +76,6 @@ class Decomposition:
             ran: What is told of it.
             call: Its call, where the nodes that it became do not have that in their scopes; else ``NO_CALL``.
         """
-        self._tracer = self._tracer or ran.tracer
-        if ran.tracer is not self._tracer:  # it is of a graph inside the graph
-            return
         if call != NO_CALL:
             for each in ran.made:  # a body's nodes come before the node that runs the body
                 each.meta.setdefault(CALL, call)
@@ -90,7 +86,10 @@ class Decomposition:
         for node, count, maker in ran.states:
             result = self._result(node, count)
             if result is not None and maker is not None:
-                self._results.setdefault(result, self._decomposed.mark(maker))
+                self._note(result, maker)
+
+    def _note(self, result: Result, maker: Any) -> None:
+        self._results.setdefault(result.place, {}).setdefault(result.changes, []).append(self._decomposed.mark(maker))
 
     def _result(self, node: Any, changes: int | None) -> Result | None:
         place = None if node is None else self._places.read(node)
@@ -103,10 +102,16 @@ class Decomposition:
         # From the end: what was changed of inputs and buffers comes before what the model returns.
         for result, node in zip(reversed(self._returned), reversed(returned), strict=False):
             if result is not None and node is not None:
-                self._results[result] = self._decomposed.mark(node)
+                self._results.setdefault(result.place, {})[result.changes] = []
+                self._note(result, node)
         places = ((self._decomposed.read(node), node.name) for node in program.graph.nodes)
         self._names = {place: name for place, name in places if place is not None}
 
     def name_of(self, result: Result | None) -> str | None:
         """The name of the decomposed program's node that has a result; None where that is gone, or cannot be told."""
-        return None if result is None else self._names.get(self._results.get(result, -1))
+        states = {} if result is None else self._results.get(result.place, {})
+        if result is None or not states:
+            return None
+        # Operators that torch runs otherwise while it decomposes may count otherwise, too.
+        found = next(iter(states.values())) if len(states) == 1 else states.get(result.changes, ())
+        return next((self._names[place] for place in found if place in self._names), None)

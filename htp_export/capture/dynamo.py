@@ -125,9 +125,11 @@ class DynamoCapture:
 
     def exported(self, program: Any) -> None:
         """Note which calls did something that the model's result needs, before anything is decomposed away."""
-        self._note_needed(program.graph)
-        for body in bodies_run_in_place(program.graph_module):
-            self._note_needed(body.graph)
+        graphs = [program.graph, *(body.graph for body in bodies_run_in_place(program.graph_module))]
+        if all(self._places.read(node) is None for graph in graphs for node in graph.nodes):
+            self.log.passed.clear()  # of an attempt at tracing that failed: what came after sees no modules run
+        for graph in graphs:
+            self._note_needed(graph)
         self.decomposition = Decomposition(self._places)
         self.decomposition.runs = True
 

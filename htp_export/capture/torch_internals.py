@@ -28,14 +28,12 @@ class Ran(NamedTuple):
     """What is told of a node of an FX graph that ran while another graph was traced.
 
     Attributes:
-        tracer: What traces.
         node: The node.
         made: The nodes that it became.
         states: The tensors that it gave and read, as they are then: the node of the graph that runs, how often the
             tensor was changed in place, and the node of the traced graph that makes it, or None.
     """
 
-    tracer: Any
     node: Any
     made: list[Any]
     states: list[tuple[Any, int, Any]]
@@ -69,7 +67,7 @@ def run_watched(run: Callable[[], Any], interpreter: Any, node: Any, note: Calla
         for tensor in tensors_in(value)
         if tensor is value or each is node
     ]
-    note(Ran(mode.tracer, node, made, states))
+    note(Ran(node, made, states))
     return result
 
 
