@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import htp_export
 from htp_export.signatures import Signature, signatures_from_json, signatures_to_json
 from tests.exporting import exported, exported_net
 from tests.nets import EXPORTERS, NETS, spread, x
@@ -58,6 +59,23 @@ def test_every_tensor_that_a_signature_names_has_the_value_that_pytorch_saw(
                 pairs += zip(call.given, signature.inputs.values(), strict=True)
             wrong += [(path, name) for array, name in pairs if name in values and not equal(values[name], array)]
     assert wrong == []
+
+
+def test_nothing_is_taken_from_an_attempt_at_tracing_that_failed(tmp_path: Path, monkeypatch: Any) -> None:
+    """torch.onnx.export then tries torch.export's strict mode, in which no module is seen to run."""
+    from torch.onnx._internal.exporter import _capture_strategies as strategies
+
+    attempt = strategies.TorchExportNonStrictStrategy._capture
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        attempt(*args, **kwargs)
+        raise RuntimeError("not so")
+
+    monkeypatch.setattr(strategies.TorchExportNonStrictStrategy, "_capture", fails)
+    file = exported_net("loop_of_three", "dynamo", tmp_path)
+    assert "htp.signatures" not in {entry.key for entry in file.metadata_props}
+    model, kwargs = NETS["loop_of_three"].build()
+    assert htp_export.verify(model, file, kwargs=kwargs).ok
 
 
 class Layer(nn.Module):
