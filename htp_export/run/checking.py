@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
@@ -99,9 +99,29 @@ def check_calls(
     checked = []
     for paired in calls:
         tolerance = tolerances(paired.call.path)
+        if paired.reason:
+            paired = _each_once(paired, tolerance, found)
         outputs = tuple(best(pair, tolerance) for pair in paired.outputs)
         checked.append(CheckedCall(paired, outputs, tuple(best(pair, tolerance) for pair in paired.inputs)))
     return checked
+
+
+def _each_once(paired: PairedCall, tolerance: Tolerance | None, found: Mapping[_Key, Difference]) -> PairedCall:
+    """Of a call whose tensors the file does not name: the nearest first, and each tensor for one output.
+
+    The file may have fewer than PyTorch gave back, as nothing reads the others.
+    """
+    options = [
+        (_rank(found[pair.expected, value, tolerance]), pair.name, value)
+        for pair in paired.outputs
+        for value in pair.candidates
+    ]
+    chosen: dict[str, ir.Value] = {}
+    for _, name, value in sorted(options, key=lambda option: option[0]):
+        if name not in chosen and value not in chosen.values():
+            chosen[name] = value
+    outputs = tuple(replace(pair, candidates=(chosen[pair.name],)) for pair in paired.outputs if pair.name in chosen)
+    return replace(paired, outputs=outputs, missing=paired.missing + len(paired.outputs) - len(outputs))
 
 
 def _rank(found: Difference) -> tuple[bool, float]:

@@ -108,9 +108,7 @@ def _by_region(tagged: TaggedModel, call: ModuleCall, inputs: tuple[Pair, ...]) 
     for place, held in enumerate(call.outputs):
         if held is None:
             continue
-        fitting = tuple(value for value in leaving if _fits(value, held))
-        if len(call.outputs) == len(leaving) and leaving[place] in fitting:
-            fitting = (leaving[place],)
+        fitting = tuple(value for value in leaving if _fits(value, held))  # their order is that in which they are made
         if fitting:
             pairs.append(Pair(str(place), held, fitting))
     reason = "its tensors are those that leave its nodes: the file does not name them"
