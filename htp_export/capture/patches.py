@@ -78,9 +78,7 @@ def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, module, forward, args, kwargs)
         try:
             name = self.path_of_module(module)
-        except (
-            Exception
-        ):  # a module that was no submodule of the model when the tracing began: torch has no scope for it
+        except Exception:  # a module that was not in the model when the tracing began: torch has no scope for it
             name = None
         if not capture.enter(self, module, name, args, kwargs):
             return original(self, module, forward, args, kwargs)

@@ -48,6 +48,7 @@ def run_watched(run: Callable[[], Any], interpreter: Any, node: Any, note: Calla
         node: The node.
         note: Is told.
     """
+    import torch
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     mode: Any = get_proxy_mode()
@@ -62,10 +63,9 @@ def run_watched(run: Callable[[], Any], interpreter: Any, node: Any, note: Calla
     if len(given) == 1:
         held.append((node, given[0]))
     states = [
-        (each, changes_of(tensor), fx_node_of(tensor, mode.tracer))
+        (each, changes_of(value), fx_node_of(value, mode.tracer))
         for each, value in held
-        for tensor in tensors_in(value)
-        if tensor is value or each is node
+        if isinstance(value, torch.Tensor)
     ]
     note(Ran(node, made, states))
     return result
