@@ -206,3 +206,18 @@ def test_nothing_is_patched_while_nothing_is_exported() -> None:
 )
 def test_second_names_of_operators_are_known(kind: str, usual: str) -> None:
     assert torch_internals.usual_name(kind) == usual
+
+
+@pytest.mark.parametrize(
+    ("kind", "view", "write"),
+    [
+        ("aten::select", 0, -1),
+        ("aten::copy_", -1, 0),
+        ("aten::index_put_", -1, 0),
+        ("aten::relu", -1, -1),
+        ("prim::ListUnpack", 0, -1),
+        ("onnx::Add", -1, -1),
+    ],
+)
+def test_operators_say_what_they_give_views_of_and_what_they_change(kind: str, view: int, write: int) -> None:
+    assert (torch_internals.viewed(kind), torch_internals.written(kind)) == (view, write)

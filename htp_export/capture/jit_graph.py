@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
+from htp_export.capture.torch_internals import written
+
 CONSTANTS = frozenset({"prim::Constant", "onnx::Constant"})
 CONTROL_FLOW = frozenset({"onnx::If", "onnx::Loop", "onnx::Scan"})
 _LISTS = frozenset(f"prim::{kind}" for kind in ("ListConstruct", "ListUnpack", "TupleConstruct", "TupleUnpack"))
@@ -147,41 +149,11 @@ def _read(block: Any, reading: Reading, *, top: bool, scopes: bool = False) -> N
                 _read(inner, reading, top=False)
                 returned.extend(value.unique() for value in inner.outputs())
         one_to_one = tuple(returned) if len(returned) == len(outputs) else ()
-        writes = written(kind) if kind.endswith("_") else -1
-        steps.append(Step(out_of_place(kind), (*reads, *returned), outputs, one_to_one, writes))
+        steps.append(Step(out_of_place(kind), (*reads, *returned), outputs, one_to_one, written(kind)))
         if top:
             reading.sizes.append(len(steps) - before)
             if scopes:
                 reading.scopes.append(node.scopeName())
-
-
-@cache
-def written(kind: str) -> int:
-    """Which of its arguments an operator changes in place; -1 for none."""
-    return next((place for place, alias in _aliases(kind) if alias.is_write), -1)
-
-
-@cache
-def viewed(kind: str) -> int:
-    """Of which of its arguments an operator may give back a view; -1 for none."""
-    if kind in ("prim::ListUnpack", "prim::TupleUnpack"):
-        return 0
-    return next((place for place, alias in _aliases(kind) if not alias.is_write), -1)
-
-
-def _aliases(kind: str) -> list[tuple[int, Any]]:
-    """The arguments of an operator whose memory what it gives back may have."""
-    import torch
-
-    if not kind.startswith("aten::"):
-        return []
-    return [
-        (place, argument.alias_info)
-        for schema in torch._C._jit_get_schemas_for_operator(kind)
-        if any(result.alias_info is not None for result in schema.returns)
-        for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None
-    ]
 
 
 def out_of_place(kind: str) -> str:

@@ -164,6 +164,35 @@ def state_names(model: Any) -> frozenset[str]:
     return frozenset(torch.jit._unique_state_dict(model))  # type: ignore[attr-defined, no-untyped-call]
 
 
+@functools.cache
+def written(kind: str) -> int:
+    """Which of its arguments an operator changes in place, as its name has to say; -1 for none."""
+    return next((place for place, alias in _aliases(kind) if alias.is_write), -1) if kind.endswith("_") else -1
+
+
+@functools.cache
+def viewed(kind: str) -> int:
+    """Of which of its arguments an operator may give back a view; -1 for none."""
+    if kind in ("prim::ListUnpack", "prim::TupleUnpack"):
+        return 0
+    return next((place for place, alias in _aliases(kind) if not alias.is_write), -1)
+
+
+def _aliases(kind: str) -> list[tuple[int, Any]]:
+    """The arguments of an operator whose memory what it gives back may have."""
+    import torch
+
+    if not kind.startswith("aten::"):
+        return []
+    return [
+        (place, argument.alias_info)
+        for schema in torch._C._jit_get_schemas_for_operator(kind)
+        if any(result.alias_info is not None for result in schema.returns)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None
+    ]
+
+
 class _ScopeNames(dict[str, str]):
     """Module path → the name of its scope in the trace; filled when the exporter has made its map."""
 

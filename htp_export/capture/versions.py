@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from htp_export.capture.jit_graph import Reading, Step, viewed
+from htp_export.capture.jit_graph import Reading, Step
 from htp_export.capture.record import Key, Operation
+from htp_export.capture.torch_internals import viewed
 
 
 class State(NamedTuple):
