@@ -20,6 +20,7 @@ import htp_export
 from htp_export import tools
 from htp_export.errors import HtpExportError, InputError, UntaggedModelError
 from htp_export.files import write_model
+from htp_export.shapes import shapes_by_symbols
 from htp_export.tools.adapting import adapted, library
 from tests.exporting import exported, exported_net
 from tests.nets import NETS
@@ -312,6 +313,25 @@ def test_a_tool_that_fails_is_named_and_leaves_nothing(attention, tmp_path):
     with pytest.raises(HtpExportError, match="version_converter failed"):
         tools.version_converter(attention[2], tmp_path / "out.onnx", opset=10_000)
     assert not list(tmp_path.iterdir())
+
+
+class TurnsPoints(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Linear(8, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(self.matrix(x.amax(2)).view(-1, 3, 3) + torch.eye(3), x[:, :3])
+
+
+def test_shape_inference_that_fails_leaves_nothing_where_the_program_runs(tmp_path, monkeypatch):
+    exported(TurnsPoints().eval(), {"x": torch.randn(2, 8, 5)}, "dynamo", tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(HtpExportError, match="Incomplete symbolic shape inference"):
+        tools.symbolic_shape_infer(tmp_path / "model.onnx")
+    shapes_by_symbols(htp_export.load(tmp_path / "model.onnx").model)
+    assert list((tmp_path / "here").iterdir()) == []
 
 
 def test_a_tool_that_makes_no_valid_model_is_named(attention, tmp_path):

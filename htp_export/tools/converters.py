@@ -8,6 +8,7 @@ from typing import Any
 import onnx
 
 from htp_export.provenance.carrying import Carried
+from htp_export.shapes import infer_by_symbols
 from htp_export.tagged import ModelSource
 from htp_export.tools.adapting import adapted, library
 
@@ -50,10 +51,7 @@ def symbolic_shape_infer(model: ModelSource, output: str | os.PathLike[str] | No
         output: A file to write.
         **options: As of ``SymbolicShapeInference.infer_shapes``: ``auto_merge``, ``guess_output_rank`` and more.
     """
-    tool = library("onnxruntime.tools.symbolic_shape_infer", None)
+    library("onnxruntime.tools.symbolic_shape_infer", None)
     return adapted(
-        "symbolic_shape_infer",
-        lambda given, _: tool.SymbolicShapeInference.infer_shapes(onnx.load(given), **options),
-        model,
-        output,
+        "symbolic_shape_infer", lambda given, _: infer_by_symbols(onnx.load(given), **options), model, output
     )
