@@ -310,7 +310,7 @@ class TorchScriptCapture:
         record = Record(self.log)
         record.operations, record.dead = self._operations, self._dead
         number, makers = self._numbers.get, {key: step for step in self._operations for key in step.outputs}
-        spans = self._spans()
+        spans = self._spans() if self._versions else {}
         for call, passing in self.log.passed.items():
             began, ended = spans.get(call, (0, 0))
             given = ((name, self._before(number(traced), call, makers)) for name, traced in passing.given)

@@ -40,6 +40,10 @@ class Versions:
         self._whole: set[int] = set()  # of these, the ones that are all of it
         self._states: defaultdict[int, list[tuple[int, Key]]] = defaultdict(list)  # base → (operation, state after it)
 
+    def __bool__(self) -> bool:
+        """Whether any tensor was changed."""
+        return bool(self._states)
+
     def operation(self, index: int, step: Step, call: int, shape_only: bool) -> Operation:
         """A step as an operation that reads and makes states."""
         reads: list[Key] = [self.state(number, index) for number in step.inputs]
@@ -64,7 +68,7 @@ class Versions:
 
     def state(self, number: Any, index: int) -> Any:
         """What stands for a tensor right before an operation; its own number where no part of it was changed."""
-        if not self._states:
+        if not self:
             return number
         base = self._base.get(number, number)
         if number != base and number not in self._whole:
@@ -88,6 +92,8 @@ class Versions:
         Returns:
             The graph as it was traced, with states.
         """
+        if not self:
+            return before
         now = {step.outputs[0]: step for step in after.steps if step.outputs}
         steps = []
         for operation, step in zip(operations, before.steps, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -49,14 +50,16 @@ def add_constant(graph: ir.Graph, array: Array, name: str) -> ir.Value:
 
 def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
     """A tensor as a new initializer; the name is made unique."""
-    unique, count = name, 0
-    while unique in graph.initializers:
-        count += 1
-        unique = f"{name}_{count}"
     shape = ir.Shape(tensor.shape.numpy())
-    value = ir.Value(name=unique, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    value = ir.Value(name=_unique(graph, name), shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value
+
+
+def _unique(graph: ir.Graph, name: str) -> str:
+    """A name that no initializer has: this one, or with a number."""
+    numbered = (f"{name}_{count}" for count in itertools.count(1))
+    return next(each for each in itertools.chain([name], numbered) if each not in graph.initializers)
 
 
 def register_constants(graph: ir.Graph) -> None:
@@ -65,10 +68,7 @@ def register_constants(graph: ir.Graph) -> None:
         for value in node.inputs:
             if value is None or value.const_value is None or value.producer() is not None or value.graph is not None:
                 continue
-            name, count = value.name or "constant", 0
-            while value.name is None or value.name in graph.initializers:
-                count += 1
-                value.name = f"{name}_{count}"
+            value.name = _unique(graph, value.name or "constant")
             graph.register_initializer(value)
 
 
