@@ -148,12 +148,18 @@ _HOMES = {
 }
 
 
+_SUBPACKAGES = ("tools", "errors")
+"""Named in the documentation by their own names, ``htp_export.tools.onnxslim``."""
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: torch takes seconds, and reading a file does not need it."""
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})

@@ -21,7 +21,7 @@ import onnx_ir as ir
 from htp_export.errors import FileError
 from htp_export.stored import Marks, read_hollow, write_filled, write_values
 
-__all__ = ["has_external_data", "model_from_proto", "read_model", "write_model"]
+__all__ = ["external_files", "has_external_data", "model_from_proto", "read_model", "write_model"]
 
 _SMALL_BYTES = 256
 """Tensors up to this size stay in the ONNX file, as onnx and onnx_ir have it: shape inference reads them."""
@@ -213,6 +213,11 @@ def _said_once(model: ir.Model) -> Iterator[None]:
 def has_external_data(model: ir.Model) -> bool:
     """Whether any tensor of a model lies in a file of its own."""
     return any(slot.external for slot in _slots(model))
+
+
+def external_files(model: ir.Model) -> set[Path]:
+    """The files that tensors of a model lie in, each once, whether they are there or not."""
+    return {Path(slot.path) for slot in _slots(model) if slot.external}
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,27 @@
-"""What a file knows about its tags, in a line: it stands under every table that is by module."""
+"""What a file knows about its tags, as a sentence: it stands under every table that is by module."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 __all__ = ["TagFacts", "tag_lines"]
+
+_CARRIED = "recovered by carry"
+_EVIDENCE = {
+    "scope": "captured at export",
+    "shared": "shared by several modules",
+    "fused": "fused from several modules",
+    "flow": "found by the nodes around them",
+    "function": "calls of module functions",
+    "spliced": "spliced in",
+    "parameters": "found by their parameters",
+    **dict.fromkeys(("tensor", "node", "initializer", "values", "region"), _CARRIED),
+    "inserted": "inserted by a tool",
+}
+"""Each word of ``htp.reason`` as it is shown; one that is not here, of a later version, is shown as it is."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +37,7 @@ class TagFacts:
 
     Example:
         >>> print(TagFacts("htp", {"scope": 12, "fused": 2}, untagged=1))
-        owners of nodes known by scope 12, fused 2; 1 node of no module
+        1 node has no module; the others: 12 captured at export, 2 fused from several modules
     """
 
     source: str = "none"
@@ -54,9 +69,14 @@ class TagFacts:
     def __str__(self) -> str:
         if self.source != "htp":
             return self.advice
-        known = ", ".join(f"{reason} {count:,}" for reason, count in self.reasons.items())
-        lacking = f"; {self.untagged:,} node{'s' * (self.untagged != 1)} of no module" if self.untagged else ""
-        return f"owners of nodes known by {known}{lacking}" if known else f"owners of nodes known{lacking}"
+        found = Counter[str]()
+        for reason, count in self.reasons.items():
+            found[_EVIDENCE.get(reason, reason)] += count
+        evidence = ", ".join(f"{count:,} {how}" for how, count in found.most_common())
+        if self.untagged:
+            lacking = f"{self.untagged:,} node{' has' if self.untagged == 1 else 's have'} no module"
+            return f"{lacking}; the others: {evidence}" if evidence else lacking
+        return f"every node has a module: {evidence}" if evidence else "every node has a module"
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, for JSON."""
@@ -71,10 +91,12 @@ def tag_lines(*facts: TagFacts | None, names: Sequence[str] = ("before", "after"
         names: What the files are called, where there are several.
 
     Example:
-        >>> tag_lines(TagFacts("htp", {"scope": 3}), TagFacts("htp", {"scope": 2, "fused": 1}))
-        ('before: owners of nodes known by scope 3', 'after: owners of nodes known by scope 2, fused 1')
+        >>> for line in tag_lines(TagFacts("htp", {"scope": 3}), TagFacts("htp", {"scope": 2, "fused": 1})):
+        ...     print(line)
+        before: every node has a module: 3 captured at export
+        after: every node has a module: 2 captured at export, 1 fused from several modules
         >>> tag_lines(*[TagFacts("htp", {"scope": 3})] * 2), tag_lines(None)
-        (('both: owners of nodes known by scope 3',), ())
+        (('both: every node has a module: 3 captured at export',), ())
     """
     told = [str(each) for each in facts if each is not None]
     if len(told) < 2:

@@ -138,7 +138,7 @@ class TestExport:
                 del node.metadata_props[:]
             onnx.save(proto, file)
             capsys.readouterr()
-            assert main(["carry", file, "-o", file, "--json"]) == 0
+            assert main(["carry", file, "-o", file, "--in-place", "--json"]) == 0
             found = [node.metadata_props for node in onnx.load(file, load_external_data=False).graph.node]
             assert [owners(entry) for entry in found] == [owners(entry) for entry in expected]
 

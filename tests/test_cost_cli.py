@@ -20,7 +20,7 @@ from htp_export.show.tree import render
 from htp_export.tagged import load
 from tests.handmade import encoder
 
-KNOWN = "owners of nodes known by scope 6, shared 1"
+KNOWN = "every node has a module: 6 captured at export, 1 shared by several modules"
 
 
 @pytest.fixture

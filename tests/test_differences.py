@@ -52,7 +52,7 @@ def test_a_file_is_the_same_as_itself():
     found = htp_export.diff(model(a=Block(), b=Block()), model(a=Block(), b=Block()))
     assert found.same
     assert set(statuses(found).values()) == {"same"}
-    assert str(found) == "no difference in 9 modules\nboth: owners of nodes known by scope 8"
+    assert str(found) == "no difference in 9 modules\nboth: every node has a module: 8 captured at export"
 
 
 def test_a_change_shows_in_the_modules_above_it_and_nowhere_else():

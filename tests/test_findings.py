@@ -371,7 +371,7 @@ def test_prints_as_a_table_and_is_plain_data():
     assert str(found).splitlines() == [
         "found  nodes  what      fixed by                not fixed",
         "    1      1  Identity  eliminate_identity_ops",
-        "owners of nodes known",
+        "every node has a module",
     ]
     assert json.loads(json.dumps(found.to_dict()))["findings"][0]["fixed_by"] == "eliminate_identity_ops"
     assert str(Forensics((), 3)) == "nothing found in 3 nodes"

@@ -14,7 +14,7 @@ import htp_export
 from htp_export.cli.main import main
 from htp_export.tag_facts import TagFacts, tag_lines
 
-LINE = "owners of nodes known by scope 2"
+LINE = "every node has a module: 2 captured at export"
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_of_two_files_each_says_it_and_both_once_where_they_know_the_same(comman
     names = {"diff": ("before", "after"), "compare": ("right", "compared")}[command]
     lines = capsys.readouterr().out.splitlines()
     assert f"{names[0]}: {LINE}" in lines
-    assert lines[-1].startswith(f"{names[1]}: owners of nodes known by ")
+    assert lines[-1].startswith(f"{names[1]}: every node has a module: ")
     assert main([command, str(file), str(file), "--json"]) == 0
     assert [facts["reasons"] for facts in json.loads(capsys.readouterr().out)["tags"]] == [{"scope": 2}] * 2
     assert main([command, str(file), str(file)]) == 0
@@ -107,6 +107,6 @@ def test_an_untagged_file_has_a_table_and_says_how_to_tag_it(command, file, bare
 
 def test_nodes_of_no_module_are_counted():
     assert str(TagFacts("htp", {"scope": 1200, "fused": 1}, 3)) == (
-        "owners of nodes known by scope 1,200, fused 1; 3 nodes of no module"
+        "3 nodes have no module; the others: 1,200 captured at export, 1 fused from several modules"
     )
     assert tag_lines(None) == ()

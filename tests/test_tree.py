@@ -58,7 +58,7 @@ def test_the_tree_prints_as_a_table_and_is_plain_data() -> None:
         "module   class    calls  fate      nodes  own nodes  parameters",
         "(root)   Net          1  computed      7          1          32",
         "dropout  Dropout      1  identity      0          0           0",
-        "owners of nodes known by scope 6, shared 1",
+        "every node has a module: 6 captured at export, 1 shared by several modules",
     ]
     assert tree.to_dict() == {
         "modules": {
@@ -135,7 +135,7 @@ def test_fates_are_drawn_where_a_module_is_not_computed_and_untagged_nodes_are_s
     lines = drawn(tree)
     assert lines[2].endswith("identity")
     assert lines[1].endswith("1,000")
-    assert lines[-1] == "owners of nodes known by scope 3; 2 nodes of no module"
+    assert lines[-1] == "2 nodes have no module; the others: 3 captured at export"
 
 
 def test_a_module_that_never_ran_keeps_its_line_above_what_it_holds() -> None:

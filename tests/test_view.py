@@ -330,7 +330,7 @@ def test_a_tagged_model_shows_its_tree_in_a_notebook_as_text():
     assert "layer.0.fc" in drawn
     assert "&lt;b&gt;" in drawn
     assert "<b>" not in drawn
-    assert "scope 6, shared 1" in drawn
+    assert "6 captured at export, 1 shared by several modules" in drawn
     assert drawn.count("<details") == drawn.count("</details>") == 3  # the root and both layers; "layer" never ran
     assert ">layer.1 <" in drawn
     assert "Linear · 2 nodes" in drawn

@@ -263,3 +263,15 @@ def outputs_of(output: Any) -> list[Any]:
 
     leaves = torch.utils._pytree.tree_leaves(output.args[0])
     return [leaf if isinstance(leaf, torch.fx.Node) else None for leaf in leaves]
+
+
+def opset_range(*, dynamo: bool) -> tuple[int, int]:
+    """The lowest and the highest ONNX opset that an exporter of torch can be asked for.
+
+    Under dynamo, that is the newest that onnx knows: torch tries to convert the graph to it.
+    """
+    import onnx
+    from torch.onnx import _constants
+
+    highest = onnx.defs.onnx_opset_version() if dynamo else _constants.ONNX_TORCHSCRIPT_EXPORTER_MAX_OPSET
+    return _constants.ONNX_MIN_OPSET, highest

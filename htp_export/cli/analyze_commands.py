@@ -7,28 +7,27 @@ from typing import Annotated
 
 import typer
 
+from htp_export.cli.file_options import DepthOption, FileArgument, JsonOption, SelectOption
+from htp_export.cli.outputs import check_output
 from htp_export.cli.terminal import Steps, print_json, show
 
 __all__ = ["diff_command", "fingerprint_command", "forensics_command"]
 
-_File = Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)]
-_Json = Annotated[bool, typer.Option("--json", help="Write JSON.")]
-_Depth = Annotated[int | None, typer.Option(min=0, help="Levels below the root.", show_default=False)]
-
 
 def forensics_command(
-    file: _File,
-    select: Annotated[
-        list[str] | None, typer.Option(help="Only these modules: encoder.layer.*, class:Linear, !excluded.")
-    ] = None,
-    depth: _Depth = None,
+    file: FileArgument,
+    select: SelectOption = None,
+    depth: DepthOption = None,
     every: Annotated[bool, typer.Option("--list", help="A line for each finding.")] = False,
     try_passes: Annotated[
         bool, typer.Option("--try/--no-try", help="Run the passes on a copy, to see what they change; else guess.")
     ] = True,
-    as_json: _Json = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Show what could be otherwise in a graph, by module, and which pass changes it."""
+    """Show what could be simplified in each module.
+
+    Each finding names the pass that does it.
+    """
     from htp_export.analyze.investigation import forensics
     from htp_export.show.findings import render_findings, render_forensics
 
@@ -40,8 +39,11 @@ def forensics_command(
         show(render_findings(found) if every else render_forensics(found, depth=depth))
 
 
-def fingerprint_command(file: _File, as_json: _Json = False) -> None:
-    """Show what kind of network a graph is, why, and which blocks it repeats."""
+def fingerprint_command(file: FileArgument, as_json: JsonOption = False) -> None:
+    """Show what kind of network it is, and why.
+
+    The blocks that it repeats, too.
+    """
     from htp_export.analyze.families import fingerprint
     from htp_export.show.findings import render_fingerprint
 
@@ -56,9 +58,9 @@ def fingerprint_command(file: _File, as_json: _Json = False) -> None:
 def diff_command(
     before: Annotated[Path, typer.Argument(help="The first ONNX file.", show_default=False)],
     after: Annotated[Path, typer.Argument(help="The second.", show_default=False)],
-    depth: _Depth = None,
+    depth: DepthOption = None,
     only_changed: Annotated[bool, typer.Option("--only-changed", help="Leave out what is the same.")] = False,
-    as_json: _Json = False,
+    as_json: JsonOption = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write a page: both trees, side by side.", show_default=False)
     ] = None,
@@ -67,11 +69,13 @@ def diff_command(
     from htp_export.analyze.differences import diff
     from htp_export.show.differences import render
 
+    if output is not None:
+        check_output(output, [before, after], page=True)
     with Steps(quiet=as_json).step(f"comparing {before} and {after}"):
         found = diff(before, after)
     if output is not None:
         from htp_export.show.page.comparison import difference_page
-        from htp_export.show.viewing import write_text
+        from htp_export.show.text_file import write_text
 
         write_text(output, difference_page(found, before, after))
     if as_json:

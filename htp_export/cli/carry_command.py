@@ -5,52 +5,56 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from htp_export import tools
+from htp_export.cli.file_options import (
+    FeedDimsOption,
+    FeedOption,
+    FileArgument,
+    InPlaceOption,
+    JsonOption,
+    OutputOption,
+)
+from htp_export.cli.outputs import check_output, show_written
 from htp_export.cli.sizes import Sizes, read_sizes
-from htp_export.cli.terminal import CheckFailed, Steps, print_json
+from htp_export.cli.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import HtpExportError, InputError
-from htp_export.provenance.carrying import Carried, carry, embed_map
-from htp_export.tagged import load
+
+if TYPE_CHECKING:
+    from htp_export.provenance.carrying import Carried
 
 __all__ = ["carry_command", "run_command"]
 
-Output = Annotated[Path, typer.Option("--output", "-o", help="The file to write.", show_default=False)]
 WithMap = Annotated[
     bool, typer.Option("--embed-map", help="Write a map too, so that carry works when this file is gone: embed_map.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
 
 def carry_command(
     before: Annotated[Path, typer.Argument(help="The tagged file that the tool was given.", show_default=False)],
-    output: Output,
+    output: OutputOption,
     after: Annotated[
         Path | None,
         typer.Argument(help="What the tool made of it.", show_default=False),
     ] = None,
-    inputs: Annotated[
-        Path | None,
-        typer.Option(
-            help="Run both files once, and find tensors by their values too: on the values in an .npz file, or on "
-            'random ones of the shapes in a JSON file: {"input_ids": [2, 16]}.'
-        ),
-    ] = None,
-    dims: Annotated[
-        list[str] | None,
-        typer.Option(help="The same on random inputs, with these for open sizes, by comma: batch=2,sequence=16."),
-    ] = None,
-    as_json: AsJson = False,
+    inputs: FeedOption = None,
+    dims: FeedDimsOption = None,
+    in_place: InPlaceOption = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Put module tags on what another tool made of a tagged file.
+    """Put tags on what another tool made of a tagged file.
 
-    Without the file before, give what the tool made of it alone; it must have had a map: --embed-map of export and run.
+    With --inputs or --dims, both files are run once, and tensors are found by their values too.
+    A single file is enough where its map was embedded: --embed-map of export and run.
     """
+    from htp_export.provenance.carrying import carry
+
+    check_output(output, [before, *([] if after is None else [after])], in_place=in_place)
     sizes = read_sizes(inputs, dims)
-    with Steps().step("carrying tags"):
+    with Steps(quiet=as_json).step("carrying tags"):
         result = carry(before, after, output, inputs=_values(before, sizes) if sizes.given else None)
     _show(result, output, as_json)
 
@@ -58,6 +62,7 @@ def carry_command(
 def _values(file: Path, sizes: Sizes) -> Mapping[str, Any]:
     """What both files are run on."""
     from htp_export.run.feeds import inputs_of, random_feed
+    from htp_export.tagged import load
 
     sizes.check_dims()
     return sizes.inputs or random_feed(inputs_of(load(file).model), sizes.dims, sizes.shapes).arrays
@@ -65,21 +70,25 @@ def _values(file: Path, sizes: Sizes) -> Mapping[str, Any]:
 
 def run_command(
     tool: Annotated[str, typer.Argument(help="One of: " + ", ".join(tools.__all__) + ".", show_default=False)],
-    file: Annotated[Path, typer.Argument(help="The tagged file.", show_default=False)],
-    output: Output,
+    file: FileArgument,
+    output: OutputOption,
     options: Annotated[
         list[str] | None,
         typer.Option("--set", help="An option of the tool, name=value; the value as JSON or as text. May be repeated."),
     ] = None,
     with_map: WithMap = False,
-    as_json: AsJson = False,
+    in_place: InPlaceOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Run another tool on a tagged file, and keep its tags."""
+    from htp_export.provenance.carrying import embed_map
+
     if tool not in tools.__all__:
         raise InputError(f"there is no tool {tool!r}; there are {', '.join(tools.__all__)}")
+    check_output(output, [file], in_place=in_place)
     settings = _settings(options or ())
     try:
-        with Steps().step(tool):
+        with Steps(quiet=as_json).step(f"running {tool}"):
             source = embed_map(file) if with_map else file
             result: Carried = getattr(tools, tool)(source, output, **settings)
     except TypeError as error:
@@ -108,4 +117,5 @@ def _show(result: Carried, output: Path, as_json: bool) -> None:
     if as_json:
         print_json({"file": str(output), **result.to_dict()})
     else:
-        typer.echo(result)
+        show(str(result))
+        show_written(output)

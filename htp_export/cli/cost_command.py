@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from htp_export.cli.file_options import SelectOption
+from htp_export.cli.file_options import DepthOption, FeedDimsOption, FeedOption, FileArgument, JsonOption, SelectOption
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps, print_json, show, split_names
 from htp_export.show.costs import COST_COLUMNS, FUSED, cost_csv, nodes_csv, render_cost
@@ -16,22 +15,23 @@ __all__ = ["cost_command"]
 
 
 def cost_command(
-    file: Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)],
-    dims: Annotated[list[str] | None, typer.Option(help="Open sizes, by comma: batch=1,sequence=16.")] = None,
-    inputs: Annotated[
-        Path | None, typer.Option(help='Example values in an .npz file, or shapes as JSON: {"input_ids": [2, 16]}.')
-    ] = None,
-    depth: Annotated[int | None, typer.Option(min=0, help="Levels below the root.", show_default=False)] = None,
+    file: FileArgument,
+    inputs: FeedOption = None,
+    dims: FeedDimsOption = None,
+    depth: DepthOption = None,
     select: SelectOption = None,
     sort: Annotated[str | None, typer.Option(help="A column: a list, the largest first.", show_default=False)] = None,
     columns: Annotated[list[str] | None, typer.Option(help=f"By comma, of {', '.join(COST_COLUMNS)}.")] = None,
     fused: Annotated[bool, typer.Option("--fused", help="What fusing each module would save: an estimate.")] = False,
     nodes: Annotated[bool, typer.Option("--nodes", help="With --csv, a line for each node.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON, nodes too.")] = False,
+    as_json: JsonOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV.")] = False,
     fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True,
 ) -> None:
-    """Count parameters, FLOPs, bytes and peak memory of every module; nothing is run."""
+    """Count the parameters, FLOPs and bytes of every module.
+
+    The peak memory, too. Nothing is run.
+    """
     from htp_export.analyze.costing import cost
     from htp_export.analyze.tree import visible
     from htp_export.tagged import load

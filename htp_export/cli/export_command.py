@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from htp_export.analyze.tree import ModuleTree, tree_rows
+from htp_export.cli.file_options import JsonOption
 from htp_export.cli.model_options import (
     AttentionOption,
     DtypeOption,
@@ -27,11 +28,13 @@ from htp_export.cli.model_options import (
     TaskOption,
     TrustOption,
 )
+from htp_export.cli.outputs import check_output, show_written, written_files
 from htp_export.cli.sources import Call
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show
-from htp_export.errors import FileError, HtpExportError, InputError
-from htp_export.show.tree import render
-from htp_export.tagged import load
+from htp_export.errors import HtpExportError, InputError
+
+if TYPE_CHECKING:
+    from htp_export.analyze.tree import ModuleTree
 
 __all__ = ["export_command"]
 
@@ -89,20 +92,18 @@ def export_command(
         typer.Option("--embed-map", help="Write a map too: then carry brings tags back when this file is gone."),
     ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Check every module against PyTorch.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Write the result as JSON.")] = False,
+    as_json: JsonOption = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors.")] = False,
 ) -> None:
-    """Export a model to ONNX, with module tags, and show its module tree."""
+    """Export a model to ONNX with module tags, and show its tree."""
     wanted = ModelOptions(
         source, entry, task, random_weights, seed, settings, dtype, inputs, attention, revision, trust_remote_code
     )
     wanted.check()
-    if not output.parent.is_dir():
-        raise FileError(output, "its folder does not exist")
-    if output.is_dir():
-        raise FileError(output, "is a folder")
+    check_output(output)
+    _check_opset(opset, dynamo=dynamo)
     axes = tuple(axis.strip() for text in dynamic or () for axis in text.split(",") if axis.strip())
-    steps = Steps(quiet)
+    steps = Steps(quiet, count=3 if verify else 2)
     with steps.step(f"loading {source or entry}"):
         # With one example, exporters take the batch for a constant.
         call = wanted.call(batch=2 if "batch" in axes else 1)
@@ -110,7 +111,35 @@ def export_command(
     with steps.step("exporting"):
         _export(call, output, options, with_map=with_map)
         tree = _tree(call, output)
-    _report(call, output, tree, steps, verify=verify, as_json=as_json, quiet=quiet)
+    exporter = "dynamo" if dynamo else "TorchScript"
+    facts = _facts(output, exporter, seed if random_weights or entry else None)
+    _report(call, output, tree, facts, steps, verify=verify, as_json=as_json, quiet=quiet)
+
+
+def _check_opset(opset: int | None, *, dynamo: bool) -> None:
+    """Refuse an opset that torch cannot write, before anything is loaded.
+
+    Raises:
+        InputError: If it is one.
+    """
+    if opset is None:
+        return
+    from htp_export.capture.torch_internals import opset_range
+
+    lowest, highest = opset_range(dynamo=dynamo)
+    if not lowest <= opset <= highest:
+        exporter = "dynamo" if dynamo else "TorchScript"
+        raise InputError(f"--opset {opset}: torch's {exporter} exporter writes opsets {lowest} to {highest}")
+
+
+def _facts(output: Path, exporter: str, seed: int | None) -> dict[str, Any]:
+    """What was exported, and how: inputs, opset, exporter, and the seed of what is random."""
+    from htp_export.run.feeds import inputs_of
+    from htp_export.tagged import load
+
+    model = load(output).model
+    inputs = {each.name: str(each) for each in inputs_of(model)}
+    return {"inputs": inputs, "opset": model.opset_imports.get(""), "exporter": exporter, "seed": seed}
 
 
 def _export(call: Call, output: Path, options: _Options, *, with_map: bool) -> None:
@@ -121,12 +150,25 @@ def _export(call: Call, output: Path, options: _Options, *, with_map: bool) -> N
     with _written_whole(output) as target:
         try:
             export(call.model, call.args, target, kwargs=call.kwargs or None, **arguments)
+            _check_written(target, options.opset)
             if with_map:
                 embed_map(target, target)
-        except HtpExportError:
+        except (HtpExportError, CheckFailed):
             raise
         except Exception as error:  # torch's exporters raise what the model, the tracer or a translation raises
             raise CheckFailed(_export_failed(error)) from error
+
+
+def _check_written(file: Path, opset: int | None) -> None:
+    """Hold the opset that torch wrote against the one that was asked for: where it cannot convert, it only logs."""
+    from htp_export.files import read_model
+
+    written = read_model(file).opset_imports.get("")
+    if opset is not None and written is not None and written != opset:
+        raise CheckFailed(
+            f"opset {opset} was asked for, and torch wrote opset {written}, as it could not convert the model; "
+            f"leave --opset away, or try --torchscript"
+        )
 
 
 def _export_failed(error: Exception) -> str:
@@ -156,6 +198,8 @@ def _written_whole(output: Path) -> Iterator[Path]:
 def _tree(call: Call, output: Path) -> ModuleTree:
     """The module tree of the file, with the FLOPs of one run on the example inputs."""
     from htp_export.analyze.costing import cost
+    from htp_export.analyze.tree import tree_rows
+    from htp_export.tagged import load
 
     tagged = load(output)
     names = {str(value.name) for value in tagged.model.graph.inputs}
@@ -167,10 +211,22 @@ def _tree(call: Call, output: Path) -> ModuleTree:
 
 
 def _report(
-    call: Call, output: Path, tree: ModuleTree, steps: Steps, *, verify: bool, as_json: bool, quiet: bool
+    call: Call,
+    output: Path,
+    tree: ModuleTree,
+    facts: dict[str, Any],
+    steps: Steps,
+    *,
+    verify: bool,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     if not (quiet or as_json):
+        from htp_export.show.tree import render
+
         show(render(tree))
+        show_written(output)
+        show(_facts_text(facts))
     result = None
     if verify:
         from htp_export.run.verifying import verify as check
@@ -182,8 +238,17 @@ def _report(
                 raise CheckFailed(str(error)) from error
     if as_json and not quiet:
         checked = {"verify": result.to_dict()} if result is not None else {}
-        print_json({"file": str(output), **tree.to_dict(), **checked})
+        print_json({"file": str(output), "files": written_files(output), **facts, **tree.to_dict(), **checked})
     if result is not None and not result.ok:
         raise CheckFailed("\n".join((result.summary, *result.misplaced)))
     if result is not None and not (quiet or as_json):
         show(f"every module agrees with PyTorch: {result.score}{result.worst_in_brackets}")
+    if not (quiet or as_json):
+        show(f"next: htp-export view {shlex.quote(str(output))}")
+
+
+def _facts_text(facts: dict[str, Any]) -> str:
+    """What was exported, and how, in a line."""
+    inputs = ", ".join(f"{name} {said}" for name, said in facts["inputs"].items()) or "none"
+    seed = "" if facts["seed"] is None else f"; seed {facts['seed']}"
+    return f"inputs: {inputs}; opset {facts['opset']}; {facts['exporter']} exporter{seed}"

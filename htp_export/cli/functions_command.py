@@ -2,46 +2,54 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from htp_export.cli.terminal import print_json, show
-from htp_export.nested.flatten import inline
-from htp_export.show.nesting import render
-from htp_export.surgery.nesting import functions
+from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption
+from htp_export.cli.outputs import check_output, show_written
+from htp_export.cli.terminal import Steps, print_json, show
 
 __all__ = ["functions_command", "inline_command"]
 
-_File = Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)]
-_Output = Annotated[Path, typer.Option("--output", "-o", help="The file to write.", show_default=False)]
-_Json = Annotated[bool, typer.Option("--json", help="Write JSON.")]
-
 
 def functions_command(
-    file: _File,
+    file: FileArgument,
     select: Annotated[
         list[str],
         typer.Argument(
             help="The modules: encoder.layer.*, class:Linear, re:..., !excluded; ** for all.", metavar="SELECT..."
         ),
     ],
-    output: _Output,
-    as_json: _Json = False,
+    output: OutputOption,
+    in_place: InPlaceOption = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Make modules functions of the model, so that every viewer shows the hierarchy."""
-    nested = functions(file, select, output)
+    """Make modules functions, which every viewer shows."""
+    from htp_export.show.nesting import render
+    from htp_export.surgery.nesting import functions
+
+    check_output(output, [file], in_place=in_place)
+    with Steps(quiet=as_json).step(f"nesting {file}"):
+        nested = functions(file, select, output)
     if as_json:
         print_json(nested.to_dict())
     else:
         show(render(nested))
+        show_written(output)
 
 
-def inline_command(file: _File, output: _Output, as_json: _Json = False) -> None:
-    """Dissolve the functions of a model: the flat graph, every node with its tags."""
-    inlined = inline(file, output)
+def inline_command(
+    file: FileArgument, output: OutputOption, in_place: InPlaceOption = False, as_json: JsonOption = False
+) -> None:
+    """Dissolve functions into a flat graph with its tags."""
+    from htp_export.nested.flatten import inline
+
+    check_output(output, [file], in_place=in_place)
+    with Steps(quiet=as_json).step(f"inlining {file}"):
+        inlined = inline(file, output)
     if as_json:
         print_json(inlined.to_dict())
     else:
         show(str(inlined))
+        show_written(output)

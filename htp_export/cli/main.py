@@ -1,16 +1,19 @@
 """``htp-export``: the commands, and what becomes of errors.
 
-Exit status: 0; 1 where a check that was asked for fails or an export fails; 2 where the input cannot be used.
+Exit status: 0; 1 where a check that was asked for fails or an export fails; 2 where the input cannot be used; 3 for a
+fault of htp_export itself; 130 where it was interrupted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import platform
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -29,14 +32,16 @@ from htp_export.cli.terminal import CheckFailed, error_line
 from htp_export.cli.tree_command import tree_command
 from htp_export.cli.verify_command import compare_command, verify_command
 from htp_export.cli.view_command import view_command
-from htp_export.errors import InputError
+from htp_export.errors import HtpExportError, InputError
 
 __all__ = ["app", "main"]
+
+_INTERNAL_ERROR = 3
+_INTERRUPTED = 130  # as shells have it: 128 and the number of the signal
 
 app = typer.Typer(
     name="htp-export",
     help="Export PyTorch models to ONNX files whose every node knows its module.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -51,37 +56,39 @@ def _version(wanted: bool) -> None:
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, and what libraries log.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks, and what libraries log; may stand after a command, too.")
+    ] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    if not debug:
-        _quiet_libraries()
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
-app.command("export")(export_command)
-app.command("functions")(functions_command)
-app.command("inline")(inline_command)
-app.command("carry")(carry_command)
-app.command("run")(run_command)
-app.command("tree")(tree_command)
-app.command("verify")(verify_command)
-app.command("compare")(compare_command)
-app.command("cost")(cost_command)
-app.command("extract")(extract_command)
-app.command("splice")(splice_command)
-app.command("profile")(profile_command)
-app.command("verify")(verify_command)
-app.command("compare")(compare_command)
-app.command("partition")(partition_command)
-app.command("optimize")(optimize_command)
-app.command("forensics")(forensics_command)
-app.command("fingerprint")(fingerprint_command)
-app.command("diff")(diff_command)
-app.command("view")(view_command)
+_COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
+    ("export", export_command, "bert --random-weights -o bert.onnx --verify"),
+    ("tree", tree_command, "bert.onnx --depth 3"),
+    ("view", view_command, "bert.onnx -o bert.html"),
+    ("cost", cost_command, "bert.onnx --dims batch=1,sequence=16"),
+    ("profile", profile_command, "bert.onnx --runs 50"),
+    ("verify", verify_command, "bert.onnx bert --random-weights"),
+    ("compare", compare_command, "bert.onnx int8.onnx --dims batch=1,sequence=16"),
+    ("diff", diff_command, "bert.onnx small.onnx"),
+    ("extract", extract_command, "bert.onnx encoder.layer.0 -o layer0.onnx"),
+    ("splice", splice_command, "bert.onnx encoder.layer.0 layer0.onnx -o mixed.onnx"),
+    ("functions", functions_command, 'bert.onnx "encoder.layer.*" -o nested.onnx'),
+    ("inline", inline_command, "nested.onnx -o flat.onnx"),
+    ("partition", partition_command, "bert.onnx 4 -o stages/"),
+    ("optimize", optimize_command, "bert.onnx -o small.onnx --level tolerant"),
+    ("run", run_command, "onnxruntime bert.onnx -o ort.onnx --set level=extended"),
+    ("carry", carry_command, "bert.onnx bert-elsewhere.onnx -o bert-tagged.onnx"),
+    ("forensics", forensics_command, "bert.onnx --depth 2"),
+    ("fingerprint", fingerprint_command, "bert.onnx"),
+)
+for _name, _command, _example in _COMMANDS:
+    app.command(_name, epilog=f"Example: htp-export {_name} {_example}")(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,33 +105,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
         2
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
     try:
-        with warnings.catch_warnings():
+        with contextlib.nullcontext() if debug else _quiet_libraries():
             status = app(args=arguments, prog_name="htp-export", standalone_mode=False)
-    except CheckFailed as failed:
-        error_line(str(failed))
-        return 1
-    except InputError as error:
-        if "--debug" in arguments:
-            traceback.print_exception(error)
-        error_line(str(error))
-        return 2
-    except KeyboardInterrupt:
-        error_line("interrupted")
-        return 130
+    except (KeyboardInterrupt, typer.Abort):
+        status = _INTERRUPTED
     except Exception as error:
-        # Usage errors of typer, which comes with its own copy of click or uses the installed one, by its version.
-        shown = getattr(error, "format_message", None)
-        if shown is None:
-            raise
-        error_line(" ".join(shown().split()))
-        return 2
+        if debug:
+            traceback.print_exception(error)
+        message, code = _explained(error, debug)
+        error_line(message)
+        return code
+    if status == _INTERRUPTED:  # typer itself may have caught it
+        error_line("interrupted")
     return status if isinstance(status, int) else 0
 
 
-def _quiet_libraries() -> None:
-    """Leave the terminal to the commands: libraries warn their own developers, at length."""
-    warnings.simplefilter("ignore")
+def _explained(error: Exception, debug: bool) -> tuple[str, int]:
+    """What an error says to the user, and the exit status."""
+    if isinstance(error, InputError):
+        return str(error), 2
+    if isinstance(error, CheckFailed | HtpExportError):
+        return str(error), 1
+    # Usage errors of typer, which comes with its own copy of click or uses the installed one, by its version.
+    shown = getattr(error, "format_message", None)
+    if shown is not None:
+        return " ".join(shown().split()), 2
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}", 2
+    if isinstance(error, MemoryError):
+        return "there is not enough memory", 1
+    first = next(iter(str(error).splitlines()), "")
+    versions = f"htp_export {htp_export.__version__}, Python {platform.python_version()}"
+    advice = "" if debug else "; run the command with --debug, and report what it prints"
+    return f"this is a bug in htp_export ({versions}): {type(error).__name__}: {first}{advice}", _INTERNAL_ERROR
+
+
+@contextlib.contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Leave the terminal to the commands: libraries warn their own developers, at length, and in colours."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    for name in ("torch.onnx._internal", "torch.export", "transformers", "huggingface_hub", "onnxscript", "onnx_ir"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    names = ("torch", "transformers", "huggingface_hub", "onnxscript", "onnx_ir", "onnxruntime")
+    levels = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from htp_export.analyze.tree import Measured
 from htp_export.errors import FileError
 from htp_export.json_file import read_json
+
+if TYPE_CHECKING:
+    from htp_export.analyze.tree import Measured
 
 __all__ = ["read_measured"]
 
@@ -26,6 +28,8 @@ def read_measured(profile: Path | None, verify: Path | None) -> dict[str, Measur
     Raises:
         FileError: If a file cannot be read, or was written by something else.
     """
+    from htp_export.analyze.tree import Measured
+
     found: dict[str, Measured] = {}
     for path, said in _modules(profile, "total_ms").items():
         found[path] = Measured(_number(said.get("total_ms")), _number(said.get("self_ms")))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from htp_export.cli.file_options import InPlaceOption, JsonOption
+from htp_export.cli.outputs import check_output, show_written
 from htp_export.cli.terminal import Steps, print_json, show
-from htp_export.passes.optimizing import optimize
-from htp_export.passes.registry import Level, available, choose
-from htp_export.passes.results import Optimized, OptimizedModels
-from htp_export.show.optimized import render_optimized, render_optimized_models
+
+if TYPE_CHECKING:
+    from htp_export.passes.registry import Level
+    from htp_export.passes.results import Optimized
 
 __all__ = ["optimize_command"]
 
@@ -41,23 +43,35 @@ def optimize_command(
         int | None, typer.Option(min=0, help="With --attribution: add what is deeper to the module above.")
     ] = None,
     list_passes: Annotated[bool, typer.Option("--list", help="Show the passes there are, and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    in_place: InPlaceOption = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Make a file's graph smaller, and keep its module tags true."""
+    """Make a graph smaller, and keep its module tags true."""
+    from htp_export.passes.optimizing import optimize
+    from htp_export.passes.registry import available, choose
+    from htp_export.passes.results import OptimizedModels
+    from htp_export.show.optimized import render_optimized, render_optimized_models
+
     if list_passes:
         found = sorted(available().values(), key=lambda info: info.name)
         if as_json:
-            print_json([{"name": info.name, "level": info.level, "summary": info.summary} for info in found])
+            print_json(
+                {"passes": [{"name": info.name, "level": info.level, "summary": info.summary} for info in found]}
+            )
         else:
             for info in found:
                 typer.echo(f"{info.name:34} {info.level:9} {info.summary}")
         return
     if not files or output is None:
         raise typer.BadParameter("give a file, and with -o the file to write")
-    wanted = cast(Level, level)  # another word is refused, with those there are
+    wanted = cast("Level", level)  # another word is refused, with those there are
     choose(passes, wanted)
-    steps, results = Steps(quiet=as_json), dict[str, Optimized]()
-    for file, target in _targets(files, output):
+    targets = _targets(files, output)
+    for file, target in targets:
+        check_output(target, [file], in_place=in_place)
+    steps = Steps(quiet=as_json)
+    results: dict[str, Optimized] = {}
+    for file, target in targets:
         with steps.step(f"optimising {file.name}"):
             results[file.name] = optimize(
                 file, target, passes=passes, level=wanted, verify=verify, keep_exact=keep_exact
@@ -72,6 +86,8 @@ def optimize_command(
             show(render_optimized(result, attribution=attribution, depth=depth))
     if len(files) > 1:
         show(render_optimized_models(OptimizedModels(results)))
+    for _, target in targets:
+        show_written(target)
 
 
 def _targets(files: list[Path], output: Path) -> list[tuple[Path, Path]]:

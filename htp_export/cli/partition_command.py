@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from htp_export.cli.file_options import FileArgument, JsonOption
+from htp_export.cli.outputs import check_folder
 from htp_export.cli.terminal import Steps, print_json, show
 
 __all__ = ["partition_command"]
@@ -19,7 +21,7 @@ class _Engine(enum.StrEnum):
 
 
 def partition_command(
-    file: Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)],
+    file: FileArgument,
     stages: Annotated[
         list[str],
         typer.Argument(
@@ -40,12 +42,13 @@ def partition_command(
     serve: Annotated[
         _Engine | None, typer.Option(help="Write the configuration of an engine that runs the stages, too.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write the manifest as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Cut a model into stages that run one after another."""
     from htp_export.surgery.staging import partition
     from htp_export.surgery.weighing import read_weights
 
+    check_folder(output if output.is_dir() else output.absolute().parent, output)
     weights: Any = balance if balance in ("parameters", "flops") else read_weights(balance)
     wanted = int(stages[0]) if len(stages) == 1 and stages[0].isdecimal() else stages
     with Steps(quiet=as_json).step(f"cutting {file}"):

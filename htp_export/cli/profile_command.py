@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import enum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from htp_export.cli.file_options import FeedDimsOption, FeedOption
+from htp_export.cli.file_options import DepthOption, FeedDimsOption, FeedOption, FileArgument, JsonOption
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps, print_json, show
 
@@ -29,7 +28,7 @@ class _Level(enum.StrEnum):
 
 
 def profile_command(
-    file: Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)],
+    file: FileArgument,
     inputs: FeedOption = None,
     dims: FeedDimsOption = None,
     runs: Annotated[int, typer.Option(min=1, help="Measured runs, each with the profiler and without.")] = 20,
@@ -40,10 +39,10 @@ def profile_command(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads within an operator.")] = None,
     optimization: Annotated[_Level, typer.Option(help="What ONNX Runtime optimises when it loads.")] = _Level.all,
     sort: Annotated[_Sort, typer.Option(help="Order of the lines.")] = _Sort.tree,
-    depth: Annotated[int | None, typer.Option(min=0, help="Levels below the root.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    depth: DepthOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Measure the latency of every module in ONNX Runtime."""
+    """Measure the latency of every module, in ONNX Runtime."""
     from htp_export.run.latency import profile
     from htp_export.show.latency import render_profile
 

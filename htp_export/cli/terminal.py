@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckFailed", "Steps", "error_line", "print_json", "show", "split_names"]
 
+SCHEMA_VERSION = 1  # of what --json writes; a new one where a key is renamed, removed, or means something else
 _PIPE_WIDTH = 200  # what is read by programs is not folded at 80 columns
 
 
@@ -25,9 +26,9 @@ def error_line(message: str) -> None:
     print(f"htp-export: error: {message}", file=sys.stderr)
 
 
-def print_json(data: Any) -> None:
-    """Write a result to stdout as JSON."""
-    print(json.dumps(data, indent=2))
+def print_json(data: dict[str, Any]) -> None:
+    """Write a result to stdout as JSON, with the version of its layout: see docs/json.md."""
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **data}, indent=2))
 
 
 def show(what: RenderableType) -> None:
@@ -57,20 +58,25 @@ class Steps:
 
     Args:
         quiet: Show nothing in any case.
+        count: How many steps there are, where there are several; each then shows its number.
     """
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, quiet: bool = False, count: int = 1) -> None:
         from rich.console import Console
 
         self._console: Console = Console(stderr=True, quiet=quiet)
+        self._count = count
+        self._begun = 0
 
     @contextlib.contextmanager
     def step(self, text: str) -> Iterator[None]:
         """Show that a step is running, while it is."""
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+        self._begun += 1
+        number = f"step {self._begun} of {self._count}: " if self._count > 1 else ""
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as progress:
-            task = progress.add_task(text, total=1)
+            task = progress.add_task(f"{number}{text}", total=1)
             yield
             progress.update(task, completed=1)

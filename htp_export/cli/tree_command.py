@@ -4,42 +4,45 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from htp_export.analyze.costing import cost
-from htp_export.analyze.costs import Cost
-from htp_export.analyze.tree import tree_rows
-from htp_export.cli.file_options import SelectOption
+from htp_export.cli.file_options import DepthOption, FeedDimsOption, FeedOption, FileArgument, JsonOption, SelectOption
 from htp_export.cli.measurements import read_measured
 from htp_export.cli.sizes import Sizes, read_sizes
 from htp_export.cli.terminal import print_json, show, split_names
 from htp_export.errors import InputError
-from htp_export.nested.flatten import read_flat
 from htp_export.show.tree import COLUMNS, render, tree_csv
-from htp_export.tagged import TaggedModel
+
+if TYPE_CHECKING:
+    from htp_export.analyze.costs import Cost
+    from htp_export.tagged import TaggedModel
 
 __all__ = ["tree_command"]
 
 
 def tree_command(
-    file: Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)],
-    depth: Annotated[int | None, typer.Option(min=0, help="Levels below the root.", show_default=False)] = None,
+    file: FileArgument,
+    depth: DepthOption = None,
     select: SelectOption = None,
     sort: Annotated[str | None, typer.Option(help="A column: a list, the largest first.", show_default=False)] = None,
     columns: Annotated[list[str] | None, typer.Option(help=f"By comma, of {', '.join(COLUMNS)}.")] = None,
-    dims: Annotated[list[str] | None, typer.Option(help="Open sizes, for FLOPs: batch=1,sequence=16.")] = None,
-    inputs: Annotated[
-        Path | None, typer.Option(help='Sizes of inputs, for FLOPs: an .npz file, or JSON {"input_ids": [2, 16]}.')
-    ] = None,
+    inputs: FeedOption = None,
+    dims: FeedDimsOption = None,
     profile: Annotated[Path | None, typer.Option(help="Times: what profile --json wrote.")] = None,
     verify: Annotated[Path | None, typer.Option(help="Errors: what verify or compare --json wrote.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    as_json: JsonOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV.")] = False,
     fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True,
 ) -> None:
-    """Show the module tree of a file: classes, nodes, parameters, FLOPs and fates; times and errors where given."""
+    """Show the module tree: classes, nodes, parameters, FLOPs.
+
+    Times and errors, too, where the results of profile, verify or compare are given.
+    """
+    from htp_export.analyze.tree import tree_rows
+    from htp_export.nested.flatten import read_flat
+
     tagged = read_flat(file)
     found, note = _cost(tagged, read_sizes(inputs, dims))
     tree = tree_rows(tagged, depth, select or None, cost=found, measured=read_measured(profile, verify))
@@ -56,6 +59,8 @@ def tree_command(
 
 def _cost(tagged: TaggedModel, sizes: Sizes) -> tuple[Cost | None, str]:
     """What the model costs; else why that is not known."""
+    from htp_export.analyze.costing import cost
+
     try:
         return cost(tagged, sizes.inputs, dims=sizes.dims, shapes=sizes.shapes), ""
     except InputError as error:

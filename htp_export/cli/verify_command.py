@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from htp_export.cli.file_options import FeedDimsOption, FeedOption, SelectOption
+from htp_export.cli.file_options import FeedDimsOption, FeedOption, FileArgument, JsonOption, SelectOption
 from htp_export.cli.model_options import (
     AttentionOption,
     DtypeOption,
@@ -26,8 +26,9 @@ from htp_export.cli.model_options import (
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
-from htp_export.show.comparison import render
-from htp_export.tagged import TaggedModel, load
+
+if TYPE_CHECKING:
+    from htp_export.tagged import TaggedModel
 
 __all__ = ["compare_command", "verify_command"]
 
@@ -36,11 +37,10 @@ _ToleranceOption = Annotated[
     typer.Option(metavar="SELECTOR=ABS,REL", help="Absolute and relative, for these modules. May be repeated."),
 ]
 _AllOption = Annotated[bool, typer.Option("--all", help="Show every module, not only what differs.")]
-_JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
 
 def verify_command(
-    file: Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)],
+    file: FileArgument,
     source: SourceArgument = None,
     entry: EntryOption = None,
     task: TaskOption = None,
@@ -58,10 +58,14 @@ def verify_command(
     select: SelectOption = None,
     tolerance: _ToleranceOption = None,
     everything: _AllOption = False,
-    as_json: _JsonOption = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Check a file against its PyTorch model, module by module. Exit status 1 where a module is wrong."""
+    """Check a file against PyTorch, module by module.
+
+    Exit status 1 where a module differs.
+    """
     from htp_export.run.verifying import verify
+    from htp_export.tagged import load
 
     options = ModelOptions(
         source, entry, task, random_weights, seed, settings, dtype, inputs, attention, revision, trust_remote_code
@@ -94,9 +98,12 @@ def compare_command(
     select: SelectOption = None,
     tolerance: _ToleranceOption = None,
     everything: _AllOption = False,
-    as_json: _JsonOption = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Compare two files of one model, module by module. Exit status 1 where one differs."""
+    """Compare two files of one model, module by module.
+
+    Exit status 1 where a module differs.
+    """
     from htp_export.run.file_comparing import compare
 
     sizes, tolerances = read_sizes(inputs, dims), parse_tolerances(tolerance or ())
@@ -116,6 +123,8 @@ def compare_command(
 
 
 def _report(result: Any, *, everything: bool, as_json: bool) -> None:
+    from htp_export.show.comparison import render
+
     if as_json:
         print_json(result.to_dict())
     else:

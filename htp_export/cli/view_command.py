@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
-from htp_export.cli.terminal import Steps, show
+from htp_export.cli.file_options import FileArgument, JsonOption
+from htp_export.cli.outputs import check_output
+from htp_export.cli.terminal import Steps, print_json, show
 from htp_export.errors import InputError
 
 __all__ = ["view_command"]
@@ -27,7 +29,7 @@ _GIVEN_BY = {_Overlay.latency: "--profile", _Overlay.error: "--verify", _Overlay
 
 
 def view_command(
-    file: Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)],
+    file: FileArgument,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The page.", show_default="FILE.html")] = None,
     profile: Annotated[Path | None, typer.Option(help="What `profile --json` wrote: latency by module.")] = None,
     cost: Annotated[Path | None, typer.Option(help="What `cost --json` wrote: FLOPs and memory by module.")] = None,
@@ -40,23 +42,42 @@ def view_command(
         bool, typer.Option("--netron", help="Write Netron's sidecar, to be dropped onto the open model, not a page.")
     ] = False,
     serve: Annotated[bool, typer.Option("--serve", help="Open Model Explorer's server on this machine.")] = False,
-    port: Annotated[int, typer.Option(help="Where it listens.")] = 8080,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Where it listens.")] = 8080,
+    as_json: JsonOption = False,
 ) -> None:
-    """Draw a model: one HTML file with its modules, a map of them and the interactive graph, which loads nothing."""
+    """Draw a model as one offline page.
+
+    It shows the module tree, a map of it and the interactive graph, and loads nothing from elsewhere.
+    """
     if sum((overlay is not None, netron, serve)) > 1:
         raise InputError("--overlay, --netron and --serve each do another thing; give one of them")
     results = [path for path in (profile, cost, verify) if path is not None]
     if serve:
         _serve(file, results, port)
-    elif overlay is not None:
-        _write(output or file.with_suffix(f".{overlay}.json"), _overlay(file, overlay, results))
+        return
+    target = output or file.with_suffix(".netron.json" if netron else f".{overlay}.json" if overlay else ".html")
+    check_output(target, [file, *results], page=True)
+    if overlay is not None:
+        _write(target, _overlay(file, overlay, results))
     elif netron:
-        _write(output or file.with_suffix(".netron.json"), _attachment(file, results))
+        _write(target, _attachment(file, results))
     else:
-        from htp_export.show.viewing import view
+        _page(file, target, results, graph=graph, as_json=as_json)
+        return
+    if as_json:
+        print_json({"file": str(target)})
+    else:
+        show(str(target))
 
-        with Steps().step(f"drawing {file}"):
-            shown = view(file, output or file.with_suffix(".html"), results=results, graph=graph)
+
+def _page(file: Path, target: Path, results: list[Path], *, graph: bool, as_json: bool) -> None:
+    from htp_export.show.viewing import view
+
+    with Steps(quiet=as_json).step(f"drawing {file}"):
+        shown = view(file, target, results=results, graph=graph)
+    if as_json:
+        print_json({"file": str(target), "modules": shown.modules, "nodes": shown.nodes, "missing": shown.missing})
+    else:
         show(str(shown))
 
 
@@ -82,10 +103,9 @@ def _attachment(file: Path, results: list[Path]) -> dict[str, object]:
 
 
 def _write(path: Path, data: dict[str, object]) -> None:
-    from htp_export.show.viewing import write_text
+    from htp_export.show.text_file import write_text
 
     write_text(path, json.dumps(data, indent=1))
-    show(str(path))
 
 
 def _serve(file: Path, results: list[Path], port: int) -> None:

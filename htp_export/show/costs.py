@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
-from htp_export.analyze.costs import Cost, ModuleCost, NodeCost
 from htp_export.errors import InputError
 from htp_export.show.module_table import Column, ModuleTable, column_names, csv_text, pick, si
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from htp_export.analyze.costs import Cost, ModuleCost, NodeCost
 
 __all__ = ["COST_COLUMNS", "FUSED", "cost_csv", "nodes_csv", "render_cost"]
 
@@ -96,6 +97,9 @@ def render_cost(
     Raises:
         InputError: If there is no such column.
     """
+    from rich.console import Group
+    from rich.text import Text
+
     shown = _columns(modules, columns)
     rows = _sorted(modules, sort)
 
@@ -124,6 +128,8 @@ def nodes_csv(nodes: Sequence[NodeCost]) -> str:
 
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
+    from htp_export.analyze.costs import NodeCost
+
     names = [*NodeCost.__dataclass_fields__]
     writer.writerow(names)
     for node in nodes:

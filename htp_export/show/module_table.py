@@ -9,14 +9,14 @@ import csv
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
-
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from htp_export import tags
 from htp_export.show.folding import runs
+
+if TYPE_CHECKING:  # rich is imported to draw: the names of columns are needed to show help
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.text import Text
 
 __all__ = ["Column", "ModuleTable", "Row", "column_names", "csv_text", "pick", "si"]
 
@@ -94,6 +94,9 @@ class ModuleTable(Generic[R]):
     flat: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.table import Table
+        from rich.text import Text
+
         lines = self._lines()
         cells = [[column.cell(row) for _, row in lines] for column in self.columns]
         widths = [max(map(len, (column.title, *texts))) for column, texts in zip(self.columns, cells, strict=True)]
@@ -117,6 +120,8 @@ class ModuleTable(Generic[R]):
             yield Text(f"too narrow for: {', '.join(left_out)}", style="dim")
 
     def _lines(self) -> list[tuple[Text, R]]:
+        from rich.text import Text
+
         if self.flat:
             return [(Text(row.path or "(root)"), row) for row in self.rows]
         return list(self._drawn(self._branches()))
@@ -152,6 +157,8 @@ class ModuleTable(Generic[R]):
 
     def _drawn(self, branches: tuple[_Branch[R], ...], before: str | None = None) -> Iterator[tuple[Text, R]]:
         """Every branch with the guide lines in front of it; those at the top have none."""
+        from rich.text import Text
+
         for position, branch in enumerate(branches):
             last = position == len(branches) - 1
             guide = "" if before is None else before + ("└── " if last else "├── ")

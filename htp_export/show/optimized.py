@@ -37,7 +37,7 @@ def render_optimized(result: Optimized, *, attribution: bool = False, depth: int
         pass             removed   changed   added   saved   modules
         fold_constants         3         2       1   2 KiB   fc 2
         5 nodes before, 3 after
-        owners of nodes known by fused 1
+        every node has a module: 1 fused from several modules
     """
     table = _table("pass", "removed", "changed", "added", "saved")
     table.add_column("modules", overflow="fold", style="cyan")

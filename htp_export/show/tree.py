@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
-from htp_export.analyze.tree import ModuleRow, ModuleTree
 from htp_export.errors import InputError
 from htp_export.show.folding import likeness
 from htp_export.show.module_table import Column, ModuleTable, column_names, csv_text, pick, si
-from htp_export.show.tag_note import tag_note
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from htp_export.analyze.tree import ModuleRow, ModuleTree
 
 __all__ = ["COLUMNS", "render", "tree_csv"]
 
@@ -68,6 +68,7 @@ def render(
 
     Example:
         >>> from rich.console import Console
+        >>> from htp_export.analyze.tree import ModuleRow, ModuleTree
         >>> net = ModuleRow("", "net.Net", 1, "computed", 2, 0, 8)
         >>> fc = ModuleRow("fc", "nn.Linear", 1, "computed", 2, 2, 8)
         >>> Console(width=60).print(render(ModuleTree((net, fc))))  # doctest: +NORMALIZE_WHITESPACE
@@ -77,6 +78,11 @@ def render(
     """
     shown = _columns(tree, columns)
     rows = tree.rows if sort is None else _sorted(tree.rows, sort)
+    from rich.console import Group
+    from rich.text import Text
+
+    from htp_export.show.tag_note import tag_note
+
     table = ModuleTable(rows, shown, _alike if fold else None, _merged, flat=sort is not None)
     notes = [*tag_note(tree.tags), *(Text(note, style="yellow") for note in tree.notes)]
     return Group(table, *notes) if notes else table

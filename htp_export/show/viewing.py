@@ -19,12 +19,13 @@ from htp_export.show.model_explorer.application import MissingApplicationError, 
 from htp_export.show.model_explorer.drawing import drawing
 from htp_export.show.page.document import asset, document
 from htp_export.show.page.payload import page_data
+from htp_export.show.text_file import check_name, write_text
 from htp_export.tagged import ModelSource
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["View", "inventory_of", "read_results", "view", "write_text"]
+__all__ = ["View", "inventory_of", "read_results", "view"]
 
 _FRAME = "width:100%;height:720px;border:1px solid #ccc;border-radius:8px"
 
@@ -112,7 +113,7 @@ def view(
 
     Raises:
         InputError: If the model or a result cannot be read.
-        FileError: If the page cannot be written; what was there is untouched.
+        FileError: If the page cannot be written, or is named as a model is; what was there is untouched.
 
     Example:
         >>> import torch
@@ -128,6 +129,9 @@ def view(
         output = given.pop(0)
     if given:
         raise TypeError("view takes a model, the arguments of a PyTorch module, and an output")
+    path = None if output is None else Path(output)
+    if path is not None:
+        check_name(path)
     measures = read_results(results)
     if _is_module(model):
         from htp_export.analyze.parts import inventory_of_module
@@ -136,7 +140,6 @@ def view(
     else:
         inventory = inventory_of(model)
     page, missing = _page(inventory, measures, graph)
-    path = None if output is None else Path(output)
     if path is not None:
         write_text(path, page)
     failures = {path: module.failure for path, module in inventory.modules.items() if module.failure}
@@ -165,17 +168,6 @@ def read_results(results: Sequence[Result]) -> list[Measure]:
         except InputError as error:
             raise FileError(Path(result), str(error)) from error
     return found
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise FileError(path, f"cannot be written: {error.strerror or error}") from error
 
 
 def _page(inventory: Inventory, measures: Sequence[Measure], graph: bool) -> tuple[str, str]:

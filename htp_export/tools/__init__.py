@@ -7,10 +7,14 @@ tool runs.
 
 from __future__ import annotations
 
-from htp_export.tools.converters import float16, symbolic_shape_infer, version_converter
-from htp_export.tools.optimizers import onnxoptimizer, onnxscript, onnxsim, onnxslim
-from htp_export.tools.quantizers import matmul_nbits, quantize_dynamic, quantize_static
-from htp_export.tools.runtime import onnxruntime, onnxruntime_transformers
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from htp_export.tools.converters import float16, symbolic_shape_infer, version_converter
+    from htp_export.tools.optimizers import onnxoptimizer, onnxscript, onnxsim, onnxslim
+    from htp_export.tools.quantizers import matmul_nbits, quantize_dynamic, quantize_static
+    from htp_export.tools.runtime import onnxruntime, onnxruntime_transformers
 
 __all__ = [
     "float16",
@@ -26,3 +30,29 @@ __all__ = [
     "symbolic_shape_infer",
     "version_converter",
 ]
+
+_HOMES = {
+    "float16": "converters",
+    "matmul_nbits": "quantizers",
+    "onnxoptimizer": "optimizers",
+    "onnxruntime": "runtime",
+    "onnxruntime_transformers": "runtime",
+    "onnxscript": "optimizers",
+    "onnxsim": "optimizers",
+    "onnxslim": "optimizers",
+    "quantize_dynamic": "quantizers",
+    "quantize_static": "quantizers",
+    "symbolic_shape_infer": "converters",
+    "version_converter": "converters",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import an adapter when it is first used: the names of the tools are needed to show help, onnx is not."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

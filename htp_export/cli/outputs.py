@@ -1,0 +1,79 @@
+"""The files that a command writes: refused before any work if they cannot be written, or would replace an input."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from htp_export.cli.terminal import show
+from htp_export.errors import FileError, InputError
+from htp_export.show.numbers import bytes_text
+from htp_export.show.text_file import check_name
+
+__all__ = ["check_folder", "check_output", "show_written", "written_files"]
+
+
+def check_output(output: Path, inputs: Iterable[Path] = (), *, in_place: bool = False, page: bool = False) -> None:
+    """Refuse an output that cannot be written, or that is one of the files that the command reads.
+
+    Args:
+        output: The file to write. The weights of a model are written to ``<output>.data``.
+        inputs: The files that are read: ONNX files, results.
+        in_place: Whether the user asked to write over an input.
+        page: Whether it is a page or text; these are not written to names that models have.
+
+    Raises:
+        FileError: If the file cannot be written.
+    """
+    check_folder(output.parent, output)
+    if output.is_dir():
+        raise FileError(output, "is a folder; name a file in it")
+    if output.exists() and not os.access(output, os.W_OK):
+        raise FileError(output, "cannot be written: permission denied")
+    if page:
+        check_name(output)
+    if in_place:
+        return
+    targets = [output] if page else [output, output.with_name(f"{output.name}.data")]
+    targets = [target for target in targets if target.exists()]
+    for file in inputs if targets else ():
+        if file.exists() and any(target.samefile(file) for target in targets):
+            raise FileError(output, "is read by this command; name another file to write")
+        for weights in _weights_of(file):
+            if weights.exists() and any(target.samefile(weights) for target in targets):
+                raise FileError(output, f"would replace {weights.name}, the weights of {file}; name another file")
+
+
+def check_folder(folder: Path, output: Path) -> None:
+    """Refuse a folder that is not there, or in which no file can be made.
+
+    Raises:
+        FileError: If it is such a folder.
+    """
+    if not folder.is_dir():
+        raise FileError(output, f"its folder does not exist: {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise FileError(output, f"cannot be written: no permission to write in the folder {folder}")
+
+
+def _weights_of(file: Path) -> set[Path]:
+    """The files beside a model that its weights lie in; empty for what is no ONNX file."""
+    from htp_export.files import external_files, read_model
+
+    try:
+        return external_files(read_model(file))
+    except InputError:  # no model, or one that is broken; the command that reads it says so
+        return set()
+
+
+def written_files(output: Path) -> dict[str, int]:
+    """The file that was written, and those with its weights: path → size in bytes."""
+    weights = [output.parent / file.name for file in sorted(_weights_of(output))]
+    return {str(file): file.stat().st_size for file in (output, *weights)}
+
+
+def show_written(output: Path) -> None:
+    """Say which files were written, with their sizes."""
+    files = [f"{file} ({bytes_text(size)})" for file, size in written_files(output).items()]
+    show(f"wrote {' and '.join(files)}")

@@ -1,0 +1,265 @@
+"""What a newcomer tries on the command line: nothing is overwritten, and every mistake has an answer."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import htp_export
+from htp_export.cli import main as program
+from htp_export.cli.main import main
+from htp_export.cli.view_command import view_command
+
+HEAVY = ("torch", "numpy", "onnx", "onnx_ir", "onnxruntime", "transformers", "rich")
+FACTORY = """
+import torch
+
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)), torch.randn(2, 8)
+"""
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A model whose weights lie in a file of their own."""
+    folder = tmp_path_factory.mktemp("exported")
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)).eval()
+    htp_export.export(net, (torch.randn(2, 32),), str(folder / "net.onnx"), verbose=False)
+    return folder
+
+
+@pytest.fixture
+def folder(exported, tmp_path, monkeypatch):
+    shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
+    shutil.copy(tmp_path / "net.onnx", tmp_path / "other.onnx")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"nets_{tmp_path.name}.py").write_text(FACTORY)
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+class TestInputsAreNotOverwritten:
+    @pytest.mark.parametrize(
+        "command",
+        [
+            "view net.onnx -o net.onnx",
+            "view net.onnx -o net.onnx.data",
+            "view net.onnx -o page.onnx",
+            "view net.onnx --netron -o net.onnx",
+            "view net.onnx --overlay dtype -o net.onnx",
+            "diff net.onnx other.onnx -o net.onnx",
+            "diff net.onnx other.onnx -o other.onnx",
+            "extract net.onnx 0 -o net.onnx",
+            "extract net.onnx 0 -o ./net.onnx",
+            "extract net.onnx 0 -o net.onnx.data",
+            "splice net.onnx 1 other.onnx -o other.onnx",
+            "functions net.onnx 0 -o net.onnx",
+            "inline net.onnx -o net.onnx",
+            "optimize net.onnx -o net.onnx",
+            "carry net.onnx other.onnx -o other.onnx",
+            "run onnxruntime net.onnx -o net.onnx",
+        ],
+    )
+    def test_the_command_is_refused_and_every_file_is_as_it_was(self, folder, capsys, command):
+        before = contents(folder)
+        assert main(command.split()) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("htp-export: error: ")
+        assert error.count("\n") == 1
+        assert contents(folder) == before
+
+    def test_a_result_that_is_read_is_not_replaced_by_a_page(self, folder, capsys):
+        Path("cost.json").write_text('{"modules": {"0": {"flops": 3}}}')
+        assert main(["view", "net.onnx", "--cost", "cost.json", "-o", "cost.json"]) == 2
+        assert "is read by this command" in capsys.readouterr().err
+        assert json.loads(Path("cost.json").read_text())["modules"]
+
+    def test_a_file_whose_weights_another_file_needs_is_not_replaced(self, folder, capsys):
+        # other.onnx has its weights in net.onnx.data, which this would write anew.
+        assert main(["optimize", "other.onnx", "-o", "net.onnx"]) == 2
+        assert "would replace net.onnx.data, the weights of other.onnx" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("command", ["optimize net.onnx", "inline net.onnx", "carry net.onnx net.onnx"])
+    def test_in_place_is_asked_for_by_name(self, folder, command):
+        assert main([*command.split(), "-o", "net.onnx", "--in-place"]) == 0
+        assert not htp_export.load("net.onnx").untagged
+
+    def test_python_refuses_to_draw_a_page_over_a_model(self, folder):
+        before = contents(folder)
+        with pytest.raises(htp_export.InputError, match="is the name of a model"):
+            htp_export.view("net.onnx", "net.onnx", graph=False)
+        assert contents(folder) == before
+
+
+class TestOpset:
+    @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
+    @pytest.mark.parametrize("opset", ["1", "5", "999"])
+    def test_one_that_torch_cannot_write_is_refused_before_the_model_is_made(self, folder, capsys, opset, exporter):
+        assert main(["export", "--entry", "nowhere:net", exporter, "--opset", opset, "-o", "x.onnx"]) == 2
+        assert re.search(r"exporter writes opsets \d+ to \d+", capsys.readouterr().err)
+
+    def test_another_than_was_asked_for_is_status_1_and_no_file(self, folder, capsys):
+        # torch's own converter cannot go down to 7, and only logs that.
+        command = ["export", "--entry", f"nets_{folder.name}:net", "--opset", "7", "-o", "x.onnx"]
+        assert main(command) == 1
+        assert "opset 7 was asked for, and torch wrote opset 18" in capsys.readouterr().err
+        assert not Path("x.onnx").exists()
+
+
+class TestWhatIsSaid:
+    def test_an_export_says_the_files_the_inputs_and_what_comes_next(self, folder, capsys):
+        assert main(["export", "--entry", f"nets_{folder.name}:net", "--opset", "20", "-o", "x.onnx"]) == 0
+        lines = capsys.readouterr().out.splitlines()[-3:]
+        assert re.fullmatch(r"wrote x\.onnx \(\S+ KiB\)( and x\.onnx\.data \(\S+ \S?i?B\))?", lines[0])
+        assert lines[1] == "inputs: input float [2, 8]; opset 20; dynamo exporter; seed 0"
+        assert lines[2] == "next: htp-export view x.onnx"
+
+    @pytest.mark.parametrize("command", ["extract net.onnx 0", "optimize net.onnx", "run onnxruntime net.onnx"])
+    def test_a_command_that_writes_says_the_file_and_its_size(self, folder, capsys, command):
+        assert main([*command.split(), "-o", "out.onnx"]) == 0
+        assert re.match(r"wrote out\.onnx \(\S+ \w+\)", capsys.readouterr().out.splitlines()[-1])
+
+    @pytest.mark.parametrize(
+        "command",
+        [
+            "tree net.onnx",
+            "cost net.onnx",
+            "profile net.onnx --runs 1",
+            "compare net.onnx other.onnx",
+            "diff net.onnx other.onnx",
+            "forensics net.onnx",
+            "fingerprint net.onnx",
+            "view net.onnx --no-graph -o page.html",
+            "view net.onnx --netron -o side.json",
+            "extract net.onnx 0 -o out.onnx",
+            "splice net.onnx 1 other.onnx -o out.onnx",
+            "functions net.onnx 0 -o out.onnx",
+            "inline net.onnx -o out.onnx",
+            "optimize net.onnx -o out.onnx",
+            "optimize --list",
+            "run onnxruntime net.onnx -o out.onnx",
+            "carry net.onnx other.onnx -o out.onnx",
+            "partition net.onnx 2 -o stages",
+        ],
+    )
+    def test_json_is_one_object_with_the_version_of_its_layout(self, folder, capsys, command):
+        if command.startswith("splice"):
+            assert main(["extract", "net.onnx", "1", "-o", "relu.onnx"]) == 0
+            command = command.replace("other", "relu")
+            capsys.readouterr()
+        assert main([*command.split(), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["schema_version"] == 1
+
+
+class TestErrors:
+    def test_a_fault_of_the_program_is_said_to_be_one(self, folder, capsys, monkeypatch):
+        def broken(*arguments, **options):
+            raise ZeroDivisionError("division by zero")
+
+        monkeypatch.setattr("htp_export.analyze.families.fingerprint", broken)
+        assert main(["fingerprint", "net.onnx"]) == 3
+        error = capsys.readouterr().err
+        assert error.startswith("htp-export: error: this is a bug in htp_export (htp_export 0.1.0, Python 3")
+        assert "ZeroDivisionError: division by zero; run the command with --debug" in error
+        assert "Traceback" not in error
+        assert main(["fingerprint", "net.onnx", "--debug"]) == 3
+        assert "Traceback" in capsys.readouterr().err
+
+    def test_an_interruption_is_said_in_a_line(self, folder, capsys, monkeypatch):
+        def interrupted(*arguments, **options):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("htp_export.analyze.families.fingerprint", interrupted)
+        assert main(["fingerprint", "net.onnx"]) == 130
+        assert capsys.readouterr().err == "htp-export: error: interrupted\n"
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+    def test_a_folder_that_may_not_be_written_is_refused_before_the_export(self, folder, capsys):
+        closed = folder / "closed"
+        closed.mkdir(0o500)
+        assert main(["export", "--entry", "nowhere:net", "-o", str(closed / "x.onnx")]) == 2
+        assert "no permission to write" in capsys.readouterr().err
+
+    def test_permissions_are_looked_at_before_the_export(self, folder, capsys, monkeypatch):
+        monkeypatch.setattr(os, "access", lambda path, mode: not (mode & os.W_OK))
+        assert main(["export", "--entry", "nowhere:net", "-o", "x.onnx"]) == 2
+        assert "no permission to write" in capsys.readouterr().err
+
+    def test_a_port_that_there_is_not(self, folder, capsys):
+        assert main(["view", "net.onnx", "--serve", "--port", "99999"]) == 2
+        assert "--port" in capsys.readouterr().err
+
+
+class TestHelp:
+    COMMANDS = tuple(name for name, _, _ in program._COMMANDS)
+
+    def test_no_summary_is_cut(self, capsys, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "80")
+        assert main(["--help"]) == 0
+        commands = capsys.readouterr().out.partition("Commands:")[2]
+        assert len(commands.split("\n")) == len(self.COMMANDS) + 2
+        assert "..." not in commands
+
+    @pytest.mark.parametrize("name", COMMANDS)
+    def test_has_an_example(self, name, capsys):
+        assert main([name, "--help"]) == 0
+        assert f"Example: htp-export {name} " in " ".join(capsys.readouterr().out.split())
+
+    @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["tree", "--help"], ["run", "--help"]])
+    def test_loads_no_library(self, arguments):
+        code = (
+            "import sys; from htp_export.cli.main import main; "
+            f"main({arguments!r}); print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+        )
+        assert run.stderr.strip() == "[]"
+
+    def test_the_shell_can_complete_commands(self):
+        environment = {**os.environ, "_HTP_EXPORT_COMPLETE": "complete_bash", "COMP_WORDS": "htp-export fing"}
+        run = subprocess.run(
+            [sys.executable, "-m", "htp_export"],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**environment, "COMP_CWORD": "1"},
+            cwd=Path(__file__).parents[1],
+        )
+        assert run.stdout.split() == ["fingerprint"]
+
+
+def test_the_modules_that_the_documentation_names_are_attributes():
+    code = "import htp_export; htp_export.tools.onnxslim; htp_export.errors.FileError; print(*htp_export.tools.__all__)"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+    )
+    assert "onnxslim" in run.stdout.split()
+
+
+def test_sizes_of_open_inputs_are_given_alike(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval()
+    batch = torch.export.Dim("batch")
+    htp_export.export(net, (torch.randn(2, 8),), "open.onnx", dynamic_shapes=({0: batch},), verbose=False)
+    Path("shapes.json").write_text('{"input": [3, 8]}')
+    np.savez("values.npz", input=np.ones((3, 8), np.float32))
+    name = onnx.load("open.onnx").graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    for command in ("tree open.onnx", "cost open.onnx", "profile open.onnx --runs 1", "compare open.onnx open.onnx"):
+        for sizes in (["--dims", f"{name}=3"], ["--inputs", "shapes.json"], ["--inputs", "values.npz"]):
+            assert main([*command.split(), *sizes]) == 0, (command, sizes, capsys.readouterr().err)
+
+
+def test_view_is_a_command_whose_default_page_lies_beside_the_model():
+    assert "FILE.html" in str(view_command.__annotations__["output"])
