@@ -7,13 +7,10 @@ fault of htp_export itself; 130 where it was interrupted.
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import platform
 import sys
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -27,6 +24,7 @@ from htp_export.cli.functions_command import functions_command, inline_command
 from htp_export.cli.optimize_command import optimize_command
 from htp_export.cli.partition_command import partition_command
 from htp_export.cli.profile_command import profile_command
+from htp_export.cli.quiet import quiet_libraries
 from htp_export.cli.surgery_commands import extract_command, splice_command
 from htp_export.cli.terminal import CheckFailed, error_line
 from htp_export.cli.tree_command import tree_command
@@ -108,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     try:
-        with contextlib.nullcontext() if debug else _quiet_libraries():
+        with contextlib.nullcontext() if debug else quiet_libraries():
             status = app(args=arguments, prog_name="htp-export", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         status = _INTERRUPTED
@@ -141,21 +139,3 @@ def _explained(error: Exception, debug: bool) -> tuple[str, int]:
     versions = f"htp_export {htp_export.__version__}, Python {platform.python_version()}"
     advice = "" if debug else "; run the command with --debug, and report what it prints"
     return f"this is a bug in htp_export ({versions}): {type(error).__name__}: {first}{advice}", _INTERNAL_ERROR
-
-
-@contextlib.contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Leave the terminal to the commands: libraries warn their own developers, at length, and in colours."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    names = ("torch", "transformers", "huggingface_hub", "onnxscript", "onnx_ir", "onnxruntime")
-    levels = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)

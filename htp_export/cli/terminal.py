@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from htp_export.cli.quiet import terminal_stderr
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -23,7 +24,7 @@ class CheckFailed(Exception):  # noqa: N818 - it is an outcome that ends the com
 
 def error_line(message: str) -> None:
     """Say on stderr why the command ended."""
-    print(f"htp-export: error: {message}", file=sys.stderr)
+    print(f"htp-export: error: {message}", file=terminal_stderr())
 
 
 def print_json(data: dict[str, Any]) -> None:
@@ -64,7 +65,7 @@ class Steps:
     def __init__(self, quiet: bool = False, count: int = 1) -> None:
         from rich.console import Console
 
-        self._console: Console = Console(stderr=True, quiet=quiet)
+        self._console: Console = Console(file=terminal_stderr(), quiet=quiet)
         self._count = count
         self._begun = 0
 

@@ -1,0 +1,90 @@
+"""The terminal left to the commands: what libraries print on stderr is dropped, what htp_export logs is shown."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import TextIO
+
+__all__ = ["quiet_libraries", "terminal_stderr"]
+
+
+class _Dropping(io.TextIOBase):
+    """A stream that drops what is written, while libraries are to be quiet.
+
+    Handlers of Python's logging hold the stream that was there when they were made, for the rest of the program:
+    afterwards, what they write goes to whatever is stderr then.
+
+    Args:
+        shown: The stream in whose place it stands.
+    """
+
+    def __init__(self, shown: TextIO) -> None:
+        self.shown: TextIO | None = shown
+
+    def write(self, text: str, /) -> int:
+        now = sys.stderr
+        if self.shown is None and now is not self:
+            return now.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if self.shown is None and sys.stderr is not self:
+            sys.stderr.flush()
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        """No terminal: libraries then draw no progress bars and use no colours."""
+        return False
+
+
+class _Warnings(logging.Handler):
+    """Shows what htp_export logs as lines of the command.
+
+    Args:
+        stream: Where.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(logging.WARNING)
+        self._stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"htp-export: {record.levelname.lower()}: {record.getMessage()}", file=self._stream)
+
+
+def terminal_stderr() -> TextIO:
+    """The stream for progress and errors, also while libraries are quiet."""
+    stream = sys.stderr
+    return stream.shown if isinstance(stream, _Dropping) and stream.shown is not None else stream
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Drop what libraries warn, log and print on stderr; show what htp_export itself logs.
+
+    torch prints graphs before a failed export raises, and its loggers have handlers of their own.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    stream = sys.stderr
+    dropping = _Dropping(stream)
+    ours, handler = logging.getLogger("htp_export"), _Warnings(stream)
+    propagate, ours.propagate = ours.propagate, False
+    ours.addHandler(handler)
+    sys.stderr = dropping
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        dropping.shown = None
+        sys.stderr = stream
+        ours.removeHandler(handler)
+        ours.propagate = propagate
