@@ -57,6 +57,16 @@ def parent_path(path: str) -> str | None:
     return path.rpartition(".")[0] if path else None
 
 
+def path_order(path: str) -> tuple[tuple[int, str], ...]:
+    """What to sort paths by: numbers in them count as numbers.
+
+    Example:
+        >>> sorted(["layer.10", "layer.2", "head"], key=path_order)
+        ['head', 'layer.2', 'layer.10']
+    """
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in path.split("."))
+
+
 def ancestors(path: str) -> Iterator[str]:
     """The path itself and everything above it, up to the root.
 

@@ -17,6 +17,7 @@ import htp_export
 from htp_export.cli import main as program
 from htp_export.cli.main import main
 from htp_export.cli.view_command import view_command
+from tests import faults
 
 HEAVY = ("torch", "numpy", "onnx", "onnx_ir", "onnxruntime", "transformers", "rich")
 FACTORY = """
@@ -263,3 +264,60 @@ def test_sizes_of_open_inputs_are_given_alike(tmp_path, monkeypatch, capsys):
 
 def test_view_is_a_command_whose_default_page_lies_beside_the_model():
     assert "FILE.html" in str(view_command.__annotations__["output"])
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """Twelve blocks that are alike, and the same file with another weight in one of them."""
+    folder = tmp_path_factory.mktemp("deep")
+    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Identity(), torch.nn.ReLU()) for _ in range(12)]
+    htp_export.export(
+        torch.nn.Sequential(*blocks).eval(), (torch.randn(2, 8),), str(folder / "deep.onnx"), verbose=False
+    )
+    tagged = htp_export.load(folder / "deep.onnx")
+    faults.weight_changed(tagged, "10.0")
+    tagged.save(folder / "changed.onnx")
+    return folder
+
+
+class TestTables:
+    """Alike layers are one line in every table, in the order of their numbers."""
+
+    @pytest.mark.parametrize(
+        ("command", "lines"),
+        [
+            ("tree deep.onnx", ["0 … 11 "]),
+            ("profile deep.onnx --runs 1", ["0 … 11 "]),
+            ("compare deep.onnx deep.onnx --all", ["0…11 ", "0…11.0 ", "0…11.2 "]),
+            ("diff deep.onnx deep.onnx", []),
+            ("diff deep.onnx changed.onnx", []),
+        ],
+    )
+    def test_alike_layers_are_folded(self, deep, monkeypatch, capsys, command, lines):
+        monkeypatch.chdir(deep)
+        assert main(command.split()) == 0
+        out = capsys.readouterr().out
+        assert all(line in out for line in lines), out
+        assert all(line == line.rstrip() for line in out.splitlines())
+        assert len(out.splitlines()) < 20
+
+    def test_numbers_in_paths_are_sorted_as_numbers(self, deep, monkeypatch, capsys):
+        monkeypatch.chdir(deep)
+        assert main(["compare", "deep.onnx", "changed.onnx"]) == 1
+        out = capsys.readouterr().out
+        assert out.splitlines()[1].split()[0] == "10.0"
+        assert main(["forensics", "deep.onnx", "--json"]) == 0
+        modules = list(json.loads(capsys.readouterr().out)["modules"])
+        assert modules == sorted(modules, key=lambda path: [int(part) for part in path.split(".") if part])
+
+    def test_a_table_that_is_cut_says_how_many_modules_are_left(self):
+        from rich.console import Console
+
+        from htp_export.run.results import Comparison, ModuleResult
+        from htp_export.show.comparison import render
+
+        modules = {f"part{k}": ModuleResult(f"part{k}", "net.Part", "computed", "not compared") for k in range(30)}
+        console = Console(width=120)
+        with console.capture() as shown:
+            console.print(render(Comparison(modules)))
+        assert "and 10 more modules; --all shows every one" in shown.get()

@@ -141,7 +141,7 @@ class Forensics:
         for finding in self.findings:
             for path in tags.ancestors(finding.module):
                 found.setdefault(path, Counter())[finding.kind] += 1
-        return {path: dict(found[path]) for path in sorted(found)}
+        return {path: dict(found[path]) for path in sorted(found, key=tags.path_order)}
 
     def of(self, kind: str) -> tuple[Finding, ...]:
         """The findings of one kind."""

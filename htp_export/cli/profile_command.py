@@ -40,6 +40,7 @@ def profile_command(
     optimization: Annotated[_Level, typer.Option(help="What ONNX Runtime optimises when it loads.")] = _Level.all,
     sort: Annotated[_Sort, typer.Option(help="Order of the lines.")] = _Sort.tree,
     depth: DepthOption = None,
+    fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the latency of every module, in ONNX Runtime."""
@@ -62,7 +63,7 @@ def profile_command(
     if as_json:
         print_json(report.to_dict())
     else:
-        show(render_profile(report, sort=sort.value, depth=depth))
+        show(render_profile(report, sort=sort.value, depth=depth, fold=fold))
 
 
 def _session_options(threads: int | None, level: _Level) -> Any:

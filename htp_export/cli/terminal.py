@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -37,10 +38,15 @@ def show(what: RenderableType) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    drawn = Text(what) if isinstance(what, str) else what
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_WIDTH)
-    console.print(Text(what) if isinstance(what, str) else what)
+    if console.is_terminal:
+        console.print(drawn)
+        return
+    text = io.StringIO()
+    Console(highlight=False, width=_PIPE_WIDTH, file=text).print(drawn)
+    for line in text.getvalue().splitlines():
+        print(line.rstrip())
 
 
 def split_names(typed: list[str] | None) -> list[str] | None:

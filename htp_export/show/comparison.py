@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from htp_export.run.results import DIFFERS, INHERITS, NOT_COMPARED, Comparison, ModuleResult, short_number
+from htp_export.show.folding import gathered
 
 __all__ = ["render"]
 
@@ -15,7 +18,9 @@ _MOST_ROWS = 20
 
 
 def render(comparison: Comparison, *, everything: bool = False) -> RenderableType:
-    """The modules that are wrong or could not be compared, and the summary; names are drawn as they are.
+    """The modules that are wrong or could not be compared, alike ones once, and the summary.
+
+    Of alike modules, the numbers are those of the one that differs most. Names are drawn as they are.
 
     Args:
         comparison: What to draw.
@@ -34,13 +39,27 @@ def render(comparison: Comparison, *, everything: bool = False) -> RenderableTyp
     shown = modules if everything else [each for each in modules if each.status in (DIFFERS, INHERITS, NOT_COMPARED)]
     if not everything:
         shown.sort(key=lambda each: (each.path not in comparison.wrong, each.status == NOT_COMPARED))
-        shown = shown[:_MOST_ROWS]
+    groups = gathered(shown, lambda each: each.path, lambda each: _alike(each, comparison.first_wrong))
+    more = 0 if everything else sum(len(group) for _, group in groups[_MOST_ROWS:])
+    groups = groups if everything else groups[:_MOST_ROWS]
+    cut = [Text(f"and {more} more modules; --all shows every one", style="dim")] if more else []
     summary = Text(comparison.summary, style="green" if comparison.ok else "bold red")
     lines = [Text(line) for line in comparison.notes()]
-    return Group(*([_table(shown)] if shown else []), summary, *lines)
+    return Group(*([_table(groups)] if groups else []), *cut, summary, *lines)
 
 
-def _table(modules: list[ModuleResult]) -> Table:
+def _alike(each: ModuleResult, first_wrong: str | None) -> object:
+    """What makes the lines of two modules the same but for numbers; the first wrong one stands alone."""
+    own = each.path if each.path == first_wrong else None
+    return (each.class_name, each.status, each.reason, each.problem, own)
+
+
+def _worst(group: list[ModuleResult]) -> ModuleResult:
+    """The module that differs most; one whose difference is no number before all others."""
+    return max(group, key=lambda each: math.inf if each.max_abs != each.max_abs else each.max_abs or 0.0)
+
+
+def _table(groups: list[tuple[str, list[ModuleResult]]]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
     table.add_column("module", overflow="fold")
     table.add_column("class", overflow="fold", style="cyan")
@@ -48,11 +67,12 @@ def _table(modules: list[ModuleResult]) -> Table:
     for name in ("max abs", "mean abs", "max rel", "cosine"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", overflow="fold", style="dim")
-    for each in modules:
+    for name, group in groups:
+        each = _worst(group)
         numbers = ["" if n is None else short_number(n) for n in (each.max_abs, each.mean_abs, each.max_rel)]
         cosine = "" if each.cosine is None else f"{each.cosine:.6f}"
         status = Text(each.status, style=_STYLES.get(each.status, "dim"))
         simple = each.class_name.rpartition(".")[2]
         said = Text(each.reason or each.problem)
-        table.add_row(Text(each.path or "(root)"), Text(simple), status, *numbers, cosine, said)
+        table.add_row(Text(name or "(root)"), Text(simple), status, *numbers, cosine, said)
     return table

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from htp_export.analyze.differences import ModelDifference, ModuleDifference
+from htp_export.show.folding import gathered
 from htp_export.show.tag_note import tag_note
 
 __all__ = ["render"]
@@ -16,7 +17,7 @@ _MOST_OPERATORS = 5
 
 
 def render(found: ModelDifference, *, depth: int | None = None, only_changed: bool = False) -> RenderableType:
-    """A table with a line for each module: what became of it, its nodes, parameters, bytes and operators; then a sum.
+    """A table with a line for each module, alike ones once: what became of it, what it has; then a sum.
 
     Modules that were moved, added or removed together with one above them are no lines. Names are drawn as they are,
     whatever markup they look like.
@@ -51,10 +52,11 @@ def _modules(shown: list[ModuleDifference]) -> Table:
     for title in ("nodes", "parameters", "bytes"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("operators", overflow="fold", style="dim")
-    for module in shown:
+    for name, alike in gathered(shown, lambda module: module.path, _alike):
+        module = alike[0]
         status = module.status if module.moved_from is None else f"{module.status}, was {module.moved_from or '(root)'}"
         table.add_row(
-            Text(module.path or "(root)"),
+            Text(name or "(root)"),
             Text(module.simple_class),
             Text(status, style=_STYLES[module.status]),
             _pair(*module.nodes),
@@ -63,6 +65,12 @@ def _modules(shown: list[ModuleDifference]) -> Table:
             Text(_operators(module)),
         )
     return table
+
+
+def _alike(module: ModuleDifference) -> object:
+    """What makes the lines of two modules the same; one that was moved stands alone."""
+    sizes = (*module.nodes, *module.parameters, *sorted(module.weight_bytes.items()))
+    return (module.simple_class, module.status, sizes, _operators(module), module.moved_from and module.path)
 
 
 def _bytes(module: ModuleDifference) -> dict[str, tuple[int, int]]:

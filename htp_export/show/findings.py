@@ -9,6 +9,7 @@ from rich.text import Text
 from htp_export import tags
 from htp_export.analyze.families import Fingerprint
 from htp_export.analyze.finding import KINDS, Forensics
+from htp_export.show.folding import gathered
 from htp_export.show.tag_note import tag_note
 
 __all__ = ["render_findings", "render_fingerprint", "render_forensics"]
@@ -33,15 +34,17 @@ def render_forensics(found: Forensics, *, depth: int | None = None) -> Renderabl
 
 
 def render_findings(found: Forensics) -> RenderableType:
-    """A table with a line for each finding.
+    """A table with a line for each finding; those of alike modules are one, with the nodes of the first.
 
     Args:
         found: What to draw.
     """
     table = _table("module", "what", "fixed by", "nodes", "detail")
-    for finding in found.findings:
+    alike = gathered(found.findings, lambda each: each.module, lambda each: (each.kind, each.fixed_by, each.why))
+    for name, findings in alike:
+        finding = findings[0]
         table.add_row(
-            Text(finding.module or "(root)"),
+            Text(name or "(root)"),
             Text(KINDS[finding.kind].title),
             Text(finding.fixed_by or finding.why, style="" if finding.fixed_by else "yellow"),
             Text(", ".join(finding.nodes[:3]) + (f", … ({len(finding.nodes)})" if len(finding.nodes) > 3 else "")),
@@ -78,15 +81,21 @@ def _by_kind(found: Forensics) -> Table:
 
 
 def _by_module(found: Forensics, modules: list[str]) -> Table:
-    """A line for each module, without those that only hold another one with the same findings."""
+    """A line for each module, alike ones once, without those that only hold another one with the same findings."""
     table = _table("found", "module", "of which")
-    for path in modules:
-        kinds = found.modules[path]
-        above = next((up for up in tags.ancestors(path) if up != path and up in found.modules), "")
-        if above and found.modules[above] == kinds and above in modules:
-            continue
-        told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=lambda item: -item[1]))
-        table.add_row(str(sum(kinds.values())), Text(path), Text(told, style="dim"))
+
+    def above(path: str) -> str:
+        return next((up for up in tags.ancestors(path) if up != path and up in found.modules), "")
+
+    def told(path: str) -> str:
+        kinds = sorted(found.modules[path].items(), key=lambda item: -item[1])
+        return ", ".join(f"{count} {kind}" for kind, count in kinds)
+
+    shown = set(modules)
+    finer = [p for p in modules if above(p) not in shown or found.modules[above(p)] != found.modules[p]]
+    for name, paths in gathered(finer, str, told):
+        count = sum(found.modules[paths[0]].values())
+        table.add_row(str(count), Text(name), Text(told(paths[0]), style="dim"))
     return table
 
 

@@ -5,10 +5,11 @@ This is the one rule for both: names that end in consecutive numbers, and the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-__all__ = ["likeness", "repeats", "runs"]
+__all__ = ["gathered", "likeness", "repeats", "runs"]
 
 T = TypeVar("T")
 
@@ -67,6 +68,52 @@ def repeats(parents: Mapping[str, str | None], alike: Callable[[str], Hashable])
         shapes[path] = numbers.setdefault(shape, len(numbers))
     found = (run for siblings in below.values() for run in runs(siblings, str, shapes.__getitem__))
     return [run for run in found if len(run) > 1]
+
+
+def gathered(rows: Iterable[T], path: Callable[[T], str], alike: Callable[[T], Hashable]) -> list[tuple[str, list[T]]]:
+    """The rows of a list, those once whose paths differ in one number alone: what they are called together, and they.
+
+    Args:
+        rows: What is listed.
+        path: The module path of a row.
+        alike: What has to be equal.
+
+    Example:
+        >>> paths = ["layer.0.fc", "layer.0.act", "layer.1.fc", "layer.1.act", "layer.3.act", "head"]
+        >>> [name[:9] for name, _ in gathered(paths, path=str, alike=lambda path: path == "layer.3.act")]
+        ['layer.0…1', 'layer.0…1', 'layer.3.a', 'head']
+    """
+    listed = list(rows)
+    keys = [[(key, alike(row)) for key in _without_a_number(path(row))] for row in listed]
+    sizes = Counter(key for each in keys for key in each)
+    groups: dict[Hashable, list[T]] = {}
+    patterns: dict[Hashable, Sequence[str | None]] = {}
+    for number, (row, each) in enumerate(zip(listed, keys, strict=True)):
+        best = max(each, key=sizes.__getitem__, default=None)
+        key: Hashable = best if best is not None and sizes[best] > 1 else number
+        groups.setdefault(key, []).append(row)
+        if best is not None:
+            patterns[key] = best[0]
+    return [
+        (path(group[0]) if len(group) == 1 else _together(patterns[key], [path(row) for row in group]), group)
+        for key, group in groups.items()
+    ]
+
+
+def _without_a_number(path: str) -> list[tuple[str | None, ...]]:
+    """A path with each of its numbers left out."""
+    parts = path.split(".")
+    return [(*parts[:k], None, *parts[k + 1 :]) for k, part in enumerate(parts) if part.isdecimal()]
+
+
+def _together(pattern: Sequence[str | None], paths: Sequence[str]) -> str:
+    """What paths are called that differ in the number that a pattern leaves out."""
+    place = pattern.index(None)
+    numbers = sorted(int(path.split(".")[place]) for path in paths)
+    in_a_row = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    text = f"{numbers[0]}…{numbers[-1]}" if in_a_row else ",".join(map(str, numbers))
+    name = ".".join(text if part is None else part for part in pattern)
+    return f"{name} × {len(paths)}"  # noqa: RUF001 - "times"
 
 
 def _label(path: str, parent: str) -> str:

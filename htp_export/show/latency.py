@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from htp_export import tags
 from htp_export.run.latency import ModuleLatency, Profile
+from htp_export.show.module_table import Column, ModuleTable
 
 __all__ = ["SORTS", "render_profile"]
 
@@ -17,7 +20,9 @@ SORTS = ("tree", "total", "self")
 """Orders of the lines: the module tree, or one list, the longest first."""
 
 
-def render_profile(profile: Profile, *, sort: str = "tree", depth: int | None = None) -> RenderableType:
+def render_profile(
+    profile: Profile, *, sort: str = "tree", depth: int | None = None, fold: bool = True
+) -> RenderableType:
     """A table with a line for each module that takes time: total, self, share and kernels; then the whole in words.
 
     Module names are drawn as they are, whatever markup they look like.
@@ -27,52 +32,80 @@ def render_profile(profile: Profile, *, sort: str = "tree", depth: int | None = 
         sort: One of ``SORTS``.
         depth: Leave out modules more than so many levels below the root; all where it is None. Containers that never
             ran are no level.
+        fold: Draw siblings that are alike and follow each other once, with the mean of their times.
 
     Raises:
         ValueError: If ``sort`` is none of ``SORTS``.
     """
     if sort not in SORTS:
         raise ValueError(f"sort is one of {', '.join(SORTS)}, not {sort!r}")
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    table.add_column("module", overflow="fold")
-    table.add_column("class", overflow="fold", style="cyan")
-    for title in ("total ms", "self ms", "share", "kernels"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("mostly", overflow="fold", style="dim")
-    lines = _tree(profile, depth)
+    rows = [_Line(module) for module in _shown(profile, depth)]
     if sort != "tree":
-        field = f"{sort}_ms"
-        listed = sorted((module for _, module in lines), key=lambda module: -float(getattr(module, field)))
-        lines = [(Text(module.path or "(root)"), module) for module in listed]
-    for name, module in lines:
-        table.add_row(
-            name,
-            Text(module.simple_class),
-            f"{module.total_ms:.3f}",
-            f"{module.self_ms:.3f}",
-            f"{module.share:.1%}",
-            str(module.kernels),
-            Text(", ".join(list(module.by_op)[:2])),
-        )
+        rows.sort(key=lambda row: -float(getattr(row.module, f"{sort}_ms")))
+    alike = _alike if fold else None
+    table = ModuleTable(rows, _COLUMNS, alike, _merged, flat=sort != "tree")
     return Group(table, Text(), *map(Text, profile.summary))
 
 
-def _tree(profile: Profile, depth: int | None) -> list[tuple[Text, ModuleLatency]]:
-    """The modules that take time, with the guide lines of a tree before their names."""
-    # A container, which holds what runs and never ran itself, is no line: its name stands before those of its children.
-    shown = {path: m for path, m in profile.modules.items() if m.kernels and (m.calls or not path or m.self_ms)}
-    below: dict[str | None, list[str]] = {None: [], **{path: [] for path in shown}}
-    for path in shown:
-        below[next((up for up in tags.ancestors(path) if up != path and up in shown), None)].append(path)
+def _shown(profile: Profile, depth: int | None) -> list[ModuleLatency]:
+    """The modules that take time, down to a depth."""
+    every = {path: module for path, module in profile.modules.items() if module.kernels}
+    ran = {path for path, module in every.items() if module.calls or not path or module.self_ms}
 
-    def lines(path: str, parent: str, guide: str, before: str, level: int) -> Iterator[tuple[Text, ModuleLatency]]:
-        name = (path[len(parent) + 1 :] if parent else path) or "(root)"
-        yield Text.assemble((guide, "dim"), name), shown[path]
-        if depth is not None and level >= depth:
-            return
-        for child in below[path]:
-            last = child == below[path][-1]
-            branch, rest = ("└── ", "    ") if last else ("├── ", "│   ")
-            yield from lines(child, path, before + branch, before + rest, level + 1)
+    def level(path: str) -> int:
+        return sum(up in ran for up in tags.ancestors(path) if up != path)
 
-    return [line for path in below[None] for line in lines(path, "", "", "", 0)]
+    return [module for path, module in every.items() if path in ran and (depth is None or level(path) <= depth)]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A module as a row of the table; ``calls`` says that it is no mere container, and ``nodes`` counts kernels."""
+
+    module: ModuleLatency
+
+    @property
+    def path(self) -> str:
+        return self.module.path
+
+    @property
+    def calls(self) -> int:
+        return 1
+
+    @property
+    def nodes(self) -> int:
+        return self.module.kernels
+
+
+def _alike(row: _Line) -> object:
+    return (row.module.class_name, row.module.calls, row.module.kernels)
+
+
+def _merged(rows: Sequence[_Line]) -> _Line:
+    """One row for alike modules: the mean of their times."""
+    modules = [row.module for row in rows]
+    by_op = Counter[str]()
+    for module in modules:
+        by_op.update(module.by_op)
+
+    def mean(times: Iterable[float]) -> float:
+        return math.fsum(times) / len(modules)
+
+    merged = replace(
+        modules[0],
+        total_ms=mean(module.total_ms for module in modules),
+        self_ms=mean(module.self_ms for module in modules),
+        share=mean(module.share for module in modules),
+        by_op=dict(by_op.most_common()),
+    )
+    return _Line(merged)
+
+
+_COLUMNS: tuple[Column[_Line], ...] = (
+    Column("class", "class", lambda row: row.module.simple_class, style="cyan", right=False, keep=1),
+    Column("total", "total ms", lambda row: row.module.total_ms, "{:.3f}".format, keep=5),
+    Column("self", "self ms", lambda row: row.module.self_ms, "{:.3f}".format, keep=4),
+    Column("share", "share", lambda row: row.module.share, "{:.1%}".format, keep=3),
+    Column("kernels", "kernels", lambda row: row.module.kernels, keep=2),
+    Column("mostly", "mostly", lambda row: ", ".join(list(row.module.by_op)[:2]), style="dim", right=False),
+)

@@ -8,7 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from htp_export import tags
 from htp_export.passes.results import Change, Optimized, OptimizedModels
+from htp_export.show.folding import gathered
 from htp_export.show.numbers import bytes_text
 from htp_export.show.tag_note import tag_note
 
@@ -35,7 +37,7 @@ def render_optimized(result: Optimized, *, attribution: bool = False, depth: int
         >>> found = Optimized(5, 3, {"fold_constants": {"fc": Change(3, 2, 1, 2048)}}, (report,), model=model)
         >>> Console(width=80).print(render_optimized(found))  # doctest: +NORMALIZE_WHITESPACE
         pass             removed   changed   added   saved   modules
-        fold_constants         3         2       1   2 KiB   fc 2
+        fold_constants         3         2       1   2 KiB   fc: 2
         5 nodes before, 3 after
         every node has a module: 1 fused from several modules
     """
@@ -49,8 +51,8 @@ def render_optimized(result: Optimized, *, attribution: bool = False, depth: int
         where = Text(f"undone: {report.rolled_back}", style="yellow") if report.rolled_back else _top(found)
         table.add_row(report.name, *_numbers(report.change), Text("") if attribution else where)
         if attribution:
-            for path, change in sorted(found.items()):
-                table.add_row("", *_numbers(change), Text(path or "(root)"))
+            for name, group in gathered(sorted(found, key=tags.path_order), str, found.__getitem__):
+                table.add_row("", *_numbers(found[group[0]]), Text(name or "(root)"))
     lines: list[RenderableType] = [table, Text(_summary(result))]
     if result.fused:
         paths = ", ".join(list(result.fused)[:_MOST_MODULES]) + (", …" if len(result.fused) > _MOST_MODULES else "")
@@ -106,9 +108,11 @@ def _numbers(change: Change) -> tuple[str, ...]:
 
 def _top(found: Mapping[str, Change]) -> Text:
     """The modules in which there are most nodes fewer."""
-    order = sorted(found, key=lambda path: (-found[path].saved, path))
-    named = [f"{path or '(root)'} {found[path].saved}" for path in order[:_MOST_MODULES]]
-    return Text(", ".join([*named, f"{len(order) - _MOST_MODULES} more"] if len(order) > _MOST_MODULES else named))
+    order = sorted(found, key=lambda path: (-found[path].saved, tags.path_order(path)))
+    groups = gathered(order, str, found.__getitem__)
+    named = [f"{name or '(root)'}: {found[paths[0]].saved}" for name, paths in groups[:_MOST_MODULES]]
+    more = sum(len(paths) for _, paths in groups[_MOST_MODULES:])
+    return Text(", ".join([*named, f"{more} more"] if more else named))
 
 
 def _summary(result: Optimized) -> str:
