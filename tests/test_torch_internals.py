@@ -209,15 +209,37 @@ def test_second_names_of_operators_are_known(kind: str, usual: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "view", "write"),
+    ("kind", "arguments", "view", "write"),
     [
-        ("aten::select", 0, -1),
-        ("aten::copy_", -1, 0),
-        ("aten::index_put_", -1, 0),
-        ("aten::relu", -1, -1),
-        ("prim::ListUnpack", 0, -1),
-        ("onnx::Add", -1, -1),
+        ("aten::select", 3, 0, -1),
+        ("aten::copy_", 3, -1, 0),
+        ("aten::index_put_", 4, -1, 0),
+        ("aten::relu", 1, -1, -1),
+        ("aten::__rshift__", 2, -1, -1),
+        ("aten::__lshift__", 2, -1, -1),
+        ("aten::__ilshift__", 2, -1, 0),
+        ("aten::add", 3, -1, -1),
+        ("aten::add", 4, -1, 3),  # with out=
+        ("prim::ListUnpack", 1, 0, -1),
+        ("onnx::Add", 2, -1, -1),
     ],
 )
-def test_operators_say_what_they_give_views_of_and_what_they_change(kind: str, view: int, write: int) -> None:
-    assert (torch_internals.viewed(kind), torch_internals.written(kind)) == (view, write)
+def test_operators_say_what_they_give_views_of_and_what_they_change(
+    kind: str, arguments: int, view: int, write: int
+) -> None:
+    assert (torch_internals.viewed(kind, arguments), torch_internals.written(kind, arguments)) == (view, write)
+
+
+@pytest.mark.parametrize(
+    ("kind", "otherwise"),
+    [
+        ("aten::add_", "aten::add"),
+        ("aten::add", "aten::add"),
+        ("aten::__ior__", "aten::__or__"),
+        ("aten::__rshift__", "aten::__rshift__"),
+        ("aten::__lshift__", "aten::__lshift__"),
+        ("prim::ListConstruct", "prim::ListConstruct"),
+    ],
+)
+def test_operators_in_place_are_told_from_others_by_their_schemas(kind: str, otherwise: str) -> None:
+    assert torch_internals.out_of_place(kind) == otherwise

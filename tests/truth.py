@@ -359,7 +359,8 @@ class Judge:
                 return f"with {others}: {why}"
             values = self.opened[probe].values.values()
             border = [array for call in calls.get(path, []) for array in (*call.given, *call.returned)]
-            if border and all(any(equal(array, value) for value in values) for array in border):
+            own = self.opened[probe].region([path])  # without a node of its own it can be nothing else
+            if own and border and all(any(equal(array, value) for value in values) for array in border):
                 return "declared fused, and every tensor at its border is in the file"
         return ""
 

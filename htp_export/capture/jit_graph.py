@@ -1,4 +1,4 @@
-"""JIT graphs read into plain data, and what became of their tensors from one reading to the next.
+"""JIT graphs read into plain data.
 
 Reading crosses from C++ to Python for every value, which is what capture under TorchScript costs; so constants, most
 of a traced graph, are only listed.
@@ -7,17 +7,19 @@ of a traced graph, are only listed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-from htp_export.capture.torch_internals import written
+from htp_export.capture.torch_internals import out_of_place, written
 
 CONSTANTS = frozenset({"prim::Constant", "onnx::Constant"})
 CONTROL_FLOW = frozenset({"onnx::If", "onnx::Loop", "onnx::Scan"})
 _LISTS = frozenset(f"prim::{kind}" for kind in ("ListConstruct", "ListUnpack", "TupleConstruct", "TupleUnpack"))
 _NO_BLOCKS = CONSTANTS | _LISTS | {"prim::GetAttr", "prim::NumToTensor"}
+_PLAIN = frozenset({"i", "is", "f", "fs", "s", "ss"})  # numbers and words: types of attributes
+_NAME = "onnx_name"
 
 
 class Step(NamedTuple):
@@ -29,6 +31,7 @@ class Step(NamedTuple):
         outputs: What it makes.
         returned: For a node whose one block makes its outputs, the block's; empty for others.
         writes: Which of its inputs it changes in place; -1 for none.
+        attributes: Names and values of its attributes. ONNX operators have such; those of ATen have inputs instead.
     """
 
     kind: str
@@ -36,6 +39,7 @@ class Step(NamedTuple):
     outputs: tuple[Any, ...]
     returned: tuple[int, ...] = ()
     writes: int = -1
+    attributes: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass
@@ -99,7 +103,10 @@ class Reading:
         def new(old: Iterable[int]) -> tuple[int, ...]:
             return tuple([numbers.get(number, -1 - number) for number in old])
 
-        steps = [Step(step.kind, new(step.inputs), new(step.outputs), new(step.returned)) for step in self.steps]
+        steps = [
+            step._replace(inputs=new(step.inputs), outputs=new(step.outputs), returned=new(step.returned))
+            for step in self.steps
+        ]
         return Reading(
             steps,
             self.sizes,
@@ -149,16 +156,26 @@ def _read(block: Any, reading: Reading, *, top: bool, scopes: bool = False) -> N
                 _read(inner, reading, top=False)
                 returned.extend(value.unique() for value in inner.outputs())
         one_to_one = tuple(returned) if len(returned) == len(outputs) else ()
-        steps.append(Step(out_of_place(kind), (*reads, *returned), outputs, one_to_one, written(kind)))
+        changed = written(kind, len(reads))
+        steps.append(
+            Step(out_of_place(kind), (*reads, *returned), outputs, one_to_one, changed, _attributes(node, kind))
+        )
         if top:
             reading.sizes.append(len(steps) - before)
             if scopes:
                 reading.scopes.append(node.scopeName())
 
 
-def out_of_place(kind: str) -> str:
-    """What an operation in place is called where it is not: ``aten::add`` for ``aten::add_``."""
-    return kind.removesuffix("_")
+def _attributes(node: Any, kind: str) -> tuple[tuple[str, Any], ...]:
+    """The attributes of an ONNX node that say what it does; not its name, which torch keeps in one too."""
+    if not kind.startswith("onnx::") or not node.hasAttributes():
+        return ()
+    types = [(name, node.kindOf(name)) for name in node.attributeNames() if name != _NAME]
+    return tuple([(name, _plain(getattr(node, of)(name))) for name, of in types if of in _PLAIN])
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def numbers_of_outputs(node: Any) -> tuple[int, ...]:
@@ -172,71 +189,3 @@ def numbers_of_outputs(node: Any) -> tuple[int, ...]:
 def may_have_blocks(kind: str) -> bool:
     """Whether nodes of a kind can have blocks: those of ATen cannot, and of ONNX only control flow can."""
     return kind in CONTROL_FLOW or not (kind in _NO_BLOCKS or kind.startswith(("aten::", "onnx::")))
-
-
-def follow(before: Reading, after: Reading) -> dict[int, int]:
-    """Where a rewriting of a graph in place left each tensor: the tensor that now holds its value.
-
-    Tensors whose values no tensor holds any more are absent. What is still there has the same number.
-
-    A node that is in both graphs and reads another tensor in a place shows what that place's tensor became. From
-    there backwards: where one operation stands in for another of its kind, so do the tensors that they read; and where
-    it stands in for one of another kind after one of its own, both are gone, and it does the work of both. Where a
-    node made ``a``, the next computed ``b`` from it, and now a changed node makes ``a`` and everything that read
-    ``b`` reads it, then the changed node does the work of both, and the tensor called ``a`` holds the value of ``b``.
-    """
-    made_before = {number: step for step in before.steps for number in step.outputs}
-    made_after = {number: step for step in after.steps for number in step.outputs}
-    given = {*after.parameters, *after.constants}
-    became: dict[int, int] = {}
-    queue = [(a, b) for a, b in zip(before.outputs, after.outputs, strict=False) if a != b]
-    for step in after.steps:
-        old = made_before.get(step.outputs[0]) if step.outputs else None
-        if old is not None and old.inputs != step.inputs:
-            queue.extend(_replaced(old, step, given))
-    while queue:
-        old_number, new_number = queue.pop()
-        if old_number in made_after or old_number in became or old_number not in made_before:
-            continue
-        became[old_number] = new_number
-        stands_in = made_before.get(new_number) or made_after.get(new_number)
-        if stands_in is not None:
-            old = made_before[old_number]
-            absorbed = [made_before[read] for read in old.inputs if read in made_before and read not in made_after]
-            same = [step for step in (old, *absorbed) if step.kind == stands_in.kind][:1]
-            queue.extend(pair for step in same for pair in _replaced(step, stands_in, given))
-    there = {*made_after, *after.inputs, *after.constants}
-    moved = {number: number for number in (*made_before, *before.inputs) if number in there}
-    moved.update((number, _last(number, became, made_after)) for number in became)
-    constants = before.constants | after.constants
-    for old_number, new_number in became.items():
-        made, remade = made_before.get(new_number), made_after.get(new_number)
-        reads_it = made is not None and new_number in made_before[old_number].inputs
-        if reads_it and remade is not None and _changed(made, remade, became, constants):  # type: ignore[arg-type]
-            del moved[new_number]
-    return {old: new for old, new in moved.items() if new in there}
-
-
-def _replaced(old: Step, new: Step, given: Collection[int]) -> Iterable[tuple[int, int]]:
-    """What one operation reads in place of what another read; a weight at the end may be new, as a bias is."""
-    size = len(old.inputs)
-    if old.kind != new.kind or len(new.inputs) < size or any(extra not in given for extra in new.inputs[size:]):
-        return ()
-    return ((a, b) for a, b in zip(old.inputs, new.inputs, strict=False) if a != b)
-
-
-def _last(number: int, became: dict[int, int], stop: dict[int, Step]) -> int:
-    """Where a chain of replacements ends."""
-    seen = set()
-    while number not in stop and number in became and number not in seen:
-        seen.add(number)
-        number = became[number]
-    return number
-
-
-def _changed(made: Step, remade: Step, became: dict[int, int], constants: set[int]) -> bool:
-    """Whether a node reads other tensors than before, or is another operation."""
-    if made.kind != remade.kind or len(made.inputs) != len(remade.inputs):
-        return True
-    pairs = zip(made.inputs, remade.inputs, strict=True)
-    return any(a != b and became.get(a) != b and not (a in constants and b in constants) for a, b in pairs)

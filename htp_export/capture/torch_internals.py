@@ -165,29 +165,49 @@ def state_names(model: Any) -> frozenset[str]:
 
 
 @functools.cache
-def written(kind: str) -> int:
-    """Which of its arguments an operator changes in place, as its name has to say; -1 for none."""
-    return next((place for place, alias in _aliases(kind) if alias.is_write), -1) if kind.endswith("_") else -1
+def written(kind: str, count: int) -> int:
+    """Which of its ``count`` arguments an operator changes in place and gives back; -1 for none.
+
+    Overloads of one name have different counts of arguments where one of them has an ``out``.
+    """
+    return next((place for place, alias in _aliases(kind, count) if alias.is_write), -1)
 
 
 @functools.cache
-def viewed(kind: str) -> int:
-    """Of which of its arguments an operator may give back a view; -1 for none."""
+def viewed(kind: str, count: int) -> int:
+    """Of which of its ``count`` arguments an operator may give back a view; -1 for none."""
     if kind in ("prim::ListUnpack", "prim::TupleUnpack"):
         return 0
-    return next((place for place, alias in _aliases(kind) if not alias.is_write), -1)
+    return next((place for place, alias in _aliases(kind, count) if not alias.is_write), -1)
 
 
-def _aliases(kind: str) -> list[tuple[int, Any]]:
-    """The arguments of an operator whose memory what it gives back may have."""
+@functools.cache
+def out_of_place(kind: str) -> str:
+    """What an operator in place is called where it is not: ``aten::add`` for ``aten::add_``; others keep their name.
+
+    The schemas decide: ``aten::__rshift__`` ends like an operator in place and is none, ``aten::__ior__`` is one.
+    """
+    first = [schema.arguments[0].alias_info for schema in _schemas(kind) if schema.arguments]
+    if not any(alias is not None and alias.is_write for alias in first):
+        return kind
+    if kind.endswith("__"):
+        return kind.replace("::__i", "::__")
+    return kind.removesuffix("_")
+
+
+def _schemas(kind: str) -> list[Any]:
     import torch
 
-    if not kind.startswith("aten::"):
-        return []
+    schemas: list[Any] = torch._C._jit_get_schemas_for_operator(kind) if kind.startswith("aten::") else []
+    return schemas
+
+
+def _aliases(kind: str, count: int) -> list[tuple[int, Any]]:
+    """The arguments of an operator whose memory what it gives back may have."""
     return [
         (place, argument.alias_info)
-        for schema in torch._C._jit_get_schemas_for_operator(kind)
-        if any(result.alias_info is not None for result in schema.returns)
+        for schema in _schemas(kind)
+        if len(schema.arguments) == count and any(result.alias_info is not None for result in schema.returns)
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None
     ]

@@ -16,11 +16,19 @@ from typing import Any
 import onnx
 
 from htp_export.capture.calls import NO_CALL, CallLog, Passing
-from htp_export.capture.jit_graph import CONSTANTS, Reading, follow, numbers_of_outputs, out_of_place, read
+from htp_export.capture.jit_graph import CONSTANTS, Reading, numbers_of_outputs, read
+from htp_export.capture.jit_rewriting import follow
 from htp_export.capture.record import Key, Node, Operation, Record
 from htp_export.capture.root_call import RootCall
 from htp_export.capture.script_modules import ScriptCalls
-from htp_export.capture.torch_internals import is_listed, is_script_method, next_number, traced_number, usual_name
+from htp_export.capture.torch_internals import (
+    is_listed,
+    is_script_method,
+    next_number,
+    out_of_place,
+    traced_number,
+    usual_name,
+)
 from htp_export.capture.versions import Versions
 from htp_export.wire import SerializedModel, Weight
 

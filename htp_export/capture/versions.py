@@ -60,7 +60,7 @@ class Versions:
                 makes.append(State(base, result))
                 self._states[base].append((index, makes[-1]))
         else:
-            seen = viewed(step.kind)
+            seen = viewed(step.kind, len(step.inputs))
             if 0 <= seen < len(step.inputs):
                 source = step.inputs[seen]
                 self._base.update(dict.fromkeys(step.outputs, self._base.get(source, source)))

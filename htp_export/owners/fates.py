@@ -83,7 +83,12 @@ class Fates:
                 (path, key, leaves) for key, _, leaves in self.crossings.of([path]) if key not in known
             )
             return Fate("computed")
-        return Fate("identity" if boundary.outputs else "constant")
+        if not boundary.outputs:
+            return Fate("constant")
+        given = {final[key] for key in boundary.inputs}
+        if all(final[key] in given for key in boundary.outputs):
+            return Fate("identity")
+        return Fate("fused", self._whole([path]))  # its neighbours make and read the tensor that it made
 
     def _returns_what_is_gone(self, path: str) -> bool:
         """Whether a module returned tensors, and the file has none of them."""
@@ -104,12 +109,19 @@ class Fates:
         return known | self.record.graph_outputs if "" in group else known
 
     def _next_to(self, group: list[str]) -> list[str]:
-        """For modules without a single node (they cancelled out), one that is next to them and has nodes."""
+        """For modules without a single node (they cancelled out), one that is next to them and has nodes.
+
+        Rather the one whose work they go on with: the tensor that they give back may be one inside it.
+        """
         if any(path in self.crossings.below for path in group):
             return []
         boundaries = [self.true[path] for path in group if path in self.true]
-        around = {up: None for side in boundaries for up in self._beyond(side, [*side.outputs, *side.inputs])}
-        return sorted((up for up in around if up in self.crossings.below), key=lambda up: -len(up))[:1]
+        for sides in ([list(side.inputs) for side in boundaries], [list(side.outputs) for side in boundaries]):
+            around = {up: None for side, keys in zip(boundaries, sides, strict=True) for up in self._beyond(side, keys)}
+            there = sorted((up for up in around if up in self.crossings.below), key=lambda up: -len(up))
+            if there:
+                return there[:1]
+        return []
 
     def _whole(self, group: list[str]) -> tuple[str, ...]:
         """The modules that must be taken along for every tensor at the border to be one that PyTorch knows."""

@@ -1,0 +1,248 @@
+"""Under TorchScript, operations that torch merges, replaces or makes out of place still belong to their modules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from tests.exporting import exported
+from tests.nets import spread, x
+from tests.truth import Opened, copied, equal, inexact, leaves, owners_of, run_pytorch, tree_of
+
+Tensor = torch.Tensor
+
+
+def ready(model: nn.Module) -> nn.Module:
+    return spread(model).eval()
+
+
+def fates(file: onnx.ModelProto) -> dict[str, str]:
+    return {path: entry["fate"] for path, entry in tree_of(file).items()}
+
+
+def owners_by_kind(file: onnx.ModelProto, kind: str) -> list[tuple[str, ...]]:
+    return [owners_of(node) for node in file.graph.node if node.op_type == kind]
+
+
+def untrue_extractions(model: nn.Module, kwargs: dict[str, Any], file: onnx.ModelProto, folder: Path) -> list[str]:
+    """Modules that, cut out and run on what they read in the whole file, give anything but what PyTorch gave."""
+    opened = Opened.of(file, [copied(leaf) for leaf in leaves(kwargs)])
+    calls, _ = run_pytorch(model, kwargs)
+    signatures = json.loads({entry.key: entry.value for entry in file.metadata_props}["htp.signatures"])
+    onnx.save(file, folder / "whole.onnx")
+    wrong = []
+    for path, fate in fates(file).items():
+        for nth, call in enumerate(calls.get(path, []) if fate == "computed" else []):
+            part = htp_export.extract(folder / "whole.onnx", path, call=nth)
+            session = ort.InferenceSession(ir.to_proto(part.model).SerializeToString())
+            names = signatures[path][nth][0]
+            given = {i.name: opened.values[names.get(i.name) or i.name] for i in session.get_inputs()}
+            made = session.run(None, given)
+            if not all(any(equal(array, out) for out in call.returned) for array in made) or part.outside:
+                wrong.append(f"{path} call {nth}")
+    return wrong
+
+
+# --- transpositions that torch joins ---------------------------------------------------
+
+
+class TurnsAround(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.s = nn.Sequential(nn.Conv1d(8, 8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.s(x.transpose(1, 2)).transpose(1, 2)
+        return result
+
+
+class TurnsTheResult(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.norm = TurnsAround(), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.norm(self.c(x).transpose(0, 1) + x.transpose(0, 1))
+        return result
+
+
+class Permute(nn.Module):
+    def __init__(self, *order: int) -> None:
+        super().__init__()
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(*self.order)
+
+
+def permutes(*orders: tuple[int, ...]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Tanh(), *(Permute(*order) for order in orders), nn.Sigmoid())
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc(x).tanh().t()
+        return result
+
+
+class ProductOfTurned(nn.Module):
+    """``Gemm`` takes a transposition of one of its inputs into its attributes."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.turned, self.first = Turned(), first
+        self.weight = nn.Parameter(torch.zeros(2, 5) if first else torch.zeros(5, 4))
+        self.bias = nn.Parameter(torch.zeros(5) if first else torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.turned(x)
+        factors = (turned, self.weight) if self.first else (self.weight, turned)
+        return torch.addmm(self.bias, *factors).sigmoid()
+
+
+THREE = {"1": "fused", "2": "fused", "3": "fused"}
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "expected"),
+    [
+        (TurnsTheResult, (2, 5, 8), {"c": "fused", "c.s": "computed", "norm": "computed"}),
+        (lambda: ProductOfTurned(True), (2, 4), {"turned": "fused", "turned.fc": "computed"}),
+        (lambda: ProductOfTurned(False), (2, 4), {"turned": "fused", "turned.fc": "computed"}),
+        (permutes((1, 0, 2), (0, 2, 1), (2, 0, 1)), (2, 5, 8), THREE),
+        (permutes((1, 2, 0), (1, 2, 0), (1, 2, 0)), (2, 5, 8), THREE),
+        (permutes((0, 2, 1), (0, 2, 1), (1, 0, 2)), (2, 5, 8), {"1": "fused", "2": "fused", "3": "computed"}),
+        # What the first made is made again at the end.
+        (permutes((1, 0, 2), (0, 2, 1), (0, 2, 1)), (2, 5, 8), {"1": "computed", "2": "fused", "3": "fused"}),
+        (permutes((0, 2, 1), (0, 2, 1), (0, 2, 1)), (2, 5, 8), {"1": "computed", "2": "fused", "3": "fused"}),
+    ],
+    ids=["issue", "gemm_first", "gemm_second", "three", "to_nothing", "cancel_first", "cancel_last", "all_equal"],
+)
+def test_transpositions_that_are_joined_are_fused_and_no_module_has_anothers_tensor(
+    make: Callable[[], nn.Module], inputs: tuple[int, ...], expected: dict[str, str], tmp_path: Path
+) -> None:
+    model, kwargs = ready(make()), {"input" if isinstance(make(), nn.Sequential) else "x": x(*inputs)}
+    file = exported(model, kwargs, "torchscript", tmp_path)
+    assert {path: fates(file)[path] for path in expected} == expected
+    assert inexact(model, kwargs, file) == []
+    assert untrue_extractions(model, kwargs, file, tmp_path) == []
+    assert htp_export.verify(model, tmp_path / "model.onnx", tuple(kwargs.values())).ok
+
+
+class TurnedBackBeside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.back, self.end = TurnsAround(), Permute(0, 2, 1), nn.Tanh()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        turned = self.c(x)
+        return self.end(self.back(turned)), turned.sigmoid()
+
+
+def test_a_module_whose_work_is_taken_back_is_no_identity(tmp_path: Path) -> None:
+    """Both tensors at its border are in the file, but no node makes the one of the other."""
+    model, kwargs = ready(TurnedBackBeside()), {"x": x(2, 5, 8)}
+    file = exported(model, kwargs, "torchscript", tmp_path)
+    assert (tree_of(file)["back"]["fate"], tree_of(file)["back"]["with"]) == ("fused", ["c"])
+    assert [path for path, _ in inexact(model, kwargs, file)] == ["c"]
+    assert json.loads(next(e.value for e in file.metadata_props if e.key == "htp.contamination"))[0][0] == "c"
+
+
+# --- changes in place ---------------------------------------------------
+
+
+class ReadInParts(nn.Module):
+    """What a module changed in place is read by an operation for which torch puts another."""
+
+    def __init__(self, read: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.r, self.read = nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU(inplace=True)), read
+        self.a, self.b = nn.Conv2d(4, 3, 1), nn.Conv2d(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.read(self.r(x))
+        result: Tensor = self.a(first) + self.b(second)
+        return result
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda y: y.chunk(2, 1),
+        lambda y: y.split(4, 1),
+        lambda y: y.split([4, 4], 1),
+        lambda y: (y[:, :4], y[:, 4:]),
+        lambda y: y.unflatten(1, (2, 4)).unbind(1),
+    ],
+    ids=["chunk", "split", "sizes", "slices", "unbind"],
+)
+def test_what_is_changed_in_place_and_read_in_parts_is_its_modules_own(
+    read: Callable[[Tensor], Any], tmp_path: Path
+) -> None:
+    model, kwargs = ready(ReadInParts(read)), {"x": x(2, 4, 3, 3)}
+    file = exported(model, kwargs, "torchscript", tmp_path)
+    assert owners_by_kind(file, "Relu") == [("r.1",)]
+    assert set(fates(file).values()) == {"computed"}
+    assert inexact(model, kwargs, file) == []
+    assert untrue_extractions(model, kwargs, file, tmp_path) == []
+
+
+class LeakyPairs(nn.Module):
+    """Operations in place that differ in a constant alone, each read by an operation for which torch puts another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.1, inplace=True))
+        self.b = nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.2, inplace=True), nn.LeakyReLU(0.3, inplace=True))
+        self.weight = nn.Parameter(torch.zeros(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.a(x).chunk(2, 1)
+        return torch.tanh(first * second + (self.b(x).mm(self.weight) + self.weight[0]))
+
+
+def test_operations_in_place_that_differ_in_a_constant_are_told_apart(tmp_path: Path) -> None:
+    model, kwargs = ready(LeakyPairs()), {"x": x(2, 4)}
+    file = exported(model, kwargs, "torchscript", tmp_path)
+    assert owners_by_kind(file, "LeakyRelu") == [("a.1",), ("b.1",), ("b.2",)]
+    assert set(fates(file).values()) == {"computed"}
+    assert inexact(model, kwargs, file) == []
+
+
+class Shifts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x >> 1) << 2
+
+
+class ShiftsThenLooksUp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts, self.table = Shifts(), nn.Embedding(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.table(self.shifts(x) + (x << 1))
+        return result
+
+
+def test_shifts_of_bits_change_nothing_in_place(tmp_path: Path) -> None:
+    """``aten::__rshift__`` is named like an operation in place."""
+    model, kwargs = ready(ShiftsThenLooksUp()), {"x": torch.arange(6).reshape(2, 3)}
+    file = exported(model, kwargs, "torchscript", tmp_path)
+    assert set(fates(file).values()) == {"computed"}
+    assert owners_by_kind(file, "Div") == [("shifts",)]
+    assert owners_by_kind(file, "Mul") == [("shifts",), ("",)]
+    assert inexact(model, kwargs, file) == []
