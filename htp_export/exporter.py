@@ -107,7 +107,7 @@ def export(
         >>> [(node.op_type, node.metadata_props["htp.module"]) for node in program.model.graph]
         [('Gemm', '0'), ('Relu', '1')]
     """
-    uses_dynamo = dynamo is True or not isinstance(model, (torch.nn.Module, torch.jit.ScriptFunction))
+    uses_dynamo = dynamo is True or isinstance(model, torch_internals.exported_by_dynamo_alone())
     entry = patches.DYNAMO_ENTRY if uses_dynamo else patches.TORCHSCRIPT_ENTRY
     with entry.held(), _set(patches.exporter, _Exporter()):
         return torch.onnx.export(

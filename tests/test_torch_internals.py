@@ -21,6 +21,7 @@ EVERY = [*DYNAMO_ENTRY.patches, *TORCHSCRIPT_ENTRY.patches, *DYNAMO.patches, *TO
 WITH_SIGNATURES = [
     ("torch.onnx._internal.exporter._core", "export", ["model"]),
     ("torch.onnx._internal.exporter._core", "_prepare_exported_program_for_export", ["exported_program"]),
+    ("torch.onnx._internal.torchscript_exporter.utils", "_create_jit_graph", ["model", "args"]),
     ("torch.onnx._internal.torchscript_exporter.utils", "_decide_input_format", ["model", "args"]),
     ("torch.onnx._internal.torchscript_exporter.utils", "_trace_and_get_graph_from_model", ["model", "args"]),
     ("torch.onnx._internal.torchscript_exporter.utils", "_run_symbolic_function", ["graph", "block", "node", "inputs"]),
@@ -66,6 +67,33 @@ def test_the_tracer_tells_its_state_and_its_modules() -> None:
     names = torch_internals.state_names(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     assert {name for name in names if name.startswith("0")} == {"0.weight", "0.bias"}
     assert len(names) == 7
+
+
+def test_modules_have_the_same_names_in_the_scopes_of_a_trace_and_once_it_is_inlined() -> None:
+    class Scopes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            graph = torch_internals.tracing_state().graph()
+            scopes.extend(node.scopeName() for node in graph.nodes() if node.kind() == "prim::TracedModuleForward")
+            return x
+
+    scopes: list[str] = []
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Tanh()])})
+    model.add_module("end", Scopes())
+    model.forward = lambda x: model["end"](model["layers"][0](x))  # type: ignore[method-assign]
+    torch.jit.trace(model, (torch.ones(2),), check_trace=False)
+    assert [torch_internals.names_of_traced_scope(scope) for scope in scopes][:1] == ["0"]
+    assert torch_internals.names_of_traced_scope("__module.a.0/__module.a.0.fc") == "0/fc"
+    assert torch_internals.names_of_traced_scope("") == ""
+    for scope in ("net.Net::/net.Block::a.0/torch.nn.Linear::fc", "net.Net::/net.Block::0/torch.nn.Linear::fc"):
+        assert torch_internals.names_of_inlined_scope(scope) == "0/fc"
+    assert torch_internals.names_of_inlined_scope("net.Net::") == ""
+
+
+def test_what_torch_gives_to_the_dynamo_exporter_whatever_is_asked_for() -> None:
+    types = torch_internals.exported_by_dynamo_alone()
+    assert torch.export.ExportedProgram in types
+    source = inspect.getsource(torch.onnx.export)
+    assert all(each.__name__ in source for each in types)
 
 
 def test_weights_can_be_had_apart_from_the_rest_of_the_file() -> None:

@@ -102,7 +102,9 @@ def branch(taken: Any, yes: Any, no: Any, operands: Any = ()) -> Any:
 
 
 def copied(tensor: torch.Tensor) -> Array:
-    array: Array = tensor.detach().cpu().numpy().copy()
+    """The numbers of a tensor; of a quantized one the integers, which are what a file has of it."""
+    tensor = tensor.detach().cpu()
+    array: Array = (tensor.int_repr() if tensor.is_quantized else tensor).numpy().copy()
     return array
 
 

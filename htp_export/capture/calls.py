@@ -161,13 +161,16 @@ def _positional_names(function: Any, bound: bool) -> tuple[tuple[str, ...], str]
 def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Everything in nested tuples, lists and mappings (transformers' outputs are such), with the keys that lead to it.
 
+    A key that is no word and no number counts by its place: a tensor must not be looked at, while it is being traced.
+
     Example:
         >>> list(named_leaves({"x": 1, "states": (None, 2)}))
         [('x', 1), ('states.0', None), ('states.1', 2)]
     """
     items: Any
     if isinstance(tree, Mapping):
-        items = tree.items()
+        named = (key if isinstance(key, (str, int)) else place for place, key in enumerate(tree))
+        items = zip(named, tree.values(), strict=True)
     elif isinstance(tree, (tuple, list)):
         items = enumerate(tree)
     else:

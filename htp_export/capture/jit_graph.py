@@ -149,7 +149,7 @@ def _read(block: Any, reading: Reading, *, top: bool, scopes: bool = False) -> N
         if top:
             reading.made.extend(outputs)
         before = len(steps)
-        reads = [node.inputsAt(place).unique() for place in range(node.inputsSize())]
+        reads = numbers_of_inputs(node)
         returned: list[int] = []
         if may_have_blocks(kind):
             for inner in node.blocks():
@@ -176,6 +176,11 @@ def _attributes(node: Any, kind: str) -> tuple[tuple[str, Any], ...]:
 
 def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def numbers_of_inputs(node: Any) -> tuple[int, ...]:
+    """The numbers of what a node reads."""
+    return tuple([node.inputsAt(place).unique() for place in range(node.inputsSize())])
 
 
 def numbers_of_outputs(node: Any) -> tuple[int, ...]:

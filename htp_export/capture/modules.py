@@ -64,6 +64,7 @@ def training_modes_kept(model: Any) -> Iterator[None]:
     import torch
 
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    modules = [module for module in modules if hasattr(module, "training")]  # a frozen one has no mode any more
     modes = [module.training for module in modules]
     try:
         yield

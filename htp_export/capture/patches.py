@@ -262,6 +262,20 @@ def _traced(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def _created(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Where the graph comes from: for a quantized model, from `torch.jit.trace`, which torch put before."""
+
+    @functools.wraps(original)
+    def wrapper(model: Any, args: Any) -> Any:
+        graph, parameters, *rest = original(model, args)
+        capture = script_capture.get()
+        if capture is not None:
+            capture.created(graph, len(parameters))
+        return graph, parameters, *rest
+
+    return wrapper
+
+
 def _run_symbolic(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(graph: Any, block: Any, node: Any, inputs: Any, *rest: Any) -> Any:
@@ -473,6 +487,7 @@ TRANSLATIONS = Patches(
 
 TORCHSCRIPT = Patches(
     Patch(_SCRIPT, "_trace_and_get_graph_from_model", _traced),
+    Patch(_SCRIPT, "_create_jit_graph", _created),
     Patch(_SCRIPT, "_decide_input_format", _input_format),
     Patch(_SCRIPT, "_run_symbolic_function", _run_symbolic),
     Patch(_SCRIPT, "_C", ScriptPasses),

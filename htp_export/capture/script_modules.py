@@ -45,7 +45,9 @@ class ScriptCalls:
             _, above, parent = self._running[depth - 1]
             path = self._resolve(above, name, holders, self._running[depth][1] if depth < len(self._running) else None)
             del self._running[depth:]
-            self._running.append((name, path, self._log.add(path, parent)))
+            # A frozen module has no modules in it any more: what they computed is its own work, in one call of it.
+            call = parent if path == above else self._log.add(path, parent)
+            self._running.append((name, path, call))
         del self._running[len(names) + 1 :]
         return self._running[-1][2]
 

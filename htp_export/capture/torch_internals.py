@@ -148,6 +148,14 @@ def attention_fast_path_off() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
+def exported_by_dynamo_alone() -> tuple[type, ...]:
+    """What ``torch.onnx.export`` gives to the dynamo exporter under ``dynamo=False`` too."""
+    import torch
+
+    exportable = getattr(torch.onnx, "ExportableModule", None)  # since torch 2.11
+    return (torch.export.ExportedProgram, *([exportable] if exportable else []))
+
+
 def tracing_state() -> Any:
     """The state of the TorchScript trace that runs in this thread; None where none does."""
     import torch
@@ -161,7 +169,8 @@ def state_names(model: Any) -> frozenset[str]:
 
     if not isinstance(model, torch.nn.Module):
         return frozenset()
-    return frozenset(torch.jit._unique_state_dict(model))  # type: ignore[attr-defined, no-untyped-call]
+    # With its tensors as they are: a quantized model holds more than tensors, which cannot be detached.
+    return frozenset(torch.jit._unique_state_dict(model, keep_vars=True))  # type: ignore[attr-defined, no-untyped-call]
 
 
 @functools.cache
@@ -213,6 +222,9 @@ def _aliases(kind: str, count: int) -> list[tuple[int, Any]]:
     ]
 
 
+_TRACED_ROOT = "__module"  # stands for the root in the scopes of ``torch.jit.trace``, which opens no scope for it
+
+
 class _ScopeNames(dict[str, str]):
     """Module path → the name of its scope in the trace; filled when the exporter has made its map."""
 
@@ -224,7 +236,8 @@ class _ScopeNames(dict[str, str]):
             import torch
 
             modules = torch.jit._trace._trace_module_map or {}
-            self.update((self._paths.get(id(module.__dict__), ""), name) for module, name in modules.items())
+            scopes = ((key, name) for key, name in modules.items() if key != _TRACED_ROOT)
+            self.update((self._paths.get(id(module.__dict__), ""), name) for module, name in scopes)
         return super().get(path, default)
 
 
@@ -238,6 +251,22 @@ def is_listed(module: Any) -> bool:
     import torch
 
     return module in (torch.jit._trace._trace_module_map or {})
+
+
+def names_of_traced_scope(scope: str) -> str:
+    """The names of the modules that run, outermost first, from the scope of a node under ``torch.jit.trace``.
+
+    Each part is a module's path below ``__module``, a name its end: ``__module.layers.0/__module.layers.0.fc``.
+    """
+    return "/".join(part.rpartition(".")[2] for part in scope.split("/")) if scope else ""
+
+
+def names_of_inlined_scope(scope: str) -> str:
+    """The same, from the scope that a node has once the methods of a traced module were inlined.
+
+    Each part is a class and a name, with containers that did not run or without: ``Net::/Block::layers.0/Linear::fc``.
+    """
+    return "/".join(part.rpartition("::")[2].rpartition(".")[2] for part in scope.split("/")[1:])
 
 
 def next_number() -> int:
@@ -255,12 +284,16 @@ def is_script_method(forward: Any) -> bool:
     return isinstance(forward, torch._C.ScriptMethod)
 
 
-def traced_number(tensor: Any) -> int | None:
-    """The number of a tensor in the graph of the TorchScript trace that runs; None for one it does not know."""
+def traced_number(*tensor: Any) -> int | None:
+    """The number of a tensor in the graph of the TorchScript trace that runs; None for one it does not know.
+
+    The tracer names a value that has no name yet by the variable that holds it in the frame that asks, or in the next
+    one. Here that variable holds a tuple, and in the next frame there is none: values keep the names that torch gives.
+    """
     import torch
 
     try:
-        return int(torch._C._get_value_trace(tensor).unique())  # type: ignore[attr-defined]
+        return int(torch._C._get_value_trace(*tensor).unique())  # type: ignore[attr-defined]
     except RuntimeError:  # a parameter that is none of the model's: the tracer takes it for no constant
         return None
 

@@ -9,14 +9,14 @@ which value stands in its place. Nothing of the graph is changed here, so that t
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import onnx
 
 from htp_export.capture.calls import NO_CALL, CallLog, Passing
-from htp_export.capture.jit_graph import CONSTANTS, Reading, numbers_of_outputs, read
+from htp_export.capture.jit_calls import Matched, TracedNode, match_by_inputs, match_by_scope
+from htp_export.capture.jit_graph import CONSTANTS, Reading, numbers_of_inputs, numbers_of_outputs, read
 from htp_export.capture.jit_rewriting import follow
 from htp_export.capture.record import Key, Node, Operation, Record
 from htp_export.capture.root_call import RootCall
@@ -27,7 +27,6 @@ from htp_export.capture.torch_internals import (
     next_number,
     out_of_place,
     traced_number,
-    usual_name,
 )
 from htp_export.capture.versions import Versions
 from htp_export.wire import SerializedModel, Weight
@@ -73,8 +72,9 @@ class TorchScriptCapture:
         self._state = state
         self._user_inputs = 0
         self._next_call = 0
+        self._has_root_scope = True
         self._unscoped: dict[int, list[int]] = {}  # call that has no scope → the numbers between which its values are
-        self._traced_nodes: list[tuple[str, str, int, tuple[int, ...]]] = []
+        self._traced_nodes: list[TracedNode] = []
         self._traced_inputs: list[int] = []
         self._numbers: dict[int, int] = {}  # number while tracing → number in the traced graph
         self._dead: set[int] = set()
@@ -105,9 +105,12 @@ class TorchScriptCapture:
         if not self.log.stack:
             self.log = CallLog()
             self._unscoped.clear()
+            self._next_call = 0
+        is_root = not self.log.stack
         index = self.log.enter(path)
-        if not name:
+        if not name and not is_root:
             self._unscoped[index] = [next_number()]
+        self._has_root_scope = bool(name) if is_root else self._has_root_scope
         return name
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -128,7 +131,7 @@ class TorchScriptCapture:
             return result
         graph = state.graph()
         self._traced_nodes = []
-        self._note(graph.nodes(), NO_CALL)
+        self._note(graph.nodes(), NO_CALL if self._has_root_scope else index)
         self._note_unscoped()
         self._traced_inputs = [value.unique() for value in graph.inputs()]
         return result if self.root_call is None else self.root_call.result(result)
@@ -150,52 +153,53 @@ class TorchScriptCapture:
                 for block in node.blocks():
                     self._note(block.nodes(), inner)
             elif kind not in CONSTANTS:
-                self._traced_nodes.append((out_of_place(kind), node.scopeName(), call, numbers_of_outputs(node)))
+                # Without a scope for the root, it is `torch.jit.trace` that traces: `created`.
+                reads = () if self._has_root_scope else numbers_of_inputs(node)
+                made = numbers_of_outputs(node)
+                self._traced_nodes.append(TracedNode(out_of_place(kind), node.scopeName(), call, made, reads))
 
     def _note_unscoped(self) -> None:
         """Give calls without a scope, outer ones first, what was traced while they ran and their callers have."""
         for index, (began, ended) in self._unscoped.items():
             parent = self.log.calls[index].parent
-            for place, (kind, scope, call, made) in enumerate(self._traced_nodes):
-                if call == parent and made and began < made[0] < ended:
-                    self._traced_nodes[place] = (kind, scope, index, made)
+            for place, node in enumerate(self._traced_nodes):
+                if node.call == parent and node.outputs and began < node.outputs[0] < ended:
+                    self._traced_nodes[place] = node._replace(call=index)
 
     # --- the traced graph -----------------------------------------------------------------------
 
     def traced(self, graph: Any) -> None:
         """Note the graph as it was traced."""
         self._user_inputs = len(list(graph.inputs())) - len(self._state)
-        self._first = self._last = reading = read(graph, self._user_inputs, scopes=True)
-        self._numbers.update(zip(self._traced_inputs, (value.unique() for value in graph.inputs()), strict=False))
-        calls = [call for call, size in zip(self._calls(reading), reading.sizes, strict=True) for _ in range(size)]
+        reading = read(graph, self._user_inputs, scopes=True)
+        matched = match_by_scope(self._traced_nodes, reading)
+        inputs = zip(self._traced_inputs, (*reading.inputs, *reading.parameters), strict=False)
+        self._began(reading, matched, dict(inputs))
+
+    def created(self, graph: Any, parameters: int) -> None:
+        """Note the graph that is to be translated, if it was not traced but made of a module that was traced before.
+
+        torch does so with quantized models.
+        """
+        if self._first or not self._traced_nodes:
+            return
+        self._user_inputs = len(list(graph.inputs())) - parameters
+        reading = read(graph, self._user_inputs, scopes=True)
+        # The first input of the trace is the module, whose method is traced.
+        inputs = dict(zip(self._traced_inputs[1:], reading.inputs, strict=False))
+        self._began(reading, match_by_inputs(self._traced_nodes, reading, inputs), inputs)
+
+    def _began(self, reading: Reading, matched: Matched, inputs: dict[int, int]) -> None:
+        """Note the first graph, before anything in it was rewritten."""
+        self._first = self._last = reading
+        self._numbers = {**inputs, **matched.numbers}
+        self._dead = matched.dead
+        calls = [call for call, size in zip(matched.calls, reading.sizes, strict=True) for _ in range(size)]
         self._operations = [
             self._versions.operation(index, step, call, step.kind in SHAPE_KINDS)
             for index, (step, call) in enumerate(zip(reading.steps, calls, strict=True))
         ]
         self._outputs = [self._versions.state(number, len(calls)) for number in reading.outputs]
-
-    def _calls(self, reading: Reading) -> list[int]:
-        """The call of each node of the traced graph: what was traced, less what nothing needed."""
-        traced, steps = self._traced_nodes, reading.outermost
-        renamed = {kind: usual_name(kind) for kind in {kind for kind, *_ in traced} - {step.kind for step in steps}}
-        places: defaultdict[tuple[str, str], deque[int]] = defaultdict(deque)
-        for place, (kind, scope, *_) in enumerate(traced):
-            places[renamed.get(kind, kind), scope].append(place)
-        calls, at = [], 0
-        for step, scope in zip(steps, reading.scopes, strict=True):
-            found = places[step.kind, scope]
-            while found and found[0] < at:
-                found.popleft()
-            if not found:
-                calls.append(NO_CALL)
-                continue
-            self._dead.update(call for _, _, call, _ in traced[at : found[0]])
-            at = found.popleft()
-            calls.append(traced[at][2])
-            self._numbers.update(zip(traced[at][3], step.outputs, strict=False))
-            at += 1
-        self._dead.update(call for _, _, call, _ in traced[at:])
-        return calls
 
     # --- its translation --------------------------------------------------------------------------
 
@@ -237,7 +241,9 @@ class TorchScriptCapture:
         results = result if isinstance(result, (tuple, list)) else (result,)
         for place, value in zip(range(node.outputsSize()), results, strict=False):
             if hasattr(value, "unique"):
-                self._translation[node.outputsAt(place).unique()] = value.unique()
+                # A quantized tensor is a tuple: the tensor, its scale and its zero point.
+                made = value.node().inputsAt(0) if value.node().kind() == "prim::TupleConstruct" else value
+                self._translation[node.outputsAt(place).unique()] = made.unique()
 
     def translated(self, graph: Any) -> None:
         """Note the ONNX graph as it was translated."""

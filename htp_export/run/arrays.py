@@ -29,7 +29,7 @@ _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 
 
 def from_torch(tensor: torch.Tensor) -> Array:
-    """The values of a tensor; they may share its memory.
+    """The values of a tensor; they may share its memory. Of a quantized one, the integers that stand for them.
 
     Example:
         >>> import torch
@@ -39,6 +39,7 @@ def from_torch(tensor: torch.Tensor) -> Array:
     import ml_dtypes
     import torch
 
+    tensor = tensor.int_repr() if tensor.is_quantized else tensor
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     narrow = {torch.bfloat16: (torch.int16, ml_dtypes.bfloat16)}  # numpy has none of its own
     for name in _FLOAT8:
