@@ -196,6 +196,7 @@ class _Exporter:
             torch_internals.attention_fast_path_off(),
             training_modes_kept(model),
             no_collection(),
+            contextlib.closing(capture),
             _named_failure(capture),
         ):
             return export()

@@ -246,3 +246,45 @@ def test_shifts_of_bits_change_nothing_in_place(tmp_path: Path) -> None:
     assert owners_by_kind(file, "Div") == [("shifts",)]
     assert owners_by_kind(file, "Mul") == [("shifts",), ("",)]
     assert inexact(model, kwargs, file) == []
+
+
+# --- hooks of the user ---------------------------------------------------
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra, self.second = nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.first(x)).abs()
+        return result
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_what_forward_hooks_compute_belongs_to_the_module_that_has_them(exporter: str, tmp_path: Path) -> None:
+    model = ready(Chain())
+    model.first.register_forward_hook(lambda _module, _args, out: model.extra(out.exp()))
+    model.second.register_forward_hook(lambda _module, _args, out: out.sin())
+    model.second.register_forward_hook(lambda _module, _args, _kwargs, out: out.cos(), with_kwargs=True)
+    model.register_forward_hook(lambda _module, _args, out: out.neg())
+    file = exported(model, {"x": x(2, 4)}, exporter, tmp_path)
+    found = {node.op_type: owners_of(node) for node in file.graph.node if node.op_type != "Gemm"}
+    assert owners_by_kind(file, "Gemm") == [("first",), ("first", "extra")]
+    assert found.pop("Exp") == ("first",)
+    assert (found.pop("Tanh"), found.pop("Sin"), found.pop("Cos")) == (("second",),) * 3
+    assert found == {"Abs": ("",), "Neg": ("",)}
+    assert inexact(model, {"x": x(2, 4)}, file) == []
+
+
+def test_an_export_that_fails_in_a_hook_leaves_the_hooks_as_they_were(tmp_path: Path) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no")
+
+    model = ready(Chain())
+    model.second.register_forward_hook(fails)
+    with pytest.raises(RuntimeError, match="no") as caught:
+        exported(model, {"x": x(2, 4)}, "torchscript", tmp_path)
+    assert "'second'" in caught.value.__notes__[0]
+    assert [len(module._forward_hooks) for module in model.modules()] == [0, 0, 0, 1]
+    assert list(tmp_path.iterdir()) == []

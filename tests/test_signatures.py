@@ -30,10 +30,9 @@ def values_of(file: onnx.ModelProto, kwargs: dict[str, Any]) -> dict[str, np.nda
     return {**constants, **evaluate(with_branches_taken(file, feeds), feeds)}
 
 
-# Where hooks see other calls than the exporter: see docs/owners.md for the second and third.
+# Where hooks see other calls than the exporter: see docs/owners.md for the last.
 UNLIKE_HOOKS = {
     *(("calls_itself", exporter) for exporter in EXPORTERS),  # hooks count its calls from the innermost
-    ("forward_hook_that_computes", "torchscript"),
     ("pre_hook_that_computes", "dynamo"),
 }
 CASES = [

@@ -78,7 +78,7 @@ def file_of(model: nn.Module, kwargs: dict[str, Any], folder: Path, exporter: st
 
 
 # Where hooks of the user compute, and where the exporters see other results than hooks do; see docs/owners.md.
-HOOKED = {"forward_hook_that_computes", "pre_hook_that_computes"}
+HOOKED = {"pre_hook_that_computes"}
 IN_BRANCHES = {"cond_over_self": {"choose.up", "choose.down"}, "cond": {"high.linear", "low.linear"}}
 QUICK = {"twice", "two_parents", "conv_bn_relu", "structured", "lstm", "in_place", "cond_over_self", "shared_mask"}
 

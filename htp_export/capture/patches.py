@@ -231,7 +231,7 @@ def _slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             if name:
                 tracing_state.pop_scope()
-        return capture.leave(tracing_state, arguments_by_name(self.forward, input, kwargs), result)
+        return capture.returns(self, tracing_state, arguments_by_name(self.forward, input, kwargs), result)
 
     return wrapper
 

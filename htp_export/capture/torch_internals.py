@@ -277,6 +277,35 @@ def next_number() -> int:
     return number
 
 
+def run_after_hooks(module: Any, finish: Callable[[Any], Any]) -> Callable[[], None] | None:
+    """Run something once, when the user's forward hooks on a module have run, with what the module gives back then.
+
+    It is asked for while the module's ``forward`` runs.
+
+    Args:
+        module: The module.
+        finish: Gets what the module gives back, and gives back what it is to give back.
+
+    Returns:
+        What takes it out again; None where there are no hooks, so that it would not run.
+    """
+    from torch.nn.modules import module as modules
+
+    hooks, key = module._forward_hooks, object()
+    if not (hooks or modules._global_forward_hooks):
+        return None
+
+    def last(_module: Any, _args: Any, returned: Any) -> Any:
+        hooks.pop(key, None)
+        return finish(returned)
+
+    def take_out() -> None:
+        hooks.pop(key, None)
+
+    hooks[key] = last
+    return take_out
+
+
 def is_script_method(forward: Any) -> bool:
     """Whether a module's ``forward`` is scripted: then the tracer opens no scope for it."""
     import torch

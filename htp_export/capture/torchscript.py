@@ -8,6 +8,7 @@ which value stands in its place. Nothing of the graph is changed here, so that t
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -26,6 +27,7 @@ from htp_export.capture.torch_internals import (
     is_script_method,
     next_number,
     out_of_place,
+    run_after_hooks,
     traced_number,
 )
 from htp_export.capture.versions import Versions
@@ -73,7 +75,9 @@ class TorchScriptCapture:
         self._user_inputs = 0
         self._next_call = 0
         self._has_root_scope = True
-        self._unscoped: dict[int, list[int]] = {}  # call that has no scope → the numbers between which its values are
+        self._unscoped: set[int] = set()  # calls that have no scope
+        self._between: dict[int, list[int]] = {}  # call → the numbers between which what has its caller's scope is its
+        self._waiting: list[Callable[[], None]] = []  # takes out what waits for hooks that did not run, on error
         self._traced_nodes: list[TracedNode] = []
         self._traced_inputs: list[int] = []
         self._numbers: dict[int, int] = {}  # number while tracing → number in the traced graph
@@ -105,11 +109,13 @@ class TorchScriptCapture:
         if not self.log.stack:
             self.log = CallLog()
             self._unscoped.clear()
+            self._between.clear()
             self._next_call = 0
         is_root = not self.log.stack
         index = self.log.enter(path)
         if not name and not is_root:
-            self._unscoped[index] = [next_number()]
+            self._unscoped.add(index)
+            self._between[index] = [next_number()]
         self._has_root_scope = bool(name) if is_root else self._has_root_scope
         return name
 
@@ -119,20 +125,38 @@ class TorchScriptCapture:
             return args, kwargs
         return self.root_call.arguments(args)
 
+    def returns(self, module: Any, state: Any, arguments: dict[str, Any], result: Any) -> Any:
+        """Note that the innermost running module's ``forward`` is over; what it is to return.
+
+        The user's forward hooks run outside of the module's scope; what they compute is the module's work.
+        """
+        finish = functools.partial(self.leave, state, arguments)
+        take_out = run_after_hooks(module, finish)
+        if take_out is None:
+            return finish(result)
+        self._waiting.append(take_out)
+        self._between.setdefault(self.log.stack[-1], [next_number()])
+        return result
+
+    def close(self) -> None:
+        """Take out what still waits for hooks: an error came before."""
+        for take_out in self._waiting:
+            take_out()
+
     def leave(self, state: Any, arguments: dict[str, Any], result: Any) -> Any:
         """Note that the innermost running module returns; what it is to return."""
         # Only now: the tracer would make a tensor that it does not know a constant, and name it by the caller's scope.
         self.log.give(arguments, traced_number)
         index = self.log.stack[-1]
         self.log.leave(result, traced_number)
-        if index in self._unscoped:
-            self._unscoped[index].append(next_number())
+        if index in self._between:
+            self._between[index].append(next_number())
         if self.log.stack:
             return result
         graph = state.graph()
         self._traced_nodes = []
         self._note(graph.nodes(), NO_CALL if self._has_root_scope else index)
-        self._note_unscoped()
+        self._note_between()
         self._traced_inputs = [value.unique() for value in graph.inputs()]
         return result if self.root_call is None else self.root_call.result(result)
 
@@ -158,9 +182,9 @@ class TorchScriptCapture:
                 made = numbers_of_outputs(node)
                 self._traced_nodes.append(TracedNode(out_of_place(kind), node.scopeName(), call, made, reads))
 
-    def _note_unscoped(self) -> None:
-        """Give calls without a scope, outer ones first, what was traced while they ran and their callers have."""
-        for index, (began, ended) in self._unscoped.items():
+    def _note_between(self) -> None:
+        """Give calls, outer ones first, what was traced while they ran and has their callers' scope."""
+        for index, (began, ended) in sorted(self._between.items()):
             parent = self.log.calls[index].parent
             for place, node in enumerate(self._traced_nodes):
                 if node.call == parent and node.outputs and began < node.outputs[0] < ended:
