@@ -162,6 +162,28 @@ def test_a_module_whose_work_is_taken_back_is_no_identity(tmp_path: Path) -> Non
     assert json.loads(next(e.value for e in file.metadata_props if e.key == "htp.contamination"))[0][0] == "c"
 
 
+class TurnedOnBeside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.on, self.norm = TurnsAround(), Permute(1, 0, 2), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        turned = self.c(x)
+        return self.norm(self.on(turned)), turned.sigmoid()
+
+
+def test_a_tensor_that_is_read_inside_another_module_is_said_to_be_so(tmp_path: Path) -> None:
+    """Two transpositions are joined, and the tensor between them is needed too."""
+    model, kwargs = ready(TurnedOnBeside()), {"x": x(2, 5, 8)}
+    file = exported(model, kwargs, "torchscript", tmp_path)
+    inside = next(node.output[0] for node in file.graph.node if node.op_type == "Conv")
+    listed = json.loads(next(e.value for e in file.metadata_props if e.key == "htp.contamination"))
+    assert sorted(listed) == [["c", inside, True], ["on", inside, False]]
+    assert sorted(path for path, _ in inexact(model, kwargs, file)) == ["c", "on"]
+    assert htp_export.extract(tmp_path / "model.onnx", "on").outside == (inside,)
+    assert htp_export.verify(model, tmp_path / "model.onnx", (kwargs["x"],)).ok  # the tensors that are there are right
+
+
 # --- changes in place ---------------------------------------------------
 
 
@@ -220,6 +242,36 @@ def test_operations_in_place_that_differ_in_a_constant_are_told_apart(tmp_path: 
     file = exported(model, kwargs, "torchscript", tmp_path)
     assert owners_by_kind(file, "LeakyRelu") == [("a.1",), ("b.1",), ("b.2",)]
     assert set(fates(file).values()) == {"computed"}
+    assert inexact(model, kwargs, file) == []
+
+
+class AddsInPlace(nn.Module):
+    def __init__(self, other: Any) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clone().add_(self.other)
+
+
+class AddsThrice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.number, self.cast = (AddsInPlace(other) for other in (1.0, 2.0, torch.tensor([3, 1, 4, 1])))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unused(x).chunk(2, 1)
+        first, second = self.number(x).chunk(2, 1)
+        third, fourth = self.cast(x).chunk(2, 1)
+        return first * second + third * fourth
+
+
+def test_an_operand_that_torch_casts_for_a_change_in_place_is_still_the_operand(tmp_path: Path) -> None:
+    model, kwargs = ready(AddsThrice()), {"x": x(2, 4)}
+    file = exported(model, kwargs, "torchscript", tmp_path)
+    added = [owners_of(node) for node in file.graph.node if node.op_type == "Add" and "onnx::Add_0" in node.input]
+    assert added == [("number",), ("cast",)]
+    assert fates(file) == {"": "computed", "unused": "dead", "number": "computed", "cast": "computed"}
     assert inexact(model, kwargs, file) == []
 
 

@@ -72,11 +72,15 @@ def _recomputed(before: Reading, after: Reading, found: Mapping[Any, Any]) -> di
     old_constants, new_constants = _made_of_constants(before), _made_of_constants(after)
     there, taken = {number: step for step in before.steps for number in step.outputs}, set(found.values())
     fresh: defaultdict[Any, deque[Step]] = defaultdict(deque)
+    cast: dict[int, int] = {}  # what torch casts to the type of the tensor that is changed in place → what it was
     for step in after.steps:
         was = next((there[number] for number in step.outputs if number in there), None)
         if was is not None and (was.inputs, was.attributes) == (step.inputs, step.attributes):
             continue
-        reads = tuple(_CONSTANT if number in new_constants else number for number in step.inputs)
+        uncast = [cast.get(number, number) for number in step.inputs]
+        if step.kind == "aten::type_as":
+            cast[step.outputs[0]] = uncast[0]
+        reads = tuple(_CONSTANT if number in new_constants else number for number in uncast)
         if _CONSTANT not in reads or (was is None and taken.isdisjoint(step.outputs)):
             fresh[step.kind, step.attributes, reads].append(step)
     for step in before.steps if fresh else ():

@@ -42,7 +42,7 @@ htp.exact = (value, unit = "") =>
 htp.FATES = {
   computed: "it has nodes of its own, with the inputs and outputs that it has in PyTorch",
   identity: "it gives back what it was given",
-  fused: "merged with its neighbours: a tensor at its border no longer exists",
+  fused: "merged with its neighbours: a tensor at its border no longer exists, or none of its nodes is left",
   constant: "what it computes does not depend on the model's inputs, and was folded away",
   dead: "nothing that the model returns needs it",
   uncalled: "its forward did not run",
