@@ -1,0 +1,299 @@
+"""Models of which torch's TorchScript exporter does not trace a plain ``nn.Module``, or names what it traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+from torch.ao import quantization
+from torch.ao.nn.quantized import FloatFunctional
+
+import htp_export
+from tests import truth
+from tests.nets import spread, x
+from tests.test_drop_in import assert_same_graph
+from tests.truth import inexact, nodes_of, owners_of, tree_of, untagged
+
+Tensor = torch.Tensor
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
+    pytest.mark.filterwarnings("ignore:Currently, qnnpack"),
+    pytest.mark.filterwarnings("ignore:no signature found"),  # for the method of a frozen module
+]
+
+
+def export(exporter: Any, model: Any, args: tuple[Any, ...], folder: Path, **options: Any) -> onnx.ModelProto:
+    exporter(model, args, folder / "model.onnx", dynamo=False, verbose=False, **options)
+    return onnx.load(str(folder / "model.onnx"))
+
+
+def owners(file: onnx.ModelProto, *kinds: str) -> list[tuple[str, tuple[str, ...]]]:
+    return [(node.op_type, owners_of(node)) for node in nodes_of(file) if node.op_type in kinds]
+
+
+def fates(file: onnx.ModelProto) -> dict[str, str]:
+    return {path: entry["fate"] for path, entry in tree_of(file).items()}
+
+
+# --- quantized models ---------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def engine() -> Iterator[None]:
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = "qnnpack"
+    yield
+    torch.backends.quantized.engine = before
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act = nn.Conv2d(3, 4, 3), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.act(self.conv(x))
+        return result
+
+
+class Stubbed(nn.Module):
+    """A model between the modules that quantize and dequantize."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant, self.dequant = quantization.QuantStub(), quantization.DeQuantStub()
+
+
+class Blocks(Stubbed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU())])
+        self.pool, self.flat, self.fc = nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.quant(x)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.dequant(self.fc(self.flat(self.pool(x))))
+        return result
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act, self.plus = nn.Conv2d(4, 4, 1), nn.ReLU(), FloatFunctional()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plus.add(x, self.act(self.conv(x)))
+
+
+class CalledTwice(Stubbed):
+    """torch keeps no scope for a module's second call; and two modules have the same last name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.residual, self.last = nn.Conv2d(3, 4, 1), Residual(), nn.ReLU()
+        self.heads = nn.ModuleDict({"a": nn.ModuleList([nn.Conv2d(4, 4, 1)]), "b": nn.ModuleList([nn.Conv2d(4, 4, 1)])})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.residual(self.residual(self.stem(self.quant(x))))
+        x = self.heads["b"][0](self.heads["a"][0](x))
+        result: Tensor = self.dequant(self.last(x))
+        return result
+
+
+class Concatenates(Stubbed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 6), nn.Linear(4, 6)
+        self.plus = FloatFunctional()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.a(self.quant(x))
+        return self.dequant(self.plus.cat([self.b(x), self.c(x)], 1)), self.dequant(x)
+
+
+def quantized(model: nn.Module, given: Tensor, *fused: list[str]) -> nn.Module:
+    model = spread(model).eval()
+    model.qconfig = quantization.get_default_qconfig("qnnpack")
+    prepared = quantization.prepare(quantization.fuse_modules(model, list(fused)) if fused else model)
+    prepared(given)
+    converted: nn.Module = quantization.convert(prepared)
+    return converted
+
+
+def image() -> Tensor:
+    return x(1, 3, 6, 6)
+
+
+BLOCKS = [
+    ("QuantizeLinear", ("quant",)),
+    ("Conv", ("blocks.0.conv",)),
+    ("QuantizeLinear", ("blocks.0.conv",)),
+    ("Relu", ("blocks.0.act",)),
+    ("QuantizeLinear", ("blocks.0.act",)),
+    ("Conv", ("blocks.1.0",)),
+    ("QuantizeLinear", ("blocks.1.0",)),
+    ("Relu", ("blocks.1.1",)),
+    ("QuantizeLinear", ("blocks.1.1",)),
+    ("GlobalAveragePool", ("pool",)),
+    ("QuantizeLinear", ("pool",)),
+    ("Flatten", ("flat",)),
+    ("QuantizeLinear", ("flat",)),
+    ("Gemm", ("fc",)),
+    ("QuantizeLinear", ("fc",)),
+]
+FUSED = [
+    (kind, (path.replace("act", "conv").replace("1.1", "1.0"),))
+    for kind, (path,) in BLOCKS
+    if path not in ("blocks.0.act", "blocks.1.1") or kind == "Relu"
+]
+FUSED.insert(2, FUSED.pop(3))  # the activation comes before the result is quantized
+FUSED.insert(5, FUSED.pop(6))
+TWICE = [
+    ("Conv", ("stem",)),
+    ("Conv", ("residual.conv",)),
+    ("Relu", ("residual.act",)),
+    ("Add", ("residual",)),
+    ("Conv", ("residual.conv",)),
+    ("Relu", ("residual.act",)),
+    ("Add", ("residual",)),
+    ("Conv", ("heads.a.0",)),
+    ("Conv", ("heads.b.0",)),
+    ("Relu", ("last",)),
+]
+KINDS = ("QuantizeLinear", "Conv", "Relu", "GlobalAveragePool", "Flatten", "Gemm")
+
+
+def one_step(one: truth.Array, other: truth.Array) -> bool:
+    """Equal, but for one step of a quantized scale: ONNX Runtime and PyTorch round at other places."""
+    if one.shape != other.shape:
+        return False
+    step = 1 if one.dtype == np.uint8 else 0.03 * float(np.abs(other).max(initial=0))
+    return bool(np.allclose(one.astype(np.float64), other.astype(np.float64), rtol=0, atol=step))
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "kinds", "expected"),
+    [
+        (lambda: quantized(Blocks(), image()), image(), KINDS, BLOCKS),
+        (
+            lambda: quantized(Blocks(), image(), ["blocks.0.conv", "blocks.0.act"], ["blocks.1.0", "blocks.1.1"]),
+            image(),
+            KINDS,
+            FUSED,
+        ),
+        (lambda: quantized(CalledTwice(), image()), image(), ("Conv", "Relu", "Add"), TWICE),
+        (
+            lambda: quantized(Concatenates(), x(2, 4)),
+            x(2, 4),
+            ("Gemm", "Concat"),
+            [("Gemm", ("a",)), ("Gemm", ("b",)), ("Gemm", ("c",)), ("Concat", ("",))],
+        ),
+    ],
+    ids=["blocks", "fused_before", "called_twice", "two_outputs"],
+)
+def test_each_node_of_a_quantized_model_belongs_to_its_module(
+    make: Callable[[], nn.Module],
+    given: Tensor,
+    kinds: tuple[str, ...],
+    expected: list[tuple[str, tuple[str, ...]]],
+    tmp_path: Path,
+) -> None:
+    model = make()
+    export(torch.onnx.export, model, (given,), tmp_path)  # the first export of a structure gives nodes other names
+    plain = export(torch.onnx.export, model, (given,), tmp_path)
+    file = export(htp_export.export, model, (given,), tmp_path)
+    assert_same_graph(file, plain)
+    assert (owners(file, *kinds), untagged(file)) == (expected, [])
+    with mock.patch.object(truth, "equal", one_step):
+        assert inexact(model, {"x": given}, file) == []
+
+
+def test_verify_reads_the_integers_of_quantized_tensors(tmp_path: Path) -> None:
+    model = quantized(Concatenates(), x(2, 4))
+    export(htp_export.export, model, (x(2, 4),), tmp_path)
+    report = htp_export.verify(model, tmp_path / "model.onnx", (x(2, 4),))
+    assert all(report.modules[path].max_abs <= 1 for path in ("quant", "a", "b", "c"))
+
+
+def test_a_model_that_torch_cannot_export_fails_as_under_torch(tmp_path: Path) -> None:
+    model = quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)).eval(), {nn.Linear})
+    messages = []
+    for exporter in (torch.onnx.export, htp_export.export):
+        with pytest.raises(torch.onnx.errors.UnsupportedOperatorError) as caught:
+            export(exporter, model, (x(2, 4),), tmp_path)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    assert "linear_dynamic" in messages[0]
+
+
+# --- scripted and frozen modules, modules that bring their arguments -----------------------------------
+
+
+def test_a_frozen_module_is_exported_and_ran_once(tmp_path: Path) -> None:
+    net = spread(nn.Sequential(nn.Linear(4, 3), nn.ReLU())).eval()
+    frozen = torch.jit.freeze(torch.jit.trace(net, (x(2, 4),)))
+    plain = export(torch.onnx.export, frozen, (x(2, 4),), tmp_path)
+    file = export(htp_export.export, frozen, (x(2, 4),), tmp_path)
+    assert_same_graph(file, plain)
+    assert (untagged(file), tree_of(file)[""]["calls"]) == ([], 1)
+
+
+class BringsArguments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.fc(x))
+
+    def example_arguments(self) -> tuple[tuple[Any, ...], None]:
+        return (torch.ones(2, 4),), None
+
+
+@pytest.mark.skipif(not hasattr(torch.onnx, "ExportableModule"), reason="since torch 2.11")
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_a_module_that_brings_its_arguments_has_tags_whatever_dynamo_says(dynamo: bool, tmp_path: Path) -> None:
+    """torch gives it to the dynamo exporter in both cases."""
+    exportable = type("Exportable", (BringsArguments, torch.onnx.ExportableModule), {})
+    htp_export.export(exportable().eval(), f=tmp_path / "model.onnx", dynamo=dynamo, verbose=False)
+    assert owners(onnx.load(str(tmp_path / "model.onnx")), "Gemm", "Relu") == [("Gemm", ("fc",)), ("Relu", ("",))]
+
+
+# --- names ---------------------------------------------------
+
+
+class ReadsPairs(nn.Module):
+    def forward(self, pairs: dict[Tensor, Tensor]) -> Tensor:
+        return sum((key * value for key, value in pairs.items()), start=torch.zeros(2))
+
+
+class HoldsPairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads, self.act = ReadsPairs(), nn.Tanh()
+
+    def forward(self, x: Tensor, pairs: dict[Tensor, Tensor]) -> Tensor:
+        result: Tensor = self.act(self.reads(pairs) + x)
+        return result
+
+
+def test_values_have_the_names_that_torch_gives_where_tensors_are_keys(tmp_path: Path) -> None:
+    """The tracer names values by variables of Python; none of ours must be found there."""
+    files = []
+    for exporter in (torch.onnx.export, htp_export.export):
+        pairs = {torch.full((2,), 2.0): x(2, seed=1), torch.full((2,), 3.0): x(2, seed=2)}
+        files.append(export(exporter, HoldsPairs().eval(), (x(2), pairs, {}), tmp_path))
+    assert_same_graph(files[1], files[0])
+    assert owners(files[1], "Mul", "Tanh") == [("Mul", ("reads",)), ("Mul", ("reads",)), ("Tanh", ("act",))]
+    assert fates(files[1]) == {"": "computed", "reads": "computed", "act": "computed"}
