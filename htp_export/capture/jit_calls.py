@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from htp_export.capture.calls import NO_CALL
+from htp_export.capture.calls import NO_CALL, CallLog
 from htp_export.capture.jit_graph import Reading, Step
 from htp_export.capture.torch_internals import names_of_inlined_scope, names_of_traced_scope, usual_name
 
@@ -48,6 +48,21 @@ class Matched:
         """Note that a node of the graph is one of the trace."""
         self.calls.append(node.call)
         self.numbers.update(zip(node.outputs, step.outputs, strict=False))
+
+
+def place_between(nodes: list[TracedNode], between: Mapping[int, Sequence[int]], log: CallLog) -> None:
+    """Give calls, outer ones first, what was traced while they ran and has their callers' scope.
+
+    Args:
+        nodes: The nodes of the trace; changed.
+        between: Call → the numbers between which it ran.
+        log: The calls.
+    """
+    for index, (began, ended) in sorted(between.items()):
+        parent = log.calls[index].parent
+        for place, node in enumerate(nodes):
+            if node.call == parent and node.outputs and began < node.outputs[0] < ended:
+                nodes[place] = node._replace(call=index)
 
 
 def _with_usual_names(traced: Sequence[TracedNode], reading: Reading) -> Sequence[TracedNode]:

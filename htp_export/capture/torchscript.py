@@ -16,7 +16,7 @@ from typing import Any
 import onnx
 
 from htp_export.capture.calls import NO_CALL, CallLog, Passing
-from htp_export.capture.jit_calls import Matched, TracedNode, match_by_inputs, match_by_scope
+from htp_export.capture.jit_calls import Matched, TracedNode, match_by_inputs, match_by_scope, place_between
 from htp_export.capture.jit_graph import CONSTANTS, Reading, numbers_of_inputs, numbers_of_outputs, read
 from htp_export.capture.jit_rewriting import follow
 from htp_export.capture.record import Key, Node, Operation, Record
@@ -156,7 +156,7 @@ class TorchScriptCapture:
         graph = state.graph()
         self._traced_nodes = []
         self._note(graph.nodes(), NO_CALL if self._has_root_scope else index)
-        self._note_between()
+        place_between(self._traced_nodes, self._between, self.log)
         self._traced_inputs = [value.unique() for value in graph.inputs()]
         return result if self.root_call is None else self.root_call.result(result)
 
@@ -181,14 +181,6 @@ class TorchScriptCapture:
                 reads = () if self._has_root_scope else numbers_of_inputs(node)
                 made = numbers_of_outputs(node)
                 self._traced_nodes.append(TracedNode(out_of_place(kind), node.scopeName(), call, made, reads))
-
-    def _note_between(self) -> None:
-        """Give calls, outer ones first, what was traced while they ran and has their callers' scope."""
-        for index, (began, ended) in sorted(self._between.items()):
-            parent = self.log.calls[index].parent
-            for place, node in enumerate(self._traced_nodes):
-                if node.call == parent and node.outputs and began < node.outputs[0] < ended:
-                    self._traced_nodes[place] = node._replace(call=index)
 
     # --- the traced graph -----------------------------------------------------------------------
 
