@@ -109,12 +109,14 @@ def check_calls(
 def _each_once(paired: PairedCall, tolerance: Tolerance | None, found: Mapping[_Key, Difference]) -> PairedCall:
     """Of a call whose tensors the file does not name: the nearest first, and each tensor for one output.
 
-    The file may have fewer than PyTorch gave back, as nothing reads the others.
+    The file may have fewer than PyTorch gave back, as nothing reads the others. A tensor whose shape or dtype is known
+    only now that the file ran, and differs, is another tensor.
     """
     options = [
         (_rank(found[pair.expected, value, tolerance]), pair.name, value)
         for pair in paired.outputs
         for value in pair.candidates
+        if found[pair.expected, value, tolerance].comparable
     ]
     chosen: dict[str, ir.Value] = {}
     for _, name, value in sorted(options, key=lambda option: option[0]):

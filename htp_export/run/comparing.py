@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,7 @@ class Difference:
         problem: What is wrong, for a person; ``""`` where the tensors agree.
         note: What was done to be able to compare; ``""`` as a rule.
         excess: The largest difference of two elements in units of what may differ: up to 1, they agree.
+        comparable: Whether the tensors have the same shape, and dtypes that can be compared.
     """
 
     max_abs: float
@@ -70,6 +71,7 @@ class Difference:
     problem: str = ""
     note: str = ""
     excess: float = 0.0
+    comparable: bool = True
 
     @property
     def agrees(self) -> bool:
@@ -115,7 +117,8 @@ def difference(
     allowed = tolerance or TOLERANCES.get(dtype, Tolerance(0.0, 0.0))
     if expected.dtype.kind not in "biufcV":  # text: equal or not
         unequal = int(np.count_nonzero(expected != found))
-        return _incomparable(f"{unequal} of {expected.size} elements differ") if unequal else _EQUAL
+        problem = f"{unequal} of {expected.size} elements differ"
+        return replace(_incomparable(problem), comparable=True) if unequal else _EQUAL
     sums = _Sums(allowed, _scale(expected))
     one, other = expected.reshape(-1), found.reshape(-1)
     for start in range(0, one.size, _BLOCK):
@@ -124,7 +127,7 @@ def difference(
 
 
 def _incomparable(problem: str) -> Difference:
-    return Difference(_NAN, _NAN, _NAN, _NAN, _NAN, problem, excess=float("inf"))
+    return Difference(_NAN, _NAN, _NAN, _NAN, _NAN, problem, excess=float("inf"), comparable=False)
 
 
 _EQUAL = Difference(0.0, 0.0, 0.0, 0.0, 1.0)

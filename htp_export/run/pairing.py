@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import onnx_ir as ir
 
@@ -15,6 +16,8 @@ from htp_export.signatures import Signature
 from htp_export.tagged import Region, TaggedModel
 
 __all__ = ["Pair", "PairedCall", "leaving_tensors", "pair_call", "signature_of", "unmatched_calls"]
+
+_Listed = TypeVar("_Listed")
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,27 @@ def pair_call(tagged: TaggedModel, call: ModuleCall) -> PairedCall:
     signature = signature_of(tagged, call.path, call.number)
     inputs = () if signature is None else tuple(_inputs(tagged, call, signature))
     graph_outputs = list(tagged.model.graph.outputs)
-    if not call.path and len(graph_outputs) == len(call.outputs):
-        return _in_order(call, graph_outputs, inputs)
-    names: Sequence[str | None] = () if signature is None else signature.outputs
-    if len(names) == len(call.outputs) and not any(name is not None and name not in tagged.values for name in names):
+    results = None if call.path else _of_tensors(call, graph_outputs)
+    if results is not None:
+        return _in_order(call, results, inputs)
+    names = None if signature is None else _of_tensors(call, signature.outputs)
+    if names is not None and not any(name is not None and name not in tagged.values for name in names):
         return _in_order(call, [None if name is None else tagged.values[name] for name in names], inputs)
     if not call.path and len(graph_outputs) < len(call.outputs):
         return PairedCall(call, (), inputs, len(call.outputs) - len(graph_outputs))
     return _by_region(tagged, call, inputs)
+
+
+def _of_tensors(call: ModuleCall, listed: Sequence[_Listed]) -> Sequence[_Listed] | None:
+    """The entries of a list of results that stand for a call's tensors; None if the list is of something else.
+
+    It has an entry for each tensor, or for each tensor and each number: under TorchScript, sizes are tensors.
+    """
+    if len(listed) == len(call.outputs):
+        return listed
+    if len(listed) == len(call.tensors):
+        return [each for each, is_tensor in zip(listed, call.tensors, strict=True) if is_tensor]
+    return None
 
 
 def _in_order(call: ModuleCall, values: Sequence[ir.Value | None], inputs: tuple[Pair, ...]) -> PairedCall:
@@ -108,7 +124,7 @@ def _by_region(tagged: TaggedModel, call: ModuleCall, inputs: tuple[Pair, ...]) 
     for place, held in enumerate(call.outputs):
         if held is None:
             continue
-        fitting = tuple(value for value in leaving if _fits(value, held))  # their order is that in which they are made
+        fitting = tuple(value for value in leaving if _fits(tagged, value, held))  # in the order in which they are made
         if fitting:
             pairs.append(Pair(str(place), held, fitting))
     reason = "its tensors are those that leave its nodes: the file does not name them"
@@ -136,8 +152,13 @@ def _is_of_others(tagged: TaggedModel, path: str, node: ir.Node | None) -> bool:
     return not all(tags.is_under(owner, path) for owner in tagged.owners_of(node))
 
 
-def _fits(value: ir.Value, held: Held) -> bool:
-    """Whether a tensor of a graph may hold an array, as far as its type and shape are known."""
+def _fits(tagged: TaggedModel, value: ir.Value, held: Held) -> bool:
+    """Whether a tensor of a graph may hold an array, as far as its type and shape are known or can be inferred.
+
+    What inference does not find is compared with the array once the file has run.
+    """
+    if value.dtype is None or value.shape is None:
+        value = tagged.typed.get(str(value.name), value)
     if value.dtype is not None and value.dtype != ir.DataType.STRING and value.dtype.numpy() != held.array.dtype:
         return False
     shape = held.array.shape

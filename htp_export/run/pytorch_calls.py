@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from htp_export.capture.calls import arguments_by_name, named_tensors_in, tensors_in
+from htp_export.capture.calls import arguments_by_name, named_leaves, named_tensors_in
 from htp_export.capture.modules import training_modes_kept
 from htp_export.capture.torch_internals import attention_fast_path_off
 from htp_export.errors import InputError
@@ -32,6 +32,8 @@ class ModuleCall:
         inputs: Argument of ``forward`` (``hidden_states``, ``states.1``) → its values at entry; those asked for.
         outputs: What ``forward`` returned: its tensors in order; None for one that is not known.
         began: When it began, among all calls: those that began later, and ended before it did, ran inside it.
+        tensors: For each tensor and each number that ``forward`` returned, in order, whether it is a tensor. The
+            TorchScript exporter sees sizes as tensors, and lists them among the results.
     """
 
     path: str
@@ -39,6 +41,7 @@ class ModuleCall:
     inputs: Mapping[str, Held]
     outputs: tuple[Held | None, ...]
     began: int = 0
+    tensors: tuple[bool, ...] = ()
 
 
 @contextlib.contextmanager
@@ -139,8 +142,10 @@ class _Recorder:
             while self._open[-1][0] != path:  # calls that raised, and whose error somebody caught
                 self._open.pop()
             _, number, began, inputs = self._open.pop()
-            outputs = tuple(self._hold(tensor) for tensor in tensors_in(output))
-            self.calls.append(ModuleCall(path, number, inputs, outputs, began))
+            returned = [leaf for _, leaf in named_leaves(output) if isinstance(leaf, torch.Tensor | int | float)]
+            outputs = tuple(self._hold(leaf) for leaf in returned if isinstance(leaf, torch.Tensor))
+            places = tuple(isinstance(leaf, torch.Tensor) for leaf in returned)
+            self.calls.append(ModuleCall(path, number, inputs, outputs, began, places))
 
         yield module.register_forward_pre_hook(enter, with_kwargs=True)
         yield module.register_forward_hook(leave, with_kwargs=True)
