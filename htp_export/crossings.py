@@ -82,24 +82,13 @@ class Crossings(Generic[Key]):
         """``(tensor, node on the other side or OUTSIDE, whether it leaves)`` for what crosses the border of a region.
 
         The region is that of all nodes with an owner at or below one of ``paths``. What several modules own may be
-        read by each of them.
+        read by each of them, and by the blocks around them: see ``tags.sharing``.
         """
         region = {index for path in paths for index in self.below.get(path, ())}
         for index in sorted(region):
             outwards = [edge for edge in self._edges[index] if edge[1] not in region]
-            others = self._others(index, paths) if outwards else []
+            others = tags.sharing(self.owners[index], paths) if outwards else []
             for key, other, leaves in outwards:
                 shared = leaves and other != OUTSIDE and not self._above[other].keys().isdisjoint(others)
                 if not shared:
                     yield key, other, leaves
-
-    def _others(self, index: int, paths: Sequence[str]) -> list[str]:
-        """The owners of a node that have nothing to do with ``paths``; a single owner is why it is in the region."""
-        owners = self.owners[index]
-        if len(owners) == 1:
-            return []
-        return [
-            owner
-            for owner in owners
-            if not any(tags.is_under(owner, path) or tags.is_under(path, owner) for path in paths)
-        ]

@@ -86,9 +86,8 @@ class Borders:
         return self._crossings[one, other]
 
     def _shared(self, path: str, owners: _Owners, readers: Collection[str]) -> bool:
-        """Whether a node gives a tensor to another module whose work it does, too."""
-        others = [owner for owner in owners if not (tags.is_under(owner, path) or tags.is_under(path, owner))]
-        return any(owner in readers for owner in others)
+        """Whether a node gives a tensor to another block whose work it does, too."""
+        return any(block in readers for block in tags.sharing(owners, (path,)))
 
     @cached_property
     def crossing(self) -> Mapping[str, Mapping[str, _Owners]]:
@@ -136,12 +135,7 @@ class Borders:
             group.extend(fresh)
 
     def _given_on(self, owners: _Owners, readers: _Owners, group: Sequence[str]) -> bool:
-        others = [
-            owner
-            for owner in owners
-            if not any(tags.is_under(owner, path) or tags.is_under(path, owner) for path in group)
-        ]
-        return any(tags.is_under(reader, owner) for reader in readers for owner in others)
+        return _inside(readers, tags.sharing(owners, group))
 
     def next_to(self, names: Collection[str]) -> _Owners:
         """The innermost owners that make or read one of some tensors."""

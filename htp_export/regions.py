@@ -204,9 +204,9 @@ class Region:
     def outputs(self) -> list[ir.Value]:
         """The tensors that leave, by order of production.
 
-        A tensor leaves if the model returns it or if a node outside reads it. A *shared* node has several owners, and
-        does for each of them what that one would do alone: what it gives to the region of another owner of it leaves
-        neither. What depends on no input of the model leaves only where the model returns it.
+        A tensor leaves if the model returns it or if a node outside reads it. A node with several owners does for each
+        of them what that one would do alone: what it gives to another of them, or to the block around that one, leaves
+        none; see ``tags.sharing``. What depends on no input of the model leaves only where the model returns it.
         """
         return [value for node in self._closure for value in node.outputs if self._leaves(node, value)]
 
@@ -286,8 +286,7 @@ class Region:
                 return True
         if value in self._index.constant:
             return False
-        related = (tags.is_under(self.path, owner) or tags.is_under(owner, self.path) for owner in self.owners_of(node))
-        others = [owner for owner, near in zip(self.owners_of(node), related, strict=True) if not near]
+        others = tags.sharing(self.owners_of(node), (self.path,))
         return any(not self._inside(use.node) and not self._belongs(use.node, others) for use in value.uses())
 
     def _belongs(self, node: ir.Node, paths: Sequence[str]) -> bool:

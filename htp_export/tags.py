@@ -161,6 +161,38 @@ def owners_of(metadata: Mapping[str, str]) -> tuple[str, ...]:
     return (metadata[MODULE],) if MODULE in metadata else ()
 
 
+def sharing(owners: Sequence[str], paths: Collection[str]) -> list[str]:
+    """The blocks that one node does the same work for as for ``paths``, and that may read what it makes.
+
+    For each further owner of the node, the largest module around it that is around none of ``paths``. Equal work of
+    two blocks, merged into one node, feeds both blocks: what it makes may be read anywhere in the other one, and leaves
+    none of ``paths`` by that. An owner that lies in one of ``paths``, or around one, is no other block.
+
+    This is the rule of every boundary in the package: of regions, of the crossings that an export and `carry` find
+    fates and contamination by, and of those that passes are held against.
+
+    Args:
+        owners: The owners of the node.
+        paths: The modules whose common boundary is looked at.
+
+    Example:
+        >>> sharing(["layer.0.mask.add", "layer.1.mask.add"], ["layer.0.mask"])
+        ['layer.1']
+        >>> sharing(["layer.0.query", "layer.0.key"], ["layer.0"])
+        []
+    """
+    if len(owners) < 2:
+        return []
+    others = (owner for owner in owners if not any(is_under(owner, path) or is_under(path, owner) for path in paths))
+    return list(dict.fromkeys(_widest(owner, paths) for owner in others))
+
+
+def _widest(owner: str, paths: Collection[str]) -> str:
+    """The largest module around an owner that is around none of some paths."""
+    around = (up for up in reversed(list(ancestors(owner))) if up)
+    return next(up for up in around if not any(is_under(path, up) for path in paths))
+
+
 def node_tags(owners: Sequence[str], reason: str, called: Collection[str]) -> dict[str, str]:
     """A node's metadata, but for ``htp.call``.
 

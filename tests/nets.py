@@ -347,6 +347,52 @@ net(
 )
 
 
+class Gain(nn.Module):
+    """Returns the exponential, or what is computed from it."""
+
+    def __init__(self, squashed: bool) -> None:
+        super().__init__()
+        self.squashed = squashed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(torch.exp(x)) if self.squashed else torch.exp(x)
+
+
+class GainBlock(nn.Module):
+    """Its own forward reads what its gain returns."""
+
+    def __init__(self, squashed: bool) -> None:
+        super().__init__()
+        self.gain, self.fc = Gain(squashed), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) * self.gain(g)
+
+
+class MergedGains(nn.Module):
+    """Both gains begin alike; the merged node feeds one gain, and the block around the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([GainBlock(True), GainBlock(False)])
+
+    def forward(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, g)
+        return x
+
+
+net(
+    "merged_work_read_in_both_blocks",
+    MergedGains,
+    lambda: {"x": x(2, 4), "g": x(2, 4)},
+    truth=Truth(
+        computed("blocks.0", "blocks.0.gain", "blocks.1", "blocks.1.gain"),
+        {"Exp": [("blocks.0.gain", "blocks.1.gain")], "Mul": [("blocks.0",), ("blocks.1",)]},
+    ),
+)
+
+
 class CastThenScale(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -4,6 +4,10 @@ PyTorch runs with hooks and notes every tensor that goes into a module and comes
 not optimised, with every tensor exposed. Both run on two sets of inputs (probes). A module is exact where the tensors
 that cross the border of its region are those that PyTorch saw cross, and where its fate is what really happened.
 Nothing here asks how the tags were made.
+
+Three rules: a module's inputs are taken before it runs, as it may change them in place; tolerances grow with the largest
+element of a tensor; and what a node makes that several modules own may be read anywhere in the largest modules around
+them that are not around each other: equal work of two blocks, merged into one node, feeds both blocks.
 """
 
 from __future__ import annotations
@@ -113,7 +117,11 @@ def equal(one: Array, other: Array) -> bool:
         return False
     if one.dtype.kind in "biu" and other.dtype.kind in "biu":
         return bool(np.array_equal(one, other))
-    return bool(np.allclose(one.astype(np.float64), other.astype(np.float64), rtol=1e-3, atol=1e-5, equal_nan=True))
+    one, other = one.astype(np.float64), other.astype(np.float64)
+    usual = np.abs(other[np.isfinite(other) & (np.abs(other) < 1e30)])  # masks hold the lowest numbers there are
+    # What is folded (Conv + BatchNorm) is rounded by a part of the largest element, wherever it stands.
+    scale = max(1.0, float(usual.max(initial=0.0)))
+    return bool(np.allclose(one, other, rtol=1e-3, atol=1e-5 * scale, equal_nan=True))
 
 
 # --- the file ---------------------------------------------------
@@ -240,8 +248,8 @@ class Opened:
     def leaving(self, paths: list[str]) -> Iterator[str]:
         region = self.region(paths)
         for index in sorted(region):
-            # What a node does for several modules may be read by all of them.
-            also = self.region(owner for owner in self.owners[index] if not related(owner, paths))
+            # What a node does for several modules may be read by all of them, and by the blocks around them.
+            also = self.region(block(owner, paths) for owner in self.owners[index] if not related(owner, paths))
             for name in self.nodes[index].output:
                 outside = any(reader not in region and reader not in also for reader in self.readers[name])
                 if name in self.live and (outside or name in self.outputs):
@@ -262,6 +270,13 @@ def related(path: str, others: list[str]) -> bool:
         not path or not other or (path + ".").startswith(other + ".") or (other + ".").startswith(path + ".")
         for other in others
     )
+
+
+def block(owner: str, others: list[str]) -> str:
+    """The largest module around an owner that is around none of the others."""
+    parts = owner.split(".")
+    around = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
+    return next(path for path in around if not any((other + ".").startswith(path + ".") for other in others))
 
 
 # --- the one against the other ---------------------------------------------------

@@ -1,0 +1,157 @@
+"""Boundaries where a node does the work of several modules: one rule, whoever asks for the boundary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+import htp_export
+from htp_export import tags
+from htp_export.crossings import OUTSIDE, Crossings
+from htp_export.refating import Borders
+from tests.exporting import exported_net
+from tests.graphs import Builder
+from tests.nets import EXPORTERS, NETS
+from tests.truth import equal, inexact, nodes_of
+
+BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
+GAINS = ("blocks.0.gain", "blocks.1.gain")
+
+
+@pytest.mark.parametrize(
+    ("owners", "paths", "blocks"),
+    [
+        (["a.x", "b.y"], ["a.x"], ["b"]),
+        (["a.x", "b.y"], ["a"], ["b"]),
+        (["a.x", "a.y.z"], ["a.x"], ["a.y"]),  # a is around both
+        (["a.x", "a.y.z"], ["a"], []),
+        (["a.x", "b.y", "b.z", "c"], ["a.x"], ["b", "c"]),
+        (["a.x", "b.y", "c.z"], ["a.x", "c.w"], ["b", "c.z"]),
+        (["ab.x", "a.x"], ["a"], ["ab"]),
+        (["a", "a.x"], ["a.x"], []),
+        (["a.x", ""], ["a.x"], []),
+        (["a.x", "b.y"], [""], []),
+        (["b.y"], ["a.x"], []),  # alone, it is no other's work
+    ],
+)
+def test_the_other_blocks_of_merged_work_are_the_largest_that_are_not_around_the_module(
+    owners: list[str], paths: list[str], blocks: list[str]
+) -> None:
+    assert tags.sharing(owners, paths) == blocks
+
+
+def merged() -> ir.Model:
+    """``exp`` is made for both gains, and read by the one and by the block around the other; ``last`` is read beyond."""
+    graph = Builder(x=[2, 4])
+    graph.add("Exp", "x", "exp", GAINS[0]).metadata_props.update(tags.node_tags(GAINS, "shared", {"", *GAINS}))
+    graph.add("Sigmoid", "exp", "gain", "blocks.0.gain")
+    graph.add("Neg", "gain", "first", "blocks.0")
+    graph.add("Mul", "first exp", "last", "blocks.1")
+    return graph.model("last", {"": (["x"], ["last"]), GAINS[0]: (["x"], ["gain"]), GAINS[1]: (["x"], ["exp"])})
+
+
+def read_elsewhere() -> ir.Model:
+    """The same, with a further reader outside of both blocks."""
+    model = merged()
+    exp, last = model.graph.node("n_exp").outputs[0], model.graph.node("n_last")
+    model.graph.append(ir.node("Add", [last.outputs[0], exp], name="sum", metadata_props={tags.MODULE: "head"}))
+    model.graph.outputs[0] = model.graph.node("sum").outputs[0]
+    model.graph.outputs[0].name = "sum"
+    return model
+
+
+def crossing(model: ir.Model, path: str) -> list[tuple[str, bool]]:
+    """What crosses the boundary of a module, by `Crossings`."""
+    nodes = list(model.graph)
+    passed = [([str(v.name) for v in n.inputs if v], [str(v.name) for v in n.outputs]) for n in nodes]
+    live = {"x", *(name for _, makes in passed for name in makes)}
+    owners = [tags.owners_of(node.metadata_props) for node in nodes]
+    found = Crossings(passed, owners, live, {str(value.name) for value in model.graph.outputs}).of([path])
+    return list(dict.fromkeys((key, leaves) for key, _, leaves in found))
+
+
+def leaving(model: ir.Model, path: str) -> list[str]:
+    """The same for tensors that leave, by `Region` and by `Borders`; both have to agree with `Crossings`."""
+    tagged = htp_export.load(model)
+    by_region = [str(value.name) for value in tagged[path].outputs]
+    entering = [str(value.name) for value in tagged[path].inputs]
+    assert [name for name, leaves in crossing(model, path) if leaves] == by_region
+    assert set(Borders(model, tagged.signatures).crossing[path]) == {*by_region, *entering}
+    return by_region
+
+
+def test_merged_work_of_two_blocks_feeds_both_of_them() -> None:
+    model = merged()
+    assert leaving(model, "blocks.0.gain") == ["gain"]
+    assert leaving(model, "blocks.0") == ["first"]
+    assert leaving(model, "blocks.1.gain") == ["exp"]
+    assert leaving(model, "blocks.1") == ["last"]
+    assert Borders(model, htp_export.load(model).signatures).unknown == {}
+
+
+def test_merged_work_that_is_read_outside_of_both_blocks_leaves_both() -> None:
+    model = read_elsewhere()
+    assert leaving(model, "blocks.0.gain") == ["exp", "gain"]
+    assert leaving(model, "blocks.0") == ["exp", "first"]
+    assert leaving(model, "blocks.1") == ["exp", "last"]
+
+
+def test_modules_taken_together_are_no_blocks_of_each_other() -> None:
+    crossings = Crossings(
+        [(["x"], ["h"]), (["h"], ["y"])], [("a.x", "b.y"), ("b.z",)], {"x", "h", "y"}, {"y"}
+    )
+    assert list(crossings.of(["a.x"])) == [("x", OUTSIDE, False)]
+    assert list(crossings.of(["a.x", "b.w"])) == [("h", 1, True), ("x", OUTSIDE, False)]
+
+
+@BOTH
+def test_repair_leaves_no_contamination_where_merged_work_feeds_two_blocks(exporter: str, tmp_path: Path) -> None:
+    file = exported_net("merged_work_read_in_both_blocks", exporter, tmp_path)
+    found = htp_export.contamination(file)
+    assert found.after == []
+    assert "htp.contamination" not in {entry.key for entry in file.metadata_props}
+    assert found.kinds() == {"blocks.0.gain → blocks.1, Exp": (2, 0), "blocks.0 → blocks.1, Exp": (1, 0)}
+
+
+@BOTH
+def test_merged_work_that_another_module_reads_is_contamination_and_is_seen_by_the_judge(
+    exporter: str, tmp_path: Path
+) -> None:
+    file = exported_net("merged_work_read_in_both_blocks", exporter, tmp_path)
+    model, kwargs = NETS["merged_work_read_in_both_blocks"].build()
+    last = file.graph.node[-1]
+    for entry in last.metadata_props:
+        if entry.key == tags.MODULE:
+            entry.value = ""
+    exp = next(node.output[0] for node in nodes_of(file) if node.op_type == "Exp")
+    assert ("blocks.0.gain", f"{exp} leaves, and is no output of it") in inexact(model, kwargs, file)
+    tagged = htp_export.load(file)
+    assert [str(value.name) for value in tagged["blocks.0.gain"].outputs][0] == exp
+
+
+@BOTH
+def test_a_gain_is_cut_out_with_its_own_result_alone(exporter: str, tmp_path: Path) -> None:
+    file = exported_net("merged_work_read_in_both_blocks", exporter, tmp_path)
+    kept = [entry for entry in file.metadata_props if entry.key != tags.SIGNATURES]
+    bare = onnx.ModelProto()
+    bare.CopyFrom(file)
+    del bare.metadata_props[:]
+    bare.metadata_props.extend(kept)
+    result = htp_export.extract(bare, "blocks.0.gain").model
+    assert [node.op_type for node in result.graph] == ["Exp", "Sigmoid"]
+    assert len(result.graph.outputs) == 1
+
+
+def test_the_tolerance_of_the_judge_grows_with_the_tensor() -> None:
+    large, small = np.float32([4000, 0.01]), np.float32([1, 0.01])
+    error = np.float32([0, 0.005])
+    assert equal(large + error, large)  # rounded by a part of the largest element
+    assert not equal(small + error, small)
+    assert not equal(large + 20 * error, large)
+    mask = np.float32([np.finfo(np.float32).min, 0.01])  # the lowest number there is measures nothing
+    assert not equal(mask + error, mask)
+    assert not equal(np.float32([np.inf, 0.01]) + error, np.float32([np.inf, 0.01]))
