@@ -1,8 +1,7 @@
-"""Verify: which tensors of a file are what a module returned, where it returns sizes, or the file does not name them."""
+"""Verify: which tensors of a file a module returned, where it returns sizes too, or the file does not name them."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import onnx

@@ -5,9 +5,9 @@ not optimised, with every tensor exposed. Both run on two sets of inputs (probes
 that cross the border of its region are those that PyTorch saw cross, and where its fate is what really happened.
 Nothing here asks how the tags were made.
 
-Three rules: a module's inputs are taken before it runs, as it may change them in place; tolerances grow with the largest
-element of a tensor; and what a node makes that several modules own may be read anywhere in the largest modules around
-them that are not around each other: equal work of two blocks, merged into one node, feeds both blocks.
+Three rules: a module's inputs are taken before it runs, as it may change them in place; tolerances grow with the
+largest element of a tensor; and what a node makes that several modules own may be read anywhere in the largest modules
+around them that are not around each other: equal work of two blocks, merged into one node, feeds both blocks.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 
 from htp_export import tags
 from htp_export.analyze.bindings import bind
+from htp_export.analyze.contents import Contents, contents_of
 from htp_export.analyze.costs import Cost, ModuleCost, NodeCost, Peak
 from htp_export.analyze.execution import Body, Run, Step
 from htp_export.analyze.flops import work_of
 from htp_export.analyze.memory import Timeline, traffic
 from htp_export.analyze.shapes import run_by_shapes
-from htp_export.analyze.weights import ModuleWeights, weights_of
 from htp_export.analyze.work import NOTHING, Work
 from htp_export.nested.flatten import read_flat
 from htp_export.tagged import ModelSource, TaggedModel
@@ -66,17 +66,17 @@ def cost(
     run = run_by_shapes(tagged, bindings)
     nodes, uncounted = _nodes(run)
     timeline = Timeline(run)
-    weights = weights_of(tagged, run)
-    modules = _modules(tagged, run, nodes, timeline, weights.modules)
+    contents = contents_of(tagged)
+    modules = _modules(tagged, run, nodes, timeline, contents)
     return Cost(
         modules=modules,
         nodes=tuple(nodes),
         uncounted=uncounted,
         peak=_peak(run, timeline),
-        shared=weights.shared,
+        shared=contents.shared,
         dims=dict(bindings.sizes),
-        from_pytorch=weights.known,
-        notes=_notes(tagged, run, weights.known),
+        from_pytorch=contents.from_pytorch,
+        notes=_notes(tagged, run, contents.from_pytorch),
         tags=tagged.tag_facts,
     )
 
@@ -134,28 +134,26 @@ def _modules(
     run: Run,
     nodes: Sequence[NodeCost],
     timeline: Timeline,
-    weights: Mapping[str, ModuleWeights],
+    contents: Contents,
 ) -> dict[str, ModuleCost]:
     total, own, uncounted = _sums(nodes)
     peaks = _peaks(run, timeline)
-    index = tagged.index
-    own_nodes = Counter(owner for owners in index.owners.values() for owner in owners or ("",))
     found = {}
     for path, info in tagged.hierarchy.items():
-        held = weights.get(path, ModuleWeights())
+        here = contents.modules[path]
         internal = timeline.internal.get(path, ())
         found[path] = ModuleCost(
             path=path,
             class_name=info.class_name,
             calls=info.calls,
             fate=info.fate,
-            nodes=len(index.below.get(path, ())) if path else len(index.nodes),
-            self_nodes=own_nodes[path],
-            parameters=held.parameters,
-            self_parameters=held.self_parameters,
-            weight_bytes=held.bytes,
-            self_weight_bytes=held.self_bytes,
-            weight_bytes_by_dtype=held.by_dtype,
+            nodes=len(here.nodes),
+            self_nodes=len(here.own_nodes),
+            parameters=here.parameters,
+            self_parameters=here.self_parameters,
+            weight_bytes=here.weight_bytes,
+            self_weight_bytes=here.self_weight_bytes,
+            weight_bytes_by_dtype=here.weight_bytes_by_dtype,
             uncounted=dict(uncounted[path]),
             peak_bytes=peaks.get(path, 0),
             fused_traffic_bytes=total[path]["traffic_bytes"] - timeline.traffic_of(internal),

@@ -55,13 +55,13 @@ class ModuleCost:
         class_name: Its fully qualified class.
         calls: How many times it ran.
         fate: What became of it.
-        nodes: Nodes in its region.
+        nodes: Its nodes; for this and the next six, see ``analyze.contents``.
         self_nodes: Of those, the nodes that it computes itself.
         parameters: Elements of its parameters, shared ones once.
         self_parameters: Of those, what it holds itself.
-        weight_bytes: Size of the weights in the file that its region reads, each once.
+        weight_bytes: Size of the weights in the file that its nodes read, each once.
         self_weight_bytes: Of those, what its own nodes are the first to read.
-        weight_bytes_by_dtype: Element type → bytes.
+        weight_bytes_by_dtype: Element type, as numpy names it → bytes.
         macs: Multiply-adds of matrix products and convolutions, in attention and recurrent layers too.
         self_macs: The same.
         flops: Two for each multiply-add: what torch's ``FlopCounterMode`` counts.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +12,7 @@ import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.analyze.alignment import aligned
+from htp_export.analyze.contents import ModuleContents, contents_of
 from htp_export.analyze.facts import GraphFacts
 from htp_export.analyze.structure import Hasher
 from htp_export.hierarchy import ModuleInfo
@@ -25,9 +25,6 @@ __all__ = ["STATUSES", "ModelDifference", "ModuleDifference", "ModuleState", "di
 STATUSES = ("same", "changed", "moved", "added", "removed")
 """What can have become of a module; ``moved`` is the same under another path."""
 
-_SETTINGS = frozenset((ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL, ir.DataType.STRING))
-"""Types of sizes, indices and switches, which are no parameters."""
-
 
 @dataclass(frozen=True)
 class ModuleState:
@@ -37,10 +34,10 @@ class ModuleState:
         path: Its path there.
         class_name: Its fully qualified class; ``""`` where it is not known.
         fate: What became of it in the export.
-        nodes: Nodes in its region.
+        nodes: How many nodes it has; for this, ``parameters`` and ``weight_bytes`` see ``analyze.contents``.
         operators: Operator → nodes; operators that are not ONNX's own with their domain, ``com.microsoft.Gelu``.
-        parameters: Elements of the weights that its region reads.
-        weight_bytes: Element type → bytes of the constants that its region reads.
+        parameters: Elements of its parameters in PyTorch; where the file does not say what these were, of its weights.
+        weight_bytes: Element type → bytes of the weights that its nodes read.
         structure: Hash of what its region computes: operators, wiring, attributes, shapes and types of weights.
     """
 
@@ -55,7 +52,7 @@ class ModuleState:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all its constants."""
+        """Bytes of all its weights."""
         return sum(self.weight_bytes.values())
 
 
@@ -95,7 +92,7 @@ class ModuleDifference:
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """How many parameters it reads, before and after."""
+        """How many parameters it has, before and after."""
         return (self.before.parameters if self.before else 0, self.after.parameters if self.after else 0)
 
     @property
@@ -272,47 +269,22 @@ def _same_class(before: ModuleState, after: ModuleState) -> bool:
 
 
 def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
-    hasher = Hasher(GraphFacts(tagged))
-    if by_module:
-        return {path: _state(tagged, path, hasher) for path in tagged.paths}
-    root = tagged.hierarchy.root
-    constants = [*tagged.model.graph.initializers.values()]
-    return {"": _summed(root, tagged.nodes, constants, hasher)}
+    hasher, contents = Hasher(GraphFacts(tagged)), contents_of(tagged).modules
+    paths = tagged.paths if by_module else [""]
+    return {path: _state(tagged.hierarchy[path], contents[path], hasher) for path in paths}
 
 
-def _state(tagged: TaggedModel, path: str, hasher: Hasher) -> ModuleState:
-    region = tagged[path]
-    if path:
-        return _summed(region.info, region.nodes, region.parameters, hasher)
-    return _summed(region.info, tagged.nodes, list(tagged.model.graph.initializers.values()), hasher)
-
-
-def _summed(info: ModuleInfo, nodes: Sequence[ir.Node], constants: Sequence[ir.Value], hasher: Hasher) -> ModuleState:
-    weight_bytes: Counter[str] = Counter()
-    parameters = 0
-    for tensor in _tensors(constants):
-        weight_bytes[_type_name(tensor.dtype)] += tensor.nbytes
-        if len(tensor.shape) and tensor.dtype not in _SETTINGS:
-            parameters += math.prod(tensor.shape.numpy())
+def _state(info: ModuleInfo, contents: ModuleContents, hasher: Hasher) -> ModuleState:
     return ModuleState(
         path=info.path,
         class_name=info.class_name,
         fate=info.fate,
-        nodes=len(nodes),
-        operators=dict(Counter(map(_operator, nodes)).most_common()),
-        parameters=parameters,
-        weight_bytes=dict(weight_bytes),
-        structure=hasher.part(nodes, frozenset(nodes)),
+        nodes=len(contents.nodes),
+        operators=dict(Counter(map(_operator, contents.nodes)).most_common()),
+        parameters=contents.parameters,
+        weight_bytes=contents.weight_bytes_by_dtype,
+        structure=hasher.part(contents.nodes, frozenset(contents.nodes)),
     )
-
-
-def _tensors(constants: Sequence[ir.Value]) -> Iterator[ir.TensorProtocol]:
-    return (value.const_value for value in constants if value.const_value is not None)
-
-
-def _type_name(dtype: ir.DataType) -> str:
-    """The element type as numpy names it."""
-    return "string" if dtype == ir.DataType.STRING else str(dtype.numpy().name)
 
 
 def _operator(node: ir.Node) -> str:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from htp_export.analyze.contents import ModuleContents, contents_of
 from htp_export.analyze.node_facts import NodeEntry, NodeReader, TensorEntry
-from htp_export.analyze.weights import declared_parameters
 from htp_export.files import has_external_data
 from htp_export.hierarchy import ModuleInfo
 from htp_export.tag_facts import TagFacts
 from htp_export.tagged import Region, TaggedModel, TagSource
-
-_COUNTING = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL, ir.DataType.STRING)  # what no weights are kept in
 
 __all__ = ["Inventory", "ModuleEntry", "take_inventory"]
 
@@ -27,15 +24,15 @@ class ModuleEntry:
 
     Attributes:
         info: Path, class, calls and fate.
-        nodes: Nodes in its region.
+        nodes: How many nodes it has; for this, ``parameters`` and ``weight_bytes`` see ``analyze.contents``.
         own_nodes: Positions, in ``Inventory.nodes``, of those that it computes itself, and no module below it.
-        shared: Nodes in its region that do what several modules did each.
-        fused: Nodes in its region that do a part of several modules' work each.
+        shared: Of its nodes, those that do what several modules did each.
+        fused: Of its nodes, those that do a part of several modules' work each.
         parameters: Elements of its parameters in PyTorch, each once; where the file does not say what these were, of
-            the weights that its region reads.
-        weight_bytes: Bytes of the weights that its region reads, each tensor once.
-        operators: Operator → nodes in its region, the most frequent first.
-        reasons: ``htp.reason`` → nodes in its region.
+            its weights.
+        weight_bytes: Bytes of the weights that its nodes read, each tensor once.
+        operators: Operator → its nodes, the most frequent first.
+        reasons: ``htp.reason`` → its nodes.
         weights: The weights that it reads itself.
         inputs: The tensors that enter its region.
         outputs: The tensors that leave it.
@@ -124,14 +121,9 @@ def take_inventory(tagged: TaggedModel, name: str = "") -> Inventory:
     reader = NodeReader(tagged)
     nodes = reader.entries()
     model = tagged.model
-    if tagged.source == "none":
-        modules = {"": _everything(tagged, reader, nodes)}
-    else:
-        place = {node: position for position, node in enumerate(tagged.nodes)}
-        modules = {path: _module(tagged[path], reader, nodes, place) for path in tagged.paths}
-        for path, parameters in (declared_parameters(tagged) or {}).items():
-            if path in modules:
-                modules[path] = replace(modules[path], parameters=parameters)
+    place = {node: position for position, node in enumerate(tagged.nodes)}
+    contents = contents_of(tagged).modules
+    modules = {path: _module(tagged, path, contents[path], reader, nodes, place) for path in tagged.hierarchy}
     return Inventory(
         name=name or model.graph.name or "model",
         tags=tagged.source,
@@ -151,54 +143,31 @@ def take_inventory(tagged: TaggedModel, name: str = "") -> Inventory:
 
 
 def _module(
-    region: Region, reader: NodeReader, nodes: tuple[NodeEntry, ...], place: Mapping[ir.Node, int]
+    tagged: TaggedModel,
+    path: str,
+    contents: ModuleContents,
+    reader: NodeReader,
+    nodes: tuple[NodeEntry, ...],
+    place: Mapping[ir.Node, int],
 ) -> ModuleEntry:
-    inside = [nodes[place[node]] for node in region.nodes]
-    own = [place[node] for node in region.own_nodes]
-    weights = [value for value in region.parameters if _elements(value)]
-    own_reads = {value for node in region.own_nodes for value in node.inputs}
+    inside = [nodes[place[node]] for node in contents.nodes]
+    own = [place[node] for node in contents.own_nodes]
+    ends: Region | ir.Graph = tagged.model.graph if tagged.source == "none" else tagged[path]
     return ModuleEntry(
-        info=region.info,
+        info=tagged.hierarchy[path],
         nodes=len(inside),
         own_nodes=tuple(own),
         shared=sum(node.reason == "shared" for node in inside),
         fused=sum(node.reason == "fused" for node in inside),
-        parameters=sum(map(_elements, weights)),
-        weight_bytes=sum(map(_bytes, weights)),
+        parameters=contents.parameters,
+        weight_bytes=contents.weight_bytes,
         operators=dict(Counter(node.operator for node in inside).most_common()),
         reasons=dict(Counter(node.reason for node in inside if node.reason).most_common()),
-        weights=tuple(reader.tensor_entry(value) for value in weights if value in own_reads),
-        inputs=tuple(map(reader.tensor_entry, region.inputs)),
-        outputs=tuple(map(reader.tensor_entry, region.outputs)),
+        weights=tuple(map(reader.tensor_entry, contents.own_weights)),
+        inputs=tuple(map(reader.tensor_entry, ends.inputs)),
+        outputs=tuple(map(reader.tensor_entry, ends.outputs)),
         source=_source([nodes[position] for position in own]),
     )
-
-
-def _everything(tagged: TaggedModel, reader: NodeReader, nodes: tuple[NodeEntry, ...]) -> ModuleEntry:
-    """The root of a model without tags."""
-    weights = [value for value in tagged.model.graph.initializers.values() if _elements(value)]
-    return ModuleEntry(
-        info=tagged.hierarchy.root,
-        nodes=len(nodes),
-        own_nodes=tuple(range(len(nodes))),
-        parameters=sum(map(_elements, weights)),
-        weight_bytes=sum(map(_bytes, weights)),
-        operators=dict(Counter(node.operator for node in nodes).most_common()),
-        inputs=tuple(map(reader.tensor_entry, tagged.model.graph.inputs)),
-        outputs=tuple(map(reader.tensor_entry, tagged.model.graph.outputs)),
-    )
-
-
-def _elements(initializer: ir.Value) -> int:
-    """Elements of an initializer that holds weights; 0 for the indices, sizes and scalars of an exporter."""
-    tensor = initializer.const_value
-    if tensor is None or tensor.dtype in _COUNTING or not len(tensor.shape):
-        return 0
-    return math.prod(tensor.shape.numpy())
-
-
-def _bytes(initializer: ir.Value) -> int:
-    return 0 if initializer.const_value is None else initializer.const_value.nbytes
 
 
 def _source(own: list[NodeEntry]) -> str:

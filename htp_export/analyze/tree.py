@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import onnx_ir as ir
-
 from htp_export import tags
+from htp_export.analyze.contents import ModuleContents, contents_of
 from htp_export.analyze.costs import Cost
-from htp_export.analyze.weights import declared_parameters
 from htp_export.tables import ModuleTable
 from htp_export.tag_facts import TagFacts, tag_lines
 from htp_export.tagged import TaggedModel
@@ -28,11 +26,11 @@ class ModuleRow:
         class_name: Its fully qualified class.
         calls: How many times it ran.
         fate: What became of it.
-        nodes: Nodes in its region.
+        nodes: Its nodes; for this and the next two, see ``analyze.contents``.
         own_nodes: Nodes that it computes itself, and no module below it.
         parameters: Elements of its parameters in PyTorch, each once; where the file does not say what these were, of
-            the weights that its region reads: initializers of floating point that are no scalars. What several modules
-            share counts in each of them, so that the sum over modules may exceed the whole.
+            its weights. What several modules share counts in each of them, so that the sum over modules may exceed the
+            whole.
         flops: Two for each multiply-add of matrix products and convolutions, where sizes are known.
         time_ms: How long it takes, with all below it, where that was measured.
         own_time_ms: Of that, its own nodes.
@@ -142,9 +140,9 @@ def tree_rows(
         UntaggedModelError: If the model has no tags.
         ValueError: If ``depth`` is negative.
     """
-    parameters = declared_parameters(tagged)
+    contents = contents_of(tagged).modules
     rows = tuple(
-        _row(tagged, path, parameters, cost, (measured or {}).get(path, Measured()))
+        _row(tagged, path, contents[path], cost, (measured or {}).get(path, Measured()))
         for path in visible(tagged, depth, select)
     )
     return ModuleTree(rows, tagged.tag_facts)
@@ -175,19 +173,16 @@ def visible(tagged: TaggedModel, depth: int | None = None, select: str | Sequenc
     return [path for path in tagged.paths if path in shown and (depth is None or level[path] <= depth)]
 
 
-def _row(
-    tagged: TaggedModel, path: str, parameters: Mapping[str, int] | None, cost: Cost | None, measured: Measured
-) -> ModuleRow:
-    region = tagged[path]
-    held = sum(map(_elements, region.parameters)) if parameters is None else parameters.get(path, 0)
+def _row(tagged: TaggedModel, path: str, contents: ModuleContents, cost: Cost | None, measured: Measured) -> ModuleRow:
+    info = tagged.hierarchy[path]
     return ModuleRow(
         path=path,
-        class_name=region.class_name,
-        calls=region.calls,
-        fate=region.fate,
-        nodes=len(region.nodes),
-        own_nodes=len(region.own_nodes),
-        parameters=held,
+        class_name=info.class_name,
+        calls=info.calls,
+        fate=info.fate,
+        nodes=len(contents.nodes),
+        own_nodes=len(contents.own_nodes),
+        parameters=contents.parameters,
         flops=None if cost is None else cost.modules[path].flops,
         **vars(measured),
     )
@@ -196,11 +191,3 @@ def _row(
 def _plain(value: Any) -> Any:
     """A value as JSON has it, which knows neither NaN nor infinity."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _elements(initializer: ir.Value) -> int:
-    """Elements of an initializer that holds weights, from its shape: values are not read."""
-    tensor = initializer.const_value
-    if tensor is None or not tensor.dtype.is_floating_point() or not len(tensor.shape):
-        return 0  # indices, sizes and scalars that an exporter made initializers
-    return math.prod(tensor.shape.numpy())
