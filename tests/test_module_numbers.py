@@ -1,0 +1,322 @@
+"""Every table says the same of a module: `tree`, `cost`, `diff`, `view` and `profile`, on files of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export import tags
+from htp_export.analyze.inventory import take_inventory
+from htp_export.analyze.tree import tree_rows
+from htp_export.nested.flatten import read_flat
+from htp_export.show.page.payload import page_data
+from htp_export.tools import float16, quantize_dynamic, quantize_static
+from tests.exporting import exported
+from tests.handmade import with_function
+from tests.nets import spread, x
+
+
+class Folded(nn.Module):
+    """A convolution into which a batch normalisation is folded: 216 + 8 and 8 + 8 parameters, 224 weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.act = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.act(self.norm(self.conv(x)))
+        return out
+
+
+class Mlp(nn.Module):
+    """8 · 16 + 16 and 16 · 8 + 8 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return out
+
+
+class Tied(nn.Module):
+    """A module that runs twice and has two names, a head tied to the embedding, and a layer that never runs.
+
+    160 + 280 + 16 + 9 parameters.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mlp, self.norm = nn.Embedding(20, 8), Mlp(), nn.LayerNorm(8)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embed.weight
+        self.again, self.unused = self.mlp, nn.Linear(2, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.embed(ids)
+        h = h + self.mlp(h)
+        out: torch.Tensor = self.head(self.norm(h + self.again(h)))
+        return out
+
+
+class Branches(nn.Module):
+    """One layer in each branch: 2 · (16 + 4) parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.high, self.low = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.cond(x.sum() > 0, lambda x: self.high(x), lambda x: self.low(x), (x,))
+        return out
+
+
+IMAGE = {"x": x(1, 3, 6, 6)}
+IDS = {"ids": torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of file.
+
+    Attributes:
+        made: Makes it of the exported ones.
+        parameters: Of the whole model.
+        weight_bytes: Of the whole model, by element type.
+    """
+
+    made: Callable[[Files], Any]
+    parameters: int
+    weight_bytes: dict[str, int]
+
+
+class Files:
+    """The exports, each made once, that the files are made of."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[tuple[str, str], onnx.ModelProto] = {}
+
+    def get(self, name: str, exporter: str = "dynamo") -> onnx.ModelProto:
+        """A copy of an export."""
+        nets: dict[str, tuple[type[nn.Module], dict[str, torch.Tensor]]] = {
+            "folded": (Folded, IMAGE),
+            "tied": (Tied, IDS),
+            "branches": (Branches, {"x": x(2, 4)}),
+        }
+        if (name, exporter) not in self._made:
+            model, kwargs = nets[name]
+            folder = self._folder / f"{name}.{exporter}"
+            folder.mkdir()
+            self._made[name, exporter] = exported(spread(model()).eval(), kwargs, exporter, folder)
+        copy = onnx.ModelProto()
+        copy.CopyFrom(self._made[name, exporter])
+        return copy
+
+
+def without(key: str, model: Any) -> ir.Model:
+    """A model without one key of its metadata."""
+    made = htp_export.load(model).model
+    made.metadata_props.pop(key)
+    return made
+
+
+def with_nodes_of_no_module(model: onnx.ModelProto) -> onnx.ModelProto:
+    del model.graph.node[0].metadata_props[:]
+    return model
+
+
+def without_tags(model: onnx.ModelProto) -> onnx.ModelProto:
+    for node in model.graph.node:
+        del node.metadata_props[:]
+    for proto in (model, *model.graph.node):
+        del proto.metadata_props[:]
+    return model
+
+
+def carried(model: onnx.ModelProto) -> ir.Model:
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    for node in bare.graph.node:
+        del node.metadata_props[:]
+        node.name = ""
+    return htp_export.carry(model, bare).model
+
+
+def int8(model: onnx.ModelProto, **options: Any) -> ir.Model:
+    """Quantized by what one image gives, with one scale and one zero point for each channel."""
+    name = model.graph.input[0].name
+    return quantize_static(model, inputs=[{name: IMAGE["x"].numpy()}], per_channel=True, **options).model
+
+
+def functions(model: onnx.ModelProto) -> ir.Model:
+    return htp_export.functions(model, "mlp").model
+
+
+def optimised(model: onnx.ModelProto) -> ir.Model:
+    return htp_export.optimize(model).model
+
+
+def operator_format() -> Any:
+    from onnxruntime.quantization import QuantFormat
+
+    return QuantFormat.QOperator
+
+
+FLOATS = {"float32": 4 * 224}
+TEXT = 160 + 280 + 16 + 9
+TEXT_WEIGHTS = (
+    160 + 160 + 280 + 16
+)  # the embedding is there twice, once turned for the head; nothing reads the unused layer
+TEXT_FLOATS = {"float32": 4 * TEXT_WEIGHTS}
+# For each channel a scale and a zero point, of the weight and of the bias.
+SCALES = {"int8": 216 + 8, "int32": 4 * (8 + 8), "float32": 4 * (8 + 8)}
+OPERATORS = {"int8": 216 + 8, "int32": 4 * 8, "float32": 4 * 8}
+DYNAMIC = {"uint8": 160, "int8": 128 + 128 + 160, "float32": 4 * (16 + 8 + 16)}
+
+KINDS = {
+    "dynamo": Kind(lambda of: of.get("folded"), 240, FLOATS),
+    "torchscript": Kind(lambda of: of.get("folded", "torchscript"), 240, FLOATS),
+    "optimised": Kind(lambda of: optimised(of.get("folded", "torchscript")), 240, FLOATS),
+    "unknown_parameters": Kind(lambda of: without(tags.PARAMETERS, of.get("folded")), 224, FLOATS),
+    "nodes_of_no_module": Kind(lambda of: with_nodes_of_no_module(of.get("folded")), 240, FLOATS),
+    "torchs_scopes": Kind(lambda of: without_tags(of.get("folded", "torchscript")), 224, FLOATS),
+    "no_tags": Kind(lambda of: without_tags(of.get("folded")), 224, FLOATS),
+    "float16": Kind(lambda of: float16(of.get("folded")).model, 240, {"float16": 2 * 224}),
+    "int8": Kind(lambda of: int8(of.get("folded")), 240, SCALES),
+    "int8_operators": Kind(lambda of: int8(of.get("folded"), quant_format=operator_format()), 240, OPERATORS),
+    "int8_unknown_parameters": Kind(lambda of: without(tags.PARAMETERS, int8(of.get("folded"))), 256, SCALES),
+    "extracted": Kind(lambda of: htp_export.extract(of.get("tied"), "mlp").model, 280, {"float32": 4 * 280}),
+    "tied_dynamo": Kind(lambda of: of.get("tied"), TEXT, TEXT_FLOATS),
+    "tied_torchscript": Kind(lambda of: of.get("tied", "torchscript"), TEXT, TEXT_FLOATS),
+    "tied_unknown_parameters": Kind(lambda of: without(tags.PARAMETERS, of.get("tied")), TEXT_WEIGHTS, TEXT_FLOATS),
+    "tied_optimised": Kind(lambda of: optimised(of.get("tied", "torchscript")), TEXT, TEXT_FLOATS),
+    "carried": Kind(lambda of: carried(of.get("tied")), TEXT, TEXT_FLOATS),
+    "dynamic_int8": Kind(lambda of: quantize_dynamic(of.get("tied")).model, TEXT, DYNAMIC),
+    "functions": Kind(lambda of: functions(of.get("tied")), TEXT, TEXT_FLOATS),
+    "functions_unknown_parameters": Kind(
+        lambda of: without(tags.PARAMETERS, functions(of.get("tied"))), TEXT_WEIGHTS, TEXT_FLOATS
+    ),
+    "branches": Kind(lambda of: of.get("branches"), 40, {"float32": 160}),
+    "branches_optimised": Kind(lambda of: optimised(of.get("branches")), 40, {"float32": 160}),
+    "foreign_function": Kind(lambda _: with_function(), 16, {"float32": 64}),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("files"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one table says of a module; None for what it does not say."""
+
+    class_name: str
+    fate: str | None = None
+    calls: int | None = None
+    nodes: int | None = None
+    own_nodes: int | None = None
+    parameters: int | None = None
+    total_bytes: int | None = None
+
+
+def tables(model: Any) -> Iterator[tuple[str, dict[str, Row]]]:
+    """The name of each table, and its rows by module path."""
+    tagged = read_flat(model)
+    rows = tree_rows(tagged).rows
+    yield (
+        "tree",
+        {r.path: Row(r.class_name, r.fate, r.calls, r.nodes, r.own_nodes, r.parameters) for r in rows},
+    )
+    yield (
+        "cost",
+        {
+            path: Row(m.class_name, m.fate, m.calls, m.nodes, m.self_nodes, m.parameters, m.weight_bytes)
+            for path, m in htp_export.cost(model).modules.items()
+        },
+    )
+    found = htp_export.diff(model, model)
+    for side in ("before", "after"):
+        states = {path: getattr(module, side) for path, module in found.modules.items()}
+        yield (
+            f"diff, {side}",
+            {
+                path: Row(m.class_name, m.fate, None, m.nodes, None, m.parameters, m.total_bytes)
+                for path, m in states.items()
+            },
+        )
+    inventory = take_inventory(tagged)
+    yield (
+        "view",
+        {
+            m["path"]: Row(m["class"], m["fate"], m["calls"], m["nodes"], len(m["own"]), m["parameters"], m["bytes"])
+            for m in page_data(inventory, [], "")["modules"]
+        },
+    )
+    if tagged.source != "none":
+        measured = htp_export.profile(model, runs=1, warmup=0).modules
+        yield "profile", {path: Row(m.class_name, None, m.calls) for path, m in measured.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_table_says_the_same_of_every_module(files: Files, kind: str) -> None:
+    made = KINDS[kind].made(files)
+    found = dict(tables(made))
+    expected = found["cost"]
+    for table, rows in found.items():
+        assert list(rows) == list(expected), table
+        for path, row in rows.items():
+            said = {name: number for name, number in vars(row).items() if number is not None}
+            assert said == {name: vars(expected[path])[name] for name in said}, f"{table}: {path!r}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_whole_has_these_parameters_and_bytes(files: Files, kind: str) -> None:
+    made = KINDS[kind].made(files)
+    whole = htp_export.cost(made).modules[""]
+    assert whole.parameters == KINDS[kind].parameters
+    assert whole.weight_bytes_by_dtype == KINDS[kind].weight_bytes
+    assert {dtype: size for dtype, (_, size) in htp_export.diff(made, made).modules[""].weight_bytes.items()} == dict(
+        sorted(KINDS[kind].weight_bytes.items())
+    )
+
+
+def test_parameters_are_those_of_pytorch_where_the_file_says_what_they_were(files: Files) -> None:
+    for name, model in (("folded", Folded()), ("tied", Tied())):
+        rows = {row.path: row.parameters for row in tree_rows(htp_export.load(files.get(name))).rows}
+        assert rows == {
+            path: sum(parameter.numel() for parameter in module.parameters()) for path, module in model.named_modules()
+        }
+
+
+def test_parameters_are_the_weights_that_are_read_where_the_file_does_not_say(files: Files) -> None:
+    for file in (files.get("tied"), files.get("tied", "torchscript")):
+        rows = {row.path: row.parameters for row in tree_rows(htp_export.load(without(tags.PARAMETERS, file))).rows}
+        assert rows == {
+            "": TEXT_WEIGHTS,
+            "embed": 160,
+            "mlp": 280,
+            "mlp.up": 144,
+            "mlp.down": 136,
+            "norm": 16,
+            "head": 160,
+            "unused": 0,
+        }
+
+
+def test_nodes_of_no_module_are_the_roots_own_in_every_table(files: Files) -> None:
+    made = with_nodes_of_no_module(files.get("folded"))
+    rows = {row.path: row for row in tree_rows(htp_export.load(made)).rows}
+    assert (rows[""].nodes, rows[""].own_nodes) == (2, 1)
+    assert (rows["conv"].nodes, rows["act"].nodes) == (0, 1)
