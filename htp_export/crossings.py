@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from htp_export import tags
 
-__all__ = ["OUTSIDE", "Crossings"]
+__all__ = ["OUTSIDE", "Boundaries", "Crossings", "fused_with"]
 
 OUTSIDE = -1  # in place of a node: the graph's own inputs and outputs, weights
+
+_MOST = 12  # modules that are named as merged with one, one by one
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -92,3 +94,62 @@ class Crossings(Generic[Key]):
                 shared = leaves and other != OUTSIDE and not self._above[other].keys().isdisjoint(others)
                 if not shared:
                     yield key, other, leaves
+
+
+class Boundaries(Protocol):
+    """What `fused_with` asks of the boundaries of modules in a graph."""
+
+    def has_nodes(self, path: str) -> bool:
+        """Whether a node has an owner at or below a module."""
+
+    def is_closed(self, path: str) -> bool:
+        """Whether a module ran, has nodes, and all that crosses its boundary is known to PyTorch."""
+
+    def behind_unknown(self, group: Sequence[str]) -> Iterable[str]:
+        """The owners on the other side of what crosses the common boundary of modules, and is not known to PyTorch.
+
+        The root for the model's own inputs and outputs.
+        """
+
+    def around(self, group: Sequence[str]) -> Iterable[Iterable[str]]:
+        """The owners on the other side of what modules take and give, whether or not it is in the graph.
+
+        In groups, those first with whose work the modules go on: a tensor that they give back may be one inside it.
+        """
+
+
+def fused_with(path: str, start: Iterable[str], boundaries: Boundaries) -> tuple[str, ...]:
+    """The modules that are taken along with a fused one, so that their common boundary is one that PyTorch knows.
+
+    First those on the other side of its boundary, then those on the other side of the common one, and so on. Modules
+    without a node (they cancelled out) take one beside them that has nodes. Where all that goes far (in a layout of its
+    own no tensor is what it was), the innermost module around it whose boundary is known is named in their place.
+
+    An export, `carry` and the passes all find the partners of a module here.
+
+    Args:
+        path: The module.
+        start: Modules that are taken along in any case.
+        boundaries: The boundaries in the graph as it is.
+    """
+    group = list(dict.fromkeys((path, *start)))
+    while len(group) <= _MOST:
+        fresh = [other for other in dict.fromkeys(boundaries.behind_unknown(group)) if other not in group]
+        if not fresh and not any(map(boundaries.has_nodes, group)):
+            fresh = _beside(group, boundaries)
+        if not fresh:
+            return tuple(group[1:])
+        group.extend(fresh)
+    return (next((up for up in tags.ancestors(path) if up != path and boundaries.is_closed(up)), ""),)
+
+
+def _beside(group: Sequence[str], boundaries: Boundaries) -> list[str]:
+    """For modules without a node, the innermost one beside them that has nodes; all of those beside them if none has."""
+    beside: list[str] = []
+    for side in boundaries.around(group):
+        found = [other for other in dict.fromkeys(side) if other not in group]
+        with_nodes = list(filter(boundaries.has_nodes, found))
+        if with_nodes:
+            return [max(with_nodes, key=len)]
+        beside.extend(found)
+    return list(dict.fromkeys(beside))

@@ -8,12 +8,13 @@ theirs, until every tensor at the common border is one that PyTorch knows.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.crossings import fused_with
 from htp_export.hierarchy import Hierarchy
 from htp_export.regions import all_nodes
 from htp_export.signatures import Signature
@@ -101,7 +102,7 @@ class Borders:
                 found[path].setdefault(name, one or ("",))
         return found
 
-    @property
+    @cached_property
     def unknown(self) -> dict[str, set[str]]:
         """Module path → tensors at its border that PyTorch does not know; modules without a signature are left out."""
         return {
@@ -110,37 +111,33 @@ class Borders:
             if path in self.known and (strange := {name for name in names if name not in self.known[path]})
         }
 
-    def whole(self, path: str, start: Iterable[str] = ()) -> tuple[str, ...]:
-        """The modules that have to be taken along with one, for its border to be known.
+    def behind_unknown(self, group: Sequence[str]) -> Iterator[str]:
+        """The owners on the other side of what crosses the common border of modules, and is not known."""
+        known = set[str]().union(*(self.known.get(member, set()) for member in group))
+        for one, other, name in self._edges:
+            if name in known:
+                continue
+            inside, outside = _inside(one, group), _inside(other, group)
+            if inside and not outside and not self._given_on(one, other, group):
+                yield from other or ("",)
+            elif outside and not inside:
+                yield from one or ("",)
 
-        Args:
-            path: The module.
-            start: Modules that belong to it in any case.
-        """
-        group = list(dict.fromkeys((path, *start)))
-        while True:
-            known = set[str]().union(*(self.known.get(member, set()) for member in group))
-            more: dict[str, None] = {}
-            for one, other, name in self._edges:
-                if name in known:
-                    continue
-                inside, outside = _inside(one, group), _inside(other, group)
-                if inside and not outside and not self._given_on(one, other, group):
-                    more.update(dict.fromkeys(other or ("",)))
-                elif outside and not inside:
-                    more.update(dict.fromkeys(one or ("",)))
-            fresh = [member for member in more if member not in group]
-            if not fresh:
-                return tuple(member for member in group if member != path)
-            group.extend(fresh)
+    def has_nodes(self, path: str) -> bool:
+        """Whether a node has an owner at or below a module."""
+        return path in self.regions
+
+    def is_closed(self, path: str) -> bool:
+        """Whether a module ran, has nodes, and every tensor at its border is known."""
+        return path in self.known and path in self.regions and path not in self.unknown
+
+    def around(self, group: Sequence[str]) -> Iterator[list[str]]:
+        """The owners of the nodes that make, or else read, what modules took and gave."""
+        names = set[str]().union(*(self.known.get(path, set()) for path in group))
+        yield [owner for one, other, name in self._edges if name in names for owner in one or other]
 
     def _given_on(self, owners: _Owners, readers: _Owners, group: Sequence[str]) -> bool:
         return _inside(readers, tags.sharing(owners, group))
-
-    def next_to(self, names: Collection[str]) -> _Owners:
-        """The innermost owners that make or read one of some tensors."""
-        found = [one or other for one, other, name in self._edges if name in names]
-        return max(found, key=lambda owners: max(map(len, owners), default=0), default=())
 
 
 def refate(
@@ -161,11 +158,9 @@ def refate(
     for path, module in hierarchy.items():
         start = [other for other in lost.get(path, ()) if other in hierarchy]
         if module.fate == "fused":
-            fates[path], together[path] = "fused", borders.whole(path, (*module.fused_with, *start))
+            fates[path], together[path] = "fused", fused_with(path, (*module.fused_with, *start), borders)
         elif module.fate == "computed" and (path in lost or strange.get(path)):
-            group = borders.whole(path, start)
-            if path not in borders.regions and not any(other in borders.regions for other in group):
-                group = borders.whole(path, (*group, *borders.next_to(borders.known.get(path, set()))))
+            group = fused_with(path, start, borders)
             fates[path], together[path] = "fused", group or (hierarchy.parent(path) or "",)
         elif module.fate == "computed" and path not in borders.regions:
             fates[path] = "identity" if borders.given.get(path) else "constant"

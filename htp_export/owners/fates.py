@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from htp_export.capture.record import Key, Record
-from htp_export.crossings import OUTSIDE
+from htp_export.crossings import OUTSIDE, fused_with
 from htp_export.owners.assign import Ownership
 from htp_export.owners.boundaries import Boundary, crossings_of, true_boundaries
 from htp_export.owners.flow import Flow, needed
@@ -74,21 +74,18 @@ class Fates:
         if (lost or path not in self.crossings.below) and path in self._measured:
             return Fate("dead")
         if lost:
-            return Fate("fused", self._whole([path, *lost]))
+            return Fate("fused", fused_with(path, lost, self))
         if path in self.crossings.below and not boundary.outputs and self._returns_what_is_gone(path):
             return Fate("constant")
         if path in self.crossings.below:
-            known = self._known([path])
-            self.contamination.extend(
-                (path, key, leaves) for key, _, leaves in self.crossings.of([path]) if key not in known
-            )
+            self.contamination.extend((path, key, leaves) for key, _, leaves in self._unknown([path]))
             return Fate("computed")
         if not boundary.outputs:
             return Fate("constant")
         given = {final[key] for key in boundary.inputs}
         if all(final[key] in given for key in boundary.outputs):
             return Fate("identity")
-        return Fate("fused", self._whole([path]))  # its neighbours make and read the tensor that it made
+        return Fate("fused", fused_with(path, (), self))  # its neighbours make and read the tensor that it made
 
     def _returns_what_is_gone(self, path: str) -> bool:
         """Whether a module returned tensors, and the file has none of them."""
@@ -108,31 +105,27 @@ class Fates:
         known = {final[key] for side in sides for key in (*side.inputs, *side.outputs) if key in final}
         return known | self.record.graph_outputs if "" in group else known
 
-    def _next_to(self, group: list[str]) -> list[str]:
-        """For modules without a single node (they cancelled out), one that is next to them and has nodes.
+    def _unknown(self, group: Sequence[str]) -> Iterator[tuple[Key, int, bool]]:
+        """What crosses the common border of modules, and is not known to PyTorch."""
+        known = self._known(group)
+        return (crossing for crossing in self.crossings.of(group) if crossing[0] not in known)
 
-        Rather the one whose work they go on with: the tensor that they give back may be one inside it.
-        """
-        if any(path in self.crossings.below for path in group):
-            return []
-        boundaries = [self.true[path] for path in group if path in self.true]
-        for sides in ([list(side.inputs) for side in boundaries], [list(side.outputs) for side in boundaries]):
-            around = {up: None for side, keys in zip(boundaries, sides, strict=True) for up in self._beyond(side, keys)}
-            there = sorted((up for up in around if up in self.crossings.below), key=lambda up: -len(up))
-            if there:
-                return there[:1]
-        return []
+    def has_nodes(self, path: str) -> bool:
+        """Whether a node has an owner at or below a module."""
+        return path in self.crossings.below
 
-    def _whole(self, group: list[str]) -> tuple[str, ...]:
-        """The modules that must be taken along for every tensor at the border to be one that PyTorch knows."""
-        first, group = group[0], list(dict.fromkeys(group))
-        group.extend(self._next_to(group))
-        while True:
-            known, more = self._known(group), dict[str, None]()
-            for key, other, _ in self.crossings.of(group):
-                if key not in known:
-                    more.update(dict.fromkeys(self.crossings.owners[other] if other != OUTSIDE else ("",)))
-            fresh = [path for path in more if path not in group]
-            if not fresh:
-                return tuple(path for path in group if path != first)
-            group.extend(fresh)
+    def is_closed(self, path: str) -> bool:
+        """Whether a module ran, has nodes, and all that crosses its border is known to PyTorch."""
+        ran = self.record.log.count(path) > 0 and self.has_nodes(path)
+        return ran and next(self._unknown([path]), None) is None
+
+    def behind_unknown(self, group: Sequence[str]) -> Iterator[str]:
+        """The owners on the other side of what crosses the common border of modules, and is not known to PyTorch."""
+        for _, other, _ in self._unknown(group):
+            yield from self.crossings.owners[other] if other != OUTSIDE else ("",)
+
+    def around(self, group: Sequence[str]) -> Iterator[list[str]]:
+        """The owners of the operations that made what modules took, then of those that read what they gave."""
+        borders = [self.true[path] for path in group if path in self.true]
+        yield [path for border in borders for path in self._beyond(border, list(border.inputs))]
+        yield [path for border in borders for path in self._beyond(border, list(border.outputs))]

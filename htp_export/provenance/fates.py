@@ -6,19 +6,16 @@ still there. A module with one that is gone is fused with those on the other sid
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
-from htp_export import tags
-from htp_export.crossings import OUTSIDE, Crossings
+from htp_export.crossings import OUTSIDE, Crossings, fused_with
 from htp_export.hierarchy import Hierarchy, ModuleInfo
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.sketch import NOTHING, Sketch
 from htp_export.signatures import Signature
 
 __all__ = ["FatesAfter"]
-
-_MOST = 12  # modules that are named as merged with one, one by one
 
 Signatures = Mapping[str, Sequence[Signature]]
 
@@ -54,7 +51,7 @@ class FatesAfter:
             if number != NOTHING and alignment.exact[value]
         }
         self._known = cache(self._find_known)
-        self._closed_ones: dict[str, bool] = {}
+        self._closed: dict[str, bool] = {}
         self.contamination: list[tuple[str, str, bool]] = []
         found = {path: self._fate(info) for path, info in hierarchy.items()}
         self.hierarchy = hierarchy.with_results(
@@ -122,7 +119,7 @@ class FatesAfter:
             found = dict.fromkeys((path, names[value].name, leaves) for value, _, leaves in unknown)
             self.contamination.extend(found)
             return "computed", ()
-        return "fused", self._whole([path, *info.fused_with, *self._beyond(path, set(lost))])
+        return "fused", fused_with(path, [*info.fused_with, *self._beyond(path, set(lost))], self)
 
     def _makes_all(self, path: str) -> bool:
         region = self._after.below[path]
@@ -140,13 +137,11 @@ class FatesAfter:
         made = [value for node in nodes for value in before.nodes[node].outputs if value != NOTHING]
         if not any(before.live[value] for value in made):
             return "constant", ()
-        known, makes = self._known(info.path)
+        _, makes = self._known(info.path)
         entering = {self._number[value] for value, _, leaves in self._before.of([info.path]) if not leaves}
         if makes <= entering or not makes:
             return "identity", ()
-        around = self._beyond(info.path, set(known))
-        near = [path for path in around if path in self._after.below]
-        return "fused", self._whole([info.path, *info.fused_with, *sorted(near, key=len, reverse=True)[:1]])
+        return "fused", fused_with(info.path, info.fused_with, self)
 
     def _beyond(self, path: str, numbers: set[int]) -> dict[str, None]:
         """The owners of the nodes before on the other side of some of a module's border tensors, in order."""
@@ -156,29 +151,25 @@ class FatesAfter:
         )
         return dict.fromkeys(owner for other in found for owner in nodes[other].owners)
 
-    def _whole(self, group: list[str]) -> tuple[str, ...]:
-        """The modules that must be taken along for every tensor at the border to be known.
+    def has_nodes(self, path: str) -> bool:
+        """Whether a node has an owner at or below a module."""
+        return path in self._after.below
 
-        Those next to it first, then those next to them. Where that goes far (in a layout of its own no tensor is what
-        it was), the innermost module around it that has a known border.
-        """
-        first, group = group[0], list(dict.fromkeys(group))
-        while len(group) <= _MOST:
-            more: dict[str, None] = {}
-            for _, other, _ in self._unknown(group):
-                more.update(dict.fromkeys(self._after.owners[other] if other != OUTSIDE else ("",)))
-            fresh = [path for path in more if path not in group]
-            if not fresh:
-                return tuple(path for path in group if path != first)
-            group.extend(fresh)
-        return (next((up for up in tags.ancestors(first) if up != first and self._closed(up)), ""),)
+    def is_closed(self, path: str) -> bool:
+        """Whether a module ran, has nodes, and every tensor at its border is known."""
+        if path not in self._closed:
+            ran = path in self._old and self._old[path].calls > 0 and self.has_nodes(path)
+            self._closed[path] = ran and not self._unknown([path])
+        return self._closed[path]
 
-    def _closed(self, path: str) -> bool:
-        """Whether every tensor at a module's border is known."""
-        if path not in self._closed_ones:
-            ran = path in self._old and self._old[path].calls > 0
-            self._closed_ones[path] = ran and not self._unknown([path])
-        return self._closed_ones[path]
+    def behind_unknown(self, group: Sequence[str]) -> Iterator[str]:
+        """The owners on the other side of what crosses the common border of modules, and is not known."""
+        for _, other, _ in self._unknown(group):
+            yield from self._after.owners[other] if other != OUTSIDE else ("",)
+
+    def around(self, group: Sequence[str]) -> Iterator[list[str]]:
+        """The owners of the nodes before on the other side of what modules took and gave."""
+        yield [owner for path in group for owner in self._beyond(path, set(self._known(path)[0]))]
 
 
 def _crossings(sketch: Sketch, owners: Sequence[tuple[str, ...]]) -> Crossings[int]:

@@ -1,0 +1,168 @@
+"""The modules that a fused one is named with: found alike by an export, by `carry` and by passes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.crossings import fused_with
+from htp_export.refating import Borders
+from htp_export.tools import onnxscript, onnxslim
+from tests.exporting import exported
+from tests.graphs import Builder
+from tests.nets import EXPORTERS, NETS, spread, x
+from tests.truth import inexact
+
+BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
+
+# Permutations, one after another: all that come out in between are different, and so are the first and the last one.
+TURNS = [order for order in itertools.permutations(range(4)) if order != (0, 1, 2, 3)]
+
+
+class Turn(nn.Module):
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.permute(self.order)
+
+
+class Turns(nn.Module):
+    """Modules whose transpositions exporters merge into one."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        reached, orders = [(0, 1, 2, 3)], list[tuple[int, ...]]()
+        while len(orders) < count:
+            steps = ((order, tuple(reached[-1][axis] for axis in order)) for order in TURNS)
+            order, result = next((order, result) for order, result in steps if result not in reached)
+            orders.append(order)
+            reached.append(result)
+        self.turns = nn.ModuleList(map(Turn, orders))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for turn in self.turns:
+            x = turn(x)
+        return x
+
+
+class Merged(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.first, self.chain, self.last = nn.Linear(3, 3), Turns(count), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.chain(self.first(x)))
+        return out
+
+
+def bare(file: onnx.ModelProto) -> onnx.ModelProto:
+    """The file as a tool leaves it that takes the metadata off the nodes."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(file)
+    for node in copy.graph.node:
+        del node.metadata_props[:]
+    return copy
+
+
+def partners(model: Any) -> dict[str, tuple[str, ...]]:
+    tree = htp_export.load(model).hierarchy
+    return {path: tree[path].fused_with for path in tree if tree[path].fate == "fused"}
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 14])
+def test_modules_merged_into_one_node_are_exact_however_many_they_are(count: int, tmp_path: Path) -> None:
+    model, kwargs = spread(Merged(count)).eval(), {"x": x(3, 3, 3, 3)}
+    file = exported(model, kwargs, "dynamo", tmp_path)
+    assert inexact(model, kwargs, file) == []
+    assert set(partners(file)) == {f"chain.turns.{place}" for place in range(count)}
+
+
+@BOTH
+def test_partners_have_nodes_and_are_at_most_twelve(exporter: str, tmp_path: Path) -> None:
+    tagged = htp_export.load(exported(spread(Merged(14)).eval(), {"x": x(3, 3, 3, 3)}, exporter, tmp_path))
+    found = partners(tagged)
+    assert found
+    for path, others in found.items():
+        assert 1 <= len(others) < 12
+        assert any(tagged[other].nodes for other in (path, *others)), path
+
+
+@BOTH
+@pytest.mark.parametrize("count", [3, 14])
+def test_carry_finds_the_partners_that_the_export_found(count: int, exporter: str, tmp_path: Path) -> None:
+    file = exported(spread(Merged(count)).eval(), {"x": x(3, 3, 3, 3)}, exporter, tmp_path)
+    assert partners(htp_export.carry(file, bare(file)).model) == partners(file)
+
+
+def test_a_folded_convolution_has_the_same_partners_whoever_folded_it(tmp_path: Path) -> None:
+    model, kwargs = NETS["conv_bn_relu"].build()
+    unfolded = exported(model, kwargs, "torchscript", tmp_path, training=torch.onnx.TrainingMode.PRESERVE)
+    assert [node.op_type for node in unfolded.graph.node] == ["Conv", "BatchNormalization", "Relu", "Conv"]
+    assert partners(unfolded) == {}
+    expected = {"0": ("1",), "1": ("0",)}
+    for exporter in EXPORTERS:
+        assert partners(exported(model, kwargs, exporter, tmp_path)) == expected
+    assert partners(htp_export.optimize(unfolded, level="tolerant").model) == expected
+    assert partners(onnxslim(unfolded).model) == expected
+    assert partners(onnxscript(unfolded).model) == expected
+
+
+def chain(count: int, known: str = "") -> Borders:
+    """Modules in a row, without a tensor between them that PyTorch knows; ``known`` names some that it does."""
+    graph = Builder(x=[2])
+    names = ["x", *(f"t{place}" for place in range(count))]
+    for place in range(count):
+        graph.add("Neg", names[place], names[place + 1], f"block.{place}")
+    graph.add("Neg", names[-1], "y", "tail")
+    signatures = {"": (["x"], ["y"]), "block": (["x"], [names[-1]]), "tail": ([names[-1]], ["y"])}
+    signatures |= {f"block.{place}": ([], known.split()) for place in range(count)}
+    model = graph.model("y", signatures)
+    return Borders(model, htp_export.load(model).signatures)
+
+
+def test_modules_are_taken_along_until_the_common_boundary_is_known() -> None:
+    assert fused_with("block.3", (), chain(9, known="t2 t5")) == ("block.4", "block.5")
+    assert fused_with("block.3", ("tail",), chain(9, known="t2 t5"))[:1] == ("tail",)
+
+
+def test_where_that_goes_far_the_innermost_known_module_around_it_is_named() -> None:
+    few, many = chain(13, known="t0 t12"), chain(14, known="t0 t13")
+    assert set(fused_with("block.6", (), few)) == {f"block.{place}" for place in range(1, 13) if place != 6}
+    assert fused_with("block.6", (), many) == ("block",)
+
+
+class Cancelled:
+    """Boundaries of modules in a row, of which those named have nodes; nothing crosses what has none."""
+
+    def __init__(self, count: int, *nodes: int) -> None:
+        self._row = [f"m.{place}" for place in range(count)]
+        self._nodes = {f"m.{place}" for place in nodes}
+
+    def has_nodes(self, path: str) -> bool:
+        return path in self._nodes
+
+    def is_closed(self, path: str) -> bool:
+        return path == "m"
+
+    def behind_unknown(self, group: Sequence[str]) -> Iterable[str]:
+        return []
+
+    def around(self, group: Sequence[str]) -> Iterable[str]:
+        places = [self._row.index(path) for path in group]
+        return [self._row[place] for place in (min(places) - 1, max(places) + 1) if 0 <= place < len(self._row)]
+
+
+def test_modules_without_a_node_take_the_nearest_that_has_one() -> None:
+    assert fused_with("m.3", (), Cancelled(20, 0, 19)) == ("m.2", "m.4", "m.1", "m.5", "m.0")
+    assert fused_with("m.3", ("m.2",), Cancelled(20, 4)) == ("m.2", "m.4")
+    assert fused_with("m.10", (), Cancelled(20, 0, 19)) == ("m",)
