@@ -24,7 +24,7 @@ from htp_export.tables import html_table, html_tree
 from htp_export.tag_facts import TagFacts
 from htp_export.torch_scopes import scopes_of
 
-__all__ = ["ModelSource", "Region", "TagSource", "TaggedModel", "all_nodes", "load", "model_of"]
+__all__ = ["ModelSource", "Region", "TagSource", "TaggedModel", "all_nodes", "load", "model_of", "name_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -264,6 +264,16 @@ def load(source: ModelSource) -> TaggedModel:
         if isinstance(source, str | os.PathLike):
             raise FileError(os.fspath(source), str(error)) from error
         raise InputError(f"model {model.graph.name!r}: {error}") from error
+
+
+def name_of(source: ModelSource, otherwise: str) -> str:
+    """What a model is called in messages: its file, or ``otherwise`` for one in memory.
+
+    Example:
+        >>> name_of("a.onnx", "the ONNX model"), name_of(onnx.ModelProto(), "the ONNX model")
+        ('a.onnx', 'the ONNX model')
+    """
+    return os.fspath(source) if isinstance(source, str | os.PathLike) else otherwise
 
 
 def model_of(source: ModelSource) -> ir.Model:

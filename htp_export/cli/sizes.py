@@ -55,6 +55,8 @@ def read_sizes(inputs: Path | None, dims: list[str] | None) -> Sizes:
     """
     arrays = read_npz(inputs) if inputs is not None and inputs.suffix == ".npz" else {}
     shapes = read_shapes(inputs) if inputs is not None and inputs.suffix != ".npz" else {}
+    if inputs is not None and not arrays and not shapes:
+        raise FileError(inputs, "holds no shapes")
     for name, shape in shapes.items():
         if not isinstance(shape, list) or not all(isinstance(size, int) and size >= 0 for size in shape):
             raise FileError(str(inputs), f"the shape of {name!r} is no list of whole numbers: {shape!r}")

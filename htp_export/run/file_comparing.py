@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ from htp_export.run.pairing import pair_call, signature_of
 from htp_export.run.reporting import module_results, tolerance_of
 from htp_export.run.results import NOT_COMPARED, Comparison, ModuleResult
 from htp_export.run.runner import Engine, Runner
-from htp_export.tagged import ModelSource, TaggedModel
+from htp_export.tagged import ModelSource, TaggedModel, name_of
 
 __all__ = ["compare"]
 
@@ -73,7 +72,7 @@ def compare(
         3 of 3 modules agree (worst 0, (root))
     """
     ours, theirs = read_flat(a), read_flat(b)
-    one, other = _name(a, "a"), _name(b, "b")
+    one, other = name_of(a, "model a"), name_of(b, "model b")
     for tagged, name in ((ours, one), (theirs, other)):
         if tagged.source == "none" and not tagged.signatures:
             raise UntaggedModelError(
@@ -100,10 +99,6 @@ def compare(
     modules = {path: _around(results, result, lacking.get(path, "")) for path, result in results.items()}
     wrong = tuple(path for path in blame.modules if path in modules)
     return Comparison(modules, wrong, tags=(ours.tag_facts, theirs.tag_facts))
-
-
-def _name(source: ModelSource, otherwise: str) -> str:
-    return os.fspath(source) if isinstance(source, str | os.PathLike) else f"model {otherwise}"
 
 
 def _check_one_model(ours: TaggedModel, theirs: TaggedModel, one: str, other: str) -> None:

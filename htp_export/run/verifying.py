@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from htp_export.run.reporting import module_results, tolerance_of
 from htp_export.run.results import Verification
 from htp_export.run.runner import Engine, Runner
 from htp_export.run.same_model import check_same_model, check_same_modules_ran
-from htp_export.tagged import ModelSource, TaggedModel
+from htp_export.tagged import ModelSource, TaggedModel, name_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,7 +84,7 @@ def verify(
         (True, None, 'agrees')
     """
     kwargs = dict(kwargs or {})
-    tagged, name = read_flat(onnx), _name(onnx)
+    tagged, name = read_flat(onnx), name_of(onnx, "the ONNX model")
     if tagged.source == "none" and not tagged.signatures:
         raise UntaggedModelError(f"{name}: has no module tags; export it with htp_export.export(...)")
     exact = tagged.source != "torch"  # torch's own scopes name modules wrongly
@@ -126,10 +125,6 @@ def verify(
         parameters=len(known),
         misplaced=misplaced_parameters(tagged, known, readers, model),
     )
-
-
-def _name(onnx: ModelSource) -> str:
-    return os.fspath(onnx) if isinstance(onnx, str | os.PathLike) else "the ONNX model"
 
 
 def feed_of_call(

@@ -48,6 +48,7 @@ def quantize_static(
 
     Raises:
         InputError: There are no inputs.
+        FileError: The file of inputs cannot be read, or holds no arrays.
     """
     tool = library("onnxruntime.quantization", None)
     runs = iter(_runs(inputs))
@@ -67,9 +68,12 @@ def _runs(inputs: Iterable[Mapping[str, Any]] | str | os.PathLike[str] | None) -
     if isinstance(inputs, str | os.PathLike):
         try:
             with np.load(inputs, allow_pickle=False) as arrays:
-                return [dict(arrays)]
+                run = dict(arrays)
         except (OSError, ValueError) as error:
             raise FileError(os.fspath(inputs), f"no inputs can be read from it: {error}") from error
+        if not run:
+            raise FileError(os.fspath(inputs), "holds no arrays")
+        return [run]
     runs = list(inputs or ())
     if not runs:
         raise InputError("quantize_static needs inputs to see activations on: inputs=[{name: array}, ...]")
