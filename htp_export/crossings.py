@@ -144,7 +144,7 @@ def fused_with(path: str, start: Iterable[str], boundaries: Boundaries) -> tuple
 
 
 def _beside(group: Sequence[str], boundaries: Boundaries) -> list[str]:
-    """For modules without a node, the innermost one beside them that has nodes; all of those beside them if none has."""
+    """For modules without a node, the innermost one beside them that has nodes; all beside them if none has."""
     beside: list[str] = []
     for side in boundaries.around(group):
         found = [other for other in dict.fromkeys(side) if other not in group]

@@ -157,9 +157,9 @@ class Cancelled:
     def behind_unknown(self, group: Sequence[str]) -> Iterable[str]:
         return []
 
-    def around(self, group: Sequence[str]) -> Iterable[str]:
+    def around(self, group: Sequence[str]) -> Iterable[list[str]]:
         places = [self._row.index(path) for path in group]
-        return [self._row[place] for place in (min(places) - 1, max(places) + 1) if 0 <= place < len(self._row)]
+        yield [self._row[place] for place in (min(places) - 1, max(places) + 1) if 0 <= place < len(self._row)]
 
 
 def test_modules_without_a_node_take_the_nearest_that_has_one() -> None:
