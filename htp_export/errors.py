@@ -7,7 +7,7 @@
     │   ├── SelectorError        a selector that cannot be read, or that matches nothing
     │   ├── UntaggedModelError   the work needs tags, and the file has none
     │   └── ModelSourceError     a model cannot be made from what was named (hub id, folder, type, entry)
-    └── TorchChangedError        a private part of torch that htp_export relies on is not there
+    └── TorchChangedError        a private part of torch that htp_export relies on is gone, or is another now
 
 A failed export is not in the tree: it raises torch's own error, with a note that says which module was running.
 """
@@ -101,17 +101,18 @@ class ModelSourceError(InputError):
 
 
 class TorchChangedError(HtpExportError):
-    """A private part of torch that htp_export relies on is not there.
+    """A private part of torch that htp_export relies on is gone, or is not what it was.
 
     Args:
         what: The dotted name of the part.
+        problem: What is wrong with it.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, problem: str = "is gone") -> None:
         import torch
 
         super().__init__(
-            f"torch {torch.__version__} has no {what}, which htp_export needs to see modules during an export; "
+            f"torch {torch.__version__}: {what} {problem}, and htp_export needs it to see modules during an export; "
             "install a torch version that htp_export supports (see its pyproject.toml)"
         )
         self.what = what

@@ -6,15 +6,15 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
 from torch.onnx import OperatorExportTypes, TrainingMode
 
-from htp_export.capture import patches, torch_internals
+from htp_export.capture import patches, running, torch_internals
 from htp_export.capture.dynamo import DynamoCapture
 from htp_export.capture.modules import ModuleNames, training_modes_kept
+from htp_export.capture.running import value_in
 from htp_export.capture.torchscript import TorchScriptCapture
 from htp_export.garbage import no_collection
 from htp_export.hierarchy import Hierarchy, ModuleInfo
@@ -109,7 +109,7 @@ def export(
     """
     uses_dynamo = dynamo is True or isinstance(model, torch_internals.exported_by_dynamo_alone())
     entry = patches.DYNAMO_ENTRY if uses_dynamo else patches.TORCHSCRIPT_ENTRY
-    with entry.held(), _set(patches.exporter, _Exporter()):
+    with entry.held(), value_in(running.exporter, _Exporter()):
         return torch.onnx.export(
             model,
             args,
@@ -159,17 +159,8 @@ def tagging() -> Iterator[None]:
         >>> program.model.metadata_props["htp.version"]
         '1'
     """
-    with patches.DYNAMO_ENTRY.held(), patches.TORCHSCRIPT_ENTRY.held(), _set(patches.exporter, _Exporter()):
+    with patches.DYNAMO_ENTRY.held(), patches.TORCHSCRIPT_ENTRY.held(), value_in(running.exporter, _Exporter()):
         yield
-
-
-@contextlib.contextmanager
-def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    token: Token[Any] = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
 
 
 class _Exporter:
@@ -179,7 +170,7 @@ class _Exporter:
         with no_collection(kept=True):
             names = ModuleNames(model)
             capture = DynamoCapture(names.path_now, names.aliases)
-        with patches.DYNAMO.held(), _set(patches.dynamo_capture, capture), _named_failure(capture):
+        with patches.DYNAMO.held(), value_in(running.dynamo_capture, capture), _named_failure(capture):
             program = export()
         with no_collection(kept=True):
             _tag_program(capture, names, program)
@@ -192,7 +183,7 @@ class _Exporter:
         capture.tag = functools.partial(_tagged_file, capture, names)
         with (
             patches.TORCHSCRIPT.held(),
-            _set(patches.script_capture, capture),
+            value_in(running.script_capture, capture),
             torch_internals.attention_fast_path_off(),
             training_modes_kept(model),
             no_collection(),

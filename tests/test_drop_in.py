@@ -373,8 +373,10 @@ class Refuses(nn.Module):
 
 def places() -> dict[str, Any]:
     """What is now in every place that an export touches."""
-    groups = (patches.DYNAMO_ENTRY, patches.TORCHSCRIPT_ENTRY, patches.DYNAMO, patches.TORCHSCRIPT)
-    found = {f"{p.module}.{p.name}": p.find()[2] for group in groups for p in group.patches}
+    found = {}
+    for patch in (patch for group in patches.EVERY for patch in group.patches):
+        owner, name, _ = patch.find()
+        found[f"{patch.module}.{patch.name}"] = vars(owner)[name]
     found["torch.onnx.export"] = torch.onnx.export
     found["core.export"] = importlib.import_module("torch.onnx._internal.exporter._core").export
     found["script._export"] = importlib.import_module("torch.onnx._internal.torchscript_exporter.utils")._export

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import importlib
 import inspect
 import types
@@ -12,12 +13,14 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capture import patches, torch_internals
-from htp_export.capture.patches import DYNAMO, DYNAMO_ENTRY, TORCHSCRIPT, TORCHSCRIPT_ENTRY, Patch, Patches
+from htp_export.capture import dynamo_patches, patches, torch_internals
+from htp_export.capture.patches import DYNAMO, TORCHSCRIPT
+from htp_export.capture.patching import Patch, Patches
+from htp_export.capture.running import script_capture, value_in
 from htp_export.errors import TorchChangedError
 from htp_export.wire import SerializedModel, Weight
 
-EVERY = [*DYNAMO_ENTRY.patches, *TORCHSCRIPT_ENTRY.patches, *DYNAMO.patches, *TORCHSCRIPT.patches]
+EVERY = [patch for group in patches.EVERY for patch in group.patches]
 WITH_SIGNATURES = [
     ("torch.onnx._internal.exporter._core", "export", ["model"]),
     ("torch.onnx._internal.exporter._core", "_prepare_exported_program_for_export", ["exported_program"]),
@@ -34,10 +37,17 @@ WITH_SIGNATURES = [
 ]
 
 
+def is_ours(what: Any) -> bool:
+    """Whether htp_export defines it; ``__module__`` does not say so, as `functools.wraps` copies that."""
+    where = getattr(what, "__globals__", None)
+    defined_in = where["__name__"] if where else type(what).__module__
+    return defined_in.partition(".")[0] == "htp_export"
+
+
 @pytest.mark.parametrize("patch", EVERY, ids=lambda patch: f"{patch.module}.{patch.name}")
 def test_every_patched_place_is_there(patch: Patch) -> None:
     owner, name, original = patch.find()
-    assert getattr(owner, name) is original
+    assert getattr(owner, name) == original  # a class method is bound anew each time
     assert callable(original) or isinstance(original, types.ModuleType)
 
 
@@ -122,7 +132,9 @@ def test_lists_of_a_node_are_the_same_while_they_are_patched() -> None:
 
     before = lists()
     with TORCHSCRIPT.held():
-        assert lists() == before
+        assert lists() == before  # in a thread that exports nothing
+        with value_in(script_capture, object()):
+            assert lists() == before
     assert lists() == before
     assert sum(map(len, before)) > 15
 
@@ -154,6 +166,38 @@ def test_where_one_place_is_gone_none_is_patched() -> None:
     assert torch.onnx.ONNXProgram.optimize is original
 
 
+def refuses(original: Any) -> Any:
+    raise ValueError("another signature")
+
+
+def test_where_one_place_cannot_be_wrapped_none_is_patched() -> None:
+    original = torch.onnx.ONNXProgram.optimize
+    good = Patch("torch.onnx", "ONNXProgram.optimize", lambda original: lambda self: original(self))
+    group = Patches(good, Patch("torch.onnx", "ONNXProgram.save", refuses))
+    with (
+        pytest.raises(TorchChangedError, match=r"torch\.onnx\.ONNXProgram\.save is not what it was") as caught,
+        group.held(),
+    ):
+        pass
+    assert str(caught.value.__cause__) == "another signature"
+    assert torch.onnx.ONNXProgram.optimize is original
+    with Patches(good).held():  # nothing is left that a later user would take for the original
+        assert torch.onnx.ONNXProgram.optimize is not original
+    assert torch.onnx.ONNXProgram.optimize is original
+
+
+def test_where_one_place_cannot_be_replaced_none_is_patched() -> None:
+    original = torch.onnx.ONNXProgram.optimize
+    group = Patches(
+        Patch("torch.onnx", "ONNXProgram.optimize", lambda original: lambda self: original(self)),
+        Patch("builtins", "dict.get", lambda original: lambda self: None),
+    )
+    for _ in range(2):
+        with pytest.raises(TorchChangedError, match=r"builtins\.dict\.get cannot be replaced"), group.held():
+            pass
+        assert torch.onnx.ONNXProgram.optimize is original
+
+
 @pytest.mark.parametrize("dynamo", [True, False])
 def test_an_export_says_which_part_of_torch_is_gone(
     dynamo: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
@@ -165,7 +209,7 @@ def test_an_export_says_which_part_of_torch_is_gone(
     with pytest.raises(TorchChangedError, match=r"torch\.onnx\.moved_away"):
         htp_export.export(nn.ReLU().eval(), (torch.ones(2),), tmp_path / "m.onnx", dynamo=dynamo, verbose=False)
     assert list(tmp_path.iterdir()) == []
-    assert all(patch.find()[2] is original for patch, original in zip(EVERY, before, strict=True))
+    assert all(patch.find()[2] == original for patch, original in zip(EVERY, before, strict=True))
 
 
 def test_patches_go_in_with_the_first_user_and_out_with_the_last() -> None:
@@ -180,16 +224,28 @@ def test_patches_go_in_with_the_first_user_and_out_with_the_last() -> None:
     assert nn.ReLU.extra_repr is original
 
 
-def test_translations_of_operators_are_read_once_while_they_are_held() -> None:
+def test_translations_of_operators_are_read_once_by_who_asks_for_it() -> None:
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
+    read = []
+
+    def counted(**options: Any) -> ONNXRegistry:
+        read.append(options)
+        return ONNXRegistry.from_torchlib(**options)
+
+    from_torchlib = dynamo_patches.read_once(counted).__func__
     before = vars(ONNXRegistry)["from_torchlib"]
-    with patches.TRANSLATIONS.held():
-        one, other = (ONNXRegistry().from_torchlib(opset_version=20) for _ in range(2))
-        assert ONNXRegistry().from_torchlib(opset_version=18).opset_version == 18
+    with patches.translations_read_once():
+        one, other = (from_torchlib(opset_version=20) for _ in range(2))
+        assert from_torchlib(opset_version=18).opset_version == 18
+        assert len(read) == 2
+        contextvars.Context().run(from_torchlib, opset_version=20)  # another thread or task
+        assert len(read) == 3
     assert vars(ONNXRegistry)["from_torchlib"] is before
+    from_torchlib(opset_version=20)
+    assert len(read) == 4
     [name, metas] = next(iter(one.functions.items()))
-    assert other.functions[name][0] is metas[0]  # not read again
+    assert other.functions[name] == metas
     one.functions[name].clear()
     assert other.functions[name]  # an export's own translations stay its own
 
@@ -212,11 +268,18 @@ def test_the_fast_path_of_attention_is_off_inside_and_as_it_was_after(enabled: b
         torch.backends.mha.set_fastpath_enabled(True)
 
 
-def test_nothing_is_patched_while_nothing_is_exported() -> None:
-    for patch in EVERY:
-        original = patch.find()[2]
-        assert getattr(original, "__module__", None) != torch_internals.__name__, f"{patch.module}.{patch.name}"
-        assert not isinstance(original, patches.ScriptPasses)
+def test_every_group_of_patches_is_checked() -> None:
+    groups = {id(value) for value in vars(patches).values() if isinstance(value, Patches)}
+    assert groups == {id(group) for group in patches.EVERY}
+
+
+@pytest.mark.parametrize("patch", EVERY, ids=lambda patch: f"{patch.module}.{patch.name}")
+def test_a_place_is_patched_while_its_group_is_held_and_never_else(patch: Patch) -> None:
+    [group] = [group for group in patches.EVERY if patch in group.patches]
+    assert not is_ours(patch.find()[2])
+    with group.held():
+        assert is_ours(patch.find()[2])
+    assert not is_ours(patch.find()[2])
 
 
 @pytest.mark.parametrize(

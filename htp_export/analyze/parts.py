@@ -13,7 +13,7 @@ from htp_export import tags
 from htp_export.analyze.equal_modules import call_signature
 from htp_export.analyze.inventory import Inventory, ModuleEntry, take_inventory
 from htp_export.analyze.node_facts import NodeEntry
-from htp_export.capture.patches import TRANSLATIONS
+from htp_export.capture.patches import translations_read_once
 from htp_export.exporter import export
 from htp_export.hierarchy import Hierarchy
 from htp_export.tagged import load
@@ -49,7 +49,7 @@ def inventory_of_module(
     Raises:
         TypeError: If no output could be read, as ``export`` does.
     """
-    with TRANSLATIONS.held():
+    with translations_read_once():
         try:
             return _exported(model, tuple(args), dict(kwargs or {}), options)
         except Exception as error:  # whatever torch raises on what it cannot export

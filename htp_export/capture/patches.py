@@ -1,198 +1,35 @@
-"""Patches of torch and onnx_ir that tell a running export's capture what happens.
+"""Every patch of torch and onnx_ir, and the wrappers around torch's TorchScript exporter.
 
-Every patch is a wrapper that calls what it wraps and tells the capture of the running export; where no export of
-ours runs in this thread, it only calls. Patches are put in when the first export or `tagging` begins and taken out
-when the last one ends, so that nested and concurrent use is safe. ``tests/test_torch_internals.py`` fails where one
-of the places named here has moved.
+A wrapper calls what it wraps and tells the capture of the running export what happened. Some do more while an export
+of ours runs in this thread: `_slow_forward`, `_input_format` and `_export_file` do the work themselves, `_listed`,
+`_blocks`, `_serialize` and `_add_functions` do the same work faster. In every other thread and task, all of them only
+call what they wrap. ``tests/test_torch_internals.py`` fails where one of the places named here has moved.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import importlib
 import inspect
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from htp_export.capture import torch_internals
+from htp_export.capture import dynamo_patches, torch_internals
 from htp_export.capture.calls import arguments_by_name
 from htp_export.capture.jit_graph import may_have_blocks
+from htp_export.capture.patching import Patch, Patches
 from htp_export.capture.root_call import RootCall
-from htp_export.capture.torch_internals import bodies_watched, run_watched
+from htp_export.capture.running import exporter, script_capture, translations_read, value_in
 from htp_export.capture.weights import stand_ins, stored
-from htp_export.errors import TorchChangedError
 from htp_export.wire import Weight
-
-if TYPE_CHECKING:
-    from htp_export.capture.dynamo import DynamoCapture
-    from htp_export.capture.torchscript import TorchScriptCapture
 
 _CORE = "torch.onnx._internal.exporter._core"
 _SCRIPT = "torch.onnx._internal.torchscript_exporter.utils"
 _SCRIPT_PROTO = "torch.onnx._internal.torchscript_exporter.onnx_proto_utils"
-
-
-class Exporter(Protocol):
-    """What the patches call when an export runs in a thread that asked for tags."""
-
-    def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
-        """Run torch's dynamo exporter and tag its result."""
-
-    def torchscript(self, export: Callable[[], Any], model: Any, names_inputs: bool) -> Any:
-        """Run torch's TorchScript exporter and tag the file it writes."""
-
-
-exporter: ContextVar[Exporter | None] = ContextVar("htp_export_exporter", default=None)
-dynamo_capture: ContextVar[DynamoCapture | None] = ContextVar("htp_export_dynamo", default=None)
-script_capture: ContextVar[TorchScriptCapture | None] = ContextVar("htp_export_torchscript", default=None)
-
-
-# --- dynamo ------------------------------------------------------------------------------------------
-
-
-def _core_export(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(model: Any, *args: Any, **kwargs: Any) -> Any:
-        active = exporter.get()
-        if active is None or dynamo_capture.get() is not None:
-            return original(model, *args, **kwargs)
-        return active.dynamo(lambda: original(model, *args, **kwargs), model)
-
-    return wrapper
-
-
-def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Watch each module's call from one frame: for every FX node, torch looks up the line of each frame above it."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
-        capture = dynamo_capture.get()
-        if capture is None:
-            return original(self, module, forward, args, kwargs)
-        try:
-            name = self.path_of_module(module)
-        except Exception:  # a module that was not in the model when the tracing began: torch has no scope for it
-            name = None
-        if not capture.enter(self, module, name, args, kwargs):
-            return original(self, module, forward, args, kwargs)
-        result = original(self, module, forward, args, kwargs)
-        capture.leave(self, result)
-        return result
-
-    return wrapper
-
-
-def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(exported_program: Any, *args: Any, **kwargs: Any) -> Any:
-        capture = dynamo_capture.get()
-        if capture is None:
-            return original(exported_program, *args, **kwargs)
-        capture.exported(exported_program)
-        with bodies_watched(exported_program.graph_module, capture.ran_in_body):
-            prepared = original(exported_program, *args, **kwargs)
-        capture.decomposition.finish(prepared)
-        return prepared
-
-    return wrapper
-
-
-def _run_node(original: Callable[..., Any]) -> Callable[..., Any]:
-    """While torch decomposes an exported graph, it runs it node by node."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, n: Any) -> Any:
-        capture = dynamo_capture.get()
-        if capture is None or not capture.decomposition.runs:
-            return original(self, n)
-        return run_watched(lambda: original(self, n), self, n, capture.ran)
-
-    return wrapper
-
-
-def _translate_graph(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        values = original(*args, **kwargs)
-        capture = dynamo_capture.get()
-        if capture is not None:
-            capture.translated_nodes(values)
-        return values
-
-    return wrapper
-
-
-def _translate(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        program = original(*args, **kwargs)
-        capture = dynamo_capture.get()
-        if capture is not None:
-            capture.translated(program.model)
-        return program
-
-    return wrapper
-
-
-def _optimize(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(self: Any) -> Any:
-        capture = dynamo_capture.get()
-        if capture is not None:
-            capture.converted(self.model)
-        return original(self)
-
-    return wrapper
-
-
-def _replace_input_with(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(self: Any, index: int, value: Any) -> None:
-        capture = dynamo_capture.get()
-        if capture is not None and 0 <= index < len(self.inputs):
-            capture.replaced(self.inputs[index], value)
-        original(self, index, value)
-
-    return wrapper
-
-
-def _replace_all_uses_with(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(self: Any, replacement: Any, /, *args: Any, **kwargs: Any) -> None:
-        capture = dynamo_capture.get()
-        if capture is not None:
-            capture.replaced(self, replacement)
-        original(self, replacement, *args, **kwargs)
-
-    return wrapper
-
-
-# --- several exports in a row ------------------------------------------------------------------------
-
-
-def _read_once(original: Callable[..., Any]) -> Any:
-    """Read torch's translations of all operators once; torch reads them anew for every export, which takes a second."""
-    read: dict[tuple[tuple[str, Any], ...], Any] = {}
-
-    def from_torchlib(**options: Any) -> Any:
-        key = tuple(sorted(options.items()))
-        if key not in read:
-            read[key] = original(**options)
-        registry = copy.copy(read[key])
-        registry.functions = {target: list(metas) for target, metas in registry.functions.items()}
-        return registry
-
-    return staticmethod(from_torchlib)
-
-
-# --- TorchScript ---------------------------------------------------------------------------------------
 
 
 def _script_export(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,9 +56,12 @@ def _slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(self: Any, *input: Any, **kwargs: Any) -> Any:
-        capture, tracing_state = script_capture.get(), torch_internals.tracing_state()
-        name = capture.enter(self, tracing_state) if capture is not None else None
-        if capture is None or name is None:
+        capture = script_capture.get()
+        if capture is None:
+            return original(self, *input, **kwargs)
+        tracing_state = torch_internals.tracing_state()
+        name = capture.enter(self, tracing_state)
+        if name is None:
             return original(self, *input, **kwargs)
         input, kwargs = capture.arguments(input, kwargs)
         if name:
@@ -364,6 +204,9 @@ def _listed(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(self: Any) -> Iterator[Any]:
+        if script_capture.get() is None:
+            untouched: Iterator[Any] = original(self)
+            return untouched
         return iter([at(self, place) for place in range(size(self))])
 
     return wrapper
@@ -374,6 +217,9 @@ def _blocks(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(self: Any) -> Iterator[Any]:
+        if script_capture.get() is None:
+            untouched: Iterator[Any] = original(self)
+            return untouched
         kind = self.kind()
         # Somebody's own translation may give any ONNX node blocks.
         blocks: Iterator[Any] = original(self) if may_have_blocks(kind) or kind.startswith("onnx::") else iter(())
@@ -414,75 +260,23 @@ class ScriptPasses:
             capture.named(graph)
 
 
-# --- putting them in and taking them out -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Patch:
-    """A place in a package, and the wrapper that goes there."""
-
-    module: str
-    name: str
-    wrap: Callable[[Any], Any]
-
-    def find(self) -> tuple[Any, str, Any]:
-        """The object that has the attribute, the attribute's name, and what is there now."""
-        try:
-            owner: Any = importlib.import_module(self.module)
-            *path, last = self.name.split(".")
-            for part in path:
-                owner = getattr(owner, part)
-            return owner, last, getattr(owner, last)
-        except (ImportError, AttributeError) as error:
-            raise TorchChangedError(f"{self.module}.{self.name}") from error
-
-
-class Patches:
-    """Patches that go in together when the first user comes, and out when the last one leaves."""
-
-    def __init__(self, *patches: Patch) -> None:
-        self.patches = patches
-        self._lock = threading.RLock()
-        self._users = 0
-        self._undo: list[Callable[[], None]] = []
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the patches in place."""
-        with self._lock:
-            if self._users == 0:
-                for patch, (owner, name, original) in [(patch, patch.find()) for patch in self.patches]:
-                    undo = functools.partial(setattr, owner, name, vars(owner).get(name, original))
-                    setattr(owner, name, patch.wrap(original))
-                    self._undo.append(undo)
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                while self._users == 0 and self._undo:
-                    self._undo.pop()()
-
-
 # Where an export begins. Apart, because the dynamo exporter takes 30 MB of memory to import.
-DYNAMO_ENTRY = Patches(Patch(_CORE, "export", _core_export))
+DYNAMO_ENTRY = Patches(Patch(_CORE, "export", dynamo_patches.core_export))
 TORCHSCRIPT_ENTRY = Patches(Patch(_SCRIPT, "_export", _script_export))
 
 DYNAMO = Patches(
-    Patch(_CORE, "_prepare_exported_program_for_export", _prepare),
-    Patch(_CORE, "_translate_fx_graph", _translate_graph),
-    Patch(_CORE, "_exported_program_to_onnx_program", _translate),
-    Patch("torch.fx.experimental.proxy_tensor", "_ModuleStackTracer.call_module", _call_module),
-    Patch("torch.fx.interpreter", "Interpreter.run_node", _run_node),
-    Patch("torch.onnx", "ONNXProgram.optimize", _optimize),
-    Patch("onnx_ir", "Node.replace_input_with", _replace_input_with),
-    Patch("onnx_ir", "Value.replace_all_uses_with", _replace_all_uses_with),
+    Patch(_CORE, "_prepare_exported_program_for_export", dynamo_patches.prepare),
+    Patch(_CORE, "_translate_fx_graph", dynamo_patches.translate_graph),
+    Patch(_CORE, "_exported_program_to_onnx_program", dynamo_patches.translate),
+    Patch("torch.fx.experimental.proxy_tensor", "_ModuleStackTracer.call_module", dynamo_patches.call_module),
+    Patch("torch.fx.interpreter", "Interpreter.run_node", dynamo_patches.run_node),
+    Patch("torch.onnx", "ONNXProgram.optimize", dynamo_patches.optimize),
+    Patch("onnx_ir", "Node.replace_input_with", dynamo_patches.replace_input_with),
+    Patch("onnx_ir", "Value.replace_all_uses_with", dynamo_patches.replace_all_uses_with),
 )
 
-# For as long as several models are exported in a row: translations that come later are not seen.
 TRANSLATIONS = Patches(
-    Patch("torch.onnx._internal.exporter._registration", "ONNXRegistry.from_torchlib", _read_once),
+    Patch("torch.onnx._internal.exporter._registration", "ONNXRegistry.from_torchlib", dynamo_patches.read_once),
 )
 
 TORCHSCRIPT = Patches(
@@ -499,3 +293,12 @@ TORCHSCRIPT = Patches(
     Patch("torch._C", "Node.outputs", _listed),
     Patch("torch._C", "Node.blocks", _blocks),
 )
+
+EVERY = (DYNAMO_ENTRY, TORCHSCRIPT_ENTRY, DYNAMO, TRANSLATIONS, TORCHSCRIPT)
+
+
+@contextlib.contextmanager
+def translations_read_once() -> Iterator[None]:
+    """Read torch's translations of operators once for all exports inside: translations that come later are not seen."""
+    with TRANSLATIONS.held(), value_in(translations_read, {}):
+        yield
