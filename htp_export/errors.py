@@ -7,9 +7,11 @@
     │   ├── SelectorError        a selector that cannot be read, or that matches nothing
     │   ├── UntaggedModelError   the work needs tags, and the file has none
     │   └── ModelSourceError     a model cannot be made from what was named (hub id, folder, type, entry)
+    ├── CaptureError             htp_export could not follow an export; a fault of its own, not of the model
     └── TorchChangedError        a private part of torch that htp_export relies on is gone, or is another now
 
 A failed export is not in the tree: it raises torch's own error, with a note that says which module was running.
+``tagging(strict=False)`` turns the last two into an `UntaggedExportWarning`, and the export goes on without tags.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 __all__ = [
+    "CaptureError",
     "FileError",
     "HtpExportError",
     "InputError",
@@ -26,6 +29,7 @@ __all__ = [
     "SelectorError",
     "TorchChangedError",
     "UnknownModuleError",
+    "UntaggedExportWarning",
     "UntaggedModelError",
 ]
 
@@ -116,3 +120,26 @@ class TorchChangedError(HtpExportError):
             "install a torch version that htp_export supports (see its pyproject.toml)"
         )
         self.what = what
+
+
+class CaptureError(HtpExportError):
+    """htp_export could not follow an export to the end, so that it cannot say which module computes which node.
+
+    Args:
+        seam: What it was doing.
+        problem: What went wrong there.
+    """
+
+    def __init__(self, seam: str, problem: Exception) -> None:
+        said = f"{type(problem).__name__}: {problem}".rstrip(": ")
+        super().__init__(
+            f"htp_export failed while {seam} ({said}). This is a fault of htp_export, not of the model: please report "
+            "it, with the traceback and the smallest model that shows it. To export the model without module tags "
+            "meanwhile: htp_export.tagging(strict=False), or --allow-untagged on the command line"
+        )
+        self.seam = seam
+        self.problem = problem
+
+
+class UntaggedExportWarning(UserWarning):
+    """A model was exported without module tags, as ``tagging(strict=False)`` allows; the message says why."""

@@ -13,9 +13,12 @@ from torch.onnx import OperatorExportTypes, TrainingMode
 
 from htp_export.capture import patches, running, torch_internals
 from htp_export.capture.dynamo import DynamoCapture
+from htp_export.capture.guarded import export_untagged, seam
 from htp_export.capture.modules import ModuleNames, training_modes_kept
-from htp_export.capture.running import value_in
+from htp_export.capture.patching import Patches
+from htp_export.capture.running import Exporter, value_in
 from htp_export.capture.torchscript import TorchScriptCapture
+from htp_export.errors import CaptureError, TorchChangedError
 from htp_export.garbage import no_collection
 from htp_export.hierarchy import Hierarchy, ModuleInfo
 from htp_export.owners.write import make_tags
@@ -98,6 +101,8 @@ def export(
     Raises:
         Exception: Whatever ``torch.onnx.export`` raises, with a note that names the module that was running. No file
             is left that was not there before.
+        CaptureError: htp_export failed to follow the export, a fault of its own. Inside `tagging` with ``strict=False``
+            the model is exported without tags instead.
         TorchChangedError: The installed torch lacks a part that htp_export relies on.
 
     Example:
@@ -109,7 +114,9 @@ def export(
     """
     uses_dynamo = dynamo is True or isinstance(model, torch_internals.exported_by_dynamo_alone())
     entry = patches.DYNAMO_ENTRY if uses_dynamo else patches.TORCHSCRIPT_ENTRY
-    with entry.held(), value_in(running.exporter, _Exporter()):
+    exporter = running.wanted() or _Exporter()
+    with contextlib.ExitStack() as watching, value_in(running.exporter, exporter):
+        _enter(watching, entry, exporter)
         return torch.onnx.export(
             model,
             args,
@@ -142,13 +149,20 @@ def export(
 
 
 @contextlib.contextmanager
-def tagging() -> Iterator[None]:
+def tagging(*, strict: bool = True) -> Iterator[None]:
     """Write tags in every ``torch.onnx.export`` that runs inside, whoever calls it and however it was imported.
 
     Holds for the thread (or task) that enters it, and for nothing else: an export in another thread is left alone
-    unless that thread enters it as well. May be nested. Afterwards torch is as it was, on error too.
+    unless that thread enters it as well. Exports with tags in several threads run one after the other. May be nested;
+    the innermost one decides. Afterwards torch is as it was, on error too.
+
+    Args:
+        strict: Whether an export fails if htp_export cannot follow it. If not, the model is exported without tags, as
+            torch exports it, and an `htp_export.errors.UntaggedExportWarning` says why. Errors of the model and of
+            torch are raised in both cases. Holds for `export` inside too.
 
     Raises:
+        CaptureError: htp_export failed to follow an export; raised by the export.
         TorchChangedError: The installed torch lacks a part that htp_export relies on.
 
     Example:
@@ -159,63 +173,133 @@ def tagging() -> Iterator[None]:
         >>> program.model.metadata_props["htp.version"]
         '1'
     """
-    with patches.DYNAMO_ENTRY.held(), patches.TORCHSCRIPT_ENTRY.held(), value_in(running.exporter, _Exporter()):
-        yield
+    exporter = _Exporter(strict)
+    with contextlib.ExitStack() as watching:
+        for entry in (patches.DYNAMO_ENTRY, patches.TORCHSCRIPT_ENTRY):
+            _enter(watching, entry, exporter)
+        try:
+            with value_in(running.exporter, exporter):
+                yield
+        finally:
+            exporter.ended = True  # for tasks that were begun inside, and go on
+
+
+def _enter(watching: contextlib.ExitStack, entry: Patches, exporter: Exporter) -> None:
+    """Watch one of torch's exporters, if it can be watched."""
+    try:
+        watching.enter_context(entry.held())
+    except TorchChangedError as fault:
+        if exporter.strict:
+            raise
+        export_untagged(fault)
 
 
 class _Exporter:
-    """What runs in place of torch's exporters while tags are wanted."""
+    """What runs in place of torch's exporters while tags are wanted.
+
+    Args:
+        strict: Whether an export fails that cannot be tagged.
+    """
+
+    def __init__(self, strict: bool = True) -> None:
+        self.strict = strict
+        self.ended = False
 
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
-        with no_collection(kept=True):
-            names = ModuleNames(model)
-            capture = DynamoCapture(names.path_now, names.aliases)
-        with patches.DYNAMO.held(), value_in(running.dynamo_capture, capture), _named_failure(capture):
-            program = export()
-        with no_collection(kept=True):
-            _tag_program(capture, names, program)
-        return program
+        return self._run(export, functools.partial(_Dynamo, model))
 
     def torchscript(self, export: Callable[[], Any], model: Any, names_inputs: bool) -> Any:
-        names = ModuleNames(model)
-        scopes, size = torch_internals.scope_names(names.paths), torch_internals.state_names(model)
-        capture = TorchScriptCapture(names.path_now, names.paths.values(), scopes, size, names_inputs)
-        capture.tag = functools.partial(_tagged_file, capture, names)
-        with (
-            patches.TORCHSCRIPT.held(),
-            value_in(running.script_capture, capture),
-            torch_internals.attention_fast_path_off(),
-            training_modes_kept(model),
-            no_collection(),
-            contextlib.closing(capture),
-            _named_failure(capture),
-        ):
-            return export()
+        return self._run(export, functools.partial(_TorchScript, model, names_inputs))
+
+    def _run(self, export: Callable[[], Any], begin: Callable[[], _Dynamo | _TorchScript]) -> Any:
+        with running.alone(), contextlib.ExitStack() as watching:
+            try:
+                with seam("reading the names of the model's modules and parameters"):
+                    watched = begin()
+                watching.enter_context(watched.patches.held())
+            except (CaptureError, TorchChangedError) as fault:
+                if self.strict:
+                    raise
+                export_untagged(fault)
+                return export()
+            watched.capture.strict = self.strict
+            return watched.run(export)
 
 
-def _tag_program(capture: DynamoCapture, names: ModuleNames, program: Any) -> None:
-    record, nodes = capture.finish(program.model)
-    seen = Hierarchy(ModuleInfo(path, name) for path, name in {"": "", **capture.classes}.items())
-    made = make_tags(record, names.hierarchy or seen, names.parameters)
-    for node, metadata in zip(nodes, made.nodes, strict=True):
-        node.metadata_props.update(metadata)
-    program.model.metadata_props.update(made.model)
-    program.model.graph.name = made.graph_name
-    program.model.ir_version = max(program.model.ir_version, IR_VERSION)
+class _Dynamo:
+    """One export under ``dynamo=True``."""
+
+    patches = patches.DYNAMO
+
+    def __init__(self, model: Any) -> None:
+        with no_collection(kept=True):
+            self.names = ModuleNames(model)
+            self.capture = DynamoCapture(self.names.path_now, self.names.aliases)
+
+    def run(self, export: Callable[[], Any]) -> Any:
+        capture = self.capture
+        with value_in(running.dynamo_capture, capture), _named_failure(capture):
+            program = export()
+        with no_collection(kept=True):
+            capture.step("tagging the nodes of the program", self._tag, program)
+            if capture.fault is not None:
+                capture.withdraw(program.model)
+                capture.give_up()
+        return program
+
+    def _tag(self, program: Any) -> None:
+        capture, names = self.capture, self.names
+        with seam("matching the nodes of the ONNX graph with what the modules ran"):
+            record, nodes = capture.finish(program.model)
+        with seam("finding the owners of each node"):
+            seen = Hierarchy(ModuleInfo(path, name) for path, name in {"": "", **capture.classes}.items())
+            made = make_tags(record, names.hierarchy or seen, names.parameters)
+        tagged = list(zip(nodes, made.nodes, strict=True))
+        for node, metadata in tagged:
+            node.metadata_props.update(metadata)
+        program.model.metadata_props.update(made.model)
+        program.model.graph.name = made.graph_name
+        program.model.ir_version = max(program.model.ir_version, IR_VERSION)
 
 
-def _tagged_file(
-    capture: TorchScriptCapture, names: ModuleNames, file: SerializedModel
-) -> Iterable[bytes | memoryview]:
-    record, nodes = capture.finish(file)
-    made = make_tags(record, names.hierarchy or Hierarchy([ModuleInfo("", "")]), names.parameters)
-    for node, metadata in zip(nodes, made.nodes, strict=True):
-        for key, value in metadata.items():
-            node.metadata_props.add(key=key, value=value)
-    file.metadata = made.model
-    file.graph_name = made.graph_name or file.graph_name
-    file.ir_version = max(file.ir_version, IR_VERSION)
-    return file.chunks()
+class _TorchScript:
+    """One export under ``dynamo=False``."""
+
+    patches = patches.TORCHSCRIPT
+
+    def __init__(self, model: Any, names_inputs: bool) -> None:
+        self.model, self.names = model, ModuleNames(model)
+        names = self.names
+        scopes, state = torch_internals.scope_names(names.paths), torch_internals.state_names(model)
+        self.capture = TorchScriptCapture(names.path_now, names.paths.values(), scopes, state, names_inputs)
+        self.capture.tag = self._tagged
+
+    def run(self, export: Callable[[], Any]) -> Any:
+        try:
+            with (
+                value_in(running.script_capture, self.capture),
+                torch_internals.attention_fast_path_off(),
+                training_modes_kept(self.model),
+                no_collection(),
+                contextlib.closing(self.capture),
+                _named_failure(self.capture),
+            ):
+                return export()
+        finally:
+            self.capture.tag = self.capture.whole = None  # they hold the weights, and each other
+
+    def _tagged(self, file: SerializedModel) -> Iterable[bytes | memoryview]:
+        with seam("matching the nodes of the ONNX graph with what the modules ran"):
+            record, nodes = self.capture.finish(file)
+        with seam("finding the owners of each node"):
+            made = make_tags(record, self.names.hierarchy or Hierarchy([ModuleInfo("", "")]), self.names.parameters)
+        for node, metadata in zip(nodes, made.nodes, strict=True):
+            for key, value in metadata.items():
+                node.metadata_props.add(key=key, value=value)
+        file.metadata = made.model
+        file.graph_name = made.graph_name or file.graph_name
+        file.ir_version = max(file.ir_version, IR_VERSION)
+        return file.chunks()
 
 
 @contextlib.contextmanager
@@ -223,8 +307,10 @@ def _named_failure(capture: DynamoCapture | TorchScriptCapture) -> Iterator[None
     """Add to an error which module was running."""
     try:
         yield
+    except CaptureError:
+        raise
     except Exception as error:
-        running = capture.log.running
-        if running:
-            error.add_note(f"htp_export: while module {running[-1] or '(the root)'!r} was running")
+        called = capture.log.running if capture.fault is None else ()
+        if called:
+            error.add_note(f"htp_export: while module {called[-1] or '(the root)'!r} was running")
         raise

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from htp_export.capture.calls import NO_CALL, CallLog, Passing, arguments_by_name
 from htp_export.capture.decomposition import CALL, Decomposition, Places, Result
+from htp_export.capture.guarded import Guarded
 from htp_export.capture.record import Node, Operation, Record
 from htp_export.capture.torch_internals import (
     Ran,
@@ -36,7 +37,7 @@ _TYPE_INPUT = {"CastLike": 1}
 _STAMP = "htp.stamp"
 
 
-class DynamoCapture:
+class DynamoCapture(Guarded):
     """One export through ``torch.export``, as it happens.
 
     Args:
@@ -292,6 +293,13 @@ class DynamoCapture:
             elif node.graph is not model.graph:
                 described.hint, described.evidence = self._call_by_parameters(node), "parameters"
         return record, nodes
+
+    @staticmethod
+    def withdraw(model: ir.Model) -> None:
+        """Take out of a model what was written into it for `finish`."""
+        for graph in (model.graph, *model.functions.values()):
+            for node in all_nodes(graph):
+                node.metadata_props.pop(_STAMP, None)
 
 
 def describe(model: ir.Model, record: Record) -> tuple[list[ir.Node], Record]:

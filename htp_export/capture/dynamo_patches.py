@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from htp_export.capture.running import dynamo_capture, exporter, translations_read
-from htp_export.capture.torch_internals import bodies_watched, run_watched
+from htp_export.capture.running import dynamo_capture, translations_read, wanted
+from htp_export.capture.torch_internals import Ran, bodies_watched, fx_tracing, ran_since
+
+if TYPE_CHECKING:
+    from htp_export.capture.dynamo import DynamoCapture
+
+_REPLACED = "following a value that the optimiser replaced"
 
 
 def core_export(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -16,7 +22,7 @@ def core_export(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(model: Any, *args: Any, **kwargs: Any) -> Any:
-        active = exporter.get()
+        active = wanted()
         if active is None or dynamo_capture.get() is not None:
             return original(model, *args, **kwargs)
         return active.dynamo(lambda: original(model, *args, **kwargs), model)
@@ -36,10 +42,10 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
             name = self.path_of_module(module)
         except Exception:  # a module that was not in the model when the tracing began: torch has no scope for it
             name = None
-        if not capture.enter(self, module, name, args, kwargs):
-            return original(self, module, forward, args, kwargs)
+        entered = capture.step("noting that a module is called", capture.enter, self, module, name, args, kwargs)
         result = original(self, module, forward, args, kwargs)
-        capture.leave(self, result)
+        if entered:
+            capture.step("noting that a module returns", capture.leave, self, result)
         return result
 
     return wrapper
@@ -53,13 +59,20 @@ def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
         capture = dynamo_capture.get()
         if capture is None:
             return original(exported_program, *args, **kwargs)
-        capture.exported(exported_program)
-        with bodies_watched(exported_program.graph_module, capture.ran_in_body):
+        with contextlib.ExitStack() as watching:
+            capture.step("reading the exported program", capture.exported, exported_program)
+            watch = functools.partial(_watch_bodies, capture, exported_program, watching)
+            capture.step("preparing to watch the bodies of the exported program", watch)
             prepared = original(exported_program, *args, **kwargs)
-        capture.decomposition.finish(prepared)
+        capture.step("reading the decomposed program", capture.decomposition.finish, prepared)
         return prepared
 
     return wrapper
+
+
+def _watch_bodies(capture: DynamoCapture, exported_program: Any, watching: contextlib.ExitStack) -> None:
+    watched = functools.partial(_run_watched, capture, capture.ran_in_body)
+    watching.enter_context(bodies_watched(exported_program.graph_module, watched))
 
 
 def run_node(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,9 +83,25 @@ def run_node(original: Callable[..., Any]) -> Callable[..., Any]:
         capture = dynamo_capture.get()
         if capture is None or not capture.decomposition.runs:
             return original(self, n)
-        return run_watched(lambda: original(self, n), self, n, capture.ran)
+        return _run_watched(capture, capture.ran, lambda: original(self, n), self, n)
 
     return wrapper
+
+
+def _run_watched(
+    capture: DynamoCapture, note: Callable[[Ran], None], run: Callable[[], Any], interpreter: Any, node: Any
+) -> Any:
+    """Run a node of an FX graph and return what it gives; if another graph is traced meanwhile, note what it became."""
+    before = capture.step("looking for the FX trace that runs", fx_tracing)
+    result = run()
+    if before is not None:
+        step = functools.partial(_note_ran, note, before, interpreter, node, result)
+        capture.step("following a node of the exported program through its decomposition", step)
+    return result
+
+
+def _note_ran(note: Callable[[Ran], None], *what: Any) -> None:
+    note(ran_since(*what))
 
 
 def translate_graph(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +112,7 @@ def translate_graph(original: Callable[..., Any]) -> Callable[..., Any]:
         values = original(*args, **kwargs)
         capture = dynamo_capture.get()
         if capture is not None:
-            capture.translated_nodes(values)
+            capture.step("noting the ONNX values of an FX graph", capture.translated_nodes, values)
         return values
 
     return wrapper
@@ -97,7 +126,7 @@ def translate(original: Callable[..., Any]) -> Callable[..., Any]:
         program = original(*args, **kwargs)
         capture = dynamo_capture.get()
         if capture is not None:
-            capture.translated(program.model)
+            capture.step("reading the ONNX graph as it was translated", capture.translated, program.model)
         return program
 
     return wrapper
@@ -110,7 +139,7 @@ def optimize(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any) -> Any:
         capture = dynamo_capture.get()
         if capture is not None:
-            capture.converted(self.model)
+            capture.step("finding tensors again after the opset was converted", capture.converted, self.model)
         return original(self)
 
     return wrapper
@@ -123,7 +152,7 @@ def replace_input_with(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, index: int, value: Any) -> None:
         capture = dynamo_capture.get()
         if capture is not None and 0 <= index < len(self.inputs):
-            capture.replaced(self.inputs[index], value)
+            capture.step(_REPLACED, capture.replaced, self.inputs[index], value)
         original(self, index, value)
 
     return wrapper
@@ -136,7 +165,7 @@ def replace_all_uses_with(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, replacement: Any, /, *args: Any, **kwargs: Any) -> None:
         capture = dynamo_capture.get()
         if capture is not None:
-            capture.replaced(self, replacement)
+            capture.step(_REPLACED, capture.replaced, self, replacement)
         original(self, replacement, *args, **kwargs)
 
     return wrapper

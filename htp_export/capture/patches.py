@@ -23,8 +23,9 @@ from htp_export.capture.calls import arguments_by_name
 from htp_export.capture.jit_graph import may_have_blocks
 from htp_export.capture.patching import Patch, Patches
 from htp_export.capture.root_call import RootCall
-from htp_export.capture.running import exporter, script_capture, translations_read, value_in
+from htp_export.capture.running import script_capture, translations_read, value_in, wanted
 from htp_export.capture.weights import stand_ins, stored
+from htp_export.errors import CaptureError
 from htp_export.wire import Weight
 
 _CORE = "torch.onnx._internal.exporter._core"
@@ -37,7 +38,7 @@ def _script_export(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        active = exporter.get()
+        active = wanted()
         if active is None or script_capture.get() is not None:
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
@@ -60,20 +61,40 @@ def _slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if capture is None:
             return original(self, *input, **kwargs)
         tracing_state = torch_internals.tracing_state()
-        name = capture.enter(self, tracing_state)
-        if name is None:
+        name = capture.step("noting that a module is called", capture.enter, self, tracing_state)
+        if name is None and capture.fault is None:  # none of the model's modules
             return original(self, *input, **kwargs)
-        input, kwargs = capture.arguments(input, kwargs)
-        if name:
-            tracing_state.push_scope(name)
+        root = None if capture.root_runs else capture.root_call
+        if root is not None:
+            input, kwargs = root.arguments(input)
+        capture.root_runs, waits = True, False
         try:
-            result = self.forward(*input, **kwargs)
+            if name is None:
+                result = original(self, *input, **kwargs)
+            else:
+                if name:
+                    tracing_state.push_scope(name)
+                try:
+                    result = self.forward(*input, **kwargs)
+                finally:
+                    if name:
+                        tracing_state.pop_scope()
+                waits = capture.step(
+                    "noting that a module returns", _returns, capture, tracing_state, self, input, kwargs, result, root
+                )
         finally:
-            if name:
-                tracing_state.pop_scope()
-        return capture.returns(self, tracing_state, arguments_by_name(self.forward, input, kwargs), result)
+            capture.root_runs = root is None
+        return result if root is None or waits else root.result(result)
 
     return wrapper
+
+
+def _returns(
+    capture: Any, tracing_state: Any, module: Any, input: Any, kwargs: Any, result: Any, root: RootCall | None
+) -> bool:
+    arguments = arguments_by_name(module.forward, input, kwargs)
+    changed = None if root is None else root.result
+    return bool(capture.returns(module, tracing_state, arguments, result, changed))
 
 
 def _input_format(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,7 +117,7 @@ def _traced(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(model, args)
         capture = script_capture.get()
         if capture is not None:
-            capture.traced(result[0])
+            capture.step("reading the traced graph", capture.traced, result[0])
         return result
 
     return wrapper
@@ -122,7 +143,7 @@ def _run_symbolic(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(graph, block, node, inputs, *rest)
         capture = script_capture.get()
         if capture is not None:
-            capture.translated_node(node, result)
+            capture.step("following the translation of an operator", capture.translated_node, node, result)
         return result
 
     return wrapper
@@ -137,26 +158,45 @@ def _serialize(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(graph: Any, weights: Any, opset: Any, axes: Any, defer: bool, *rest: Any) -> Any:
         capture = script_capture.get()
+
+        def plain() -> Any:
+            return original(graph, weights, opset, axes, defer, *rest)
+
+        empty = None
         if capture is not None and not defer:
+            empty = capture.step("looking for weights to leave out of the bytes", stand_ins, weights)
+        if capture is None or not empty:
+            return plain()
+        try:
+            model_bytes, copied, *others = original(graph, {**weights, **empty}, opset, axes, True, *rest)
+        except RuntimeError:
             # What cannot be done so is done as torch does it, and fails as it does there: above 2 GB, weights go
             # into files of their own.
-            with contextlib.suppress(RuntimeError):
-                empty = stand_ins(weights)
-                model_bytes, copied, *others = original(graph, {**weights, **empty}, opset, axes, True, *rest)
-                capture.weights = {name: Weight.of(data) for name, data in copied.items()}
-                capture.weights.update((name, stored(weights[name])) for name in empty)
-                return model_bytes, {}, *others
-        return original(graph, weights, opset, axes, defer, *rest)
+            return plain()
+        capture.step("keeping the weights for the file", _keep_weights, capture, weights, empty, copied)
+        if capture.fault is not None:
+            return plain()
+        capture.whole = lambda: plain()[0]
+        return model_bytes, {}, *others
 
     return wrapper
+
+
+def _keep_weights(capture: Any, weights: Any, empty: Iterable[str], copied: dict[str, bytes]) -> None:
+    capture.weights = {name: Weight.of(data) for name, data in copied.items()}
+    capture.weights.update((name, stored(weights[name])) for name in empty)
 
 
 def _add_functions(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(model_bytes: bytes, custom_opsets: Any) -> bytes:
         capture = script_capture.get()
-        if capture is not None and capture.has_only_standard_nodes(model_bytes):
-            return model_bytes  # nothing to add: torch would parse the whole file to find out
+        if capture is not None:
+            looking = "looking for nodes of custom domains"
+            if capture.step(looking, capture.has_only_standard_nodes, model_bytes):
+                return model_bytes  # nothing to add: torch would parse the whole file to find out
+            if (whole := capture.whole) is not None:
+                capture.whole = lambda: original(whole(), custom_opsets)
         result: bytes = original(model_bytes, custom_opsets)
         return result
 
@@ -169,10 +209,36 @@ def _export_file(original: Callable[..., Any]) -> Callable[..., Any]:
         capture = script_capture.get()
         if capture is None:
             return original(model_bytes, f, export_map)
-        _write(f, capture.tagged(model_bytes))
+        chunks = capture.step("tagging the nodes of the file", capture.tagged, model_bytes)
+        if chunks is None or not _written(capture, f, chunks):
+            capture.give_up()
+            _write(f, [model_bytes if capture.whole is None else capture.whole()])
         return None
 
     return wrapper
+
+
+def _written(capture: Any, f: Any, chunks: Iterable[bytes | memoryview]) -> bool:
+    """Write the tagged file, if its pieces can be made; else leave no trace of it."""
+    began = f.tell() if hasattr(f, "seekable") and f.seekable() else None
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        made = iter(chunks)
+        while (piece := capture.step("writing the tagged file", next, made, None)) is not None:
+            yield piece
+        if capture.fault is not None:
+            raise capture.fault
+
+    try:
+        _write(f, pieces())
+    except CaptureError as fault:
+        if fault is not capture.fault or (began is None and not isinstance(f, (str, os.PathLike))):
+            raise  # what was written to a stream stays
+        if began is not None:
+            f.seek(began)
+            f.truncate()
+        return False
+    return True
 
 
 def _write(f: Any, chunks: Iterable[bytes | memoryview]) -> None:
@@ -241,23 +307,23 @@ class ScriptPasses:
         capture = script_capture.get()
         if capture is None:
             return self._passes._jit_pass_onnx(graph, *args)
-        capture.before_translation(graph)
+        capture.step("reading the traced graph before its translation", capture.before_translation, graph)
         translated = self._passes._jit_pass_onnx(graph, *args)
-        capture.translated(translated)
+        capture.step("reading the ONNX graph as it was translated", capture.translated, translated)
         return translated
 
     def _jit_pass_canonicalize(self, graph: Any) -> Any:
         copied = self._passes._jit_pass_canonicalize(graph)
         capture = script_capture.get()
         if capture is not None:
-            capture.renumbered(graph, copied)
+            capture.step("matching values of a graph with those of its copy", capture.renumbered, graph, copied)
         return copied
 
     def _jit_pass_onnx_assign_scoped_names_for_node_and_value(self, graph: Any) -> None:
         self._passes._jit_pass_onnx_assign_scoped_names_for_node_and_value(graph)
         capture = script_capture.get()
         if capture is not None:
-            capture.named(graph)
+            capture.step("reading the finished ONNX graph", capture.named, graph)
 
 
 # Where an export begins. Apart, because the dynamo exporter takes 30 MB of memory to import.

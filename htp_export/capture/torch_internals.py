@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -39,36 +40,49 @@ class Ran(NamedTuple):
     states: list[tuple[Any, int, Any]]
 
 
-def run_watched(run: Callable[[], Any], interpreter: Any, node: Any, note: Callable[[Ran], None]) -> Any:
-    """Run a node of an FX graph and return what it gives; if another graph is traced meanwhile, tell what it became.
+class Tracing(NamedTuple):
+    """A trace of an FX graph that runs in this thread.
 
-    Args:
-        run: Runs the node.
-        interpreter: Runs the graph; it has what the other nodes gave.
-        node: The node.
-        note: Is told.
+    Attributes:
+        tracer: What traces it.
+        made: How many nodes the traced graph had at some moment.
     """
-    import torch
+
+    tracer: Any
+    made: int
+
+
+def fx_tracing() -> Tracing | None:
+    """The trace that runs, as it is now; None where none does."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     mode: Any = get_proxy_mode()
-    if mode is None:
-        return run()
-    nodes = mode.tracer.graph.nodes
-    before = len(nodes)
-    result = run()
-    made = list(itertools.islice(reversed(nodes), len(nodes) - before))
+    return None if mode is None else Tracing(mode.tracer, len(mode.tracer.graph.nodes))
+
+
+def ran_since(before: Tracing, interpreter: Any, node: Any, result: Any) -> Ran:
+    """What a node of an FX graph became in the graph that was traced while it ran.
+
+    Args:
+        before: The trace as it was before the node ran.
+        interpreter: Runs the node's graph; it has what the other nodes gave.
+        node: The node.
+        result: What it gave.
+    """
+    import torch
+
+    nodes = before.tracer.graph.nodes
+    made = list(itertools.islice(reversed(nodes), len(nodes) - before.made))
     held = [(each, interpreter.env.get(each)) for each in node.all_input_nodes]
     given = list(tensors_in(result))
     if len(given) == 1:
         held.append((node, given[0]))
     states = [
-        (each, changes_of(value), fx_node_of(value, mode.tracer))
+        (each, changes_of(value), fx_node_of(value, before.tracer))
         for each, value in held
         if isinstance(value, torch.Tensor)
     ]
-    note(Ran(node, made, states))
-    return result
+    return Ran(node, made, states)
 
 
 def changes_of(tensor: Any) -> int:
@@ -80,12 +94,13 @@ def changes_of(tensor: Any) -> int:
 
 
 @contextlib.contextmanager
-def bodies_watched(module: Any, note: Callable[[Ran], None]) -> Iterator[None]:
+def bodies_watched(module: Any, watched: Callable[[Callable[[], Any], Any, Any], Any]) -> Iterator[None]:
     """Watch bodies run while torch decomposes an exported graph: it dissolves them, and their nodes lose their scopes.
 
     Args:
         module: The exported graph module; its bodies get their own code back afterwards.
-        note: Called for each node of a body.
+        watched: Called for each node of a body with what runs it, with what runs the body, and with the node; gives
+            what the first gives.
     """
     import torch
 
@@ -94,16 +109,13 @@ def bodies_watched(module: Any, note: Callable[[Ran], None]) -> Iterator[None]:
 
         def run_node(self, n: torch.fx.Node) -> Any:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            return run_watched(lambda: getattr(self, n.op)(n.target, args, kwargs), self, n, note)
+            return watched(lambda: getattr(self, n.op)(n.target, args, kwargs), self, n)
 
-    bodies = list(bodies_run_in_place(module))
-    for body in bodies:
-        body.forward = Watched(body).run
-    try:
+    with contextlib.ExitStack() as changed:
+        for body in bodies_run_in_place(module):
+            body.forward = Watched(body).run
+            changed.callback(delattr, body, "forward")
         yield
-    finally:
-        for body in bodies:
-            del body.forward
 
 
 @functools.cache
@@ -135,17 +147,38 @@ def usual_name(kind: str) -> str:
     return kind
 
 
-@contextlib.contextmanager
-def attention_fast_path_off() -> Iterator[None]:
-    """Run ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` in their plain form, which ONNX can express."""
-    import torch
+class _FastPath:
+    """The switch of attention's fast path, which all threads share: off while anyone wants it off."""
 
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._before = True
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        from torch.backends import mha
+
+        with self._lock:
+            if self._users == 0:
+                self._before = mha.get_fastpath_enabled()
+                mha.set_fastpath_enabled(False)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    mha.set_fastpath_enabled(self._before)
+
+
+_FAST_PATH = _FastPath()
+
+
+def attention_fast_path_off() -> contextlib.AbstractContextManager[None]:
+    """Run ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` in their plain form, which ONNX can express."""
+    return _FAST_PATH.off()
 
 
 def exported_by_dynamo_alone() -> tuple[type, ...]:

@@ -8,7 +8,6 @@ which value stands in its place. Nothing of the graph is changed here, so that t
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import onnx
 
 from htp_export.capture.calls import NO_CALL, CallLog, Passing
+from htp_export.capture.guarded import Guarded
 from htp_export.capture.jit_calls import Matched, TracedNode, match_by_inputs, match_by_scope, place_between
 from htp_export.capture.jit_graph import CONSTANTS, Reading, numbers_of_inputs, numbers_of_outputs, read
 from htp_export.capture.jit_rewriting import follow
@@ -43,7 +43,7 @@ SHAPE_KINDS = frozenset(
 )
 
 
-class TorchScriptCapture:
+class TorchScriptCapture(Guarded):
     """One export through ``torch.jit.trace``, as it happens.
 
     Args:
@@ -67,6 +67,8 @@ class TorchScriptCapture:
         self._file: SerializedModel | None = None
         self.weights: dict[str, Weight] = {}
         self.root_call: RootCall | None = None
+        self.root_runs = False
+        self.whole: Callable[[], bytes] | None = None  # the bytes as torch makes them, where weights were left out
         self.names_inputs = names_inputs
         self._path_of = path_of
         self._paths = dict.fromkeys(paths)
@@ -119,32 +121,44 @@ class TorchScriptCapture:
         self._has_root_scope = bool(name) if is_root else self._has_root_scope
         return name
 
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What ``forward`` is called with: for the outermost module, what the user gave."""
-        if self.root_call is None or len(self.log.stack) > 1:
-            return args, kwargs
-        return self.root_call.arguments(args)
+    def returns(
+        self, module: Any, state: Any, arguments: dict[str, Any], result: Any, changed: Callable[[Any], Any] | None
+    ) -> bool:
+        """Note that the innermost running module's ``forward`` is over.
 
-    def returns(self, module: Any, state: Any, arguments: dict[str, Any], result: Any) -> Any:
-        """Note that the innermost running module's ``forward`` is over; what it is to return.
+        The user's forward hooks run outside of the module's scope; what they compute is the module's work. Where there
+        are some, the module returns once they have run.
 
-        The user's forward hooks run outside of the module's scope; what they compute is the module's work.
+        Args:
+            module: The module.
+            state: The tracer's state.
+            arguments: What ``forward`` was given, by name.
+            result: What it returned.
+            changed: Gives what the module is to give back in place of what it and the hooks returned; None for that.
+
+        Returns:
+            Whether hooks run before the module returns; else ``changed`` is left to the caller.
         """
-        finish = functools.partial(self.leave, state, arguments)
-        take_out = run_after_hooks(module, finish)
+
+        def after_hooks(returned: Any) -> Any:
+            self.step("noting that a module returns", self.leave, state, arguments, returned)
+            return None if changed is None else changed(returned)
+
+        take_out = run_after_hooks(module, after_hooks)
         if take_out is None:
-            return finish(result)
+            self.leave(state, arguments, result)
+            return False
         self._waiting.append(take_out)
         self._between.setdefault(self.log.stack[-1], [next_number()])
-        return result
+        return True
 
     def close(self) -> None:
         """Take out what still waits for hooks: an error came before."""
         for take_out in self._waiting:
             take_out()
 
-    def leave(self, state: Any, arguments: dict[str, Any], result: Any) -> Any:
-        """Note that the innermost running module returns; what it is to return."""
+    def leave(self, state: Any, arguments: dict[str, Any], result: Any) -> None:
+        """Note that the innermost running module returns."""
         # Only now: the tracer would make a tensor that it does not know a constant, and name it by the caller's scope.
         self.log.give(arguments, traced_number)
         index = self.log.stack[-1]
@@ -152,13 +166,12 @@ class TorchScriptCapture:
         if index in self._between:
             self._between[index].append(next_number())
         if self.log.stack:
-            return result
+            return
         graph = state.graph()
         self._traced_nodes = []
         self._note(graph.nodes(), NO_CALL if self._has_root_scope else index)
         place_between(self._traced_nodes, self._between, self.log)
         self._traced_inputs = [value.unique() for value in graph.inputs()]
-        return result if self.root_call is None else self.root_call.result(result)
 
     def _note(self, nodes: Any, call: int) -> None:
         """Note kind, scope, call and outputs of every traced node but constants, in order.

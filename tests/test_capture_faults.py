@@ -1,0 +1,328 @@
+"""A fault in the capture is named, or leaves an export untagged; errors of the model and of torch stay their own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export import exporter as exporting
+from htp_export.capture import dynamo_patches, patches, torchscript
+from htp_export.capture.decomposition import Decomposition
+from htp_export.capture.dynamo import DynamoCapture
+from htp_export.capture.modules import ModuleNames
+from htp_export.capture.patching import Patch
+from htp_export.capture.torchscript import TorchScriptCapture
+from htp_export.errors import CaptureError, TorchChangedError, UntaggedExportWarning
+from htp_export.wire import SerializedModel
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        y = torch.relu(self.norm(self.fc(x)) + x)
+        y = torch.cat([y, y], 1)[:, :8]
+        return y if scale is None else y * scale
+
+
+class Net(nn.Module):
+    """Calls a module twice, has a body that torch dissolves, and a weight that is left out of the bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.large = Block(), Block(), nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            x = self.first(x)
+        return {"y": self.large(self.second(self.first(x), scale=scale))}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+INPUTS = (torch.linspace(-1, 1, 16).reshape(2, 8), torch.linspace(1, 2, 8))
+
+# Where the fault is, and what the error says was being done.
+DYNAMO = [
+    (ModuleNames, "__init__", "reading the names"),
+    (DynamoCapture, "enter", "a module is called"),
+    (DynamoCapture, "leave", "a module returns"),
+    (DynamoCapture, "exported", "reading the exported program"),
+    (dynamo_patches, "bodies_watched", "bodies of the exported program"),
+    (dynamo_patches, "fx_tracing", "the FX trace"),
+    (dynamo_patches, "ran_since", "through its decomposition"),
+    (DynamoCapture, "ran", "through its decomposition"),
+    (DynamoCapture, "ran_in_body", "through its decomposition"),
+    (Decomposition, "finish", "reading the decomposed program"),
+    (DynamoCapture, "translated_nodes", "ONNX values of an FX graph"),
+    (DynamoCapture, "translated", "ONNX graph as it was translated"),
+    (DynamoCapture, "converted", "after the opset was converted"),
+    (DynamoCapture, "replaced", "a value that the optimiser replaced"),
+    (DynamoCapture, "finish", "matching the nodes of the ONNX graph"),
+    (exporting, "make_tags", "finding the owners"),
+]
+TORCHSCRIPT = [
+    (ModuleNames, "__init__", "reading the names"),
+    (TorchScriptCapture, "enter", "a module is called"),
+    (TorchScriptCapture, "leave", "a module returns"),
+    (TorchScriptCapture, "traced", "reading the traced graph"),
+    (TorchScriptCapture, "before_translation", "before its translation"),
+    (TorchScriptCapture, "translated_node", "the translation of an operator"),
+    (TorchScriptCapture, "translated", "ONNX graph as it was translated"),
+    (TorchScriptCapture, "renumbered", "matching values of a graph with those of its copy"),
+    (TorchScriptCapture, "named", "the finished ONNX graph"),
+    (patches, "stand_ins", "weights to leave out"),
+    (patches, "stored", "keeping the weights"),
+    (torchscript, "SerializedModel", "custom domains"),
+    (TorchScriptCapture, "has_only_standard_nodes", "custom domains"),
+    (TorchScriptCapture, "tagged", "tagging the nodes of the file"),
+    (TorchScriptCapture, "finish", "matching the nodes of the ONNX graph"),
+    (exporting, "make_tags", "finding the owners"),
+    (SerializedModel, "chunks", "tagging the nodes of the file"),
+]
+CASES = [
+    pytest.param(
+        exporter, owner, name, seam, id=f"{exporter}-{getattr(owner, '__name__', '').rpartition('.')[2]}.{name}"
+    )
+    for exporter, faults in (("dynamo", DYNAMO), ("torchscript", TORCHSCRIPT))
+    for owner, name, seam in faults
+]
+BOTH = pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """Let a step of the capture fail."""
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("zip() argument 2 is shorter than argument 1")
+
+    monkeypatch.setattr(owner, name, fails)
+
+
+def options(exporter: str) -> dict[str, Any]:
+    return {"dynamo": exporter == "dynamo", "verbose": False, "opset_version": 18, "external_data": False}
+
+
+def described(file: Path) -> onnx.ModelProto:
+    """A file without the places in our sources, which torch writes down with the stack of each node."""
+    model = onnx.load(str(file))
+    for node in model.graph.node:
+        kept = [entry for entry in node.metadata_props if entry.key != "pkg.torch.onnx.stack_trace"]
+        del node.metadata_props[:]
+        node.metadata_props.extend(kept)
+    return model
+
+
+@contextlib.contextmanager
+def untagged(match: str) -> Iterator[None]:
+    """One warning says that there are no tags; what torch warns of at length is not looked at."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", UntaggedExportWarning)
+        yield
+    [message] = [str(each.message) for each in said]
+    assert re.search(match, message), message
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The files of torch's own export; where torch has no way to call the model, of a tagged one."""
+    found = {}
+    for exporter in ("dynamo", "torchscript"):
+        found[exporter] = tmp_path_factory.mktemp(exporter) / "model.onnx"
+        torch.onnx.export(net(), INPUTS, found[exporter], **options(exporter))
+    return found
+
+
+@pytest.mark.parametrize(("exporter", "owner", "name", "seam"), CASES[::4])
+def test_a_fault_says_what_was_being_done_and_writes_nothing(
+    exporter: str, owner: Any, name: str, seam: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, owner, name)
+    with pytest.raises(CaptureError, match=seam) as caught:
+        htp_export.export(net(), INPUTS, tmp_path / "model.onnx", **options(exporter))
+    message = str(caught.value)
+    assert "zip() argument 2 is shorter" in message
+    assert "report" in message
+    assert "tagging(strict=False)" in message
+    assert seam in caught.value.seam
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("exporter", "owner", "name", "seam"), CASES)
+def test_a_fault_leaves_torchs_own_file_if_that_is_allowed(
+    exporter: str,
+    owner: Any,
+    name: str,
+    seam: str,
+    plain: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "model.onnx"
+    plant(monkeypatch, owner, name)
+    with htp_export.tagging(strict=False), untagged(seam):
+        torch.onnx.export(net(), INPUTS, file, **options(exporter))
+    if exporter == "torchscript":
+        assert file.read_bytes() == plain[exporter].read_bytes()
+    assert described(file) == described(plain[exporter])
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@BOTH
+def test_export_inside_tagging_that_is_not_strict_is_not_strict(
+    exporter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "make_tags", None)
+    with htp_export.tagging(strict=False), untagged("finding the owners"):
+        htp_export.export(net(), INPUTS, tmp_path / "model.onnx", **options(exporter))
+    with htp_export.tagging(strict=False), htp_export.tagging(), pytest.raises(CaptureError):
+        htp_export.export(net(), INPUTS, tmp_path / "model.onnx", **options(exporter))
+
+
+@BOTH
+def test_without_a_fault_nothing_is_said_and_tags_are_there(exporter: str, tmp_path: Path) -> None:
+    with htp_export.tagging(strict=False):
+        torch.onnx.export(net(), INPUTS, tmp_path / "model.onnx", **options(exporter))
+    assert len(htp_export.load(tmp_path / "model.onnx")["first.fc"].nodes) == 2
+
+
+@BOTH
+def test_a_fault_in_one_export_is_none_in_the_next(
+    exporter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with htp_export.tagging(strict=False):
+        with monkeypatch.context() as planted, untagged("finding the owners"):
+            planted.setattr(exporting, "make_tags", None)
+            torch.onnx.export(net(), INPUTS, tmp_path / "one.onnx", **options(exporter))
+        torch.onnx.export(net(), INPUTS, tmp_path / "other.onnx", **options(exporter))
+    assert htp_export.load(tmp_path / "other.onnx")["second"].nodes
+
+
+class Stream(io.BytesIO):
+    """A file that cannot go back, as a pipe."""
+
+    def seekable(self) -> bool:
+        return False
+
+
+def breaks_off(self: SerializedModel) -> Iterator[bytes]:
+    yield b"the first piece"
+    raise ValueError("no second piece")
+
+
+def test_what_was_written_to_a_file_object_is_taken_back(
+    plain: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SerializedModel, "chunks", breaks_off)
+    opened = io.BytesIO()
+    opened.write(b"before")
+    with htp_export.tagging(strict=False), untagged("writing the tagged file"):
+        torch.onnx.export(net(), INPUTS, opened, **options("torchscript"))
+    assert opened.getvalue() == b"before" + plain["torchscript"].read_bytes()
+    with htp_export.tagging(strict=False), pytest.raises(CaptureError, match="no second piece"):
+        torch.onnx.export(net(), INPUTS, Stream(), **options("torchscript"))
+
+
+class FullDisk(io.BytesIO):
+    def write(self, data: Any) -> int:
+        raise OSError("no space left")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_error_of_the_file_is_no_fault_of_the_capture(strict: bool) -> None:
+    with htp_export.tagging(strict=strict), pytest.raises(OSError, match="no space left"):
+        torch.onnx.export(net(), INPUTS, FullDisk(), **options("torchscript"))
+
+
+class Raises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        for _ in zip(self.fc(x), [1], strict=True):
+            pass
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Iterating over a tensor:torch.jit.TracerWarning")
+@pytest.mark.parametrize("strict", [True, False])
+@BOTH
+def test_an_error_of_the_model_is_no_fault_of_the_capture(exporter: str, strict: bool, tmp_path: Path) -> None:
+    raised = []
+    for tagged in (False, True):
+        watching = htp_export.tagging(strict=strict) if tagged else contextlib.nullcontext()
+        with watching, pytest.raises(Exception, match=r"zip\(\) argument 2 is shorter") as caught:
+            torch.onnx.export(Raises().eval(), INPUTS, tmp_path / "model.onnx", **options(exporter))
+        raised.append(type(caught.value))
+        assert not isinstance(caught.value, CaptureError)
+    assert raised[0] is raised[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@BOTH
+def test_an_error_of_torch_is_no_fault_of_the_capture(
+    exporter: str, strict: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for group in patches.EVERY:
+        for patch in group.patches:
+            if patch.name in ("_translate_fx_graph", "_run_symbolic_function"):
+                owner, name, _ = patch.find()
+                plant(monkeypatch, owner, name)
+    with htp_export.tagging(strict=strict), pytest.raises(Exception, match="argument 2 is shorter") as caught:
+        torch.onnx.export(net(), INPUTS, tmp_path / "model.onnx", **options(exporter))
+    assert not isinstance(caught.value, CaptureError)
+
+
+@BOTH
+def test_a_torch_that_changed_exports_without_tags_if_that_is_allowed(
+    exporter: str, plain: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = patches.DYNAMO if exporter == "dynamo" else patches.TORCHSCRIPT
+    monkeypatch.setattr(group, "patches", (*group.patches, Patch("torch.onnx", "moved_away", lambda given: given)))
+    with (
+        htp_export.tagging(strict=False),
+        untagged(r"torch\.onnx\.moved_away is gone"),
+    ):
+        torch.onnx.export(net(), INPUTS, tmp_path / "model.onnx", **options(exporter))
+    assert described(tmp_path / "model.onnx") == described(plain[exporter])
+
+
+def test_an_exporter_that_cannot_be_watched_is_said_when_tagging_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = (Patch("torch.onnx", "moved_away", lambda given: given),)
+    monkeypatch.setattr(patches.TORCHSCRIPT_ENTRY, "patches", gone)
+    with pytest.raises(TorchChangedError), htp_export.tagging():
+        pass
+    with untagged("moved_away"), htp_export.tagging(strict=False):
+        program = torch.onnx.export(nn.ReLU().eval(), (torch.ones(2),), dynamo=True, verbose=False)
+    assert program is not None
+    assert program.model.metadata_props["htp.version"] == "1"
+
+
+def test_the_warning_is_an_error_where_warnings_are() -> None:
+    """Those who want neither an untagged file nor a CaptureError can say so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UntaggedExportWarning)
+        fault = CaptureError("x", ValueError("y"))
+        with pytest.raises(UntaggedExportWarning, match="without module tags"):
+            exporting.export_untagged(fault)

@@ -1,0 +1,195 @@
+"""Exports in several threads and tasks: each has its own tags, and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.capture import running, torch_internals
+
+EXPORTERS = pytest.mark.parametrize(
+    "exporters",
+    [("torchscript", "torchscript"), ("dynamo", "dynamo"), ("dynamo", "torchscript"), ("torchscript", "dynamo")],
+    ids="-".join,
+)
+
+
+class Slow(nn.Module):
+    """Tells when it runs, and waits in the middle for as long as another thread needs to begin its export.
+
+    Args:
+        name: Of its one child; another one in each thread.
+        runs: Gets the name when ``forward`` begins, and when it ends.
+        began: Set once ``forward`` has begun.
+    """
+
+    def __init__(self, name: str, runs: list[str], began: threading.Event) -> None:
+        super().__init__()
+        self.name, self.runs, self.began = name, runs, began
+        self.add_module(name, nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs.append(self.name)
+        x = self.get_submodule(self.name)(x)
+        self.began.set()
+        time.sleep(0.2)
+        x = self.get_submodule(self.name)(x * 2)
+        self.runs.append(self.name)
+        return x
+
+
+def in_threads(*work: Callable[[], Any]) -> list[BaseException]:
+    """Run each in a thread of its own; what they raised."""
+    raised: list[BaseException] = []
+
+    def guarded(each: Callable[[], Any]) -> None:
+        try:
+            each()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(each,)) for each in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    return raised
+
+
+@EXPORTERS
+def test_exports_in_two_threads_wait_for_each_other(exporters: tuple[str, str], tmp_path: Path) -> None:
+    runs: list[str] = []
+    began = threading.Event()
+    models = {name: Slow(name, runs, began).eval() for name in ("one", "other")}
+
+    def export(name: str, exporter: str) -> None:
+        if name == "other":
+            began.wait(60)  # the other thread is in the middle of its trace
+        args = (torch.linspace(-1, 1, 8).reshape(2, 4),)
+        htp_export.export(models[name], args, tmp_path / f"{name}.onnx", dynamo=exporter == "dynamo", verbose=False)
+
+    work = [lambda n=name, e=exporter: export(n, e) for name, exporter in zip(models, exporters, strict=True)]
+    assert in_threads(*work) == []
+    starts = runs[::2]
+    assert starts == runs[1::2], "one ran inside the other"
+    for name in models:
+        tagged = htp_export.load(tmp_path / f"{name}.onnx")
+        assert set(tagged.paths) == {"", name, f"{name}.0", f"{name}.1"}
+        assert [tagged.hierarchy[path].calls for path in ("", f"{name}.0", f"{name}.1")] == [1, 2, 2]
+        assert [node.op_type for node in tagged[""].own_nodes if node.op_type != "Constant"] == ["Mul"]
+        assert [node.op_type for node in tagged[f"{name}.1"].nodes] == ["Relu", "Relu"]
+
+
+def test_a_thread_that_exports_nothing_is_left_alone() -> None:
+    """It calls torch's own code, while an export with tags runs in another thread."""
+    inside, over = threading.Event(), threading.Event()
+    found = []
+
+    class Waits(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            over.wait(60)
+            found.append(type(node.inputs()))
+            return x * 2
+
+    @torch.jit.script
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    node = next(iter(function.graph.nodes()))
+    own = type(node.inputs())
+
+    def look() -> None:
+        inside.wait(60)
+        found.append(type(node.inputs()))
+        found.append(running.script_capture.get())
+        over.set()
+
+    def export() -> None:
+        htp_export.export(Waits().eval(), (torch.ones(1, 4),), io.BytesIO(), dynamo=False, verbose=False)
+
+    assert in_threads(export, look) == []
+    assert [each if each is None else each.__name__ for each in found] == [own.__name__, None, "list_iterator"]
+
+
+def keys(program: Any) -> set[str]:
+    return {key for key in program.model.metadata_props if key.startswith("htp.")}
+
+
+def export_relu() -> Any:
+    return torch.onnx.export(nn.ReLU().eval(), (torch.ones(2),), dynamo=True, verbose=False)
+
+
+def test_tagging_holds_for_the_task_that_enters_it_alone() -> None:
+    async def tagged(entered: asyncio.Event, leave: asyncio.Event) -> set[str]:
+        with htp_export.tagging():
+            entered.set()
+            await leave.wait()
+            return keys(export_relu())
+
+    async def main() -> tuple[set[str], set[str]]:
+        entered, leave = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(tagged(entered, leave))
+        await entered.wait()
+        plain = keys(export_relu())  # another task, while the patches are in
+        leave.set()
+        return plain, await task
+
+    plain, found = asyncio.run(main())
+    assert plain == set()
+    assert "htp.version" in found
+
+
+def test_tagging_ends_for_tasks_that_were_begun_inside_too() -> None:
+    async def later(go: asyncio.Event) -> set[str]:
+        await go.wait()
+        return keys(export_relu())
+
+    async def main() -> tuple[set[str], set[str]]:
+        go, now = asyncio.Event(), asyncio.Event()
+        with htp_export.tagging():
+            inside = asyncio.create_task(later(now))
+            outside = asyncio.create_task(later(go))
+            now.set()
+            during = await inside
+        with htp_export.tagging():  # the patches are in again, for others
+            go.set()
+            return during, await outside
+
+    during, after = asyncio.run(main())
+    assert "htp.version" in during
+    assert after == set()
+
+
+def test_exports_handed_over_to_threads_by_a_task_are_tagged() -> None:
+    async def main() -> list[Any]:
+        with htp_export.tagging():
+            return await asyncio.gather(*(asyncio.to_thread(export_relu) for _ in range(2)))
+
+    assert all("htp.version" in keys(program) for program in asyncio.run(main()))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_fast_path_of_attention_is_put_back_by_the_last_of_several_threads(enabled: bool) -> None:
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    first, second = torch_internals.attention_fast_path_off(), torch_internals.attention_fast_path_off()
+    try:
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not torch.backends.mha.get_fastpath_enabled()
+        second.__exit__(None, None, None)
+        assert torch.backends.mha.get_fastpath_enabled() is enabled
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
