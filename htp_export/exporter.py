@@ -115,7 +115,9 @@ def export(
     uses_dynamo = dynamo is True or isinstance(model, torch_internals.exported_by_dynamo_alone())
     entry = patches.DYNAMO_ENTRY if uses_dynamo else patches.TORCHSCRIPT_ENTRY
     exporter = running.wanted() or _Exporter()
-    with contextlib.ExitStack() as watching, value_in(running.exporter, exporter):
+    # All of it alone, not the trace only: torch reads its translations first, which parses sources, and CPython 3.11's
+    # parser fails now and then where two threads do that ("AST constructor recursion depth mismatch").
+    with running.alone(), contextlib.ExitStack() as watching, value_in(running.exporter, exporter):
         _enter(watching, entry, exporter)
         return torch.onnx.export(
             model,

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.cli.main import main
+from htp_export import exporter as exporting
+from htp_export.cli.main import app, main
 from tests import faults
 
 SMALL = ["num_hidden_layers=1", "hidden_size=16", "num_attention_heads=2", "intermediate_size=32", "vocab_size=100"]
@@ -180,6 +181,36 @@ class TestExport:
         assert files(folder) == ["net.onnx"]
         assert Path("net.onnx").read_text() == "before"
 
+    @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
+    def test_a_fault_of_the_capture_is_status_1_and_names_the_option_that_goes_on(
+        self, folder, capsys, monkeypatch, exporter
+    ):
+        monkeypatch.setattr(exporting, "make_tags", None)
+        command = [*entry(folder, "named"), exporter, "-o", "net.onnx", "--quiet"]
+        assert main(command) == 1
+        captured = capsys.readouterr()
+        assert "htp-export: error: htp_export failed while finding the owners" in captured.err
+        assert "--allow-untagged" in captured.err
+        assert "Traceback" not in captured.err
+        assert files(folder) == []
+        assert main([*command, "--allow-untagged", "--embed-map"]) == 0
+        said = capsys.readouterr().err
+        assert said.startswith("htp-export: warning: the model is exported without module tags: htp_export failed")
+        model = onnx.load("net.onnx")
+        assert model.graph.node
+        assert not [entry.key for entry in model.metadata_props if entry.key.startswith("htp.")]
+
+    def test_json_says_why_there_are_no_tags(self, folder, capsys, monkeypatch):
+        monkeypatch.setattr(exporting, "make_tags", None)
+        assert main([*entry(folder, "named"), "-o", "net.onnx", "--json", "--allow-untagged"]) == 0
+        assert "finding the owners" in json.loads(capsys.readouterr().out)["untagged"]
+
+    def test_where_tags_can_be_written_nothing_is_said_about_them(self, folder, capsys):
+        assert main([*entry(folder, "named"), "-o", "net.onnx", "--json", "--allow-untagged"]) == 0
+        captured = capsys.readouterr()
+        assert "untagged" not in json.loads(captured.out)
+        assert "warning" not in captured.err
+
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
@@ -335,6 +366,11 @@ class TestTree:
     def test_selector_that_matches_nothing_is_status_2(self, file, capsys):
         assert main(["tree", file, "--select", "class:Linar"]) == 2
         assert "nearest: 'Linear'" in capsys.readouterr().err
+
+
+def test_every_command_is_registered_once():
+    names = [command.name for command in app.registered_commands]
+    assert len(names) == len(set(names)) == 18
 
 
 def test_version(capsys):

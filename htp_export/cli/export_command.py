@@ -6,6 +6,7 @@ import contextlib
 import shlex
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,8 +31,8 @@ from htp_export.cli.model_options import (
 )
 from htp_export.cli.outputs import check_output, show_written, written_files
 from htp_export.cli.sources import Call
-from htp_export.cli.terminal import CheckFailed, Steps, print_json, show
-from htp_export.errors import HtpExportError, InputError
+from htp_export.cli.terminal import CheckFailed, Steps, print_json, show, warning_line
+from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning
 
 if TYPE_CHECKING:
     from htp_export.analyze.tree import ModuleTree
@@ -91,6 +92,10 @@ def export_command(
         bool,
         typer.Option("--embed-map", help="Write a map too: then carry brings tags back when this file is gone."),
     ] = False,
+    allow_untagged: Annotated[
+        bool,
+        typer.Option("--allow-untagged", help="Write torch's own file, with a warning, where tagging fails."),
+    ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Check every module against PyTorch.")] = False,
     as_json: JsonOption = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors.")] = False,
@@ -109,10 +114,14 @@ def export_command(
         call = wanted.call(batch=2 if "batch" in axes else 1)
     options = _Options(dynamo, opset, axes, external_data)
     with steps.step("exporting"):
-        _export(call, output, options, with_map=with_map)
+        untagged = _export(call, output, options, strict=not allow_untagged, with_map=with_map)
         tree = _tree(call, output)
+    if untagged is not None:
+        warning_line(untagged)
     exporter = "dynamo" if dynamo else "TorchScript"
     facts = _facts(output, exporter, seed if random_weights or entry else None)
+    if untagged is not None:
+        facts["untagged"] = untagged
     _report(call, output, tree, facts, steps, verify=verify, as_json=as_json, quiet=quiet)
 
 
@@ -142,21 +151,42 @@ def _facts(output: Path, exporter: str, seed: int | None) -> dict[str, Any]:
     return {"inputs": inputs, "opset": model.opset_imports.get(""), "exporter": exporter, "seed": seed}
 
 
-def _export(call: Call, output: Path, options: _Options, *, with_map: bool) -> None:
-    from htp_export.exporter import export
+def _export(call: Call, output: Path, options: _Options, *, strict: bool, with_map: bool) -> str | None:
+    """Write the file; why it has no tags, where it has none."""
+    from htp_export.exporter import export, tagging
     from htp_export.provenance.carrying import embed_map
 
     arguments = options.for_torch(call)
-    with _written_whole(output) as target:
+    with _written_whole(output) as target, _said_untagged() as said:
         try:
-            export(call.model, call.args, target, kwargs=call.kwargs or None, **arguments)
+            with tagging(strict=strict):
+                export(call.model, call.args, target, kwargs=call.kwargs or None, **arguments)
             _check_written(target, options.opset)
-            if with_map:
+            if with_map and not said:
                 embed_map(target, target)
         except (HtpExportError, CheckFailed):
             raise
         except Exception as error:  # torch's exporters raise what the model, the tracer or a translation raises
             raise CheckFailed(_export_failed(error)) from error
+        return said[0] if said else None
+
+
+@contextlib.contextmanager
+def _said_untagged() -> Iterator[list[str]]:
+    """Why models are exported without tags, message by message; other warnings are shown as they would be."""
+    found: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UntaggedExportWarning)
+        shown = warnings.showwarning
+
+        def show_or_keep(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, UntaggedExportWarning):
+                found.append(str(message))
+            else:
+                shown(message, category, *where, **more)
+
+        warnings.showwarning = show_or_keep
+        yield found
 
 
 def _check_written(file: Path, opset: int | None) -> None:

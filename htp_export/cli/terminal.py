@@ -13,7 +13,7 @@ from htp_export.cli.quiet import terminal_stderr
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["CheckFailed", "Steps", "error_line", "print_json", "show", "split_names"]
+__all__ = ["CheckFailed", "Steps", "error_line", "print_json", "show", "split_names", "warning_line"]
 
 SCHEMA_VERSION = 1  # of what --json writes; a new one where a key is renamed, removed, or means something else
 _PIPE_WIDTH = 200  # what is read by programs is not folded at 80 columns
@@ -26,6 +26,11 @@ class CheckFailed(Exception):  # noqa: N818 - it is an outcome that ends the com
 def error_line(message: str) -> None:
     """Say on stderr why the command ended."""
     print(f"htp-export: error: {message}", file=terminal_stderr())
+
+
+def warning_line(message: str) -> None:
+    """Say on stderr what is not as it should be, where the command goes on."""
+    print(f"htp-export: warning: {message}", file=terminal_stderr())
 
 
 def print_json(data: dict[str, Any]) -> None:
