@@ -3,13 +3,13 @@
 External data stays external: reading opens no data file, and writing streams it, tensor by tensor, only where it has
 to move. Large weights within the ONNX file stay there too, until they are asked for, and are written one at a time
 (`stored`). Everything is written to a temporary name beside its target and renamed; a failure leaves what was there.
+What is written is a copy of the model that shares its tensors: other threads can read the model meanwhile.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import uuid
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import FileError
+from htp_export.replacing import beside, replace_together
 from htp_export.stored import Marks, read_hollow, write_filled, write_values
 
 __all__ = ["external_files", "has_external_data", "model_from_proto", "read_model", "write_model"]
@@ -28,6 +29,9 @@ _SMALL_BYTES = 256
 
 _LARGE_BYTES = 1_800_000_000
 """Models with more in them get external data; protobuf refuses messages of 2 GiB."""
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Held while a model is written: one thread may replace the file from which another one copies weights."""
 
 
 def read_model(path: str | os.PathLike[str]) -> ir.Model:
@@ -96,10 +100,14 @@ def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
         ValueError: A node needs what is made of its own results.
     """
     model = ir.from_proto(proto)
+    _put_in_order(model)
+    return model
+
+
+def _put_in_order(model: ir.Model) -> None:
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
         if not _is_in_order(graph):
             graph.sort()
-    return model
 
 
 def _is_in_order(graph: ir.Graph) -> bool:
@@ -120,7 +128,8 @@ def write_model(model: ir.Model, path: str | os.PathLike[str], external_data: st
     into ``<name>.data`` beside it. Weights in memory go into the file, unless together they are too large for one.
 
     Args:
-        model: The model; left as it was, except that weights whose file is overwritten are read from the new one.
+        model: The model; left as it was, except that weights whose file is overwritten are read from the new one, and
+            that nodes that stand in no order in which they can run are put in one.
         path: The file to write; its extension says the format, as in ``onnx.save``.
         external_data: Name of a file beside ``path`` that takes all weights of more than 256 bytes.
 
@@ -132,82 +141,102 @@ def write_model(model: ir.Model, path: str | os.PathLike[str], external_data: st
         raise FileError(target, f"external data goes into another file in the same folder, not {external_data!r}")
     if target.is_dir():
         raise FileError(target, "is a folder")
-    if any(slot.external and _same_file(slot.path, target) for slot in _slots(model)):
-        raise FileError(target, "holds the weights of this model; write the model under another name")
-    data = target.with_name(external_data or f"{target.name}.data")
-    moving = [slot for slot in _slots(model) if slot.tensor.dtype != ir.DataType.STRING]
-    if external_data is None:
-        moving = _must_move(moving, target.parent)
-    else:
-        moving = [slot for slot in moving if slot.external or (slot.initializer and slot.tensor.nbytes > _SMALL_BYTES)]
-    new_data = _beside(data) if moving else None
-    new_file = _beside(target)
-    overwritten = any(slot.external and _same_file(slot.path, data) for slot in moving)
-    placed = False
-    try:
-        if new_data is not None:
-            with new_data.open("xb") as stream:
-                moved = _stream(moving, stream, data)
-            for slot, tensor in zip(moving, moved, strict=True):
+    with _ONE_AT_A_TIME:
+        if any(slot.external and _same_file(slot.path, target) for slot in _slots(model)):
+            raise FileError(target, "holds the weights of this model; write the model under another name")
+        data = target.with_name(external_data or f"{target.name}.data")
+        new_file, new_data = beside(target), beside(data)
+        try:
+            moved = _write_beside(model, new_file, new_data, data, own_file=external_data is not None)
+            replace_together([*([(new_data, data)] if moved else ()), (new_file, target)])
+        except Exception as error:  # whatever it was, the caller's files are as they were
+            notes = getattr(error, "__notes__", ())
+            raise FileError(target, "; ".join((f"cannot be written: {error}", *notes))) from error
+        finally:
+            new_data.unlink(missing_ok=True)
+            new_file.unlink(missing_ok=True)
+        if any(slot.external and _same_file(slot.path, data) for slot, _ in moved):
+            for slot, tensor in moved:
                 slot.put(tensor)
-        _write(model, new_file)
-        if new_data is not None:
-            new_data.replace(data)
-            placed = True
-        new_file.replace(target)
-    except Exception as error:  # whatever it was, the caller's files are as they were
-        raise FileError(target, f"cannot be written: {error}") from error
-    finally:
-        if not (placed and overwritten):
-            for slot in moving:
-                slot.put(slot.tensor)
-        for left in (new_data, new_file):
-            if left is not None:
-                left.unlink(missing_ok=True)
 
 
-def _write(model: ir.Model, file: Path) -> None:
-    """Write the ONNX file itself; weights in it one at a time."""
-    if not _is_protobuf(file):
-        with _said_once(model):
-            onnx.save_model(ir.to_proto(model), file)
-        return
-    marks, marked = Marks(), list[_Slot]()
+def _write_beside(
+    model: ir.Model, new_file: Path, new_data: Path, data: Path, *, own_file: bool
+) -> list[tuple[_Slot, ir.ExternalTensor]]:
+    """Write a model, and a file with the weights that need a new place.
+
+    Args:
+        model: The model.
+        new_file: The ONNX file.
+        new_data: The file of weights.
+        data: What that file will be called.
+        own_file: Whether all weights go there.
+
+    Returns:
+        The places in the model whose tensors are in the file of weights, with the tensors that these are there; none
+        where no such file was written.
+    """
+    copy = _copied(model)
+    slots = list(zip(_slots(model), _slots(copy), strict=True))
+    moving = [slot for slot, _ in slots if slot.tensor.dtype != ir.DataType.STRING]
+    if own_file:
+        moving = [slot for slot in moving if slot.external or (slot.initializer and slot.tensor.nbytes > _SMALL_BYTES)]
+    else:
+        moving = _must_move(moving, new_file.parent)
+    moved: list[tuple[_Slot, ir.ExternalTensor]] = []
+    if moving:
+        with new_data.open("xb") as stream:
+            moved = list(zip(moving, _stream(moving, stream, data), strict=True))
+    copies = {id(slot): same for slot, same in slots}
+    for slot, tensor in moved:
+        copies[id(slot)].put(tensor)
+    _write(copy, new_file)
+    return moved
+
+
+def _copied(model: ir.Model) -> ir.Model:
+    """A copy that shares the tensors; nodes that stand in no order in which they can run are put in one first."""
     try:
-        for slot in list(_slots(model)):
-            stand_in = marks.stand_in(slot.tensor)
-            if stand_in is not None:
-                marked.append(slot)
-                slot.put(stand_in)
-        with _said_once(model):
-            proto = ir.to_proto(model)
-    finally:
-        for slot in marked:
-            slot.put(slot.tensor)
+        return model.clone()
+    except RuntimeError:  # a node comes before one that it reads, or it reads what nothing makes
+        _put_in_order(model)
+    try:
+        return model.clone()
+    except RuntimeError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # onnx_ir wraps it at each level, with all that is there
+            cause = cause.__cause__
+        raise ValueError(f"a node reads what nothing in the model makes: {cause}") from error
+
+
+def _write(copy: ir.Model, file: Path) -> None:
+    """Write the ONNX file itself, weights in it one at a time, of a copy that nobody else needs."""
+    _say_once(copy)
+    if not _is_protobuf(file):
+        onnx.save_model(ir.to_proto(copy), file)
+        return
+    marks, marked = Marks(), list[ir.TensorProtocol]()
+    for slot in list(_slots(copy)):
+        stand_in = marks.stand_in(slot.tensor)
+        if stand_in is not None:
+            marked.append(slot.tensor)
+            slot.put(stand_in)
+    proto = ir.to_proto(copy)
     with file.open("xb") as stream:
-        write_filled(proto, marks, [slot.tensor for slot in marked], stream)
+        write_filled(proto, marks, marked, stream)
 
 
-@contextlib.contextmanager
-def _said_once(model: ir.Model) -> Iterator[None]:
+def _say_once(model: ir.Model) -> None:
     """Keep onnx_ir from saying the shapes of weights a second time, in ``value_info``.
 
     A tool that transposes a weight and leaves what was said of it, as ONNX Runtime's quantizers do, writes no valid
     model.
     """
-    said = [
-        (value, value.shape, value.type)
-        for graph in model.graphs()
-        for value in graph.initializers.values()
-        if value.const_value is not None and not (value.is_graph_input() or value.metadata_props or value.doc_string)
-    ]
-    try:
-        for value, _, _ in said:
-            value.shape = value.type = None
-        yield
-    finally:
-        for value, shape, kind in said:
-            value.shape, value.type = shape, kind
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            said_elsewhere = value.is_graph_input() or value.metadata_props or value.doc_string
+            if value.const_value is not None and not said_elsewhere:
+                value.shape = value.type = None
 
 
 def has_external_data(model: ir.Model) -> bool:
@@ -310,11 +339,6 @@ def _stream(slots: list[_Slot], stream: IO[bytes], data: Path) -> list[ir.Extern
             )
         )
     return moved
-
-
-def _beside(path: Path) -> Path:
-    """A temporary name in the same folder, with the same extension."""
-    return path.with_name(f".{path.stem}.{uuid.uuid4().hex[:12]}{path.suffix}")
 
 
 def _same_file(one: str, other: Path) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 
-from htp_export import files
+from htp_export import files, stored
 from htp_export.errors import FileError
 from htp_export.files import read_model, write_model
 from tests.handmade import encoder
@@ -92,9 +95,171 @@ def test_a_copy_in_another_folder_brings_its_weights_along(external: Path, tmp_p
 def test_only_weights_that_the_model_still_has_are_brought_along(external: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     model = read_model(external)
+    reader = next(node for node in model.graph if any(value.name == WEIGHT for value in node.inputs))
+    reader.replace_input_with(1, model.graph.initializers["layer.0.fc.weight"])
     del model.graph.initializers[WEIGHT]
     write_model(model, tmp_path / "other" / "half.onnx")
     assert (tmp_path / "other" / "half.onnx.data").stat().st_size == 1024
+
+
+def test_a_model_that_reads_what_nothing_makes_is_not_written(external: Path) -> None:
+    model = read_model(external)
+    del model.graph.initializers[WEIGHT]
+    with pytest.raises(FileError, match=f"reads what nothing in the model makes: .*{WEIGHT}"):
+        write_model(model, external.with_name("half.onnx"))
+    assert listing(external.parent) == ["model.onnx", "weights.bin"]
+
+
+def test_nodes_that_stand_in_no_order_are_written_in_one(tmp_path: Path) -> None:
+    model = encoder()
+    first, *_, last = model.graph
+    model.graph.remove(first)
+    model.graph.insert_after(last, first)
+    write_model(model, tmp_path / "model.onnx")
+    onnx.checker.check_model(onnx.load(tmp_path / "model.onnx"))
+
+
+class RenameFails:
+    """``os.replace`` that refuses one target, once.
+
+    Args:
+        target: The name of the file that is not replaced.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.target, self.refused = target, 0
+        self._replace = os.replace
+
+    def __call__(self, source: Any, target: Any) -> None:
+        if Path(target).name == self.target and not self.refused:
+            self.refused += 1
+            raise PermissionError(13, "Permission denied", str(target))
+        self._replace(source, target)
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("failing", ["target.onnx", "target.onnx.data"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_graph_and_its_weights_are_replaced_together_or_not_at_all(
+    external: Path, monkeypatch: pytest.MonkeyPatch, links: bool, failing: str, there: bool
+) -> None:
+    folder = external.parent
+    old = {"target.onnx": b"old model", "target.onnx.data": b"old weights"} if there else {}
+    for name, content in old.items():
+        (folder / name).write_bytes(content)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    model = read_model(external)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", fails := RenameFails(failing))
+        if not links:
+            patched.delattr(os, "link")
+            patched.setattr(os, "link", _no_links, raising=False)
+        with pytest.raises(FileError, match=r"target\.onnx: cannot be written: .*Permission denied"):
+            write_model(model, folder / "target.onnx", "target.onnx.data")
+    assert fails.refused == 1
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    np.testing.assert_array_equal(weight_of(model).numpy(), expected())
+    write_model(model, folder / "target.onnx", "target.onnx.data")
+    assert listing(folder) == ["model.onnx", "target.onnx", "target.onnx.data", "weights.bin"]
+    np.testing.assert_array_equal(weight_of(read_model(folder / "target.onnx")).numpy(), expected())
+
+
+def _no_links(*_: object) -> None:
+    raise OSError(95, "Operation not supported")
+
+
+def test_a_model_whose_own_weights_could_not_be_replaced_still_has_them(
+    external: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = read_model(external)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", RenameFails("model.onnx"))
+        with pytest.raises(FileError):
+            write_model(model, external, "weights.bin")
+    for each in (model, read_model(external)):
+        np.testing.assert_array_equal(weight_of(each).numpy(), expected())
+
+
+def test_what_cannot_be_put_back_is_said_with_the_place_where_it_is(
+    external: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, refused = os.replace, []
+
+    def refuses(source: Any, target: Any) -> None:
+        if refused or Path(target).name == "target.onnx":
+            refused.append(Path(target).name)
+            raise PermissionError(13, "Permission denied")
+        replace(source, target)
+
+    (external.parent / "target.onnx.data").write_bytes(b"old weights")
+    monkeypatch.setattr(os, "replace", refuses)
+    with pytest.raises(FileError, match=r"could not be put back .*; what it was is in ") as caught:
+        write_model(read_model(external), external.with_name("target.onnx"), "target.onnx.data")
+    assert refused == ["target.onnx", "target.onnx.data"]
+    assert Path(str(caught.value).rpartition(" ")[2]).read_bytes() == b"old weights"
+
+
+def test_a_model_is_not_changed_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads may read it, even in the middle of the longest step."""
+    model = encoder(256)
+    assert weight_of(model).nbytes > stored.LARGE_BYTES
+    before = ir.to_proto(model).SerializeToString()
+    tensor, seen = weight_of(model), []
+
+    def look(proto: Any, *rest: Any) -> None:
+        seen.append(ir.to_proto(model).SerializeToString() == before and weight_of(model) is tensor)
+        write_filled(proto, *rest)
+
+    write_filled = files.write_filled
+    monkeypatch.setattr(files, "write_filled", look)
+    write_model(model, tmp_path / "inside.onnx")
+    write_model(model, tmp_path / "beside.onnx", "beside.data")
+    assert seen == [True, True]
+    assert ir.to_proto(model).SerializeToString() == before
+
+
+def test_two_threads_may_write_one_model(tmp_path: Path) -> None:
+    model = encoder(256)  # weights that are written apart from the rest
+    raised: list[BaseException] = []
+
+    def write(thread: int) -> None:
+        try:
+            for turn in range(8):
+                write_model(model, tmp_path / f"{thread}.onnx", f"{thread}.data" if turn % 2 else None)
+                np.testing.assert_array_equal(weight_of(read_model(tmp_path / f"{thread}.onnx")).numpy(), values)
+        except BaseException as error:
+            raised.append(error)
+
+    values = weight_of(model).numpy().copy()
+    threads = [threading.Thread(target=write, args=(thread,)) for thread in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert raised == []
+    np.testing.assert_array_equal(weight_of(model).numpy(), values)
+
+
+def test_two_threads_may_write_over_the_weights_of_their_model(external: Path) -> None:
+    model = read_model(external)
+    raised: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            for _ in range(8):
+                write_model(model, external, "weights.bin")
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=write) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert raised == []
+    for each in (model, read_model(external)):
+        np.testing.assert_array_equal(weight_of(each).numpy(), expected())
+    assert listing(external.parent) == ["model.onnx", "weights.bin"]
 
 
 def test_a_relative_file_name_and_another_working_directory_change_nothing(

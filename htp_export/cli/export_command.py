@@ -33,6 +33,7 @@ from htp_export.cli.outputs import check_output, show_written, written_files
 from htp_export.cli.sources import Call
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show, warning_line
 from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning
+from htp_export.replacing import replace_together
 
 if TYPE_CHECKING:
     from htp_export.analyze.tree import ModuleTree
@@ -219,8 +220,8 @@ def _written_whole(output: Path) -> Iterator[Path]:
     try:
         yield folder / output.name
         # The ONNX file last: what stood under its name is there until its weights are.
-        for written in sorted(folder.iterdir(), key=lambda path: path.name == output.name):
-            written.replace(output.parent / written.name)
+        written = sorted(folder.iterdir(), key=lambda path: path.name == output.name)
+        replace_together([(each, output.parent / each.name) for each in written])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
