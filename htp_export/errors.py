@@ -7,6 +7,7 @@
     │   ├── SelectorError        a selector that cannot be read, or that matches nothing
     │   ├── UntaggedModelError   the work needs tags, and the file has none
     │   └── ModelSourceError     a model cannot be made from what was named (hub id, folder, type, entry)
+    ├── PassError                a pass of `optimize` failed
     ├── CaptureError             htp_export could not follow an export; a fault of its own, not of the model
     └── TorchChangedError        a private part of torch that htp_export relies on is gone, or is another now
 
@@ -26,6 +27,7 @@ __all__ = [
     "HtpExportError",
     "InputError",
     "ModelSourceError",
+    "PassError",
     "SelectorError",
     "TorchChangedError",
     "UnknownModuleError",
@@ -120,6 +122,24 @@ class TorchChangedError(HtpExportError):
             "install a torch version that htp_export supports (see its pyproject.toml)"
         )
         self.what = what
+
+
+class PassError(HtpExportError):
+    """A pass failed; the caller's model is as it was, and nothing was written.
+
+    Args:
+        name: The pass.
+        ran: The passes that ran before it, in order.
+        problem: What it raised.
+    """
+
+    def __init__(self, name: str, ran: Iterable[str], problem: Exception) -> None:
+        self.ran = tuple(ran)
+        before = f"after {', '.join(self.ran)}" if self.ran else "as the first one"
+        said = f"{type(problem).__name__}: {problem}".rstrip(": ")
+        super().__init__(f"pass {name!r} failed ({said}); it ran {before}; leave it out with passes=[...] to go on")
+        self.name = name
+        self.problem = problem
 
 
 class CaptureError(HtpExportError):

@@ -12,7 +12,7 @@ import torch
 
 import htp_export
 from htp_export.cli.main import main
-from htp_export.errors import FileError, InputError
+from htp_export.errors import FileError, InputError, PassError
 from htp_export.passes import OptimizedModels, register, registry
 from htp_export.passes.checking import OutputCheck
 from htp_export.passes.results import Change
@@ -312,6 +312,67 @@ def test_results_of_the_model_may_be_tensors_that_nothing_works_across(output, p
     assert [value.name for value in result.model.graph.outputs] == [output, "y"]
     for found, expected in zip(run(result.model, x=array(2, 4)), run(model, x=array(2, 4)), strict=True):
         assert np.array_equal(found, expected)
+
+
+class Failing(ir.passes.InPlacePass):
+    """Takes half of a node away, then fails."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        next(iter(model.graph)).replace_input_with(0, None)
+        raise LookupError("no such pattern")
+
+
+def test_a_pass_that_fails_is_named_with_those_that_ran_and_the_model_is_as_it_was(passes, tmp_path, capsys):
+    passes("failing", level="exact")(Failing)
+    model = small_net()
+    before = ir.to_proto(model).SerializeToString()
+    with pytest.raises(PassError, match=r"'failing' failed \(LookupError: no such pattern\); it ran after") as caught:
+        htp_export.optimize(model, tmp_path / "out.onnx", passes=["eliminate_dead_nodes", "failing", "fold_constants"])
+    assert (caught.value.name, caught.value.ran) == ("failing", ("eliminate_dead_nodes",))
+    assert isinstance(caught.value.__cause__, LookupError)
+    assert ir.to_proto(model).SerializeToString() == before
+    ir.save(model, tmp_path / "in.onnx")
+    assert main(["optimize", str(tmp_path / "in.onnx"), "-o", str(tmp_path / "out.onnx"), "--passes", "failing"]) == 1
+    assert "pass 'failing' failed (LookupError: no such pattern); it ran as the first one" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.onnx"]
+
+
+def test_a_pass_that_cannot_be_made_or_gives_no_result_is_named(passes):
+    passes("unmade", level="exact")(lambda: 1 / 0)
+    passes("mute", level="exact")(lambda: lambda model: None)
+    for name, problem in (("unmade", "ZeroDivisionError"), ("mute", "AttributeError")):
+        with pytest.raises(PassError, match=f"{name!r} failed .{problem}"):
+            htp_export.optimize(small_net(), passes=name)
+
+
+def test_a_pass_that_leaves_nodes_without_owners_is_named(passes):
+    class Untagging(ir.passes.InPlacePass):
+        def call(self, model: ir.Model) -> ir.passes.PassResult:
+            for node in model.graph:
+                node.metadata_props.clear()
+            return Changing("Neg", "Abs").call(model)
+
+    passes("untagging", level="exact")(Untagging)
+    with pytest.raises(PassError, match=r"'untagging' failed \(HtpExportError: 3 nodes have no owner"):
+        htp_export.optimize(small_net(), passes="untagging")
+
+
+def test_a_pass_that_fails_leaves_no_barriers(passes):
+    seen = []
+
+    class FailsAtBarriers(TwoInOne):
+        def call(self, model: ir.Model) -> ir.passes.PassResult:
+            seen.append(model)
+            if any(node.op_type == "Barrier" for node in model.graph):
+                raise LookupError("no such operator: Barrier")
+            return super().call(model)
+
+    passes("fails_at_barriers", level="fused")(FailsAtBarriers)
+    with pytest.raises(PassError, match="no such operator: Barrier"):
+        htp_export.optimize(pre_norm_net(), passes="fails_at_barriers", level="fused", keep_exact=True)
+    assert len(seen) == 2
+    assert ops(seen[-1]) == ops(pre_norm_net())
+    assert seen[-1].graph.opset_imports.keys() == pre_norm_net().graph.opset_imports.keys()
 
 
 def test_a_pass_above_the_level_is_refused():

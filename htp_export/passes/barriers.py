@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
 from htp_export.passes.editing import stand_in
 
-__all__ = ["put_barriers", "take_barriers"]
+__all__ = ["barriers", "take_barriers"]
 
 _DOMAIN = "htp_export"
 _OPERATOR = "Barrier"
 
 
-def put_barriers(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
-    """Put a node that nobody knows between some tensors and those who read them, so that no pattern matches across.
+@contextlib.contextmanager
+def barriers(graph: ir.Graph, values: Iterable[ir.Value]) -> Iterator[None]:
+    """Insert an opaque node after some tensors, so that no pattern matches across them, and take it out again.
+
+    It is taken out after an error too. Of another graph that was made of this one, `take_barriers` takes them.
 
     Args:
         graph: The graph of the tensors.
         values: The tensors.
     """
+    try:
+        _put(graph, values)
+        yield
+    finally:
+        take_barriers(graph)
+
+
+def _put(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
     for value in values:
         readers = list(value.uses())
         barrier = ir.node(_OPERATOR, [value], domain=_DOMAIN)
@@ -39,7 +51,7 @@ def put_barriers(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
 
 
 def take_barriers(graph: ir.Graph) -> None:
-    """Take them all out again."""
+    """Take every barrier out of a graph."""
     for node in list(graph):
         if (node.domain, node.op_type) != (_DOMAIN, _OPERATOR):
             continue

@@ -50,6 +50,7 @@ def optimize(
     Raises:
         InputError: If there is no such pass or level, or if ``verify`` cannot run the model.
         FileError: If a file cannot be read or written.
+        PassError: If a pass fails; nothing is written.
 
     Example:
         >>> import torch, htp_export

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from htp_export.passes.barriers import put_barriers, take_barriers
+from htp_export.errors import PassError
+from htp_export.passes.barriers import barriers, take_barriers
 from htp_export.passes.bookkeeping import Bookkeeping
 from htp_export.passes.checking import OutputCheck
 from htp_export.passes.registry import PassInfo
@@ -58,6 +59,9 @@ class Pipeline:
 
         Returns:
             The model; another one, if a pass made a new one or was undone.
+
+        Raises:
+            PassError: If a pass fails; the model is as that pass left it, and of no use any more.
         """
         books, state = Bookkeeping(model), 0
         for _ in range(_MOST_ROUNDS):
@@ -99,11 +103,16 @@ class Pipeline:
 
     def _run(self, account: _Account, books: Bookkeeping) -> tuple[bool, dict[str, Change], dict[str, tuple[str, ...]]]:
         """Run a pass on what it may change; whether it did, and what `Bookkeeping.settle` says of that."""
-        put_barriers(books.model.graph, {value for name in account.held if (value := books.tensor(name)) is not None})
-        result = account.info.make()(books.model)
-        take_barriers(result.model.graph)
-        books.model = result.model
-        return result.modified, *(books.settle() if result.modified else ({}, {}))
+        held = {value for name in account.held if (value := books.tensor(name)) is not None}
+        try:
+            with barriers(books.model.graph, held):
+                result = account.info.make()(books.model)
+            take_barriers(result.model.graph)
+            books.model = result.model
+            return result.modified, *(books.settle() if result.modified else ({}, {}))
+        except Exception as error:
+            ran = [each.info.name for each in self._accounts if each.seen >= 0 and not each.rolled_back]
+            raise PassError(account.info.name, ran, error) from error
 
     @property
     def reports(self) -> tuple[PassReport, ...]:
