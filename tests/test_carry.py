@@ -13,6 +13,7 @@ import pytest
 import htp_export
 from htp_export.errors import FileError, InputError, UntaggedModelError
 from htp_export.hierarchy import ModuleInfo
+from htp_export.provenance.operators import ends_in, resembles
 from htp_export.provenance.sketch import draw
 from tests.exporting import exported_net, metadata
 from tests.handmade import branching, encoder, model, tagged_node, value, weight, with_function
@@ -113,6 +114,91 @@ def test_calls_of_a_module_stay_apart(tmp_path):
     calls = [(n.metadata_props["htp.module"], n.metadata_props.get("htp.call")) for n in result.model.graph]
     assert calls == [(n.metadata_props["htp.module"], n.metadata_props.get("htp.call")) for n in exported.graph]
     assert {call for _, call in calls} >= {"0", "1"}
+
+
+# --- operators by their names --------------------------------------------
+
+MADE_OF = [
+    ("Conv", "Conv"),
+    ("com.microsoft.nchwc::Conv", "Conv"),
+    ("com.microsoft::Gelu", "Gelu"),
+    ("com.microsoft::FusedConv", "Conv"),
+    ("com.microsoft::NhwcFusedConv", "Conv"),
+    ("com.microsoft::NhwcMaxPool", "MaxPool"),
+    ("com.microsoft::FusedMatMul", "MatMul"),
+    ("com.microsoft::TransposeMatMul", "MatMul"),
+    ("com.microsoft::TransposeMatMul", "Transpose"),
+    ("com.microsoft::FusedGemm", "Gemm"),
+    ("com.microsoft::BiasGelu", "Gelu"),
+    ("com.microsoft::BiasSoftmax", "Softmax"),
+    ("com.microsoft::SkipLayerNormalization", "LayerNormalization"),
+    ("com.microsoft::MatMulNBits", "MatMul"),
+    ("com.microsoft::MatMulIntegerToFloat", "MatMul"),
+    ("com.microsoft::DynamicQuantizeMatMul", "MatMul"),
+    ("com.microsoft::GatherBlockQuantized", "Gather"),
+    ("com.microsoft::QLinearAdd", "Add"),
+    ("com.microsoft::QLinearLeakyRelu", "LeakyRelu"),
+    ("com.microsoft::QGemm", "Gemm"),
+    ("MatMulInteger", "MatMul"),
+    ("ConvInteger", "Conv"),
+    ("QLinearConv", "Conv"),
+    ("QLinearMatMul", "MatMul"),
+    ("Gemm", "MatMul"),
+    ("Gemm", "Add"),
+]
+OTHERS = [
+    ("MatMul", "Mul"),
+    ("Expand", "Exp"),
+    ("MaxPool", "Max"),
+    ("com.microsoft::NhwcMaxPool", "Max"),
+    ("GlobalMaxPool", "MaxPool"),
+    ("ReduceMax", "Max"),
+    ("ArgMax", "Max"),
+    ("ReduceSum", "Sum"),
+    ("Sinh", "Sin"),
+    ("LeakyRelu", "Relu"),
+    ("com.microsoft::QLinearLeakyRelu", "Relu"),
+    ("HardSigmoid", "Sigmoid"),
+    ("ConvTranspose", "Conv"),
+    ("ConvTranspose", "Transpose"),
+    ("GatherND", "Gather"),
+    ("CastLike", "Cast"),
+    ("Softmax", "Max"),
+    ("LogSoftmax", "Log"),
+    ("com.microsoft::FusedMatMul", "Mul"),
+    ("QLinearMatMul", "Mul"),
+    ("com.microsoft::Attention", "MatMul"),
+    ("com.acme::Anything", "Conv"),
+    ("Gemm", "Mul"),
+]
+
+
+@pytest.mark.parametrize(("op", "other"), MADE_OF, ids=lambda op: op.rpartition("::")[2])
+def test_operators_that_do_the_work_of_another_are_known_by_their_names(op, other):
+    assert resembles(op, other)
+
+
+@pytest.mark.parametrize(("op", "other"), OTHERS, ids=lambda op: op.rpartition("::")[2])
+def test_operators_whose_names_only_look_alike_are_not_taken_for_each_other(op, other):
+    assert not resembles(op, other)
+    assert not resembles(other, op)
+    assert not ends_in(op, other)
+
+
+def test_only_what_an_operator_computes_last_is_what_it_gives():
+    assert ends_in("com.microsoft::TransposeMatMul", "MatMul")
+    assert not ends_in("com.microsoft::TransposeMatMul", "Transpose")
+    assert not ends_in("Gemm", "MatMul")
+
+
+def test_a_name_on_an_operator_that_only_looks_alike_is_not_believed():
+    before = chain(("Mul", "scale", "scaled"), ("MatMul", "fc", "y"))
+    after = stripped(before)
+    node = rewire(after, "MatMul", ["x", "fc.MatMul.weight"], "y")  # the scale is in the weights now
+    node.name, node.outputs[0].name = "node_scaled", "product"
+    after.graph.append(ir.node("Neg", node.outputs, outputs=[value("y")], name="back"))
+    after.graph.outputs[0] = after.graph[-1].outputs[0]
+    assert owners(htp_export.carry(before, after).model)["product"] == ["scale", "fc"]
 
 
 # --- what was merged ---------------------------------------------------

@@ -9,10 +9,11 @@ the Conv's is in optimisers that fold BatchNorm into it. Last, and only if both 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
+from htp_export.provenance.backwards import go_backwards
 from htp_export.provenance.numbering import Numbering, repeats
-from htp_export.provenance.operators import COMMUTATIVE, IN_PLACE, moves
+from htp_export.provenance.operators import ends_in, moves, resembles
 from htp_export.provenance.shapes import Shape
 from htp_export.provenance.sketch import NOTHING, Sketch, SketchNode, base_op
 
@@ -67,8 +68,7 @@ class Alignment:
         for node in nodes:
             self._forward(node)
         self.known = {number for number in self.meaning if number != NOTHING}
-        for index in range(len(nodes) - 1, -1, -1):
-            self._backward(index, nodes[index])
+        go_backwards(self)
         self.meaning = [self.numbers.current(number) for number in self.meaning]
         self.known = {number for number in self.meaning if number != NOTHING}
 
@@ -83,15 +83,15 @@ class Alignment:
             found = same
             if same == NOTHING:
                 found = before.find(value.name, value.scope)
-                if found != NOTHING and (before.values[found].content or not self._alike(index, found)):
+                if found != NOTHING and (before.values[found].content or not self.alike(index, found)):
                     found = NOTHING  # the name is the same, and what it holds is not
                 found = NOTHING if found == NOTHING else self.numbers.number[found]
-            self._mean(index, found, True)
+            self.mean(index, found, True)
         for ours, theirs in ((after.inputs, before.inputs), (after.outputs, before.outputs)):
             if len(ours) == len(theirs):
                 for index, other in zip(ours, theirs, strict=True):
                     if self.meaning[index] == NOTHING and self.after.values[index].kind != "initializer":
-                        self._mean(index, self.numbers.number[other], self._alike(index, other))
+                        self.mean(index, self.numbers.number[other], self.alike(index, other))
 
     def _by_values(self, equal: Mapping[int, Sequence[int]]) -> bool:
         """Take tensors for those that they equal in value; a name or a place that says another one is not believed.
@@ -105,7 +105,7 @@ class Alignment:
             if self.numbers.current(self.meaning[value]) in numbers:
                 self.exact[value] = self.exact[value] or len(numbers) == 1
             elif self.after.values[value].kind == "node":
-                self._mean(value, numbers[0], len(numbers) == 1, "values")
+                self.mean(value, numbers[0], len(numbers) == 1, "values")
                 found.add(numbers[0])
                 if len(numbers) > 1:
                     self.also[value] = tuple(c for c in candidates if self.numbers.number[c] != numbers[0])
@@ -122,17 +122,19 @@ class Alignment:
                 self.meaning[value], self.exact[value], self.named[value] = NOTHING, False, ""
                 self._denied.add(value)
 
-    def _mean(self, value: int, number: int, exact: bool, named: str = "") -> None:
+    def mean(self, value: int, number: int, exact: bool, named: str = "") -> None:
+        """Note what a value after is; nothing for `NOTHING`."""
         if number != NOTHING:
             self.meaning[value], self.exact[value] = number, exact
             self.named[value] = named or self.named[value]
 
-    def _alike(self, after: int, before: int) -> bool:
+    def alike(self, after: int, before: int) -> bool:
         """Whether the two tensors can be the same, by shape and element type, as far as the files say."""
-        return self._fit(self.after.shape(after), self.before.shape(before))
+        return self.fit(self.after.shape(after), self.before.shape(before))
 
     @staticmethod
-    def _fit(after: Shape, before: Shape) -> bool:
+    def fit(after: Shape, before: Shape) -> bool:
+        """Whether two shapes and element types can be those of one tensor."""
         (one, kind), (other, before_kind) = after, before
         if kind and before_kind and kind != before_kind and not {kind, before_kind} <= _FLOATS:
             return False
@@ -151,7 +153,7 @@ class Alignment:
         complete = all(number != NOTHING or value == NOTHING for number, value in zip(reads, node.inputs, strict=True))
         if repeats(node) and reads[0] != NOTHING and len(node.outputs) == 1:
             named = "tensor" if self.before.find(self.after.values[node.outputs[0]].name, node.scope) != NOTHING else ""
-            self._mean(node.outputs[0], reads[0], self.exact[node.inputs[0]], named)
+            self.mean(node.outputs[0], reads[0], self.exact[node.inputs[0]], named)
             return
         same = self.numbers.made_by(node, reads) if complete else None
         for place, value in enumerate(node.outputs):
@@ -161,15 +163,15 @@ class Alignment:
             if value not in self._denied:
                 found = self.before.find(self.after.values[value].name, node.scope)
             if same is not None and place < len(same.outputs) and same.outputs[place] != NOTHING:
-                alike = found != NOTHING and self._alike(value, found)
+                alike = found != NOTHING and self.alike(value, found)
                 exact = alike or all(self.exact[v] for v in node.inputs if v != NOTHING)  # else in its inputs' layout
-                self._mean(value, self.numbers.number[same.outputs[place]], exact, "tensor" if found != NOTHING else "")
+                self.mean(value, self.numbers.number[same.outputs[place]], exact, "tensor" if found != NOTHING else "")
             elif found != NOTHING:
-                self._mean(value, self.numbers.number[found], self._alike(value, found), "tensor")
+                self.mean(value, self.numbers.number[found], self.alike(value, found), "tensor")
             elif place == 0 and not moves(node.op):
                 found = self._by_node_name(node, {number for number in reads if number != NOTHING})
                 if found != NOTHING:
-                    self._mean(value, self.numbers.number[found], False, "node")
+                    self.mean(value, self.numbers.number[found], False, "node")
                 else:
                     self._by_weights(node, value)
 
@@ -183,12 +185,14 @@ class Alignment:
                 found = outputs[0] if outputs else NOTHING
             maker = self.before.maker[found] if found != NOTHING else NOTHING
             if maker != NOTHING and self.before.nodes[maker].scope == node.scope:
-                return self._followed(node, found, reads) if self._resembles(node.op, maker) else NOTHING
+                return (
+                    self._followed(node, found, reads) if resembles(node.op, self.before.nodes[maker].op) else NOTHING
+                )
             name = name[: max(name.rfind("_"), name.rfind("/"), 0)]
         return NOTHING
 
     def _by_weights(self, node: SketchNode, value: int) -> None:
-        """What a node makes that reads all the weights of one before, and whose operator's name ends in that one's."""
+        """What a node makes that reads all the weights of one before, and whose operator ends with that one's."""
         weights = {v for v in node.inputs if v != NOTHING and self.after.values[v].kind == "initializer"}
         numbers = {self.meaning[v] for v in weights} - {NOTHING}
         for weight in sorted(numbers):
@@ -196,15 +200,10 @@ class Alignment:
             for reader in readers if len(readers) <= _FEW else ():
                 old = self.before.nodes[reader]
                 read = {self.numbers.number[v] for v in old.inputs if v != NOTHING and not self.before.live[v]}
-                if base_op(node.op).endswith(base_op(old.op)) and read <= numbers and not old.scope:
-                    exact = not _blocked(node.op) and self._alike(value, old.outputs[0])
-                    self._mean(value, self.numbers.number[old.outputs[0]], exact, "initializer")
+                if ends_in(node.op, old.op) and read <= numbers and not old.scope:
+                    exact = not _blocked(node.op) and self.alike(value, old.outputs[0])
+                    self.mean(value, self.numbers.number[old.outputs[0]], exact, "initializer")
                     return
-
-    def _resembles(self, op: str, maker: int) -> bool:
-        """Whether an operator may do what a node before did: it has its name in it, or fuses it, as Gemm does."""
-        one, other = base_op(op), base_op(self.before.nodes[maker].op)
-        return other in one or one in other or (one == "Gemm" and other in ("MatMul", "Add")) or "::" in op
 
     def _followed(self, node: SketchNode, value: int, reads: set[int]) -> int:
         """A tensor further on, where the node reads more than this one is made of, or says that it took one in."""
@@ -245,29 +244,6 @@ class Alignment:
                 found.update(self.numbers.number[v] for v in sources)
         return found
 
-    # --- backwards ---
-
-    def _backward(self, index: int, node: SketchNode) -> None:
-        known = [value for value in node.outputs if value != NOTHING and self.meaning[value] != NOTHING]
-        if not known or not node.inputs:
-            return
-        origin = self.origin(known[0])
-        maker = NOTHING if origin == NOTHING else self.before.maker[origin]
-        if maker == NOTHING:
-            return
-        if moves(node.op):
-            old = self.before.nodes[maker]
-            if old.op == node.op:
-                self._pair_movers(node, old)
-                if len(node.inputs) == len(old.inputs) == 1 and NOTHING not in (node.inputs[0], old.inputs[0]):
-                    same = node.attributes == old.attributes
-                    self._settle(index, node.inputs[0], old.inputs[0], same, self.exact[known[0]])
-            self._through(node, origin)
-        elif self.before.nodes[maker].op == node.op:
-            same = node.attributes == self.before.nodes[maker].attributes
-            for mine, theirs in self._pairs(node, self.before.nodes[maker]):
-                self._settle(index, mine, theirs, same, self.exact[known[0]])
-
     def origin(self, value: int) -> int:
         """The value before that a value after is: of those with its number, the one of its name, or the first."""
         members = self.numbers.members.get(self.numbers.current(self.meaning[value]), ())
@@ -277,144 +253,3 @@ class Alignment:
                 return member
         busy = [m for m in members if self.before.maker[m] == NOTHING or not self.numbers.idle[self.before.maker[m]]]
         return (busy or [*members, NOTHING])[0]
-
-    def _pairs(self, node: SketchNode, old: SketchNode) -> Iterator[tuple[int, int]]:
-        """What a node reads, with what it read; constants and weights left out. Nothing if its weights are others."""
-        mine = [v for v in node.inputs if v != NOTHING and self.after.live[v]]
-        theirs = [v for v in old.inputs if v != NOTHING and self.before.live[v]]
-        if len(mine) != len(theirs):
-            return
-        if node.op in COMMUTATIVE and len(mine) > 1:
-            number = self.numbers.number
-            for value in list(mine):
-                same = next((v for v in theirs if number[v] == self.numbers.current(self.meaning[value])), None)
-                if same is not None:
-                    mine.remove(value)
-                    theirs.remove(same)
-            if len(mine) > 1:
-                return
-        yield from zip(mine, theirs, strict=True)
-
-    def _settle(self, reader: int, value: int, old: int, same: bool, exact: bool) -> None:
-        """A node that is still there reads ``value`` where it read ``old``.
-
-        Args:
-            reader: The node.
-            value: What it reads.
-            old: What it read.
-            same: Whether its attributes are what they were.
-            exact: Whether it makes the very tensor that it made; in another layout it reads another layout too.
-        """
-        number, mine = self.numbers.number[old], self.numbers.current(self.meaning[value])
-        if mine == number:
-            return
-        maker = self.after.maker[value]
-        exact = exact and self._alike(value, old)
-        if mine == NOTHING:
-            self._mean(value, number, exact)
-            return
-        if maker == NOTHING or not same or not self._same_weights(reader):
-            return
-        between = self._between(mine, old)
-        if between is None:
-            return
-        moved = all(moves(self.before.nodes[node].op, views=True) for node in between)
-        if moved and exact and self._same_shape(mine, old):
-            self.numbers.unite(mine, number)
-            for node in between:
-                self.numbers.idle[node] = True
-        elif (exact or not moved) and number not in self.known and not self._confirmed(value, reader):
-            self._mean(value, number, exact)
-            self.known.add(number)
-
-    def _same_shape(self, number: int, value: int) -> bool:
-        """Whether two tensors before can be the same, by shape and element type."""
-        first = self.numbers.members[number][0]
-        return self._fit(self.before.shape(first), self.before.shape(value))
-
-    def _same_weights(self, reader: int) -> bool:
-        """Whether a node reads the weights that it read; one that reads others may have taken in some work."""
-        return all(
-            self.meaning[value] != NOTHING
-            for value in self.after.nodes[reader].inputs
-            if value != NOTHING and not self.after.live[value]
-        )
-
-    def _between(self, number: int, value: int) -> list[int] | None:
-        """The nodes before that make a tensor out of another one; None if they do not, or are many."""
-        queue, found, reached = [value], list[int](), False
-        seen: set[int] = set()
-        while queue and len(found) < _FAR:
-            at = queue.pop()
-            if self.numbers.number[at] == number:
-                reached = True
-                continue
-            maker = self.before.maker[at]
-            if maker == NOTHING or maker in seen or not self.before.live[at]:
-                continue
-            seen.add(maker)
-            found.append(maker)
-            queue.extend(v for v in self.before.nodes[maker].reads if v != NOTHING)
-        return found if reached and not queue else None
-
-    def _confirmed(self, value: int, but: int) -> bool:
-        """Whether another node that is still there reads the tensor under its name, as it did before."""
-        mine = self.numbers.current(self.meaning[value])
-        for reader in self.after.readers[value]:
-            node = self.after.nodes[reader]
-            made = [v for v in node.outputs if v != NOTHING and self.meaning[v] != NOTHING]
-            if reader == but or not made:
-                continue
-            maker = self.before.maker[self.origin(made[0])] if self.origin(made[0]) != NOTHING else NOTHING
-            if maker != NOTHING and any(
-                self.numbers.number[v] == mine for v in self.before.nodes[maker].inputs if v != NOTHING
-            ):
-                return True
-        return False
-
-    def _pair_movers(self, node: SketchNode, old: SketchNode) -> None:
-        """Nodes that only move numbers read the same if it is made by the same operator, or in the same shape."""
-        value, other = node.inputs[0], old.inputs[0]
-        if NOTHING in (value, other) or self.meaning[value] != NOTHING:
-            return
-        mine, theirs = self.after.maker[value], self.before.maker[other]
-        if NOTHING in (mine, theirs):
-            return
-        op, known = self.after.nodes[mine].op, self.after.shape(value)[0] is not None
-        if op == self.before.nodes[theirs].op or (known and not moves(op) and self._alike(value, other)):
-            self._mean(value, self.numbers.number[other], self._alike(value, other))
-
-    def _through(self, node: SketchNode, origin: int) -> None:
-        """Who only moves numbers computes none: what computed before was done by the node behind.
-
-        Also where that node has the name of another: it is named after the first of what it does.
-        """
-        value, in_place = node.inputs[0], base_op(node.op) in IN_PLACE
-        while value != NOTHING and (self.meaning[value] == NOTHING or self._named_after_less(value, origin)):
-            maker = self.after.maker[value]
-            if maker == NOTHING or not self.after.nodes[maker].inputs:
-                return
-            if not moves(self.after.nodes[maker].op):
-                number = self._computed(origin)
-                exact = in_place and number == self.numbers.number[origin] and self._alike(value, origin)
-                self._mean(value, number, exact)
-                return
-            in_place = in_place and base_op(self.after.nodes[maker].op) in IN_PLACE
-            value = self.after.nodes[maker].inputs[0]
-
-    def _named_after_less(self, value: int, origin: int) -> bool:
-        """Whether a tensor is known by its node's name alone, and more was computed between that one and ``origin``."""
-        if self.named[value] != "node" or self.exact[value]:
-            return False
-        between = self._between(self.numbers.current(self.meaning[value]), origin)
-        return any(not moves(self.before.nodes[node].op) for node in between or ())
-
-    def _computed(self, value: int) -> int:
-        """The number of the tensor of which another one is made by moving numbers only."""
-        maker = self.before.maker[value]
-        while maker != NOTHING and moves(self.before.nodes[maker].op) and self.before.nodes[maker].inputs:
-            source = self.before.nodes[maker].inputs[0]
-            if source == NOTHING or not self.before.live[source]:
-                break
-            value, maker = source, self.before.maker[source]
-        return self.numbers.number[value]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import re
+
+import onnx
+
 from htp_export.provenance.sketch import base_op
 
-__all__ = ["COMMUTATIVE", "IN_PLACE", "RANDOM", "moves"]
+__all__ = ["COMMUTATIVE", "IN_PLACE", "RANDOM", "ends_in", "moves", "resembles"]
 
 COMMUTATIVE = frozenset(("Add", "Mul", "And", "Or", "Xor", "Equal", "Max", "Min", "Sum"))
 
@@ -39,3 +44,64 @@ def moves(op: str, views: bool = False) -> bool:
     """
     base = base_op(op)
     return base in _MOVING or (views and base in _VIEWING)
+
+
+# --- operators that do the work of others, by their names ---------------------------------------------
+
+_WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z0-9]+|[A-Z]+|.")
+
+# What the names of ONNX's quantized operators have besides the name of the one that they quantize.
+_QUANTIZED = frozenset(("Q", "Linear", "Integer"))
+
+# Operators that compute others' work in one, and whose names do not say it.
+_COMPOSED = {"Gemm": ("MatMul", "Add")}
+
+
+@functools.cache
+def _standard() -> frozenset[str]:
+    return frozenset(schema.name for schema in onnx.defs.get_all_schemas() if schema.domain in ("", "ai.onnx.ml"))
+
+
+@functools.cache
+def _parts(op: str) -> tuple[str, ...]:
+    """The operators that an operator's name is made of, and the words between them.
+
+    The longest of ONNX's names counts: ``FusedMatMul`` is a MatMul and no Mul. ONNX's own operators have no other one
+    in them, whatever they are called (``MaxPool``, ``ConvTranspose``), unless all else says how it is quantized.
+    """
+    standard, whole = _standard(), base_op(op)
+    words = _WORD.findall(whole)
+    parts, at = list[str](), 0
+    while at < len(words):
+        ends = (end for end in range(len(words), at, -1) if end - at < len(words))
+        end = next((end for end in ends if "".join(words[at:end]) in standard), at + 1)
+        parts.append("".join(words[at:end]))
+        at = end
+    own = [part for part in parts if part in standard]
+    if whole in standard:
+        quantized = len(own) == 1 and all(part in _QUANTIZED for part in parts if part not in own)
+        return (whole, *own) if quantized and len(parts) > 1 else (whole,)
+    return tuple(each for part in parts for each in (_parts(part) if part in standard else (part,)))
+
+
+def ends_in(op: str, other: str) -> bool:
+    """Whether the last thing that an operator computes is what another one computes, by their names.
+
+    Example:
+        >>> ends_in("com.microsoft::FusedConv", "Conv"), ends_in("MatMul", "Mul"), ends_in("QLinearConv", "Conv")
+        (True, False, True)
+    """
+    return base_op(other) in (base_op(op), _parts(op)[-1])
+
+
+def resembles(op: str, other: str) -> bool:
+    """Whether one of two operators may do the work of the other: they are the same, or one is made of the other.
+
+    Example:
+        >>> resembles("com.microsoft::FusedMatMul", "MatMul"), resembles("com.microsoft::FusedMatMul", "Mul")
+        (True, False)
+        >>> resembles("Gemm", "Add"), resembles("MaxPool", "Max"), resembles("Expand", "Exp")
+        (True, False, False)
+    """
+    one, two = base_op(op), base_op(other)
+    return one == two or two in (*_parts(op), *_COMPOSED.get(one, ())) or one in _parts(other)

@@ -1,0 +1,199 @@
+"""What the tensors of a model meant before a tool ran, from the results backwards.
+
+A node that is still there reads what it read: so tensors are found that have other names now, and names that were
+taken over by something else. What only moves numbers is looked through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from htp_export.provenance.operators import COMMUTATIVE, IN_PLACE, moves
+from htp_export.provenance.sketch import NOTHING, SketchNode, base_op
+
+if TYPE_CHECKING:
+    from htp_export.provenance.alignment import Alignment
+
+__all__ = ["go_backwards"]
+
+_FAR = 40  # nodes
+
+
+def go_backwards(alignment: Alignment) -> None:
+    """Go from the results of the model after to its inputs once, and add to what its tensors mean."""
+    backwards = _Backwards(alignment)
+    for index in range(len(alignment.after.nodes) - 1, -1, -1):
+        backwards.node(index)
+
+
+class _Backwards:
+    def __init__(self, alignment: Alignment) -> None:
+        self._of = alignment
+        self.before, self.after, self.numbers = alignment.before, alignment.after, alignment.numbers
+        self.meaning, self.exact, self.named = alignment.meaning, alignment.exact, alignment.named
+        self.known = alignment.known
+
+    def node(self, index: int) -> None:
+        """What one node tells of the tensors that it reads."""
+        node = self.after.nodes[index]
+        known = [value for value in node.outputs if value != NOTHING and self.meaning[value] != NOTHING]
+        if not known or not node.inputs:
+            return
+        origin = self._of.origin(known[0])
+        maker = NOTHING if origin == NOTHING else self.before.maker[origin]
+        if maker == NOTHING:
+            return
+        if moves(node.op):
+            old = self.before.nodes[maker]
+            if old.op == node.op:
+                self._pair_movers(node, old)
+                if len(node.inputs) == len(old.inputs) == 1 and NOTHING not in (node.inputs[0], old.inputs[0]):
+                    same = node.attributes == old.attributes
+                    self._settle(index, node.inputs[0], old.inputs[0], same, self.exact[known[0]])
+            self._through(node, origin)
+        elif self.before.nodes[maker].op == node.op:
+            same = node.attributes == self.before.nodes[maker].attributes
+            for mine, theirs in self._pairs(node, self.before.nodes[maker]):
+                self._settle(index, mine, theirs, same, self.exact[known[0]])
+
+    def _pairs(self, node: SketchNode, old: SketchNode) -> Iterator[tuple[int, int]]:
+        """What a node reads, with what it read; constants and weights left out. Nothing if its weights are others."""
+        mine = [v for v in node.inputs if v != NOTHING and self.after.live[v]]
+        theirs = [v for v in old.inputs if v != NOTHING and self.before.live[v]]
+        if len(mine) != len(theirs):
+            return
+        if node.op in COMMUTATIVE and len(mine) > 1:
+            number = self.numbers.number
+            for value in list(mine):
+                same = next((v for v in theirs if number[v] == self.numbers.current(self.meaning[value])), None)
+                if same is not None:
+                    mine.remove(value)
+                    theirs.remove(same)
+            if len(mine) > 1:
+                return
+        yield from zip(mine, theirs, strict=True)
+
+    def _settle(self, reader: int, value: int, old: int, same: bool, exact: bool) -> None:
+        """A node that is still there reads ``value`` where it read ``old``.
+
+        Args:
+            reader: The node.
+            value: What it reads.
+            old: What it read.
+            same: Whether its attributes are what they were.
+            exact: Whether it makes the very tensor that it made; in another layout it reads another layout too.
+        """
+        number, mine = self.numbers.number[old], self.numbers.current(self.meaning[value])
+        if mine == number:
+            return
+        maker = self.after.maker[value]
+        exact = exact and self._of.alike(value, old)
+        if mine == NOTHING:
+            self._of.mean(value, number, exact)
+            return
+        if maker == NOTHING or not same or not self._same_weights(reader):
+            return
+        between = self._between(mine, old)
+        if between is None:
+            return
+        moved = all(moves(self.before.nodes[node].op, views=True) for node in between)
+        if moved and exact and self._same_shape(mine, old):
+            self.numbers.unite(mine, number)
+            for node in between:
+                self.numbers.idle[node] = True
+        elif (exact or not moved) and number not in self.known and not self._confirmed(value, reader):
+            self._of.mean(value, number, exact)
+            self.known.add(number)
+
+    def _same_shape(self, number: int, value: int) -> bool:
+        """Whether two tensors before can be the same, by shape and element type."""
+        first = self.numbers.members[number][0]
+        return self._of.fit(self.before.shape(first), self.before.shape(value))
+
+    def _same_weights(self, reader: int) -> bool:
+        """Whether a node reads the weights that it read; one that reads others may have taken in some work."""
+        return all(
+            self.meaning[value] != NOTHING
+            for value in self.after.nodes[reader].inputs
+            if value != NOTHING and not self.after.live[value]
+        )
+
+    def _between(self, number: int, value: int) -> list[int] | None:
+        """The nodes before that make a tensor out of another one; None if they do not, or are many."""
+        queue, found, reached = [value], list[int](), False
+        seen: set[int] = set()
+        while queue and len(found) < _FAR:
+            at = queue.pop()
+            if self.numbers.number[at] == number:
+                reached = True
+                continue
+            maker = self.before.maker[at]
+            if maker == NOTHING or maker in seen or not self.before.live[at]:
+                continue
+            seen.add(maker)
+            found.append(maker)
+            queue.extend(v for v in self.before.nodes[maker].reads if v != NOTHING)
+        return found if reached and not queue else None
+
+    def _confirmed(self, value: int, but: int) -> bool:
+        """Whether another node that is still there reads the tensor under its name, as it did before."""
+        mine = self.numbers.current(self.meaning[value])
+        for reader in self.after.readers[value]:
+            node = self.after.nodes[reader]
+            made = [v for v in node.outputs if v != NOTHING and self.meaning[v] != NOTHING]
+            if reader == but or not made:
+                continue
+            maker = self.before.maker[self._of.origin(made[0])] if self._of.origin(made[0]) != NOTHING else NOTHING
+            if maker != NOTHING and any(
+                self.numbers.number[v] == mine for v in self.before.nodes[maker].inputs if v != NOTHING
+            ):
+                return True
+        return False
+
+    def _pair_movers(self, node: SketchNode, old: SketchNode) -> None:
+        """Nodes that only move numbers read the same if it is made by the same operator, or in the same shape."""
+        value, other = node.inputs[0], old.inputs[0]
+        if NOTHING in (value, other) or self.meaning[value] != NOTHING:
+            return
+        mine, theirs = self.after.maker[value], self.before.maker[other]
+        if NOTHING in (mine, theirs):
+            return
+        op, known = self.after.nodes[mine].op, self.after.shape(value)[0] is not None
+        if op == self.before.nodes[theirs].op or (known and not moves(op) and self._of.alike(value, other)):
+            self._of.mean(value, self.numbers.number[other], self._of.alike(value, other))
+
+    def _through(self, node: SketchNode, origin: int) -> None:
+        """Who only moves numbers computes none: what computed before was done by the node behind.
+
+        Also where that node has the name of another: it is named after the first of what it does.
+        """
+        value, in_place = node.inputs[0], base_op(node.op) in IN_PLACE
+        while value != NOTHING and (self.meaning[value] == NOTHING or self._named_after_less(value, origin)):
+            maker = self.after.maker[value]
+            if maker == NOTHING or not self.after.nodes[maker].inputs:
+                return
+            if not moves(self.after.nodes[maker].op):
+                number = self._computed(origin)
+                exact = in_place and number == self.numbers.number[origin] and self._of.alike(value, origin)
+                self._of.mean(value, number, exact)
+                return
+            in_place = in_place and base_op(self.after.nodes[maker].op) in IN_PLACE
+            value = self.after.nodes[maker].inputs[0]
+
+    def _named_after_less(self, value: int, origin: int) -> bool:
+        """Whether a tensor is known by its node's name alone, and more was computed between that one and ``origin``."""
+        if self.named[value] != "node" or self.exact[value]:
+            return False
+        between = self._between(self.numbers.current(self.meaning[value]), origin)
+        return any(not moves(self.before.nodes[node].op) for node in between or ())
+
+    def _computed(self, value: int) -> int:
+        """The number of the tensor of which another one is made by moving numbers only."""
+        maker = self.before.maker[value]
+        while maker != NOTHING and moves(self.before.nodes[maker].op) and self.before.nodes[maker].inputs:
+            source = self.before.nodes[maker].inputs[0]
+            if source == NOTHING or not self.before.live[source]:
+                break
+            value, maker = source, self.before.maker[source]
+        return self.numbers.number[value]
