@@ -201,6 +201,14 @@ def test_a_name_on_an_operator_that_only_looks_alike_is_not_believed():
     assert owners(htp_export.carry(before, after).model)["product"] == ["scale", "fc"]
 
 
+def test_a_fused_operator_may_be_named_after_the_last_of_what_it_does():
+    before = chain(("Conv", "conv", "c"), ("Add", "shift", "a"), ("Relu", "act", "r"), ("Neg", "out", "y"))
+    after = stripped(before)
+    node = rewire(after, "Conv", ["x", "conv.Conv.weight", "shift.Add.weight"], "r", "com.microsoft.nchwc")
+    node.name, node.outputs[0].name = "r_nchwc", "reordered"
+    assert owners(htp_export.carry(before, after).model)["reordered"] == ["conv", "shift", "act"]
+
+
 # --- what was merged ---------------------------------------------------
 
 

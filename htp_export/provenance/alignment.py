@@ -21,7 +21,7 @@ __all__ = ["Alignment"]
 
 _FLOATS = frozenset((1, 10, 11, 16))  # FLOAT, FLOAT16, DOUBLE, BFLOAT16: one may stand for the other
 _FAR = 40  # nodes
-_FEW = 4  # nodes that read one weight; more read it where it is a constant like 1
+_FEW = 4  # nodes that read one weight; more read it where it is a constant like 1. Nodes that a fused one is made of
 
 
 def _blocked(op: str) -> bool:
@@ -185,11 +185,26 @@ class Alignment:
                 found = outputs[0] if outputs else NOTHING
             maker = self.before.maker[found] if found != NOTHING else NOTHING
             if maker != NOTHING and self.before.nodes[maker].scope == node.scope:
-                return (
-                    self._followed(node, found, reads) if resembles(node.op, self.before.nodes[maker].op) else NOTHING
-                )
+                return self._followed(node, found, reads) if self._may_make(node, maker, reads) else NOTHING
             name = name[: max(name.rfind("_"), name.rfind("/"), 0)]
         return NOTHING
+
+    def _may_make(self, node: SketchNode, maker: int, reads: set[int]) -> bool:
+        """Whether a node may do the work of one before, as far as their operators say.
+
+        One that does the work of several is named after the last of them, and its operator after the main one (a Conv
+        with an activation in it): it may stand right behind, but not before what the node reads.
+        """
+        queue, seen = [maker], set[int]()
+        while queue and len(seen) < _FEW:
+            at = queue.pop(0)
+            if resembles(node.op, self.before.nodes[at].op):
+                return True
+            seen.add(at)
+            behind = (v for v in self.before.nodes[at].inputs if v != NOTHING and self.before.live[v])
+            makers = (self.before.maker[v] for v in behind if self.numbers.number[v] not in reads)
+            queue += [each for each in makers if each != NOTHING and each not in seen and "::" in node.op]
+        return False
 
     def _by_weights(self, node: SketchNode, value: int) -> None:
         """What a node makes that reads all the weights of one before, and whose operator ends with that one's."""
