@@ -79,9 +79,8 @@ def _slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 finally:
                     if name:
                         tracing_state.pop_scope()
-                waits = capture.step(
-                    "noting that a module returns", _returns, capture, tracing_state, self, input, kwargs, result, root
-                )
+                told = (capture, tracing_state, self, input, kwargs, result, root)
+                waits = bool(capture.step("noting that a module returns", _returns, *told))
         finally:
             capture.root_runs = root is None
         return result if root is None or waits else root.result(result)
