@@ -116,9 +116,9 @@ def export_command(
     options = _Options(dynamo, opset, axes, external_data)
     with steps.step("exporting"):
         untagged = _export(call, output, options, strict=not allow_untagged, with_map=with_map)
+        if untagged is not None:
+            warning_line(untagged)
         tree = _tree(call, output)
-    if untagged is not None:
-        warning_line(untagged)
     exporter = "dynamo" if dynamo else "TorchScript"
     facts = _facts(output, exporter, seed if random_weights or entry else None)
     if untagged is not None:
