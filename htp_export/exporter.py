@@ -16,6 +16,7 @@ from htp_export.capture.dynamo import DynamoCapture
 from htp_export.capture.guarded import export_untagged, seam
 from htp_export.capture.modules import ModuleNames, training_modes_kept
 from htp_export.capture.patching import Patches
+from htp_export.capture.root_call import first_line
 from htp_export.capture.running import Exporter, value_in
 from htp_export.capture.torchscript import TorchScriptCapture
 from htp_export.errors import CaptureError, TorchChangedError
@@ -64,6 +65,10 @@ def export(
     Every parameter has the meaning, the default and the place that it has in ``torch.onnx.export``; the graph is the
     same, node for node. ``docs/format.md`` says what is added.
 
+    Under ``dynamo=False`` the model is called as torch calls it: ``forward``'s whole signature by position, numbers and
+    flags as inputs of the graph. If torch's call fails or changes the result, the model is called with the arguments as
+    given: tensors are inputs, all else is constant, and the log says so. ``docs/export.md`` has the details.
+
     Args:
         model: The model. An ``nn.Module`` keeps its whole hierarchy; an ``ExportedProgram`` what its graph says of
             it; a ``ScriptModule`` what its inlined methods say of themselves.
@@ -72,7 +77,8 @@ def export(
         kwargs: Example keyword inputs.
         verbose: See ``torch.onnx.export``, as for all that follow.
         input_names: Names for the graph's inputs. Under ``dynamo=False``, keyword inputs come in the order of
-            ``forward``'s signature if names are given, as in torch, and else in the order in which they were given.
+            ``forward``'s signature if names are given, as in torch, and else in the order in which they were given,
+            which may be another than torch's.
         output_names: Names for the graph's outputs.
         opset_version: ONNX opset to target.
         dynamo: Whether to export with ``torch.export``; else with TorchScript.
@@ -210,8 +216,8 @@ class _Exporter:
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
         return self._run(export, functools.partial(_Dynamo, model))
 
-    def torchscript(self, export: Callable[[], Any], model: Any, names_inputs: bool) -> Any:
-        return self._run(export, functools.partial(_TorchScript, model, names_inputs))
+    def torchscript(self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool) -> Any:
+        return self._run(export, functools.partial(_TorchScript, model, args, names_inputs))
 
     def _run(self, export: Callable[[], Any], begin: Callable[[], _Dynamo | _TorchScript]) -> Any:
         with running.alone(), contextlib.ExitStack() as watching:
@@ -269,26 +275,48 @@ class _TorchScript:
 
     patches = patches.TORCHSCRIPT
 
-    def __init__(self, model: Any, names_inputs: bool) -> None:
-        self.model, self.names = model, ModuleNames(model)
-        names = self.names
-        scopes, state = torch_internals.scope_names(names.paths), torch_internals.state_names(model)
-        self.capture = TorchScriptCapture(names.path_now, names.paths.values(), scopes, state, names_inputs)
-        self.capture.tag = self._tagged
+    def __init__(self, model: Any, args: Any, names_inputs: bool) -> None:
+        self.model, self.args, self.names_inputs = model, args, names_inputs
+        self.capture = self._new_capture()
+
+    def _new_capture(self, refusal: str = "") -> TorchScriptCapture:
+        self.names = names = ModuleNames(self.model)
+        scopes, state = torch_internals.scope_names(names.paths), torch_internals.state_names(self.model)
+        paths = names.paths.values()
+        return TorchScriptCapture(names.path_now, paths, scopes, state, self.args, self.names_inputs, refusal)
 
     def run(self, export: Callable[[], Any]) -> Any:
+        """Export with the call that torch makes; once more, with the call as given, where torch refuses it."""
+        with torch_internals.attention_fast_path_off(), training_modes_kept(self.model), no_collection():
+            try:
+                return self._attempt(export)
+            except (Warning, CaptureError):  # a warning that the user made an error, or a fault of ours
+                raise
+            except Exception as error:
+                choice = self.capture.choice
+                if choice is None or choice.before is None:
+                    raise
+                refusal, before = error, choice.before
+            before.put_back()
+            strict = self.capture.strict
+            self.capture = self._new_capture(first_line(refusal))
+            self.capture.strict = strict
+            try:
+                return self._attempt(export)
+            except CaptureError:
+                raise
+            except Exception as error:
+                refusal.add_note(f"htp_export: called as the arguments were given, it fails too: {first_line(error)}")
+                raise refusal from error
+
+    def _attempt(self, export: Callable[[], Any]) -> Any:
+        capture = self.capture
+        capture.tag = self._tagged
         try:
-            with (
-                value_in(running.script_capture, self.capture),
-                torch_internals.attention_fast_path_off(),
-                training_modes_kept(self.model),
-                no_collection(),
-                contextlib.closing(self.capture),
-                _named_failure(self.capture),
-            ):
+            with value_in(running.script_capture, capture), contextlib.closing(capture), _named_failure(capture):
                 return export()
         finally:
-            self.capture.tag = self.capture.whole = None  # they hold the weights, and each other
+            capture.tag = capture.whole = None  # they hold the weights, and each other
 
     def _tagged(self, file: SerializedModel) -> Iterable[bytes | memoryview]:
         with seam("matching the nodes of the ONNX graph with what the modules ran"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import importlib
 import inspect
@@ -25,7 +26,6 @@ WITH_SIGNATURES = [
     ("torch.onnx._internal.exporter._core", "export", ["model"]),
     ("torch.onnx._internal.exporter._core", "_prepare_exported_program_for_export", ["exported_program"]),
     ("torch.onnx._internal.torchscript_exporter.utils", "_create_jit_graph", ["model", "args"]),
-    ("torch.onnx._internal.torchscript_exporter.utils", "_decide_input_format", ["model", "args"]),
     ("torch.onnx._internal.torchscript_exporter.utils", "_trace_and_get_graph_from_model", ["model", "args"]),
     ("torch.onnx._internal.torchscript_exporter.utils", "_run_symbolic_function", ["graph", "block", "node", "inputs"]),
     (
@@ -104,6 +104,32 @@ def test_what_torch_gives_to_the_dynamo_exporter_whatever_is_asked_for() -> None
     assert torch.export.ExportedProgram in types
     source = inspect.getsource(torch.onnx.export)
     assert all(each.__name__ in source for each in types)
+
+
+def test_the_tracer_takes_numbers_as_tensors_and_refuses_objects() -> None:
+    given = (torch.ones(2), 3, [True, None], {"scale": 0.5}, "word")
+    tensor, number, (flag, nothing), scales, word = torch_internals.numbers_as_tensors(given)
+    assert tensor is given[0]
+    assert [(each.dtype, each.item()) for each in (number, flag, scales["scale"])] == [
+        (torch.int64, 3), (torch.bool, True), (torch.float64, 0.5)
+    ]  # fmt: skip
+    assert (nothing, word) == (None, "word")
+    assert [each.tolist() for each in torch_internals.flattened(given)] == [[1.0, 1.0], 3, True, 0.5]
+    for refused in (object(), slice(1), torch.float32):
+        with pytest.raises(RuntimeError):
+            torch_internals.flattened((refused,))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_autocasts_cache_is_as_it_was_after_a_failure(enabled: bool) -> None:
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        with contextlib.suppress(ArithmeticError), torch_internals.autocast_cache_kept():
+            torch.set_autocast_cache_enabled(not enabled)
+            raise ArithmeticError
+        assert torch.is_autocast_cache_enabled() is enabled
+    finally:
+        torch.set_autocast_cache_enabled(True)
 
 
 def test_weights_can_be_had_apart_from_the_rest_of_the_file() -> None:

@@ -146,6 +146,20 @@ def arguments_by_name(forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
     return {**dict(zip(names, args, strict=True)), **kwargs}
 
 
+def defaults_of(forward: Any) -> dict[str, Any]:
+    """The defaults of a ``forward``, under the names of its parameters.
+
+    Example:
+        >>> defaults_of(lambda x, n=2, *, mask=None: x)
+        {'n': 2, 'mask': None}
+    """
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):  # built in, or not written in Python
+        return {}
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
 @functools.lru_cache(maxsize=1024)
 def _positional_names(function: Any, bound: bool) -> tuple[tuple[str, ...], str]:
     """The names of a function's positional parameters, and of its ``*args``; of a method, without ``self``."""

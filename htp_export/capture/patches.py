@@ -1,7 +1,7 @@
 """Every patch of torch and onnx_ir, and the wrappers around torch's TorchScript exporter.
 
 A wrapper calls what it wraps and tells the capture of the running export what happened. Some do more while an export
-of ours runs in this thread: `_slow_forward`, `_input_format` and `_export_file` do the work themselves, `_listed`,
+of ours runs in this thread: `_slow_forward`, `_traced` and `_export_file` do the work themselves, `_listed`,
 `_blocks`, `_serialize` and `_add_functions` do the same work faster. In every other thread and task, all of them only
 call what they wrap. ``tests/test_torch_internals.py`` fails where one of the places named here has moved.
 """
@@ -43,7 +43,7 @@ def _script_export(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         run, named = functools.partial(original, *args, **kwargs), bool(given.get("input_names"))
-        return active.torchscript(run, given["model"], named)
+        return active.torchscript(run, given["model"], given["args"], named)
 
     return wrapper
 
@@ -96,27 +96,14 @@ def _returns(
     return bool(capture.returns(module, tracing_state, arguments, result, changed))
 
 
-def _input_format(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(model: Any, args: Any) -> Any:
-        import torch
-
-        capture = script_capture.get()
-        if capture is None or isinstance(model, torch.jit.ScriptModule) or not isinstance(model, torch.nn.Module):
-            return original(model, args)
-        capture.root_call = RootCall(model, args, in_signature_order=capture.names_inputs)
-        return capture.root_call.traced
-
-    return wrapper
-
-
 def _traced(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(model: Any, args: Any) -> Any:
-        result = original(model, args)
         capture = script_capture.get()
-        if capture is not None:
-            capture.step("reading the traced graph", capture.traced, result[0])
+        if capture is None:
+            return original(model, args)
+        result = capture.trace(lambda args: original(model, args), model, args)
+        capture.step("reading the traced graph", capture.traced, result[0])
         return result
 
     return wrapper
@@ -347,7 +334,6 @@ TRANSLATIONS = Patches(
 TORCHSCRIPT = Patches(
     Patch(_SCRIPT, "_trace_and_get_graph_from_model", _traced),
     Patch(_SCRIPT, "_create_jit_graph", _created),
-    Patch(_SCRIPT, "_decide_input_format", _input_format),
     Patch(_SCRIPT, "_run_symbolic_function", _run_symbolic),
     Patch(_SCRIPT, "_C", ScriptPasses),
     Patch(_SCRIPT_PROTO, "_add_onnxscript_fn", _add_functions),

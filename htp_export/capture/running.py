@@ -32,7 +32,7 @@ class Exporter(Protocol):
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
         """Run torch's dynamo exporter and tag its result."""
 
-    def torchscript(self, export: Callable[[], Any], model: Any, names_inputs: bool) -> Any:
+    def torchscript(self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool) -> Any:
         """Run torch's TorchScript exporter and tag the file it writes."""
 
 

@@ -196,6 +196,43 @@ def tracing_state() -> Any:
     return torch._C._get_tracing_state()
 
 
+def flattened(value: Any) -> list[Any]:
+    """What the TorchScript tracer makes of arguments or results: their tensors, numbers and flags as tensors, in order.
+
+    Raises:
+        RuntimeError: If something among them is none of what it takes.
+    """
+    import torch
+
+    tensors, _ = torch._C._jit_flatten(value)
+    return list(tensors)
+
+
+def numbers_as_tensors(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments as the TorchScript tracer passes them on: numbers and flags are tensors.
+
+    Raises:
+        RuntimeError: If something among them is none of what it takes.
+    """
+    import torch
+
+    tensors, structure = torch._C._jit_flatten(arguments)
+    changed: tuple[Any, ...] = torch._C._jit_unflatten(tensors, structure)
+    return changed
+
+
+@contextlib.contextmanager
+def autocast_cache_kept() -> Iterator[None]:
+    """Leave autocast's cache as it is: torch turns it off while it traces, and leaves it off where that fails."""
+    import torch
+
+    enabled = torch.is_autocast_cache_enabled()
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
 def state_names(model: Any) -> frozenset[str]:
     """Names of the parameters and buffers that a traced graph of this model takes as inputs, shared ones once."""
     import torch

@@ -20,9 +20,10 @@ from htp_export.capture.jit_calls import Matched, TracedNode, match_by_inputs, m
 from htp_export.capture.jit_graph import CONSTANTS, Reading, numbers_of_inputs, numbers_of_outputs, read
 from htp_export.capture.jit_rewriting import follow
 from htp_export.capture.record import Key, Node, Operation, Record
-from htp_export.capture.root_call import RootCall
+from htp_export.capture.root_call import Choice, GivenCall, RootCall, choose
 from htp_export.capture.script_modules import ScriptCalls
 from htp_export.capture.torch_internals import (
+    autocast_cache_kept,
     is_listed,
     is_script_method,
     next_number,
@@ -51,7 +52,12 @@ class TorchScriptCapture(Guarded):
         paths: The paths of the modules that were in it when the export began.
         scope_names: Module path → the name that the tracer gives its scope (``Linear::query``).
         state: Names of the model's parameters and buffers, which are the last of the traced graph's inputs.
+        args: The arguments, as ``torch.onnx.export`` passes them on.
         names_inputs: Whether the user names the graph's inputs, counting on torch's order of them.
+        refusal: Why an export failed in which the model was called as torch calls it; empty if there was none.
+
+    Attributes:
+        choice: How the model is called; None until it is traced.
     """
 
     def __init__(
@@ -60,16 +66,18 @@ class TorchScriptCapture(Guarded):
         paths: Iterable[str],
         scope_names: dict[str, str],
         state: frozenset[str],
+        args: Any,
         names_inputs: bool,
+        refusal: str,
     ) -> None:
         self.log = CallLog()
         self.tag: Callable[[SerializedModel], Iterable[bytes | memoryview]] | None = None
         self._file: SerializedModel | None = None
         self.weights: dict[str, Weight] = {}
-        self.root_call: RootCall | None = None
+        self.choice: Choice | None = None
         self.root_runs = False
         self.whole: Callable[[], bytes] | None = None  # the bytes as torch makes them, where weights were left out
-        self.names_inputs = names_inputs
+        self._args, self._names_inputs, self._refusal = args, names_inputs, refusal
         self._path_of = path_of
         self._paths = dict.fromkeys(paths)
         self._scope_names = scope_names
@@ -92,6 +100,11 @@ class TorchScriptCapture(Guarded):
         self._stages: list[dict[Any, int]] = []
         self._translation: dict[int, int] = {}
         self._graph: Any = None
+
+    @property
+    def root_call(self) -> RootCall | None:
+        """How the model is called; None where torch alone says so."""
+        return None if self.choice is None else self.choice.call
 
     # --- while the model runs -----------------------------------------------------------------
 
@@ -196,6 +209,15 @@ class TorchScriptCapture(Guarded):
                 self._traced_nodes.append(TracedNode(out_of_place(kind), node.scopeName(), call, made, reads))
 
     # --- the traced graph -----------------------------------------------------------------------
+
+    def trace(self, run: Callable[[Any], Any], model: Any, formatted: Any) -> Any:
+        """Trace the model: called as torch formats the arguments, or as they were given where that failed."""
+        given = GivenCall(model, self._args, in_signature_order=self._names_inputs)
+        self.choice = choose(model, formatted, given, self._refusal)
+        with autocast_cache_kept():
+            result = run(self.choice.call.traced)
+        self.choice = self.choice.after_trace
+        return result
 
     def traced(self, graph: Any) -> None:
         """Note the graph as it was traced."""
@@ -324,6 +346,7 @@ class TorchScriptCapture(Guarded):
 
     def tagged(self, model_bytes: bytes) -> Iterable[bytes | memoryview]:
         """The file with tags, in pieces to be written one after the other."""
+        self.choice = None
         file = self._file if self._file and self._file.data is model_bytes else None
         file = file or SerializedModel(model_bytes, self.weights)
         return self.tag(file) if self.tag else file.chunks()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from htp_export.capture.calls import arguments_by_name, named_tensors_in
+from htp_export.capture.calls import arguments_by_name, defaults_of, named_leaves, named_tensors_in
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.nested.flatten import read_flat
-from htp_export.run.arrays import PORTION_BYTES, ArrayStore, from_torch
+from htp_export.run.arrays import PORTION_BYTES, ArrayStore
 from htp_export.run.checking import check_calls
 from htp_export.run.feeds import feed_from, inputs_of
 from htp_export.run.isolating import check_isolated
@@ -132,7 +132,8 @@ def feed_of_call(
 ) -> dict[str, npt.NDArray[Any]]:
     """The arguments of a call of the model, as inputs of the file.
 
-    The file says which input is which argument; where it does not, their names do, or else their order.
+    The file says which input is which argument; where it does not, their names do, or else their order. A number is
+    an input where the exporter made it one (TorchScript's), also one that is a default of ``forward``.
 
     Args:
         tagged: The file.
@@ -145,16 +146,22 @@ def feed_of_call(
         InputError: If the call has not the inputs that the file takes, or they have other types or shapes.
     """
     inputs = inputs_of(tagged.model)
-    given = dict(named_tensors_in(arguments_by_name(model.forward, tuple(args), kwargs)))
+    call = arguments_by_name(model.forward, tuple(args), kwargs)
+    given: dict[str, Any] = dict(named_tensors_in(call))
     signature = signature_of(tagged, "", 0)
     arguments = {} if signature is None else {tensor: argument for argument, tensor in signature.inputs.items()}
     names = {each.name: arguments.get(each.name, each.name) for each in inputs}
+    numbers = {name: leaf for name, leaf in named_leaves({**defaults_of(model.forward), **call}) if _is_number(leaf)}
+    given.update((argument, numbers[argument]) for argument in names.values() if argument in numbers)
     if not all(argument in given for argument in names.values()):
         if len(inputs) != len(given):
             raise InputError(f"{name}: takes {len(inputs)} inputs, and the call has {len(given)} tensors")
         names = dict(zip(names, given, strict=True))
     try:
-        arrays = {key: from_torch(given[argument]) for key, argument in names.items()}
-        return dict(feed_from(inputs, arrays).arrays)
+        return dict(feed_from(inputs, {key: given[argument] for key, argument in names.items()}).arrays)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float))
