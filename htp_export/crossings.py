@@ -6,6 +6,7 @@ from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from htp_export import tags
+from htp_export.call_tree import Work
 
 __all__ = ["OUTSIDE", "Boundaries", "Crossings", "fused_with"]
 
@@ -22,16 +23,20 @@ class Crossings(Generic[Key]):
     Args:
         nodes: What each node reads and what it makes, in order of execution; two empty tuples for one that is to be
             left out.
-        owners: The module paths that own each node.
+        works: Whose work each node does.
         live: The tensors that count: those whose values depend on the model's inputs.
         results: The tensors that the graph returns.
 
     Attributes:
-        owners: As given.
-        below: Module path → the nodes with an owner at or below it, in order.
+        owners: The module paths that own each node.
+        below: Module path → the nodes in its region, in order.
 
     Example:
-        >>> there = Crossings([(["x"], ["h"]), (["h"], ["y"])], [("fc",), ("act",)], {"x", "h", "y"}, {"y"})
+        >>> from htp_export.call_tree import CallTree
+        >>> from htp_export.hierarchy import Hierarchy, ModuleInfo
+        >>> work = CallTree(Hierarchy([ModuleInfo("", "Net", 1)])).work
+        >>> nodes = [(["x"], ["h"]), (["h"], ["y"])]
+        >>> there = Crossings(nodes, [work(("fc",)), work(("act",))], {"x", "h", "y"}, {"y"})
         >>> list(there.of(["fc"]))
         [('h', 1, True), ('x', -1, False)]
     """
@@ -39,25 +44,21 @@ class Crossings(Generic[Key]):
     def __init__(
         self,
         nodes: Sequence[tuple[Sequence[Key], Sequence[Key]]],
-        owners: Sequence[tuple[str, ...]],
+        works: Sequence[Work],
         live: Container[Key],
         results: Container[Key],
     ) -> None:
-        self.owners = owners
+        self.owners = [work.owners for work in works]
+        self._works = works
         self.below: dict[str, list[int]] = {}
         self._maker: dict[Key, int] = {}
         self._readers: dict[Key, list[int]] = {}
-        self._above: list[dict[str, None]] = []  # for each node, its owners and all that is above them
-        above: dict[tuple[str, ...], dict[str, None]] = {}
-        for index, ((reads, makes), paths) in enumerate(zip(nodes, owners, strict=True)):
+        for index, ((reads, makes), work) in enumerate(zip(nodes, works, strict=True)):
             self._maker.update(dict.fromkeys(makes, index))
             for key in reads:
                 self._readers.setdefault(key, []).append(index)
-            if paths not in above:
-                above[paths] = dict.fromkeys(up for path in paths for up in tags.ancestors(path))
-            self._above.append(above[paths])
             if reads or makes:
-                for path in above[paths]:
+                for path in work.modules:
                     self.below.setdefault(path, []).append(index)
         self._edges = [self._edges_of(index, *passed, live, results) for index, passed in enumerate(nodes)]
 
@@ -65,18 +66,18 @@ class Crossings(Generic[Key]):
         self, index: int, reads: Sequence[Key], makes: Sequence[Key], live: Container[Key], results: Container[Key]
     ) -> list[tuple[Key, int, bool]]:
         """What passes between a node and others, without those of the same owners: that crosses no border."""
-        here = self._above[index]
+        here = self._works[index]
         found: list[tuple[Key, int, bool]] = []
         for key in makes:
             if key in live:
                 if key in results:
                     found.append((key, OUTSIDE, True))
                 readers = self._readers.get(key, ())
-                found += [(key, reader, True) for reader in readers if self._above[reader] is not here]
+                found += [(key, reader, True) for reader in readers if self._works[reader] is not here]
         for key in reads:
             if key in live:
                 source = self._maker.get(key, OUTSIDE)
-                if source == OUTSIDE or self._above[source] is not here:
+                if source == OUTSIDE or self._works[source] is not here:
                     found.append((key, source, False))
         return found
 
@@ -84,14 +85,14 @@ class Crossings(Generic[Key]):
         """``(tensor, node on the other side or OUTSIDE, whether it leaves)`` for what crosses the border of a region.
 
         The region is that of all nodes with an owner at or below one of ``paths``. What several modules own may be
-        read by each of them, and by the blocks around them: see ``tags.sharing``.
+        read by each of them, and by the blocks around them: see ``Work.others``.
         """
         region = {index for path in paths for index in self.below.get(path, ())}
         for index in sorted(region):
             outwards = [edge for edge in self._edges[index] if edge[1] not in region]
-            others = tags.sharing(self.owners[index], paths) if outwards else []
+            others = self._works[index].others(paths) if outwards else []
             for key, other, leaves in outwards:
-                shared = leaves and other != OUTSIDE and not self._above[other].keys().isdisjoint(others)
+                shared = leaves and other != OUTSIDE and not self._works[other].modules.isdisjoint(others)
                 if not shared:
                     yield key, other, leaves
 

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.call_tree import CallTree, Instance, renumbered
 from htp_export.cutting import Cut, same_dimensions
 from htp_export.hierarchy import Hierarchy, ModuleInfo
 from htp_export.names import rename
@@ -39,9 +40,12 @@ def cut_model(tagged: TaggedModel, part: Cut) -> ir.Model:
     """
     graph, renamed = cut_graph(tagged, part)
     model = model_around(tagged, graph)
-    _own_tags(tagged, model, part)
-    model.metadata_props[tags.MODULES] = _hierarchy(tagged, part).to_json()
-    signatures = _signatures(tagged, part, renamed)
+    calls = _Calls(tagged, part)
+    narrow_owners(tagged, model, lambda owner: tags.is_under(owner, part.path), part.path, calls.tree, calls.number)
+    model.metadata_props[tags.MODULES] = calls.hierarchy.to_json()
+    if tags.CALLERS in tagged.model.metadata_props:
+        model.metadata_props[tags.CALLERS] = calls.tree.to_json()
+    signatures = _signatures(tagged, calls.numbers, renamed)
     if signatures:
         model.metadata_props[tags.SIGNATURES] = signatures_to_json(signatures)
     if tagged.parameters is not None:
@@ -216,14 +220,65 @@ def _functions_used(whole: ir.Model, graph: ir.Graph) -> list[ir.Function]:
 # --- the module tree --------------------------------------------------------------------------------------
 
 
-def _share(ran: int, calls: int) -> int:
-    """How often a module below ran in each call of the one that is cut."""
-    return ran // calls if calls > 1 and ran % calls == 0 else ran
+class _Calls:
+    """The calls that are in a cut, and what they are there.
+
+    Args:
+        tagged: The whole model.
+        part: The cut.
+
+    Attributes:
+        numbers: Module path → the numbers, in the whole, of its calls that are in the cut.
+        hierarchy: The module and what lies below it; what lies above it only holds it.
+        tree: The calls of these.
+    """
+
+    def __init__(self, tagged: TaggedModel, part: Cut) -> None:
+        tree, top = tagged.hierarchy, Instance(part.path, part.call)
+        inside = tagged.calls.inside(top)
+        below = [path for path in tree if tags.is_under(path, part.path)]
+        self.numbers = {path: inside[path] for path in below if path in inside}
+        holding = [up for up in tags.ancestors(part.path) if up != part.path and up in tree]
+        above = [ModuleInfo(up, tree[up].class_name) for up in reversed(holding)]
+        infos = [*above, *(self._info(tree[path]) for path in below)]
+        self.hierarchy = Hierarchy(infos if infos[0].path == "" else [tree.root, *infos])
+        here = (Instance(path, number) for path, numbers in self.numbers.items() for number in numbers)
+        self._calls = {call: Instance(call.path, self.numbers[call.path].index(call.call)) for call in here}
+        callers: dict[str, list[Instance | None]] = {}
+        for path, numbers in self.numbers.items():
+            found = [self._caller(tagged.calls, Instance(path, number), top) for number in numbers]
+            if all(caller is None or caller.call >= 0 for caller in found):
+                callers[path] = found
+        self.tree = CallTree(self.hierarchy, callers)
+
+    def number(self, call: Instance) -> Instance | None:
+        """What a call of the whole is in the cut."""
+        return self._calls.get(call)
+
+    def _info(self, info: ModuleInfo) -> ModuleInfo:
+        calls = len(self.numbers.get(info.path, ()))
+        if info.calls and not calls:  # it ran in other calls alone
+            return replace(info, calls=0, fate="uncalled", fused_with=())
+        return replace(info, calls=calls)
+
+    def _caller(self, tree: CallTree, call: Instance, top: Instance) -> Instance | None:
+        """The call in the cut that a call ran in; modules between that are registered elsewhere are not in it."""
+        if call == top:
+            return None
+        around = tree.chain(call)[1:]
+        if any(each.call < 0 for each in around[: around.index(top) if top in around else None]):
+            return Instance(top.path, -1)
+        return next((self._calls[each] for each in around if each in self._calls), None)
 
 
 def narrow_owners(
-    tagged: TaggedModel, model: ir.Model, inside: Callable[[str], bool], otherwise: str
-) -> dict[ir.Node, tuple[str, ...]]:
+    tagged: TaggedModel,
+    model: ir.Model,
+    inside: Callable[[str], bool],
+    otherwise: str,
+    calls: CallTree | None = None,
+    number: Callable[[Instance], Instance | None] | None = None,
+) -> None:
     """Take the owners that are not in a part off its nodes: modules outside share no node with it any more.
 
     Args:
@@ -231,51 +286,28 @@ def narrow_owners(
         model: The part.
         inside: Whether a module is in it.
         otherwise: The owner of nodes that have none inside.
-
-    Returns:
-        Node of the part → its owners.
+        calls: The calls of the part's modules; None where they are those of the whole.
+        number: A call of the whole → what it is in the part; None where all keep their numbers.
     """
-    called, found = tagged.hierarchy.called, {}
+    called, there = tagged.hierarchy.called, calls or tagged.calls
+    number = number or (lambda call: call if inside(call.path) else None)
     for node in all_nodes(model):
-        said, owners = node.metadata_props, tagged.owners_of(node)
-        found[node] = mine = tuple(filter(inside, owners)) or (otherwise,)
-        if mine != owners:
+        said, work = node.metadata_props, tagged.work_of(node)
+        mine = tuple(filter(inside, work.owners)) or (otherwise,)
+        if mine != work.owners:
             said.pop(tags.OWNERS, None)
             said.update(tags.node_tags(mine, said.get(tags.REASON, "flow"), called))
-    return found
+        tags.say_calls(said, there.said(mine, renumbered(tagged.calls, work, number)))
 
 
-def _own_tags(tagged: TaggedModel, model: ir.Model, part: Cut) -> None:
-    """Name owners and calls as they are in the part."""
-    calls = tagged.hierarchy[part.path].calls
-    owners = narrow_owners(tagged, model, lambda owner: tags.is_under(owner, part.path), part.path)
-    for node, mine in owners.items():
-        written = node.metadata_props.pop(tags.CALL, "")
-        ran = _share(tagged.hierarchy[mine[0]].calls, calls)
-        if written.isdecimal() and ran > 1:
-            node.metadata_props[tags.CALL] = str(int(written) % ran)
-
-
-def _hierarchy(tagged: TaggedModel, part: Cut) -> Hierarchy:
-    """The module and what lies below it; what lies above it only holds it."""
-    tree, calls = tagged.hierarchy, tagged.hierarchy[part.path].calls
-    above = [ModuleInfo(up, tree[up].class_name) for up in tags.ancestors(part.path) if up != part.path and up in tree]
-    below = [
-        replace(tree[path], calls=_share(tree[path].calls, calls)) for path in tree if tags.is_under(path, part.path)
-    ]
-    infos = [*reversed(above), *below]
-    return Hierarchy(infos if infos[0].path == "" else [tree.root, *infos])
-
-
-def _signatures(tagged: TaggedModel, part: Cut, renamed: Mapping[str, str]) -> dict[str, list[Signature]]:
-    calls = max(tagged.hierarchy[part.path].calls, 1)
-    found = {}
-    for path, signatures in tagged.signatures.items():
-        if tags.is_under(path, part.path) and len(signatures) % calls == 0:
-            each = len(signatures) // calls
-            mine = signatures[part.call * each : (part.call + 1) * each]
-            found[path] = [_renamed(signature, renamed) for signature in mine]
-    return found
+def _signatures(
+    tagged: TaggedModel, numbers: Mapping[str, Sequence[int]], renamed: Mapping[str, str]
+) -> dict[str, list[Signature]]:
+    return {
+        path: [_renamed(signatures[number], renamed) for number in numbers[path]]
+        for path, signatures in tagged.signatures.items()
+        if path in numbers and len(signatures) == tagged.hierarchy[path].calls
+    }
 
 
 def _renamed(signature: Signature, names: Mapping[str, str]) -> Signature:

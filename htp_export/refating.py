@@ -14,6 +14,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.call_tree import CallTree, Work
 from htp_export.crossings import fused_with
 from htp_export.hierarchy import Hierarchy
 from htp_export.regions import all_nodes
@@ -21,7 +22,8 @@ from htp_export.signatures import Signature
 
 __all__ = ["Borders", "refate"]
 
-_Owners = tuple[str, ...]
+_Paths = tuple[str, ...]
+_NOBODY = Work()
 _SIZES_ONLY = ("Shape", "Size")
 
 
@@ -32,6 +34,7 @@ class Borders:
 
     Args:
         model: The model, tagged.
+        calls: The calls of its modules.
         signatures: What the modules took and gave, under the names that the tensors have now.
         nodes: Its nodes, in subgraphs too, where they are at hand.
 
@@ -42,64 +45,65 @@ class Borders:
     """
 
     def __init__(
-        self, model: ir.Model, signatures: Mapping[str, Sequence[Signature]], nodes: Sequence[ir.Node] | None = None
+        self,
+        model: ir.Model,
+        calls: CallTree,
+        signatures: Mapping[str, Sequence[Signature]],
+        nodes: Sequence[ir.Node] | None = None,
     ) -> None:
         nodes = list(all_nodes(model)) if nodes is None else nodes
-        owners = {node: tags.owners_of(node.metadata_props) for node in nodes}
+        works = {
+            node: calls.work(tags.owners_of(node.metadata_props), tags.calls_said(node.metadata_props))
+            for node in nodes
+        }
         self.known: dict[str, set[str]] = {}
-        for path, calls in signatures.items():
-            named = (name for call in calls for name in (*call.inputs.values(), *call.outputs))
+        for path, passed in signatures.items():
+            named = (name for call in passed for name in (*call.inputs.values(), *call.outputs))
             self.known[path] = {name for name in named if name is not None}
         self.given: dict[str, set[str]] = {
-            path: {name for call in calls for name in call.outputs if name is not None}
-            for path, calls in signatures.items()
+            path: {name for call in passed for name in call.outputs if name is not None}
+            for path, passed in signatures.items()
         }
         results = [value for value in model.graph.outputs if value.name]
         self.known.setdefault("", set()).update(str(value.name) for value in (*model.graph.inputs, *results))
         self._live = _live(model, nodes)
-        self._crossings: dict[tuple[_Owners, _Owners], tuple[_Owners, _Owners]] = {}
-        self._edges = list(self._find_edges(owners, results))
-        self.regions = {up for paths in set(owners.values()) for owner in paths for up in tags.ancestors(owner)}
+        self._crossings: dict[tuple[Work, Work], tuple[_Paths, _Paths]] = {}
+        self._edges = list(self._find_edges(works, results))
+        self.regions = {path for work in set(works.values()) for path in work.modules}
 
     def _find_edges(
-        self, owners: Mapping[ir.Node, _Owners], results: Collection[ir.Value]
-    ) -> Iterator[tuple[_Owners, _Owners, str]]:
-        """``(owners of the maker, owners of a reader, tensor)``; inputs are made, and results read, by nobody."""
-        found: dict[tuple[_Owners, _Owners, str], None] = {}
-        for node, paths in owners.items():
+        self, works: Mapping[ir.Node, Work], results: Collection[ir.Value]
+    ) -> Iterator[tuple[Work, Work, str]]:
+        """``(work of the maker, work of a reader, tensor)``; inputs are made, and results read, by nobody."""
+        found: dict[tuple[Work, Work, str], None] = {}
+        for node, work in works.items():
             for value in node.inputs:
                 if value is not None and value in self._live:
                     maker = value.producer()
-                    found[owners.get(maker, ()) if maker is not None else (), paths, str(value.name)] = None
+                    found[works.get(maker, _NOBODY) if maker is not None else _NOBODY, work, str(value.name)] = None
         for value in results:
             maker = value.producer()
             if maker is not None and value in self._live:
-                found[owners.get(maker, ()), (), str(value.name)] = None
+                found[works.get(maker, _NOBODY), _NOBODY, str(value.name)] = None
         return iter(found)
 
-    def _between(self, one: _Owners, other: _Owners) -> tuple[_Owners, _Owners]:
+    def _between(self, one: Work, other: Work) -> tuple[_Paths, _Paths]:
         """The modules that an edge leaves, and those that it enters."""
         if (one, other) not in self._crossings:
-            inside, outside = _above(one), _above(other)
-            leaving = tuple(path for path in inside if path not in outside and not self._shared(path, one, outside))
-            entering = tuple(path for path in outside if path not in inside)
-            self._crossings[one, other] = leaving, entering
+            leaving = (path for path in one.modules - other.modules if other.modules.isdisjoint(one.others((path,))))
+            self._crossings[one, other] = tuple(leaving), tuple(other.modules - one.modules)
         return self._crossings[one, other]
 
-    def _shared(self, path: str, owners: _Owners, readers: Collection[str]) -> bool:
-        """Whether a node gives a tensor to another block whose work it does, too."""
-        return any(block in readers for block in tags.sharing(owners, (path,)))
-
     @cached_property
-    def crossing(self) -> Mapping[str, Mapping[str, _Owners]]:
+    def crossing(self) -> Mapping[str, Mapping[str, _Paths]]:
         """Module path → tensor at its border → owners on the other side."""
-        found: defaultdict[str, dict[str, _Owners]] = defaultdict(dict)
+        found: defaultdict[str, dict[str, _Paths]] = defaultdict(dict)
         for one, other, name in self._edges:
             leaving, entering = self._between(one, other)
             for path in leaving:
-                found[path].setdefault(name, other or ("",))
+                found[path].setdefault(name, other.owners or ("",))
             for path in entering:
-                found[path].setdefault(name, one or ("",))
+                found[path].setdefault(name, one.owners or ("",))
         return found
 
     @cached_property
@@ -117,11 +121,11 @@ class Borders:
         for one, other, name in self._edges:
             if name in known:
                 continue
-            inside, outside = _inside(one, group), _inside(other, group)
-            if inside and not outside and not self._given_on(one, other, group):
-                yield from other or ("",)
+            inside, outside = (not work.modules.isdisjoint(group) for work in (one, other))
+            if inside and not outside and other.modules.isdisjoint(one.others(group)):
+                yield from other.owners or ("",)
             elif outside and not inside:
-                yield from one or ("",)
+                yield from one.owners or ("",)
 
     def has_nodes(self, path: str) -> bool:
         """Whether a node has an owner at or below a module."""
@@ -134,10 +138,7 @@ class Borders:
     def around(self, group: Sequence[str]) -> Iterator[list[str]]:
         """The owners of the nodes that make, or else read, what modules took and gave."""
         names = set[str]().union(*(self.known.get(path, set()) for path in group))
-        yield [owner for one, other, name in self._edges if name in names for owner in one or other]
-
-    def _given_on(self, owners: _Owners, readers: _Owners, group: Sequence[str]) -> bool:
-        return _inside(readers, tags.sharing(owners, group))
+        yield [owner for one, other, name in self._edges if name in names for owner in one.owners or other.owners]
 
 
 def refate(
@@ -181,11 +182,3 @@ def _live(model: ir.Model, nodes: Sequence[ir.Node]) -> set[ir.Value]:
 
 
 _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-
-
-def _above(owners: _Owners) -> dict[str, None]:
-    return dict.fromkeys(up for owner in owners for up in tags.ancestors(owner))
-
-
-def _inside(owners: _Owners, group: Collection[str]) -> bool:
-    return any(tags.is_under(owner, path) for owner in owners for path in group)

@@ -7,12 +7,12 @@ holds which subgraph, where functions are called, and which values are the same 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import onnx_ir as ir
 
-from htp_export import tags
+from htp_export.call_tree import CallTree, Instance, Work
 from htp_export.errors import InputError
 from htp_export.hierarchy import Hierarchy, ModuleInfo
 
@@ -46,22 +46,25 @@ class GraphIndex:
 
     Args:
         model: The model.
-        owners_of: The owners of a node, as module paths; empty for a node that has none.
+        work_of: Whose work a node does; that of nobody for an untagged one.
 
     Attributes:
         nodes: Every node, in the order of ``all_nodes``.
+        works: Node → whose work it does.
         owners: Node → its owners.
-        below: Module path → the nodes with an owner at or below it, in order.
+        below: Module path → the nodes in its region, in order: those with an owner at or below it, but for what such
+            a module computed when another one called it.
         bodies: Node → its subgraphs, for nodes that have any.
     """
 
-    def __init__(self, model: ir.Model, owners_of: Callable[[ir.Node], tuple[str, ...]]) -> None:
+    def __init__(self, model: ir.Model, work_of: Callable[[ir.Node], Work]) -> None:
         self.model = model
         self.nodes = list(all_nodes(model))
-        self.owners = {node: owners_of(node) for node in self.nodes}
+        self.works = {node: work_of(node) for node in self.nodes}
+        self.owners = {node: work.owners for node, work in self.works.items()}
         below: defaultdict[str, list[ir.Node]] = defaultdict(list)
-        for node, owners in self.owners.items():
-            for path in dict.fromkeys(up for owner in owners for up in tags.ancestors(owner)):
+        for node, work in self.works.items():
+            for path in work.modules:
                 below[path].append(node)
         self.below: Mapping[str, Sequence[ir.Node]] = dict(below)
         self.bodies = {node: bodies for node in self.nodes if (bodies := subgraphs(node))}
@@ -140,13 +143,17 @@ class Region:
     Args:
         index: The model's index.
         hierarchy: The module tree.
+        calls: Which call ran in which.
         path: The module.
         call: Only the nodes of this call of the module; all calls where it is None.
     """
 
-    def __init__(self, index: GraphIndex, hierarchy: Hierarchy, path: str, call: int | None = None) -> None:
+    def __init__(
+        self, index: GraphIndex, hierarchy: Hierarchy, calls: CallTree, path: str, call: int | None = None
+    ) -> None:
         self._index = index
         self._hierarchy = hierarchy
+        self._calls = calls
         self._call = call
         self.path = path
 
@@ -185,9 +192,12 @@ class Region:
 
     @cached_property
     def nodes(self) -> list[ir.Node]:
-        """The nodes with an owner at or below the module, in graph order, with those in subgraphs and functions."""
+        """The nodes that the module computes, it or modules below it or called by it, in graph order.
+
+        With those in subgraphs and functions. What a module below it computed when another one called it is that one's.
+        """
         below = self._index.below.get(self.path, ())
-        return [node for node in below if self._call is None or self._in_call(node)]
+        return [node for node in below if self._call is None or self._index.works[node].in_call(self._instance)]
 
     @cached_property
     def own_nodes(self) -> list[ir.Node]:
@@ -206,7 +216,7 @@ class Region:
 
         A tensor leaves if the model returns it or if a node outside reads it. A node with several owners does for each
         of them what that one would do alone: what it gives to another of them, or to the block around that one, leaves
-        none; see ``tags.sharing``. What depends on no input of the model leaves only where the model returns it.
+        none; see ``Work.others``. What depends on no input of the model leaves only where the model returns it.
         """
         return [value for node in self._closure for value in node.outputs if self._leaves(node, value)]
 
@@ -219,9 +229,10 @@ class Region:
     def call(self, number: int) -> Region:
         """The region of one call of a module that ran several times.
 
-        A node of a module below, which ran a whole multiple of times, belongs to the call that it ran in if every
-        call of this module ran it equally often. Where a module below ran some other number of times, the file does
-        not say in which calls: its nodes are in no call's region.
+        It has the nodes that the module, and whatever ran inside it, computed in that call. A file that was exported
+        by an older version does not say in which call a module below ran: then it is taken to have run equally often
+        in every call, or, where it ran some other number of times, its nodes are in no call's region. A warning is
+        logged.
 
         Args:
             number: The call, from 0.
@@ -231,20 +242,12 @@ class Region:
         """
         if not 0 <= number < self.calls:
             raise InputError(f"module {self.path!r} has no call {number}: it ran {self.calls} times, counted from 0")
-        return Region(self._index, self._hierarchy, self.path, number)
+        self._calls.warn(self.path)
+        return Region(self._index, self._hierarchy, self._calls, self.path, number)
 
-    def _in_call(self, node: ir.Node) -> bool:
-        written = node.metadata_props.get(tags.CALL, "0")
-        count = int(written) if written.isdecimal() else 0
-        for owner in self.owners_of(node):
-            if not tags.is_under(owner, self.path):
-                continue
-            ran = self._hierarchy[owner].calls
-            if ran <= 1 and count == self._call:
-                return True
-            if ran > 1 and ran % self.calls == 0 and count // (ran // self.calls) == self._call:
-                return True
-        return False
+    @property
+    def _instance(self) -> Instance:
+        return Instance(self.path, self._call or 0)
 
     @cached_property
     def _members(self) -> frozenset[ir.Node]:
@@ -286,15 +289,25 @@ class Region:
                 return True
         if value in self._index.constant:
             return False
-        others = tags.sharing(self.owners_of(node), (self.path,))
-        return any(not self._inside(use.node) and not self._belongs(use.node, others) for use in value.uses())
+        work = self._index.works.get(node, Work())
+        others, calls = work.others([self.path]), self._other_calls(work)
+        return any(
+            not self._inside(use.node)
+            and not any(self._belongs(scope, others, calls) for scope in self._index.scopes(use.node))
+            for use in value.uses()
+        )
 
-    def _belongs(self, node: ir.Node, paths: Sequence[str]) -> bool:
-        """Whether a node, or a node whose subgraph it lies in, is in the region of one of the modules."""
-        if not paths:
-            return False
-        owners = (owner for scope in self._index.scopes(node) for owner in self.owners_of(scope))
-        return any(tags.is_under(owner, path) for owner in owners for path in paths)
+    def _other_calls(self, work: Work) -> list[Instance]:
+        """Of the region of one call, the other calls of the module for which a node does the same."""
+        if self._call is None:
+            return []
+        apart = (part.running for part in work.parts if self._instance not in part.running)
+        return [call for running in apart for call in running if call.path == self.path]
+
+    def _belongs(self, node: ir.Node, paths: Collection[str], calls: Sequence[Instance]) -> bool:
+        """Whether a node is in the region of one of the modules, or of one of the calls."""
+        work = self._index.works.get(node, Work())
+        return not work.modules.isdisjoint(paths) or any(map(work.in_call, calls))
 
 
 def subgraphs(node: ir.Node) -> tuple[ir.Graph, ...]:

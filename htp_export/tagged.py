@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.call_tree import CallTree, Work
 from htp_export.errors import FileError, InputError, UnknownModuleError, UntaggedModelError
 from htp_export.files import model_from_proto, read_model, write_model
 from htp_export.hierarchy import Hierarchy, ModuleInfo
@@ -97,7 +98,7 @@ class TaggedModel:
         self._require_tags()
         if path not in self.hierarchy:
             raise UnknownModuleError(path, self.hierarchy)
-        return Region(self.index, self.hierarchy, path)
+        return Region(self.index, self.hierarchy, self.calls, path)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.hierarchy)
@@ -197,6 +198,24 @@ class TaggedModel:
             return tuple(path for path, _ in scopes_of(node)[-1:])
         return ()
 
+    @cached_property
+    def calls(self) -> CallTree:
+        """Which call of a module ran in which call of another.
+
+        Raises:
+            InputError: If the model's ``htp.callers`` is not what the file format says.
+        """
+        written = self.model.metadata_props.get(tags.CALLERS) if self.source == "htp" else None
+        try:
+            return CallTree.from_json(written, self.hierarchy)
+        except ValueError as error:
+            raise InputError(f"model {self.model.graph.name!r}: {error}") from error
+
+    def work_of(self, node: ir.Node) -> Work:
+        """Whose work a node does: its owners, in which of their calls, and in whose regions it is."""
+        said = tags.calls_said(node.metadata_props) if self.source == "htp" else ""
+        return self.calls.work(self.owners_of(node), said)
+
     def select(self, patterns: str | Sequence[str]) -> list[str]:
         """The module paths that a selector names; see ``tags.select`` for the language.
 
@@ -225,7 +244,7 @@ class TaggedModel:
     @cached_property
     def index(self) -> GraphIndex:
         """What one pass over the model tells about every region of it."""
-        return GraphIndex(self.model, self.owners_of)
+        return GraphIndex(self.model, self.work_of)
 
     def _require_tags(self) -> None:
         if self.source != "none":
@@ -297,9 +316,10 @@ def _tagged(model: ir.Model) -> TaggedModel:
     hierarchy = Hierarchy([ModuleInfo("", "", 1, "computed")]) if declared is None else Hierarchy.from_json(declared)
     calls: dict[str, int] = {}
     for node in all_nodes(model):
-        call = node.metadata_props.get(tags.CALL, "0")
-        for owner in tags.owners_of(node.metadata_props):
-            calls[owner] = max(calls.get(owner, 1), int(call) + 1 if call.isdecimal() else 1)
+        owners, call = tags.owners_of(node.metadata_props), node.metadata_props.get(tags.CALL, "0")
+        for owner in owners:
+            number = int(call) if owner == owners[-1] and call.isdecimal() else 0
+            calls[owner] = max(calls.get(owner, 1), number + 1)
     if calls:
         above = {up: 1 for path in calls for up in tags.ancestors(path)}  # what ran inside them says that they ran
         return TaggedModel(model, hierarchy.including({**above, **calls}), "htp")

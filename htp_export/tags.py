@@ -10,7 +10,7 @@ import difflib
 import fnmatch
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,19 +22,21 @@ VERSION = "1"
 MODULE = "htp.module"
 OWNERS = "htp.owners"
 CALL = "htp.call"
+CALLS = "htp.calls"
 REASON = "htp.reason"
 NAMESPACE = "namespace"
-NODE_KEYS = (MODULE, OWNERS, CALL, REASON, NAMESPACE)
+NODE_KEYS = (MODULE, OWNERS, CALL, CALLS, REASON, NAMESPACE)
 
 # On the model.
 FORMAT = "htp.version"
 MODULES = "htp.modules"
+CALLERS = "htp.callers"
 SIGNATURES = "htp.signatures"
 PARAMETERS = "htp.parameters"
 CONTAMINATION = "htp.contamination"
 FUNCTIONS = "htp.functions"
 MAP = "htp.map"
-MODEL_KEYS = (FORMAT, MODULES, SIGNATURES, PARAMETERS, CONTAMINATION, FUNCTIONS, MAP)
+MODEL_KEYS = (FORMAT, MODULES, CALLERS, SIGNATURES, PARAMETERS, CONTAMINATION, FUNCTIONS, MAP)
 
 
 def is_under(path: str, ancestor: str) -> bool:
@@ -161,40 +163,48 @@ def owners_of(metadata: Mapping[str, str]) -> tuple[str, ...]:
     return (metadata[MODULE],) if MODULE in metadata else ()
 
 
-def sharing(owners: Sequence[str], paths: Collection[str]) -> list[str]:
-    """The blocks that one node does the same work for as for ``paths``, and that may read what it makes.
-
-    For each further owner of the node, the largest module around it that is around none of ``paths``. Equal work of
-    two blocks, merged into one node, feeds both blocks: what it makes may be read anywhere in the other one, and leaves
-    none of ``paths`` by that. An owner that lies in one of ``paths``, or around one, is no other block.
-
-    This is the rule of every boundary in the package: of regions, of the crossings that an export and `carry` find
-    fates and contamination by, and of those that passes are held against.
-
-    Args:
-        owners: The owners of the node.
-        paths: The modules whose common boundary is looked at.
+def calls_said(metadata: Mapping[str, str]) -> str:
+    """What a node's metadata says of the calls of its owners; empty where it says nothing.
 
     Example:
-        >>> sharing(["layer.0.mask.add", "layer.1.mask.add"], ["layer.0.mask"])
-        ['layer.1']
-        >>> sharing(["layer.0.query", "layer.0.key"], ["layer.0"])
-        []
+        >>> calls_said({"htp.module": "fc", "htp.call": "1"}), calls_said({"htp.calls": '{"fc":[0,2]}'})
+        ('1', '{"fc":[0,2]}')
     """
-    if len(owners) < 2:
-        return []
-    others = (owner for owner in owners if not any(is_under(owner, path) or is_under(path, owner) for path in paths))
-    return list(dict.fromkeys(_widest(owner, paths) for owner in others))
+    return metadata.get(CALLS) or metadata.get(CALL, "")
 
 
-def _widest(owner: str, paths: Collection[str]) -> str:
-    """The largest module around an owner that is around none of some paths."""
-    around = (up for up in reversed(list(ancestors(owner))) if up)
-    return next(up for up in around if not any(is_under(path, up) for path in paths))
+def calls_listed(said: str) -> dict[str, list[int]]:
+    """Module path → numbers of its calls, of what stands in ``htp.calls``; empty where it is something else.
+
+    Example:
+        >>> calls_listed('{"fc":[0,2]}'), calls_listed("1")
+        ({'fc': [0, 2]}, {})
+    """
+    try:
+        listed = json.loads(said) if said.startswith("{") else {}
+    except (ValueError, RecursionError):
+        return {}
+    are_calls = (isinstance(calls, list) and all(type(k) is int and k >= 0 for k in calls) for calls in listed.values())
+    return listed if all(are_calls) else {}
+
+
+def say_calls(metadata: MutableMapping[str, str], said: str) -> None:
+    """Write what a node says of the calls of its owners, in place of what it said before.
+
+    Example:
+        >>> metadata = {"htp.module": "fc", "htp.call": "1"}
+        >>> say_calls(metadata, '{"fc":[0,2]}')
+        >>> metadata
+        {'htp.module': 'fc', 'htp.calls': '{"fc":[0,2]}'}
+    """
+    for key in (CALL, CALLS):
+        metadata.pop(key, None)
+    if said:
+        metadata[CALLS if said.startswith("{") else CALL] = said
 
 
 def node_tags(owners: Sequence[str], reason: str, called: Collection[str]) -> dict[str, str]:
-    """A node's metadata, but for ``htp.call``.
+    """A node's metadata, but for ``htp.call`` and ``htp.calls``.
 
     Args:
         owners: The modules that it computes, in order of execution.

@@ -285,6 +285,138 @@ class Recursive(nn.Module):
 net("calls_itself", Recursive, truth=Truth(computed("fc"), {"Gemm": [("fc",), ("fc",)]}))
 
 
+# --- which call ran in which ---------------------------------------------------
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.extra = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: torch.Tensor, times: int, more: bool = False) -> torch.Tensor:
+        for _ in range(times):
+            x = self.fc(x).sin()
+        return self.extra(x).exp() if more else x
+
+
+class Uneven(nn.Module):
+    """``block`` runs twice: ``fc`` once in the first call, three times in the second, which alone runs ``extra``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Steps()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.block(x, 1).cos(), 3, more=True)
+
+
+class Deeper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(4, 4), nn.Tanh()
+
+    def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        inner = self.fc(x).sin()
+        return self.act(self(inner, depth - 1) if depth else inner).cos()
+
+
+class CallsChildThatCallsItself(nn.Module):
+    """``deeper`` runs once alone, and once with two more calls of itself inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deeper = Deeper()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.deeper(self.deeper(x, 0).exp(), 2)
+
+
+class Applies(nn.Module):
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(4, 4), act
+
+    def forward(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:
+        x = self.fc(x)
+        for _ in range(times):
+            x = self.act(x).sin()
+        return x.cos()
+
+
+def activation() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
+class TwoHolders(nn.Module):
+    """One module in two parents, which run it once, twice, and once more; the model runs it itself as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        act = activation()
+        self.first, self.second = Applies(act), Applies(act)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x), 2).exp()
+        return self.first(self.second.act(x).sigmoid())
+
+
+class Outside(nn.Module):
+    """A module that only others run: the model, and a module beside the one that holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner, self.user = Steps(), nn.ModuleList([Applies(nn.Identity())])
+        self.user[0].act = self.owner.extra
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.user[0](self.owner(x, 1).exp()).sigmoid() + self.owner.extra(x)
+
+
+class LoopOfHolders(nn.Module):
+    """A module in two parents, each of which runs several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        act = nn.Tanh()
+        self.first, self.second = Applies(act), Applies(act)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for times in (1, 2):
+            x = self.second(self.first(x, times), 1)
+        return x
+
+
+net(
+    "uneven_calls",
+    Uneven,
+    truth=Truth(
+        computed("", "block", "block.fc", "block.extra", "block.extra.0", "block.extra.1"),
+        {"Gemm": [*[("block.fc",)] * 4, ("block.extra.0",)], "Sin": [("block",)] * 4},
+    ),
+)
+net(
+    "child_calls_itself",
+    CallsChildThatCallsItself,
+    truth=Truth(computed("", "deeper", "deeper.fc", "deeper.act"), {"Gemm": [("deeper.fc",)] * 4}),
+)
+net(
+    "child_of_two_parents",
+    TwoHolders,
+    truth=Truth(
+        computed("", "first", "first.fc", "first.act", "first.act.0", "first.act.1", "second", "second.fc"),
+        {"Tanh": [("first.act.1",), *[("second", "first.act.1")] * 2, *[("first.act.1",)] * 2]},
+    ),
+)
+net(
+    "called_from_outside",
+    Outside,
+    truth=Truth(
+        computed("", "owner", "owner.fc", "owner.extra", "owner.extra.0", "owner.extra.1", "user.0", "user.0.fc"),
+    ),
+)
+net("two_parents_in_a_loop", LoopOfHolders, truth=Truth(computed("", "first", "first.fc", "first.act", "second")))
+
+
 # --- merged by the exporters ---------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from tests.test_exactness import bert
 from tests.truth import inexact, nodes_of, owners_of, tree_of, untagged
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
-OURS = {"htp.module", "htp.owners", "htp.call", "htp.reason", "namespace"}
+OURS = {"htp.module", "htp.owners", "htp.call", "htp.calls", "htp.reason", "namespace"}
 
 
 # --- the same signature ---------------------------------------------------

@@ -207,7 +207,7 @@ def test_every_node_keeps_to_the_format(name: str, exporter: str, tmp_path: Path
         assert set(counts.values()) == {1}, f"repeated keys: {counts}"
         assert {"htp.module", "htp.reason", "namespace"} <= set(said)
         assert set(said) - {key for key in said if key.startswith("pkg.")} <= {
-            "htp.module", "htp.owners", "htp.call", "htp.reason", "namespace",
+            "htp.module", "htp.owners", "htp.call", "htp.calls", "htp.reason", "namespace",
         }  # fmt: skip
         assert said["htp.reason"] in REASONS
         assert set(owners_of(node)) <= set(tree)
@@ -246,7 +246,7 @@ def test_the_model_keeps_to_the_format(name: str, exporter: str, tmp_path: Path)
     assert len(said) == len(file.metadata_props)
     assert said["htp.version"] == "1"
     ours = {key for key in said if key.startswith("htp.")}
-    assert ours == {"htp.version", "htp.modules", "htp.signatures", "htp.parameters"}
+    assert ours == {"htp.version", "htp.modules", "htp.callers", "htp.signatures", "htp.parameters"}
     for entry in tree_of(file).values():
         assert set(entry) - {"with"} == {"class", "calls", "fate"}
         assert ("with" in entry) == (entry["fate"] == "fused")
@@ -280,7 +280,7 @@ def test_what_is_written_loads_as_a_tagged_model_of_its_own_tags(exporter: str, 
 @BOTH
 def test_metadata_is_under_150_bytes_a_node_on_average(exporter: str, tmp_path: Path) -> None:
     file = exported_net("transformer_encoder", exporter, tmp_path)
-    ours = ("htp.module", "htp.owners", "htp.call", "htp.reason", "namespace")
+    ours = ("htp.module", "htp.owners", "htp.call", "htp.calls", "htp.reason", "namespace")
     sizes = [sum(entry.ByteSize() + 2 for entry in node.metadata_props if entry.key in ours) for node in nodes_of(file)]
     assert sum(sizes) / len(sizes) < 150
 

@@ -127,7 +127,8 @@ def chain(count: int, known: str = "") -> Borders:
     signatures = {"": (["x"], ["y"]), "block": (["x"], [names[-1]]), "tail": ([names[-1]], ["y"])}
     signatures |= {f"block.{place}": ([], known.split()) for place in range(count)}
     model = graph.model("y", signatures)
-    return Borders(model, htp_export.load(model).signatures)
+    tagged = htp_export.load(model)
+    return Borders(model, tagged.calls, tagged.signatures)
 
 
 def test_modules_are_taken_along_until_the_common_boundary_is_known() -> None:

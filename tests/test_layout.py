@@ -18,7 +18,7 @@ ROWS = [
     ["errors"],
     ["tags"],
     ["hierarchy", "parameters", "signatures"],
-    ["crossings", "garbage", "json_file", "names", "replacing", "stored", "wire"],
+    ["call_tree", "crossings", "garbage", "json_file", "names", "replacing", "stored", "wire"],
     ["files", "regions", "refating", "shapes", "tables", "tag_facts", "torch_scopes", "tagged"],
     ["cutting", "cut_models"],
     ["nested"],

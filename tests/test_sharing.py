@@ -11,7 +11,9 @@ import pytest
 
 import htp_export
 from htp_export import tags
+from htp_export.call_tree import CallTree
 from htp_export.crossings import OUTSIDE, Crossings
+from htp_export.hierarchy import Hierarchy, ModuleInfo
 from htp_export.refating import Borders
 from tests.exporting import exported_net
 from tests.graphs import Builder
@@ -19,6 +21,7 @@ from tests.nets import EXPORTERS, NETS
 from tests.truth import equal, inexact, nodes_of
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
+BY_PATH = CallTree(Hierarchy([ModuleInfo("", "net.Net", 1)]))  # every module ran once, in the one above it
 GAINS = ("blocks.0.gain", "blocks.1.gain")
 
 
@@ -41,7 +44,8 @@ GAINS = ("blocks.0.gain", "blocks.1.gain")
 def test_the_other_blocks_of_merged_work_are_the_largest_that_are_not_around_the_module(
     owners: list[str], paths: list[str], blocks: list[str]
 ) -> None:
-    assert tags.sharing(owners, paths) == blocks
+    others = BY_PATH.work(tuple(owners)).others(paths)
+    assert {path for path in others if not any(up in others for up in list(tags.ancestors(path))[1:])} == set(blocks)
 
 
 def merged() -> ir.Model:
@@ -69,8 +73,8 @@ def crossing(model: ir.Model, path: str) -> list[tuple[str, bool]]:
     nodes = list(model.graph)
     passed = [([str(v.name) for v in n.inputs if v], [str(v.name) for v in n.outputs]) for n in nodes]
     live = {"x", *(name for _, makes in passed for name in makes)}
-    owners = [tags.owners_of(node.metadata_props) for node in nodes]
-    found = Crossings(passed, owners, live, {str(value.name) for value in model.graph.outputs}).of([path])
+    works = [BY_PATH.work(tags.owners_of(node.metadata_props)) for node in nodes]
+    found = Crossings(passed, works, live, {str(value.name) for value in model.graph.outputs}).of([path])
     return list(dict.fromkeys((key, leaves) for key, _, leaves in found))
 
 
@@ -80,7 +84,7 @@ def leaving(model: ir.Model, path: str) -> list[str]:
     by_region = [str(value.name) for value in tagged[path].outputs]
     entering = [str(value.name) for value in tagged[path].inputs]
     assert [name for name, leaves in crossing(model, path) if leaves] == by_region
-    assert set(Borders(model, tagged.signatures).crossing[path]) == {*by_region, *entering}
+    assert set(Borders(model, tagged.calls, tagged.signatures).crossing[path]) == {*by_region, *entering}
     return by_region
 
 
@@ -90,7 +94,8 @@ def test_merged_work_of_two_blocks_feeds_both_of_them() -> None:
     assert leaving(model, "blocks.0") == ["first"]
     assert leaving(model, "blocks.1.gain") == ["exp"]
     assert leaving(model, "blocks.1") == ["last"]
-    assert Borders(model, htp_export.load(model).signatures).unknown == {}
+    tagged = htp_export.load(model)
+    assert Borders(model, tagged.calls, tagged.signatures).unknown == {}
 
 
 def test_merged_work_that_is_read_outside_of_both_blocks_leaves_both() -> None:
@@ -101,7 +106,8 @@ def test_merged_work_that_is_read_outside_of_both_blocks_leaves_both() -> None:
 
 
 def test_modules_taken_together_are_no_blocks_of_each_other() -> None:
-    crossings = Crossings([(["x"], ["h"]), (["h"], ["y"])], [("a.x", "b.y"), ("b.z",)], {"x", "h", "y"}, {"y"})
+    works = [BY_PATH.work(("a.x", "b.y")), BY_PATH.work(("b.z",))]
+    crossings = Crossings([(["x"], ["h"]), (["h"], ["y"])], works, {"x", "h", "y"}, {"y"})
     assert list(crossings.of(["a.x"])) == [("x", OUTSIDE, False)]
     assert list(crossings.of(["a.x", "b.w"])) == [("h", 1, True), ("x", OUTSIDE, False)]
 

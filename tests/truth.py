@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,40 @@ def owners_of(node: onnx.NodeProto) -> tuple[str, ...]:
     return (said["htp.module"],) if "htp.module" in said else ()
 
 
+def modules_of(model: onnx.ModelProto) -> Callable[[onnx.NodeProto], set[str]]:
+    """The modules in whose regions a node is, as the file format says: those whose calls did its work."""
+    said = {entry.key: entry.value for entry in model.metadata_props}
+    ran = {path: entry["calls"] for path, entry in json.loads(said.get("htp.modules", "{}")).items()}
+    listed = json.loads(said.get("htp.callers", "{}"))
+
+    def above(path: str) -> Iterator[str]:
+        parts = path.split(".") if path else []
+        return (".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1))
+
+    def around(path: str, number: int) -> set[str]:
+        near = next((up for up in above(path) if ran.get(up)), None)
+        caller: Any = None if near is None else number // (ran.get(path, 1) // ran[near] or 1)
+        if path in listed:
+            caller = listed[path][number]
+        found = {path, *(up for up in above(path) if not ran.get(up))}
+        if isinstance(caller, list):
+            return found | around(*caller)
+        return found if caller is None or near is None else found | around(near, caller)
+
+    def every(path: str, numbers: Iterable[int] | None = None) -> set[str]:
+        chosen = range(max(ran.get(path, 1), 1)) if numbers is None else numbers
+        return set().union(*(around(path, number) for number in chosen))
+
+    def modules(node: onnx.NodeProto) -> set[str]:
+        here, owners = {entry.key: entry.value for entry in node.metadata_props}, owners_of(node)
+        if "htp.calls" in here:
+            return set().union(*(every(path, calls) for path, calls in json.loads(here["htp.calls"]).items()))
+        last = every(owners[-1], [int(here["htp.call"])]) if "htp.call" in here else set()
+        return last.union(*(every(owner) for owner in owners if owner not in last))
+
+    return modules
+
+
 def untagged(model: onnx.ModelProto) -> list[str]:
     """Nodes that have no owner, by op type and first output."""
     return [f"{node.op_type} {list(node.output)[:1]}" for node in nodes_of(model) if not owners_of(node)]
@@ -206,6 +240,7 @@ class Opened:
 
     nodes: list[onnx.NodeProto]
     owners: list[tuple[str, ...]]
+    modules: list[set[str]]
     values: dict[str, Array]
     outputs: set[str]
     live: set[str] = field(default_factory=set)
@@ -220,7 +255,8 @@ class Opened:
         model = with_branches_taken(model, feeds)
         nodes = list(model.graph.node)
         outputs = {output.name for output in model.graph.output}
-        opened = cls(nodes, [owners_of(node) for node in nodes], evaluate(model, feeds), outputs, set(names))
+        owners, modules = [owners_of(node) for node in nodes], [*map(modules_of(model), nodes)]
+        opened = cls(nodes, owners, modules, evaluate(model, feeds), outputs, set(names))
         for index, node in enumerate(nodes):
             reads = {*node.input, *(name for inner in inside(node) for name in inner.input)}
             opened.maker.update(dict.fromkeys(node.output, index))
@@ -231,12 +267,8 @@ class Opened:
         return opened
 
     def region(self, paths: Iterable[str]) -> set[int]:
-        starts = [path + "." for path in paths]
-        return {
-            index
-            for index, owners in enumerate(self.owners)
-            if any((owner + ".").startswith(start) or start == "." for owner in owners for start in starts)
-        }
+        wanted = set(paths)
+        return {index for index, modules in enumerate(self.modules) if "" in wanted or modules & wanted}
 
     def entering(self, paths: list[str]) -> Iterator[str]:
         region = self.region(paths)

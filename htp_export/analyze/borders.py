@@ -11,6 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.call_tree import CallTree, Work
 from htp_export.capture.calls import CallLog
 from htp_export.capture.dynamo import describe
 from htp_export.capture.record import Record
@@ -85,8 +86,11 @@ def contamination(model: Any) -> Contamination:
     if tagged.source != "htp":
         raise UntaggedModelError("the model has no module tags; export it with htp_export.export to have them")
     nodes, record = describe(tagged.model, Record(CallLog()))
-    after = _borders(record, [tagged.owners_of(node) or ("",) for node in nodes], tagged.hierarchy)
-    before = _borders(record, [_torch_owner(node, tagged.hierarchy) for node in nodes], tagged.hierarchy)
+    whole = tagged.calls.work(("",))
+    works = [work if (work := tagged.work_of(node)).owners else whole for node in nodes]
+    by_path = CallTree(Hierarchy([tagged.hierarchy.root]))  # torch's scopes say nothing of calls
+    scoped = [by_path.work(_torch_owner(node, tagged.hierarchy)) for node in nodes]
+    after, before = (_borders(record, each, tagged.hierarchy) for each in (works, scoped))
     unknown = _written_down(tagged.model)
     known = {(path, name) for path, name, leaves in after if (path, name, leaves) not in unknown}
     return Contamination(
@@ -107,8 +111,8 @@ def _torch_owner(node: ir.Node, hierarchy: Hierarchy) -> tuple[str, ...]:
     return (next(up for up in tags.ancestors(path) if up in hierarchy),)
 
 
-def _borders(record: Record, owners: Sequence[tuple[str, ...]], hierarchy: Hierarchy) -> _Border:
-    crossings = crossings_of(record, owners)
+def _borders(record: Record, works: Sequence[Work], hierarchy: Hierarchy) -> _Border:
+    crossings = crossings_of(record, works)
     found: _Border = {}
     for path in hierarchy:
         if hierarchy[path].calls and hierarchy[path].fate == "computed":

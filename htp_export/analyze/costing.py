@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from htp_export import tags
 from htp_export.analyze.bindings import bind
 from htp_export.analyze.contents import Contents, contents_of
 from htp_export.analyze.costs import Cost, ModuleCost, NodeCost, Peak
@@ -102,6 +101,7 @@ def _nodes(run: Run) -> tuple[list[NodeCost], dict[str, int]]:
                 shapes=tuple(tensor.shape for tensor in step.outputs),
                 activation_bytes=times * sum(t.bytes for t in step.outputs if t.viewed is None and t.origin == "made"),
                 traffic_bytes=times * (sum(read.values()) + written),
+                modules=step.modules | {""},
             )
         )
     return found, dict(Counter(node.op_type for node in found if not node.counted))
@@ -169,33 +169,28 @@ def _sums(nodes: Sequence[NodeCost]) -> tuple[_Sums, _Sums, _Sums]:
     total: _Sums = defaultdict(Counter)
     own: _Sums = defaultdict(Counter)
     uncounted: _Sums = defaultdict(Counter)
-    grouped: defaultdict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
+    grouped: defaultdict[frozenset[str], Counter[str]] = defaultdict(Counter)
     for node in nodes:
-        group = grouped[node.owners]
+        group = grouped[node.modules]
         for name in _SUMMED:
             group[name] += getattr(node, name)
-        for path in _above(node.owners) if not node.counted else ():
+        for path in node.modules if not node.counted else ():
             uncounted[path][node.op_type] += 1
         owners = node.owners or ("",)
         for name in _SUMMED:
             share, rest = divmod(getattr(node, name), len(owners))
             for position, owner in enumerate(owners):
                 own[owner][name] += share + (position < rest)
-    for owners, numbers in grouped.items():
-        for path in _above(owners):
+    for modules, numbers in grouped.items():
+        for path in modules:
             total[path].update(numbers)
     return total, own, uncounted
-
-
-def _above(owners: Sequence[str]) -> dict[str, None]:
-    """The modules whose region a node is in; the whole in any case."""
-    return dict.fromkeys([*(up for owner in owners for up in tags.ancestors(owner)), ""])
 
 
 def _peaks(run: Run, timeline: Timeline) -> dict[str, int]:
     found: dict[str, int] = {}
     for step, live in zip(run.steps, timeline.live.tolist(), strict=True):
-        for path in _above(step.owners):
+        for path in step.modules | {""}:
             found[path] = max(live, found.get(path, 0))
     return found
 

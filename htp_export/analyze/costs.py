@@ -28,6 +28,7 @@ class NodeCost:
         shapes: Shape of each output; None where it is not known.
         activation_bytes: Size of what it makes.
         traffic_bytes: What it reads and writes, weights too.
+        modules: The modules in whose regions it is.
     """
 
     name: str
@@ -41,6 +42,7 @@ class NodeCost:
     shapes: tuple[tuple[int, ...] | None, ...]
     activation_bytes: int
     traffic_bytes: int
+    modules: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,10 @@ class Cost(ModuleTable):
         for path, module in self.modules.items():
             modules[path] = {key: value for key, value in asdict(module).items() if key != "path"}
             modules[path]["intensity"] = module.intensity
-        return {**asdict(self), "modules": modules}
+        data = {**asdict(self), "modules": modules}
+        for node in data["nodes"]:
+            del node["modules"]  # the totals of modules say it
+        return data
 
     def __str__(self) -> str:
         header = ("module", "class", "nodes", "parameters", "weight bytes", "flops", "other flops", "peak bytes")

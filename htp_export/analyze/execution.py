@@ -90,6 +90,7 @@ class Step:
         attributes: Its attributes; in a function's body, with what this call gives.
         bodies: Its subgraphs: both branches of an ``If``, the body of a ``Loop`` or ``Scan``.
         trips_known: Whether ``times`` of its bodies is known; where not, it is 1.
+        modules: The modules in whose regions it is.
     """
 
     node: ir.Node
@@ -99,6 +100,7 @@ class Step:
     attributes: Mapping[str, ir.Attr] = field(default_factory=dict)
     bodies: tuple[Body, ...] = ()
     trips_known: bool = True
+    modules: frozenset[str] = frozenset()
 
     @property
     def op(self) -> tuple[str, str]:

@@ -16,7 +16,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from htp_export import tags
 from htp_export.analyze.execution import Body, Run, Step, Tensor
 
 __all__ = ["Timeline", "traffic"]
@@ -108,14 +107,9 @@ class Timeline:
     def internal(self) -> Mapping[str, Sequence[Life]]:
         """Module path → the activations that nothing outside its region makes or reads."""
         found: defaultdict[str, list[Life]] = defaultdict(list)
-        above: dict[tuple[str, ...], frozenset[str]] = {}
-        for step in self._steps:
-            if step.owners not in above:
-                ups = {up for owner in step.owners for up in tags.ancestors(owner)}
-                above[step.owners] = frozenset(ups | {""})
         for life in self.lives:
             if not life.leaves:
-                for path in frozenset.intersection(*(above[self._steps[t].owners] for t in life.touched)):
+                for path in frozenset.intersection(*(self._steps[t].modules | {""} for t in life.touched)):
                     found[path].append(life)
         return found
 

@@ -45,7 +45,7 @@ class _Runner:
 
     def __init__(self, tagged: TaggedModel, bindings: Bindings) -> None:
         self._model = tagged.model
-        self._owners_of = tagged.owners_of
+        self._tagged = tagged
         self._bindings = bindings
         self._opsets = dict(tagged.model.opset_imports)
         self._known: dict[ir.Value, Tensor] = {}
@@ -94,7 +94,8 @@ class _Runner:
         else:
             outputs, bodies, trips_known = self._outputs(bare), (), True
         self._known.update(zip(node.outputs, outputs, strict=True))
-        self._steps.append(Step(node, bare.owners, inputs, tuple(outputs), attributes, bodies, trips_known))
+        modules = self._modules(node, bare.owners)
+        self._steps.append(Step(node, bare.owners, inputs, tuple(outputs), attributes, bodies, trips_known, modules))
 
     def _tensor(self, value: ir.Value) -> Tensor:
         if value not in self._known:
@@ -104,11 +105,16 @@ class _Runner:
 
     def _owners(self, node: ir.Node) -> tuple[str, ...]:
         """Owners in the call that runs: a node of a shared body names the modules of all calls."""
-        owners = self._owners_of(node)
+        owners = self._tagged.owners_of(node)
         if not self._around:
             return owners
         here = tuple(owner for owner in owners if any(tags.is_under(owner, path) for path in self._around))
         return here or owners or self._around
+
+    def _modules(self, node: ir.Node, owners: tuple[str, ...]) -> frozenset[str]:
+        """The modules in whose regions a node is when it has these owners."""
+        work = self._tagged.work_of(node)
+        return (work if work.owners == owners else self._tagged.calls.work(owners)).modules
 
     def _attributes(self, node: ir.Node) -> Mapping[str, ir.Attr]:
         if not any(attribute.is_ref() for attribute in node.attributes.values()):

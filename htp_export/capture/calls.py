@@ -59,6 +59,7 @@ class CallLog:
     passed: dict[int, Passing] = field(default_factory=dict)
     _given: dict[int, tuple[set[int], tuple[tuple[str, Any], ...]]] = field(default_factory=dict)
     _counts: collections.Counter[str] = field(default_factory=collections.Counter)
+    _first: dict[str, int] = field(default_factory=dict)
     _chains: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _owners: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
@@ -70,9 +71,15 @@ class CallLog:
 
     def add(self, path: str, parent: int) -> int:
         """Note a call without putting it on the stack; its index."""
+        self._first.setdefault(path, len(self.calls))
         self.calls.append(Call(path, self._counts[path], parent))
         self._counts[path] += 1
         return len(self.calls) - 1
+
+    def near(self, path: str) -> int:
+        """The first call of the nearest module above a path that ran: where an unseen call is taken to have run."""
+        above = [up for up in tags.ancestors(path) if up != path]
+        return next((self._first[up] for up in above if up in self._first), NO_CALL)
 
     def give(self, arguments: Mapping[str, Any], key: Callable[[Any], Any]) -> None:
         """Note what the innermost running module was given.

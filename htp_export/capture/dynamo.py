@@ -253,7 +253,7 @@ class DynamoCapture(Guarded):
             return NO_CALL
         path = paths.pop()
         calls = (index for index, call in enumerate(self.log.calls) if call.path == path)
-        return next(calls, NO_CALL) if self.log.count(path) else self.log.add(path, 0 if self.log.calls else NO_CALL)
+        return next(calls, NO_CALL) if self.log.count(path) else self.log.add(path, self.log.near(path))
 
     def _captured(self) -> Iterator[ir.Value]:
         """Every tensor of the first graph that an export can give away."""

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from htp_export import tags
+from htp_export.call_tree import CallTree
 from htp_export.errors import InputError
 from htp_export.files import write_model
 from htp_export.hierarchy import Hierarchy
@@ -124,18 +125,19 @@ def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
 def _inlined(tagged: TaggedModel, *, others: bool) -> Inlined:
     model = tagged.model.clone()
     before = sum(1 for _ in all_nodes(model))
-    counts = dissolve(model, tagged.hierarchy)
+    counts = dissolve(model, tagged.hierarchy, tagged.calls)
     if others:
         counts.update(_inline_others(model))
     return Inlined(model, counts, before, sum(1 for _ in all_nodes(model)))
 
 
-def dissolve(model: ir.Model, hierarchy: Hierarchy) -> dict[str, int]:
+def dissolve(model: ir.Model, hierarchy: Hierarchy, calls: CallTree) -> dict[str, int]:
     """Inline the functions that ``functions`` made, in place.
 
     Args:
         model: The model.
         hierarchy: Its modules.
+        calls: Which of their calls ran in which.
 
     Returns:
         Identifier of each function → how often it was called.
@@ -144,7 +146,7 @@ def dissolve(model: ir.Model, hierarchy: Hierarchy) -> dict[str, int]:
         InputError: If a function calls itself, or what the model says of its functions cannot be read.
     """
     made = {key: function for key, function in model.functions.items() if function.domain == DOMAIN}
-    dissolver = _Dissolver(made, hierarchy, model.graph)
+    dissolver = _Dissolver(made, Expectations(hierarchy, calls), model.graph)
     try:
         written = Records.from_json(model.metadata_props.get(tags.FUNCTIONS, "{}"))
         for call in [node for node in model.graph.all_nodes() if node.op_identifier() in made]:
@@ -169,9 +171,9 @@ class _Dissolver:
     """
 
     def __init__(
-        self, functions: Mapping[ir.OperatorIdentifier, ir.Function], hierarchy: Hierarchy, graph: ir.Graph
+        self, functions: Mapping[ir.OperatorIdentifier, ir.Function], expected: Expectations, graph: ir.Graph
     ) -> None:
-        self._functions, self._expected = functions, Expectations(hierarchy)
+        self._functions, self._expected = functions, expected
         self.counts = {f"{domain}::{name}": 0 for domain, name, _ in functions}
         self._node_names = {str(node.name) for node in graph.all_nodes()}
         self._value_names = {str(value.name) for value in _values(graph)}

@@ -11,11 +11,12 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.call_tree import CallTree, Instance
 from htp_export.hierarchy import Hierarchy
 from htp_export.names import rename
 from htp_export.regions import subgraphs
@@ -34,13 +35,6 @@ __all__ = [
 
 DOMAIN = "htp"
 """The domain of the functions that are made of modules."""
-
-
-class Instance(NamedTuple):
-    """One call of a module; it becomes one call of a function."""
-
-    path: str
-    call: int = 0
 
 
 Record: TypeAlias = dict[str, Any]
@@ -112,10 +106,11 @@ class Expectations:
 
     Args:
         hierarchy: The modules.
+        calls: Which of their calls ran in which.
     """
 
-    def __init__(self, hierarchy: Hierarchy) -> None:
-        self._hierarchy = hierarchy
+    def __init__(self, hierarchy: Hierarchy, calls: CallTree) -> None:
+        self._hierarchy, self._calls = hierarchy, calls
         self._owners: dict[ir.Node, dict[str, list[str]]] = {}
 
     def metadata(self, shared: ir.Node, instance: Instance) -> dict[str, str]:
@@ -135,8 +130,8 @@ class Expectations:
         reason = metadata.get(tags.REASON, "")
         if reason == "shared" and len(owners) < 2:
             reason = "scope"
-        call = metadata.get(tags.CALL)
-        if len(owners) == 1 and call is None:
+        call = tags.calls_said(metadata) if list(tags.owners_of(metadata)) == owners else ""
+        if len(owners) == 1 and not call:
             call = self._call(owners[0], instance)
         found = node_tags(owners, reason, call, self._hierarchy)
         if tags.NAMESPACE not in metadata:  # viewers need it, nothing else does
@@ -159,11 +154,12 @@ class Expectations:
             self._owners[shared] = dict(below)
         return self._owners[shared]
 
-    def _call(self, owner: str, instance: Instance) -> str | None:
-        """Which call of a module it is, where that ran several times, and once in each call of the one called."""
-        ran = self._hierarchy[owner].calls if owner in self._hierarchy else 0
-        around = self._hierarchy[instance.path].calls if instance.path in self._hierarchy else 0
-        return str(instance.call) if ran > 1 and ran == around else None
+    def _call(self, owner: str, instance: Instance) -> str:
+        """Which call of a module it is, where that ran several times, and once in the one that is called."""
+        if owner not in self._hierarchy or self._hierarchy[owner].calls < 2:
+            return ""
+        here = self._calls.numbers(owner, instance)
+        return str(here[0]) if len(here) == 1 else ""
 
 
 def restore(node: ir.Node, entry: Record, metadata: Mapping[str, str]) -> None:
@@ -196,13 +192,12 @@ def restore(node: ir.Node, entry: Record, metadata: Mapping[str, str]) -> None:
         raise ValueError(f"{tags.FUNCTIONS}: what it says of node {node.name!r} cannot be read: {error}") from error
 
 
-def node_tags(owners: Sequence[str], reason: str, call: str | None, hierarchy: Hierarchy) -> dict[str, str]:
-    """The tags of a node with these owners, one or more."""
+def node_tags(owners: Sequence[str], reason: str, call: str, hierarchy: Hierarchy) -> dict[str, str]:
+    """The tags of a node with these owners, one or more; ``call`` as of ``tags.calls_said``."""
     found = tags.node_tags(owners, reason, hierarchy.called)
     if not reason:
         del found[tags.REASON]
-    if call is not None:
-        found[tags.CALL] = call
+    tags.say_calls(found, call)
     return found
 
 

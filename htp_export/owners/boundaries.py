@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from htp_export.call_tree import Work
 from htp_export.capture.calls import NO_CALL
 from htp_export.capture.record import Key, Record
 from htp_export.crossings import Crossings
@@ -54,7 +55,7 @@ def true_boundaries(record: Record, flow: Flow) -> dict[str, Boundary]:
     return found
 
 
-def crossings_of(record: Record, owners: Sequence[tuple[str, ...]]) -> Crossings[Key]:
-    """What crosses the borders of modules in the exported graph, with these owners of its nodes."""
+def crossings_of(record: Record, works: Sequence[Work]) -> Crossings[Key]:
+    """What crosses the borders of modules in the exported graph, where its nodes do the work of these."""
     live = varying(record.nodes, record.graph_inputs)
-    return Crossings([(node.inputs, node.outputs) for node in record.nodes], owners, live, record.graph_outputs)
+    return Crossings([(node.inputs, node.outputs) for node in record.nodes], works, live, record.graph_outputs)

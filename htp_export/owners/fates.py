@@ -6,9 +6,9 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from htp_export.call_tree import Work
 from htp_export.capture.record import Key, Record
 from htp_export.crossings import OUTSIDE, fused_with
-from htp_export.owners.assign import Ownership
 from htp_export.owners.boundaries import Boundary, crossings_of, true_boundaries
 from htp_export.owners.flow import Flow, needed
 
@@ -33,10 +33,10 @@ class Fates:
         contamination: ``(module, tensor, leaves)`` for border tensors of computed modules that PyTorch does not know.
     """
 
-    def __init__(self, record: Record, owners: Sequence[Ownership], flow: Flow) -> None:
+    def __init__(self, record: Record, works: Sequence[Work], flow: Flow) -> None:
         self.record = record
         self.true = true_boundaries(record, flow)
-        self.crossings = crossings_of(record, [owner.paths for owner in owners])
+        self.crossings = crossings_of(record, works)
         self.contamination: list[tuple[str, Key, bool]] = []
         self._useful = self._modules_that_count(flow.wanted)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from htp_export import tags
+from htp_export.call_tree import CallTree, Instance, Work
+from htp_export.capture.calls import NO_CALL, CallLog
 from htp_export.capture.record import Key, Record
 from htp_export.hierarchy import Hierarchy, ModuleInfo
 from htp_export.owners.assign import Ownership, assign
@@ -17,39 +19,62 @@ from htp_export.parameters import Held, parameters_to_json
 from htp_export.signatures import Signature, signatures_to_json
 
 
-def node_metadata(record: Record, owners: Sequence[Ownership], hierarchy: Hierarchy) -> list[dict[str, str]]:
-    """The metadata of each node, in the order of ``record.nodes``."""
+def works_of(log: CallLog, owners: Sequence[Ownership], hierarchy: Hierarchy) -> tuple[CallTree, list[Work]]:
+    """The calls of a model's modules as they ran, and whose work each node does.
+
+    Args:
+        log: The calls.
+        owners: Who owns each node.
+        hierarchy: The module tree, with how often each module ran.
+    """
+    instances = [Instance(call.path, call.nth) for call in log.calls]
+    callers: dict[str, list[Instance | None]] = {}
+    for call in log.calls:
+        callers.setdefault(call.path, []).append(None if call.parent == NO_CALL else instances[call.parent])
+    tree = CallTree(hierarchy, callers)
+
+    @cache
+    def work(paths: tuple[str, ...], calls: tuple[int, ...]) -> Work:
+        return tree.of_calls(paths, [instances[index] for index in calls] or [Instance("")])
+
+    return tree, [work(owner.paths, owner.calls) for owner in owners]
+
+
+def node_metadata(
+    owners: Sequence[Ownership], works: Sequence[Work], calls: CallTree, hierarchy: Hierarchy
+) -> list[dict[str, str]]:
+    """The metadata of each node, in order."""
     called = hierarchy.called
 
     @cache
     def fixed(paths: tuple[str, ...], reason: str) -> dict[str, str]:
         return tags.node_tags(paths, reason, called)
 
-    result = []
-    for owner in owners:
-        entry = fixed(owner.paths, owner.reason)
-        calls = [record.log.calls[index] for index in owner.calls]
-        if len({call.path for call in calls}) == 1 and record.log.count(calls[0].path) > 1:
-            entry = {**entry, tags.CALL: str(calls[0].nth)}
-        result.append(entry)
-    return result
+    @cache
+    def said(work: Work) -> dict[str, str]:
+        entry: dict[str, str] = {}
+        tags.say_calls(entry, calls.said(work.owners, work.calls))
+        return entry
+
+    return [{**fixed(owner.paths, owner.reason), **said(work)} for owner, work in zip(owners, works, strict=True)]
 
 
-def model_metadata(record: Record, fates: Fates, hierarchy: Hierarchy) -> tuple[Hierarchy, dict[str, str]]:
-    """The module tree with calls and fates, and the model's metadata that holds it.
+def model_metadata(
+    record: Record, fates: Fates, calls: CallTree, hierarchy: Hierarchy
+) -> tuple[Hierarchy, dict[str, str]]:
+    """The module tree with fates, and the model's metadata that holds it.
 
     Args:
         record: What the export told.
         fates: What became of the modules.
-        hierarchy: The module tree without calls and fates; modules that ran and are not in it are added.
+        calls: Their calls.
+        hierarchy: The module tree without fates.
     """
-    infos = []
-    for path in dict.fromkeys((*hierarchy, *(call.path for call in record.log.calls))):
-        fate = fates.of(path)
-        class_name = hierarchy[path].class_name if path in hierarchy else ""
-        infos.append(ModuleInfo(path, class_name, record.log.count(path), fate.name, fate.fused_with))
-    tree = Hierarchy(infos)
-    metadata = {tags.FORMAT: tags.VERSION, tags.MODULES: tree.to_json()}
+    found = {path: fates.of(path) for path in hierarchy}
+    tree = Hierarchy(
+        [replace(info, fate=found[path].name, fused_with=found[path].fused_with) for path, info in hierarchy.items()]
+    )
+    metadata = {tags.FORMAT: tags.VERSION, tags.MODULES: tree.to_json(), tags.CALLERS: calls.to_json()}
     signatures = _signatures(record)
     if signatures:
         metadata[tags.SIGNATURES] = signatures_to_json(signatures)
@@ -57,6 +82,13 @@ def model_metadata(record: Record, fates: Fates, hierarchy: Hierarchy) -> tuple[
         listed = [[path, str(getattr(key, "name", key)), leaves] for path, key, leaves in fates.contamination]
         metadata[tags.CONTAMINATION] = json.dumps(listed, separators=(",", ":"))
     return tree, metadata
+
+
+def _with_calls(hierarchy: Hierarchy, log: CallLog) -> Hierarchy:
+    """The module tree with how often each module ran; modules that ran and are not in it are added."""
+    paths = dict.fromkeys((*hierarchy, *(call.path for call in log.calls)))
+    classes = hierarchy.classes
+    return Hierarchy([ModuleInfo(path, classes.get(path, ""), log.count(path)) for path in paths])
 
 
 def _signatures(record: Record) -> dict[str, list[Signature]]:
@@ -101,7 +133,9 @@ def make_tags(record: Record, hierarchy: Hierarchy, parameters: Mapping[str, Hel
     """
     flow = Flow.of(record)
     owners = assign(record, flow)
-    tree, metadata = model_metadata(record, Fates(record, owners, flow), hierarchy)
+    ran = _with_calls(hierarchy, record.log)
+    calls, works = works_of(record.log, owners, ran)
+    tree, metadata = model_metadata(record, Fates(record, works, flow), calls, ran)
     if parameters is not None:
         metadata[tags.PARAMETERS] = parameters_to_json(parameters)
-    return Tags(node_metadata(record, owners, tree), metadata, tree.root.simple_class)
+    return Tags(node_metadata(owners, works, calls, tree), metadata, tree.root.simple_class)

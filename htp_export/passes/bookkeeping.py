@@ -53,7 +53,7 @@ class Bookkeeping:
         self.model = model
         tagged: TaggedModel = load(model)
         self._tagged = tagged.source == "htp"
-        self.hierarchy = tagged.hierarchy
+        self.hierarchy, self._calls = tagged.hierarchy, tagged.calls
         self._order: dict[str, int] = {}
         for place, node in enumerate(tagged.nodes):
             for owner in tags.owners_of(node.metadata_props):
@@ -64,8 +64,7 @@ class Bookkeeping:
         self._find_signatures()
         self._snapshot = Snapshot(model)
         self._weights = WeightBook(model)
-        borders = Borders(model, self._signatures, list(self._snapshot.nodes)) if self._signatures else None
-        self._excused = borders.unknown if borders is not None else {}
+        self._excused = self._borders(self._signatures).unknown if self._signatures else {}
 
     def _find_signatures(self) -> None:
         values = _values(self.model)
@@ -93,7 +92,7 @@ class Bookkeeping:
         self._snapshot = after
         fused: dict[str, tuple[str, ...]] = {}
         if difference and self._tagged:
-            merge_tags(difference, self._order, self.hierarchy.called)
+            merge_tags(difference, self._order, self.hierarchy.called, self._calls)
             self._check()
             self._follow(difference)
             fused = self._find_fates()
@@ -136,10 +135,16 @@ class Bookkeeping:
             taken = {name for call in self._signatures[path] for name in call.inputs.values() if name is not None}
             given = {name for call in self._signatures[path] for name in call.outputs if name is not None}
             there = {name: value for name in taken | given if (value := self._where.get(name)) is not None}
-            inside = {name for name, value in there.items() if _is_inside(value, path)}
+            inside = {name for name, value in there.items() if self._is_inside(value, path)}
             across = ((taken - given) & inside) | ((given - taken - inside) & there.keys())
             found |= across or there.keys()
         return found
+
+    def _is_inside(self, value: ir.Value, path: str) -> bool:
+        """Whether a node in the region of a module makes a tensor, alone or with others."""
+        maker = value.producer()
+        said: Mapping[str, str] = maker.metadata_props if maker is not None else {}
+        return path in self._calls.work(tags.owners_of(said), tags.calls_said(said)).modules
 
     def _check(self) -> None:
         bare = [node for node in self._snapshot.nodes if tags.MODULE not in node.metadata_props]
@@ -186,10 +191,13 @@ class Bookkeeping:
                         others = (owner for owner in around[gone] if not tags.is_under(owner, path))
                         self._lost[path].update(dict.fromkeys(others))
 
+    def _borders(self, signatures: Mapping[str, Sequence[Signature]]) -> Borders:
+        return Borders(self.model, self._calls, signatures, list(self._snapshot.nodes))
+
     def _find_fates(self) -> dict[str, tuple[str, ...]]:
         if not self._signatures:
             return {}
-        borders = Borders(self.model, self.signatures, list(self._snapshot.nodes))
+        borders = self._borders(self.signatures)
         was, self.hierarchy = self.hierarchy, refate(borders, self.hierarchy, self._lost, self._excused)
         return {
             path: module.fused_with
@@ -224,13 +232,6 @@ class Bookkeeping:
             self.model.metadata_props[tags.MODULES] = self.hierarchy.to_json()
         if self._signatures:
             self.model.metadata_props[tags.SIGNATURES] = signatures_to_json(self.signatures)
-
-
-def _is_inside(value: ir.Value, path: str) -> bool:
-    """Whether a node of a module, or below it, makes a tensor, alone or with others."""
-    maker = value.producer()
-    owners = tags.owners_of(maker.metadata_props) if maker is not None else ()
-    return any(tags.is_under(owner, path) for owner in owners)
 
 
 def _named(signatures: Mapping[str, Sequence[Signature]]) -> Iterable[str]:

@@ -22,6 +22,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.call_tree import CallTree
 
 __all__ = ["Difference", "Snapshot", "merge_tags"]
 
@@ -207,13 +208,14 @@ class _Work:
             self.groups.append(group)
 
 
-def merge_tags(difference: Difference, order: Mapping[str, int], called: Collection[str]) -> None:
+def merge_tags(difference: Difference, order: Mapping[str, int], called: Collection[str], calls: CallTree) -> None:
     """Give every node that does the work of others their owners.
 
     Args:
         difference: What a pass did. What it says is merged is noted in it.
         order: Owner → when it first ran.
         called: Paths of the modules that ran.
+        calls: Their calls.
     """
     work: defaultdict[ir.Node, _Work] = defaultdict(_Work)
     before, after = difference.before, difference.after
@@ -237,8 +239,8 @@ def merge_tags(difference: Difference, order: Mapping[str, int], called: Collect
                     work[kept].add([before.nodes[gone].metadata])
                     difference.merged[kept] = None
     for node, found in work.items():
-        _write(node, found, order, called)
-    _place_strays([node for node in reversed(difference.added) if not work[node].groups], order, called)
+        _write(node, found, order, called, calls)
+    _place_strays([node for node in reversed(difference.added) if not work[node].groups], order, called, calls)
 
 
 def _twins(difference: Difference, old: ir.Value, new: ir.Value) -> Iterator[tuple[ir.Node, ir.Node]]:
@@ -260,26 +262,25 @@ def _twins(difference: Difference, old: ir.Value, new: ir.Value) -> Iterator[tup
             )
 
 
-def _write(node: ir.Node, work: _Work, order: Mapping[str, int], called: Collection[str]) -> None:
+def _write(node: ir.Node, work: _Work, order: Mapping[str, int], called: Collection[str], calls: CallTree) -> None:
     if not work.groups:
         return
     groups = [dict.fromkeys(owner for entry in group for owner in tags.owners_of(entry)) for group in work.groups]
     owners = sorted(dict.fromkeys(owner for group in groups for owner in group), key=lambda path: order.get(path, 0))
     entries = [entry for group in work.groups for entry in group]
-    calls = {(tags.owners_of(entry), entry.get(tags.CALL)) for entry in entries}
+    said = {(tags.owners_of(entry), tags.calls_said(entry)): None for entry in entries}
     reasons = {entry.get(tags.REASON, "flow") for entry in entries}
     if len(owners) == 1:
         reason = reasons.pop() if len(reasons) == 1 else "scope" if "scope" in reasons else "flow"
-    elif len({owners for owners, _ in calls}) == 1 and len(reasons) == 1:
+    elif len({owners for owners, _ in said}) == 1 and len(reasons) == 1:
         reason = reasons.pop()
     else:
         reason = "shared" if all(len(group) == 1 for group in groups) else "fused"
-    call = next(iter(calls))[1] if len(calls) == 1 else None
-    write_tags(node, owners, reason, call, called)
+    write_tags(node, owners, reason, calls.said_together(tuple(owners), said), called)
 
 
-def write_tags(node: ir.Node, owners: Sequence[str], reason: str, call: str | None, called: Collection[str]) -> None:
-    """Say on a node whose it is, in the file format's words."""
+def write_tags(node: ir.Node, owners: Sequence[str], reason: str, said: str, called: Collection[str]) -> None:
+    """Say on a node whose it is, in the file format's words; ``said`` as of ``tags.calls_said``."""
     module = tags.common_ancestor(owners)
     for key in tags.NODE_KEYS:
         node.metadata_props.pop(key, None)
@@ -288,11 +289,10 @@ def write_tags(node: ir.Node, owners: Sequence[str], reason: str, call: str | No
     )
     if len(owners) > 1:
         node.metadata_props[tags.OWNERS] = json.dumps(list(owners), separators=(",", ":"), ensure_ascii=False)
-    if call is not None:
-        node.metadata_props[tags.CALL] = call
+    tags.say_calls(node.metadata_props, said)
 
 
-def _place_strays(nodes: Sequence[ir.Node], order: Mapping[str, int], called: Collection[str]) -> None:
+def _place_strays(nodes: Sequence[ir.Node], order: Mapping[str, int], called: Collection[str], calls: CallTree) -> None:
     """Tag new nodes that replace none, last first: by those who read them, or else by whom they read."""
     for node in nodes:
         for key in tags.NODE_KEYS:
@@ -300,10 +300,12 @@ def _place_strays(nodes: Sequence[ir.Node], order: Mapping[str, int], called: Co
     for near in (_readers, _makers):
         for node in nodes if near is _readers else reversed(nodes):
             if tags.MODULE not in node.metadata_props:
-                found = dict.fromkeys(owner for other in near(node) for owner in tags.owners_of(other.metadata_props))
+                around = [each.metadata_props for each in near(node)]
+                found = [(tags.owners_of(each), tags.calls_said(each)) for each in around if tags.MODULE in each]
                 if found:
-                    owners = sorted(found, key=lambda path: order.get(path, 0))
-                    write_tags(node, owners, "flow", None, called)
+                    every = dict.fromkeys(owner for owners, _ in found for owner in owners)
+                    owners = sorted(every, key=lambda path: order.get(path, 0))
+                    write_tags(node, owners, "flow", calls.said_together(tuple(owners), found), called)
 
 
 def _readers(node: ir.Node) -> Iterator[ir.Node]:

@@ -14,6 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.call_tree import CallTree
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.files import write_model
 from htp_export.garbage import no_collection
@@ -184,7 +185,8 @@ class _Origin:
         sketch: Its nodes and their owners.
         hierarchy: Its modules.
         signatures: What they took and gave.
-        kept: What else its metadata says that stays true whatever a tool does: what PyTorch's modules hold.
+        kept: What else its metadata says that stays true whatever a tool does: what PyTorch's modules hold, and which
+            call ran in which.
         has_map: Whether it says all this itself, in its metadata.
         model: It itself; None where it is gone.
     """
@@ -252,7 +254,7 @@ def _from_map(model: ir.Model) -> _Origin:
 
 
 def _kept(props: Mapping[str, str]) -> dict[str, str]:
-    return {tags.PARAMETERS: props[tags.PARAMETERS]} if tags.PARAMETERS in props else {}
+    return {key: props[key] for key in (tags.PARAMETERS, tags.CALLERS) if key in props}
 
 
 def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None) -> Carried:
@@ -268,9 +270,11 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
             raise InputError(
                 f"the second model was not made of the first, which has no {after.values[value].name!r} of that shape"
             )
-    found = owners_after(origin.sketch, after, divide(alignment))
+    calls = CallTree.from_json(origin.kept.get(tags.CALLERS), origin.hierarchy)
+    found = owners_after(origin.sketch, after, divide(alignment), calls)
     owned = [one if one.paths else replace(one, paths=("",)) for one in found]
-    fates = FatesAfter(alignment, origin.hierarchy, origin.signatures, [one.paths for one in owned])
+    works = [calls.work(one.paths, one.call) for one in owned]
+    fates = FatesAfter(alignment, origin.hierarchy, origin.signatures, works, calls)
     _write(model, nodes, owned, fates)
     model.metadata_props.update(origin.kept)
     if origin.has_map:
@@ -302,8 +306,7 @@ def _write(model: ir.Model, nodes: Sequence[ir.Node], owned: Sequence[Owned], fa
         for key in tags.NODE_KEYS:
             said.pop(key, None)
         said.update(entry(one.paths, one.reason))
-        if one.call:
-            said[tags.CALL] = one.call
+        tags.say_calls(said, one.call)
     props = model.metadata_props
     for key in tags.MODEL_KEYS:
         props.pop(key, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
+from htp_export.call_tree import CallTree, Work
 from htp_export.crossings import OUTSIDE, Crossings, fused_with
 from htp_export.hierarchy import Hierarchy, ModuleInfo
 from htp_export.provenance.alignment import Alignment
@@ -27,7 +28,8 @@ class FatesAfter:
         alignment: What the tensors after the tool meant before.
         hierarchy: The modules, with their fates before.
         signatures: What they took and gave, by the names of tensors before.
-        owners: The owners of each node after.
+        works: Whose work each node does after.
+        calls: The calls of the modules.
 
     Attributes:
         hierarchy: The modules, with their fates now.
@@ -39,12 +41,13 @@ class FatesAfter:
         alignment: Alignment,
         hierarchy: Hierarchy,
         signatures: Signatures,
-        owners: Sequence[tuple[str, ...]],
+        works: Sequence[Work],
+        calls: CallTree,
     ) -> None:
         self._alignment, self._signatures, self._old = alignment, signatures, hierarchy
         self._number = alignment.numbers.number
-        self._before = _crossings(alignment.before, [node.owners for node in alignment.before.nodes])
-        self._after = _crossings(alignment.after, owners)
+        before = [calls.work(node.owners, node.call) for node in alignment.before.nodes]
+        self._before, self._after = _crossings(alignment.before, before), _crossings(alignment.after, works)
         self._there = {
             number: value
             for value, number in reversed(list(enumerate(alignment.meaning)))
@@ -172,11 +175,11 @@ class FatesAfter:
         yield [owner for path in group for owner in self._beyond(path, set(self._known(path)[0]))]
 
 
-def _crossings(sketch: Sketch, owners: Sequence[tuple[str, ...]]) -> Crossings[int]:
+def _crossings(sketch: Sketch, works: Sequence[Work]) -> Crossings[int]:
     """What crosses the borders of modules in a sketch's main graph."""
     passed: list[tuple[list[int], list[int]]] = [
         ([], []) if node.scope else ([v for v in node.reads if v != NOTHING], [v for v in node.outputs if v != NOTHING])
         for node in sketch.nodes
     ]
     live = {value for value, is_live in enumerate(sketch.live) if is_live}
-    return Crossings(passed, owners, live, frozenset(sketch.outputs))
+    return Crossings(passed, works, live, frozenset(sketch.outputs))

@@ -6,12 +6,15 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
+from htp_export.call_tree import CallTree, Work
+from htp_export.hierarchy import Hierarchy, ModuleInfo
 from htp_export.provenance.alignment import Alignment
-from htp_export.provenance.ownership import owners_after
+from htp_export.provenance.ownership import Owned, owners_after
 from htp_export.provenance.sketch import draw
 from htp_export.provenance.work import divide
+from htp_export.tagged import TaggedModel
 
-__all__ = ["optimized_owners"]
+__all__ = ["optimized_owners", "optimized_works"]
 
 
 def optimized_owners(
@@ -37,11 +40,30 @@ def optimized_owners(
         >>> list(optimized_owners(chain("Neg", "Exp"), chain("NegExp"), lambda node: (node.op_type,)).values())
         [('Neg', 'Exp')]
     """
+    tree = CallTree(Hierarchy([ModuleInfo("", "")]))
+    owned = _owned(original, optimized, lambda node: tree.work(owners_of(node)), tree)
+    return {node: one.paths for node, one in owned.items()}
+
+
+def optimized_works(tagged: TaggedModel, optimized: ir.Model) -> dict[ir.Node, Work]:
+    """Whose work each node of an optimised graph does; see ``optimized_owners``.
+
+    Args:
+        tagged: The model as it was given, without functions.
+        optimized: What an optimiser made of it.
+    """
+    owned = _owned(tagged.model, optimized, tagged.work_of, tagged.calls)
+    return {node: tagged.calls.work(one.paths, one.call) for node, one in owned.items()}
+
+
+def _owned(
+    original: ir.Model, optimized: ir.Model, work_of: Callable[[ir.Node], Work], tree: CallTree
+) -> dict[ir.Node, Owned]:
     before, before_nodes = draw(original)
     after, after_nodes = draw(optimized)
     for sketched, node in zip(before.nodes, before_nodes, strict=True):
-        sketched.owners = owners_of(node)
+        work = work_of(node)
+        sketched.owners, sketched.call = work.owners, tree.said(work.owners, work.calls)
     for sketched in after.nodes:
         sketched.owners = ()
-    owned = owners_after(before, after, divide(Alignment(before, after)))
-    return {node: one.paths for node, one in zip(after_nodes, owned, strict=True)}
+    return dict(zip(after_nodes, owners_after(before, after, divide(Alignment(before, after)), tree), strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from htp_export.call_tree import CallTree
 from htp_export.provenance.sketch import NOTHING, Sketch, SketchNode
 from htp_export.provenance.work import Work
 
@@ -20,7 +21,7 @@ class Owned:
     Attributes:
         paths: The owners' module paths, in order of execution.
         reason: How they are known: the word that the node bore before, or one for what the tool changed.
-        call: ``htp.call``, empty for none.
+        call: What it says of its calls, as of ``tags.calls_said``.
         kept: Whether the tool left the node's tags, and they are right.
     """
 
@@ -30,43 +31,54 @@ class Owned:
     kept: bool = False
 
 
-def owners_after(before: Sketch, after: Sketch, works: Sequence[Work]) -> list[Owned]:
-    """The owners of every node after, in order; a node that touches nothing that is known has none."""
-    found: list[Owned | None] = [_by_work(before, node, work) for node, work in zip(after.nodes, works, strict=True)]
+def owners_after(before: Sketch, after: Sketch, works: Sequence[Work], tree: CallTree) -> list[Owned]:
+    """The owners of every node after, in order; a node that touches nothing that is known has none.
+
+    Args:
+        before: The model before.
+        after: The model after.
+        works: The work of each node after.
+        tree: The calls of the modules.
+    """
+    found: list[Owned | None] = [
+        _by_work(before, node, work, tree) for node, work in zip(after.nodes, works, strict=True)
+    ]
     for index in range(len(after.nodes) - 1, -1, -1):
         if found[index] is None:  # it was inserted, and serves those that read what it makes
             readers = (
                 reader for value in after.nodes[index].outputs if value != NOTHING for reader in after.readers[value]
             )
-            found[index] = _together(found[reader] for reader in sorted(set(readers)))
+            found[index] = _together(tree, (found[reader] for reader in sorted(set(readers))))
     for index, node in enumerate(after.nodes):
         if found[index] is None:  # nothing reads it, but perhaps the node whose subgraph it stands in
             makers = (after.maker[value] for value in node.reads if value != NOTHING)
             near = [found[maker] for maker in sorted(set(makers) - {NOTHING})]
             calls = (found[other] for other, one in enumerate(after.nodes) if node.scope and one.op == node.scope)
-            found[index] = _together(near) or _together([found[node.holder]] if node.holder != NOTHING else calls)
+            held = [found[node.holder]] if node.holder != NOTHING else calls
+            found[index] = _together(tree, near) or _together(tree, held)
     return [owned or Owned((), INSERTED) for owned in found]
 
 
-def _by_work(before: Sketch, node: SketchNode, work: Work) -> Owned | None:
+def _by_work(before: Sketch, node: SketchNode, work: Work, tree: CallTree) -> Owned | None:
     nodes = [before.nodes[index] for index in work.nodes]
     if not nodes and work.ends and not node.owners:
-        return _together(Owned(end.owners, INSERTED, end.call) for end in (before.nodes[each] for each in work.ends))
+        return _together(
+            tree, (Owned(end.owners, INSERTED, end.call) for end in map(before.nodes.__getitem__, work.ends))
+        )
     paths = tuple(dict.fromkeys(path for old in nodes for path in old.owners))
-    calls = {(old.owners, old.call) for old in nodes}
-    call = nodes[0].call if len(calls) == 1 else ""
     if node.owners:
         same = not nodes or set(node.owners) == set(paths)
         single = work.coarse and any(old.op == node.op and old.owners == node.owners for old in nodes)
         if same or single:
             return Owned(node.owners, node.reason or work.reason, node.call, kept=True)
-    return Owned(paths, work.reason, call) if nodes else None
+    if not nodes:
+        return None
+    return Owned(paths, work.reason, tree.said_together(paths, [(old.owners, old.call) for old in nodes]))
 
 
-def _together(near: Iterable[Owned | None]) -> Owned | None:
+def _together(tree: CallTree, near: Iterable[Owned | None]) -> Owned | None:
     owned = [one for one in near if one is not None]
     if not owned:
         return None
-    calls = {(one.paths, one.call) for one in owned}
     paths = tuple(dict.fromkeys(path for one in owned for path in one.paths))
-    return Owned(paths, INSERTED, owned[0].call if len(calls) == 1 else "")
+    return Owned(paths, INSERTED, tree.said_together(paths, [(one.paths, one.call) for one in owned]))

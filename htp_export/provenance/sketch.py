@@ -62,7 +62,7 @@ class SketchNode:
         holder: The node whose subgraph it stands in; `NOTHING` in the main graph.
         has_bodies: Whether it holds subgraphs.
         owners: Its owners, empty where it has no tags.
-        call: ``htp.call``.
+        call: What it says of its calls, as of ``tags.calls_said``.
         reason: ``htp.reason``.
     """
 
@@ -248,7 +248,7 @@ class _Pen:
                 holder,
                 bool(bodies),
                 tags.owners_of(metadata),
-                metadata.get(tags.CALL, ""),
+                tags.calls_said(metadata),
                 metadata.get(tags.REASON, ""),
             )
         )

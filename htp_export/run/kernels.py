@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export.provenance.optimized import optimized_owners
+from htp_export.call_tree import CallTree, Work
+from htp_export.provenance.optimized import optimized_works
 from htp_export.regions import subgraphs
 from htp_export.run.trace import KernelKey, Trace
+from htp_export.tagged import TaggedModel
 
 __all__ = ["Kernel", "attributed_kernels"]
 
@@ -26,6 +28,7 @@ class Kernel:
         ms: Time in one run, all its launches together, without the kernels of its subgraphs; see ``Trace.typical``.
         launches: How often it ran in one run, on average.
         owners: The paths of the modules whose work it does, in the order of execution; empty where none is known.
+        around: For each owner, the modules in whose regions its share is.
     """
 
     name: str
@@ -34,25 +37,20 @@ class Kernel:
     ms: float
     launches: float
     owners: tuple[str, ...]
+    around: tuple[frozenset[str], ...] = ()
 
 
-def attributed_kernels(
-    trace: Trace,
-    original: ir.Model,
-    optimized: ir.Model | None,
-    owners_of: Callable[[ir.Node], tuple[str, ...]],
-) -> tuple[Kernel, ...]:
+def attributed_kernels(trace: Trace, tagged: TaggedModel, optimized: ir.Model | None) -> tuple[Kernel, ...]:
     """The kernels of a profile, in the order in which they first ran.
 
     Args:
         trace: The profile.
-        original: The model as it was given, without functions.
+        tagged: The model as it was given, without functions.
         optimized: The graph that ran; None where it is not known: then only kernels that kept their names have owners.
-        owners_of: The owners of an original node.
     """
-    graph = original if optimized is None else optimized
-    owners = optimized_owners(original, graph, owners_of)
-    nodes = _nodes(trace.times, graph)
+    graph = tagged.model if optimized is None else optimized
+    works, nodes = optimized_works(tagged, graph), _nodes(trace.times, graph)
+    owned = {key: _owned((works[node] for node in nodes[key] if node in works), tagged.calls) for key in trace.times}
     return tuple(
         Kernel(
             name=key.label,
@@ -60,10 +58,20 @@ def attributed_kernels(
             provider=key.provider,
             ms=trace.typical(key),
             launches=trace.launches[key] / trace.runs,
-            owners=tuple(dict.fromkeys(path for node in nodes[key] for path in owners.get(node, ()))),
+            owners=tuple(owned[key]),
+            around=tuple(owned[key].values()),
         )
         for key in trace.times
     )
+
+
+def _owned(works: Iterable[Work], calls: CallTree) -> dict[str, frozenset[str]]:
+    """Owner → the modules in whose regions its share of the work is."""
+    found: dict[str, frozenset[str]] = {}
+    for work in works:
+        for owner, modules in calls.around_owners(work).items():
+            found[owner] = found.get(owner, frozenset()) | modules
+    return found
 
 
 def _nodes(keys: Iterable[KernelKey], model: ir.Model) -> dict[KernelKey, list[ir.Node]]:

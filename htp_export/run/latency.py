@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from htp_export import tags
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.hierarchy import ModuleInfo
 from htp_export.nested.flatten import read_flat
@@ -107,6 +106,8 @@ class Profile(ModuleTable):
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data, for JSON; times are in ms."""
         data = asdict(self)
+        for kernel in (*data["kernels"], *data["unattributed"]):
+            del kernel["around"]  # the totals of modules say it
         data["modules"] = {
             path: {name: value for name, value in module.items() if name != "path"}
             for path, module in data["modules"].items()
@@ -213,7 +214,7 @@ def profile(
         profiled = session.run(feed, runs)
         trace = session.end_profiling(runs)
         plain = session.run(feed, runs)
-        kernels = attributed_kernels(trace, tagged.model, session.optimized, tagged.owners_of)
+        kernels = attributed_kernels(trace, tagged, session.optimized)
     if trace.runs < runs:
         _log.warning("ONNX Runtime's profile is full: it has %d of %d runs; ask for fewer", trace.runs, runs)
     none = tuple(kernel for kernel in kernels if not kernel.owners)
@@ -241,8 +242,9 @@ def _by_module(kernels: Sequence[Kernel], tagged: TaggedModel) -> dict[str, Modu
         parts: defaultdict[str, int] = defaultdict(int)
         for owner in kernel.owners:
             own[owner] += kernel.ms / len(kernel.owners)
-            for up in tags.ancestors(owner):
-                parts[up] += 1
+        for modules in kernel.around:
+            for path in modules:
+                parts[path] += 1
         for path, count in parts.items():
             below[path].append((kernel, count / len(kernel.owners)))
     return {path: _module(tagged.hierarchy[path], own[path], below[path], whole) for path in tagged.hierarchy}

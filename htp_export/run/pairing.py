@@ -149,7 +149,7 @@ def _is_of_others(tagged: TaggedModel, path: str, node: ir.Node | None) -> bool:
     """Whether a node does work of other modules too; what is shared, each of its owners does alone."""
     if node is None or node.metadata_props.get(tags.REASON) == "shared":
         return False
-    return not all(tags.is_under(owner, path) for owner in tagged.owners_of(node))
+    return not all(path in part.modules for part in tagged.work_of(node).parts)
 
 
 def _fits(tagged: TaggedModel, value: ir.Value, held: Held) -> bool:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.errors import InputError
-from htp_export.hierarchy import Hierarchy, ModuleInfo
 from htp_export.names import rename
 from htp_export.signatures import Signature, signatures_to_json
+from htp_export.surgery.spliced_calls import SplicedCalls
 from htp_export.tagged import TaggedModel, all_nodes
 
-__all__ = ["Graft", "weight_key"]
+__all__ = ["Graft", "placed_paths", "weight_key"]
 
 
 class Graft:
@@ -25,7 +24,8 @@ class Graft:
         host: The model that it goes into.
         given: What is put there; it is not changed.
         path: The module whose place it takes.
-        call: Which call of it; None for a module that ran once.
+        call: Which call of it.
+        calls: The calls of the host's modules with the copies in it.
         weights: The host's, by ``weight_key``; those of the copy are added when it is inserted.
 
     Attributes:
@@ -37,15 +37,22 @@ class Graft:
     """
 
     def __init__(
-        self, host: ir.Model, given: TaggedModel, path: str, call: int | None, weights: dict[int, ir.Value]
+        self,
+        host: ir.Model,
+        given: TaggedModel,
+        path: str,
+        call: int,
+        calls: SplicedCalls,
+        weights: dict[int, ir.Value],
     ) -> None:
         self._host, self._given, self._path, self._call, self._weights = host, given, path, call, weights
+        self._calls, self._paths = calls, placed_paths(given, path)
         self._model = given.model.clone()
         self._original = {value: weight_key(value) for value in self._model.graph.initializers.values()}
         self._match_opsets()
         self._names: dict[str, str] = {}  # tensor of the main graph → its name in the host
         self._take_free_names()
-        self._paths = self._place_tags()
+        self._place_tags()
         graph = self._model.graph
         self.inputs: Sequence[ir.Value] = [value for value in graph.inputs if not value.is_initializer()]
         self.outputs: Sequence[ir.Value] = list(graph.outputs)
@@ -98,22 +105,14 @@ class Graft:
         function.name = fresh
         self._model.functions[domain, fresh, overload] = function
 
-    def _place_tags(self) -> dict[str, str]:
-        """Give every node owners at or below the module; path in the replacement → path in the host."""
-        owners = {owner for node in self._given.nodes for owner in tags.owners_of(node.metadata_props)}
-        kept = all(tags.is_under(owner, self._path) for owner in owners)
-        known = self._given.hierarchy if owners else ()
-        if kept:
-            paths = {path: path for path in known if tags.is_under(path, self._path)}
-        else:
-            paths = {path: ".".join(filter(None, (self._path, path))) for path in (*known, *owners)}
-        called = {*self._given.hierarchy.called, self._path, *paths.values()}
-        for node in all_nodes(self._model):
-            mine = tuple(paths[owner] for owner in tags.owners_of(node.metadata_props)) or (self._path,)
-            node.metadata_props.update(tags.node_tags(mine, node.metadata_props.get(tags.REASON, "spliced"), called))
-            if self._call is not None and tags.CALL not in node.metadata_props and mine == (self._path,):
-                node.metadata_props[tags.CALL] = str(self._call)
-        return paths
+    def _place_tags(self) -> None:
+        """Give every node owners at or below the module, and the call that it is in."""
+        called = {*self._given.hierarchy.called, self._path, *self._paths.values()}
+        for node, source in zip(all_nodes(self._model), self._given.nodes, strict=True):
+            said = node.metadata_props
+            mine = tuple(self._paths[owner] for owner in tags.owners_of(said)) or (self._path,)
+            said.update(tags.node_tags(mine, said.get(tags.REASON, "spliced"), called))
+            tags.say_calls(said, self._calls.said(source, mine, self._call))
 
     # --- going in -----------------------------------------------------------------------------------------
 
@@ -158,6 +157,7 @@ class Graft:
     def _own(self, value: ir.Value) -> ir.Value:
         """A tensor of a node of its own, for an output that is an input or an initializer."""
         node = ir.node("Identity", [value], metadata_props=tags.node_tags((self._path,), "spliced", {self._path}))
+        tags.say_calls(node.metadata_props, self._calls.said_by_own(self._call))
         new = node.outputs[0]
         new.name, new.type, new.shape = f"{value.name}.returned", value.type, value.shape
         self._model.graph.append(node)
@@ -165,35 +165,20 @@ class Graft:
 
     # --- the module tree --------------------------------------------------------------------------------
 
-    def describe(self, host: TaggedModel, *, whole: bool) -> None:
-        """Write what lies below the module now into the host's module tree and signatures.
+    def describe(self, host: TaggedModel) -> None:
+        """Write what lies below the module now into the host's module tree, calls and signatures.
 
         Args:
             host: The host with its module tree as it was.
-            whole: Whether all calls were replaced, so that nothing of the old module is left.
         """
-        tree, given = host.hierarchy, self._given.hierarchy
-        calls = max(tree[self._path].calls, 1)
-        fresh = {
-            here: replace(given[path], path=here, calls=given[path].calls * calls if whole else given[path].calls)
-            for path, here in self._paths.items()
-            if path in given and here != self._path
-        }
-        infos: list[ModuleInfo] = []
-        for path, info in tree.items():
-            if path == self._path:
-                infos += [replace(info, fate="computed", fused_with=()), *fresh.values()]
-            elif not (tags.is_under(path, self._path) and (whole or path in fresh)):
-                infos.append(info)
-        self._host.metadata_props[tags.MODULES] = Hierarchy(infos).to_json()
-        self._host.metadata_props.pop(tags.MAP, None)  # it tells of the graph as it was
+        props = self._host.metadata_props
+        props[tags.MODULES] = self._calls.hierarchy.to_json()
+        if tags.CALLERS in props:
+            props[tags.CALLERS] = self._calls.tree.to_json()
+        props.pop(tags.MAP, None)  # it tells of the graph as it was
         if host.signatures:
-            signatures = {
-                path: calls
-                for path, calls in host.signatures.items()
-                if path == self._path or not tags.is_under(path, self._path) or not whole
-            }
-            self._host.metadata_props[tags.SIGNATURES] = signatures_to_json({**signatures, **self._signatures(calls)})
+            fresh = self._signatures(max(host.hierarchy[self._path].calls, 1))
+            props[tags.SIGNATURES] = signatures_to_json({**self._calls.signatures(), **fresh})
 
     def _signatures(self, calls: int) -> dict[str, list[Signature]]:
         if calls > 1:
@@ -209,6 +194,15 @@ class Graft:
             return old if old is None else self._names.get(old, old)
 
         return Signature({key: name(old) for key, old in signature.inputs.items()}, tuple(map(name, signature.outputs)))
+
+
+def placed_paths(given: TaggedModel, path: str) -> dict[str, str]:
+    """Path in a replacement → path in the host, at or below the module whose place it takes; empty without tags."""
+    owners = {owner for node in given.nodes for owner in tags.owners_of(node.metadata_props)}
+    known = given.hierarchy if owners else ()
+    if all(tags.is_under(owner, path) for owner in owners):
+        return {each: each for each in known if tags.is_under(each, path)}
+    return {each: ".".join(filter(None, (path, each))) for each in (*known, *owners)}
 
 
 def weight_key(initializer: ir.Value) -> int:

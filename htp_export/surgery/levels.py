@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-from htp_export import tags
+from htp_export.call_tree import Work
 from htp_export.nested.records import Instance
 from htp_export.surgery.placing import Placement
 
@@ -48,12 +48,12 @@ class Levels:
 
     Args:
         placement: The chain that each node should have.
-        owners: Node → the modules that it computes.
+        works: Node → whose work it does.
     """
 
-    def __init__(self, placement: Placement, owners: Mapping[ir.Node, Sequence[str]]) -> None:
+    def __init__(self, placement: Placement, works: Mapping[ir.Node, Work]) -> None:
         self._placement = placement
-        self._owners = owners
+        self._works = works
         self._sources = _sources(placement)
         self._joined: set[ir.Node] = set()
         self._sizes = Counter(
@@ -129,13 +129,13 @@ class Levels:
     def _may_join(self, node: ir.Node, group: Instance) -> bool:
         if node in self._joined:  # and was left out again
             return False
-        owners = self._owners.get(node, ())
-        return not owners or any(tags.is_under(owner, group.path) for owner in owners)
+        work = self._works.get(node, Work())
+        return not work.owners or group.path in work.modules
 
     def _name(self, key: _Key) -> str:
         if isinstance(key, Instance):
             return repr(key.path)
-        return f"node {key.name!r} of {' and '.join(map(repr, self._owners.get(key, ()))) or 'no module'}"
+        return f"node {key.name!r} of {' and '.join(map(repr, self._works.get(key, Work()).owners)) or 'no module'}"
 
 
 class _Level:

@@ -137,7 +137,7 @@ def functions(onnx: ModelSource, select: str | Sequence[str], output: str | os.P
     model = source.model.clone()
     sources = dict(zip(all_nodes(model), source.nodes, strict=True))
     work = TaggedModel(model, tagged.hierarchy)
-    index, placement = GraphIndex(model, work.owners_of), Placement(work, wanted)
+    index, placement = GraphIndex(model, work.work_of), Placement(work, wanted)
     bodies = _make(work, index, placement)
     made = _functions_of(bodies)
     hierarchy = tagged.hierarchy
@@ -148,7 +148,9 @@ def functions(onnx: ModelSource, select: str | Sequence[str], output: str | os.P
         listed = "; ".join(f"{path or '(root)'}: {reason}" for path, reason in list(skipped.items())[:5])
         more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
         raise InputError(f"no selected module can be a function: {listed}{more}")
-    _finish(model, Records(share_bodies(bodies.occurrences, sources, hierarchy), flat_order(bodies, sources)))
+    _finish(
+        model, Records(share_bodies(bodies.occurrences, sources, hierarchy, work.calls), flat_order(bodies, sources))
+    )
     if output is not None:
         write_model(model, output)
     ordered = {path: made[path] for path in selected if path in made}
@@ -160,13 +162,13 @@ def _flat(tagged: TaggedModel) -> TaggedModel:
     if all(function.domain != DOMAIN for function in tagged.model.functions.values()):
         return tagged
     model = tagged.model.clone()
-    dissolve(model, tagged.hierarchy)
+    dissolve(model, tagged.hierarchy, tagged.calls)
     return load(model)
 
 
 def _make(work: TaggedModel, index: GraphIndex, placement: Placement) -> Bodies:
     """Make functions of a model's groups, in place."""
-    levels = Levels(placement, index.owners)
+    levels = Levels(placement, index.works)
     graphs = list(dict.fromkeys([work.model.graph, *(node.graph for node in placement.scopes if node.graph)]))
     arranged = {graph: levels.arrange_graph(graph) for graph in graphs}  # those outside first: they take nodes along
     bodies = Bodies(work.model, work.hierarchy, Formals(index.constant, index.owners, work.signatures))
@@ -217,8 +219,7 @@ def _outside(index: GraphIndex, placement: Placement, made: Collection[str]) -> 
     counts: Counter[str] = Counter()
     for node in placement.chains:
         held = {one.path for scope in (node, *placement.scopes[node]) for one in placement.chains[scope]}
-        around = {up for owner in index.owners[node] for up in tags.ancestors(owner)}
-        counts.update((around - held).intersection(made))
+        counts.update((index.works[node].modules - held).intersection(made))
     return {path: counts[path] for path in made if counts[path]}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.call_tree import CallTree
 from htp_export.hierarchy import Hierarchy
 from htp_export.nested.records import Expectations, Instance, Record, given_values, node_tags
 from htp_export.regions import subgraphs
@@ -36,7 +37,10 @@ class _Original:
 
 
 def share_bodies(
-    occurrences: Mapping[ir.Node, Occurrence], sources: Mapping[ir.Node, ir.Node], hierarchy: Hierarchy
+    occurrences: Mapping[ir.Node, Occurrence],
+    sources: Mapping[ir.Node, ir.Node],
+    hierarchy: Hierarchy,
+    calls: CallTree,
 ) -> dict[str, Record]:
     """Make the bodies of functions true for all their calls, and note what every call loses by it.
 
@@ -44,6 +48,7 @@ def share_bodies(
         occurrences: Call → what it calls, for every instance.
         sources: Node → the node of the untouched model that it was, for all but the calls.
         hierarchy: The modules.
+        calls: Which of their calls ran in which.
 
     Returns:
         Name of each call outside of functions → what its nodes were; calls that lose nothing are left out.
@@ -59,7 +64,7 @@ def share_bodies(
     for shared, found in alike.items():
         _share(shared, found, hierarchy)
 
-    expected = Expectations(hierarchy)
+    expected = Expectations(hierarchy, calls)
 
     def record(occurrence: Occurrence, instance: Instance) -> Record:
         found: Record = {}
@@ -109,8 +114,8 @@ def _share(shared: ir.Node, found: Sequence[_Original], hierarchy: Hierarchy) ->
     owners = list(dict.fromkeys(owner for one in found for owner in tags.owners_of(one.metadata)))
     if owners:
         reasons = {one.metadata.get(tags.REASON, "") for one in found}
-        calls = {one.metadata.get(tags.CALL) for one in found}
-        one_call = next(iter(calls)) if len(calls) == 1 and len(owners) == 1 else None
+        calls = {tags.calls_said(one.metadata) for one in found}
+        one_call = next(iter(calls)) if len(calls) == 1 and len(owners) == 1 else ""
         reason = next(iter(reasons)) if len(reasons) == 1 else "shared"
         if len(owners) > 1 and reason == "scope":
             reason = "shared"

@@ -8,9 +8,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-from htp_export import tags
-from htp_export.hierarchy import Hierarchy
-from htp_export.nested.records import Instance
+from htp_export.call_tree import Instance, Work
 from htp_export.regions import subgraphs
 from htp_export.tagged import TaggedModel
 
@@ -37,12 +35,13 @@ class Placement:
     """
 
     def __init__(self, tagged: TaggedModel, selected: Collection[str]) -> None:
-        self._hierarchy = tagged.hierarchy
+        self._calls = tagged.calls
         self._selected = frozenset(selected)
         self.flat: dict[str, str] = {}
         self.scopes = dict(_scopes(tagged.model.graph, ()))
-        self.chains = {node: self._chain_of(node, tagged.owners_of(node)) for node in self.scopes}
-        self._hold_in_one_place()
+        self.chains = {node: self._chain_of(node, tagged.work_of(node)) for node in self.scopes}
+        for path in self._selected:
+            self._calls.warn(path)
         self._drop(self._in_several_graphs())
 
     def without(self, node: ir.Node, instances: Iterable[Instance]) -> None:
@@ -51,38 +50,15 @@ class Placement:
         for held in (node, *(inner for body in subgraphs(node) for inner in body.all_nodes())):
             self.chains[held] = tuple(instance for instance in self.chains[held] if instance not in gone)
 
-    def _chain_of(self, node: ir.Node, owners: Sequence[str]) -> Chain:
+    def _chain_of(self, node: ir.Node, work: Work) -> Chain:
         if any(_gives_back_from_outside(body) for body in subgraphs(node)):
             return ()  # its outer value could not be an input of a function
-        written = node.metadata_props.get(tags.CALL, "")
-        call = int(written) if written.isdecimal() and len(owners) == 1 else None
-        chains = [_chain(self._hierarchy, self._selected, owner, call) for owner in owners]
-        if len(chains) > 1 and node.metadata_props.get(tags.REASON) == "scope":
-            # It ran in all of them at once: a module that is called from inside another one's forward.
-            return tuple(dict.fromkeys(instance for chain in chains for instance in chain))
-        return _common_start(chains)
+        return _common_start([self._selected_around(call) for call in work.calls])
 
-    def _hold_in_one_place(self) -> None:
-        """See to it that all of an instance lies in the same instances.
-
-        A module that runs inside another one's forward, and not only there, keeps what it did at its own place.
-        """
-        above: defaultdict[Instance, set[Chain]] = defaultdict(set)
-        for chain in self.chains.values():
-            for depth, instance in enumerate(chain):
-                above[instance].add(chain[:depth])
-        places = {
-            instance: _chain(self._hierarchy, self._selected, *instance)[:-1]
-            for instance, found in above.items()
-            if len(found) > 1
-        }
-        for node, chain in self.chains.items():
-            for depth, instance in enumerate(chain):
-                if places.get(instance, chain[:depth]) != chain[:depth]:
-                    self.chains[node] = chain[:depth]
-                    break
-        for instance in places:
-            self.flat.setdefault(instance.path, "its work is spread over calls of several modules")
+    def _selected_around(self, call: Instance) -> Chain:
+        """The selected instances that a call ran in, outermost first, as far as they are known."""
+        around = self._calls.chain(call)
+        return tuple(each for each in reversed(around) if each.path in self._selected and each.call >= 0)
 
     def _in_several_graphs(self) -> dict[Instance, str]:
         """Instances that have nodes in several graphs, and no node of theirs that holds them all."""
@@ -109,35 +85,6 @@ def _scopes(graph: ir.Graph, above: tuple[ir.Node, ...]) -> Iterator[tuple[ir.No
         yield node, above
         for body in subgraphs(node):
             yield from _scopes(body, (*above, node))
-
-
-def _chain(hierarchy: Hierarchy, selected: Collection[str], owner: str, call: int | None) -> Chain:
-    """The selected instances that hold the work of one owner.
-
-    A module that ran a whole multiple of the times that one above it did ran equally often in each of its calls, as
-    in ``Region.call``; else it is not known in which call of that one it was.
-
-    Args:
-        hierarchy: The modules.
-        selected: The selected ones.
-        owner: The owner.
-        call: Which call of it; None where that is not known.
-    """
-    found = []
-    ran, number = max(hierarchy[owner].calls, 1), call
-    if ran == 1:
-        number = 0
-    for up in tags.ancestors(owner):
-        calls = hierarchy[up].calls if up in hierarchy else 0
-        if calls == 1:
-            ran, number = 1, 0
-        elif calls == 0 or number is None or ran % calls:
-            continue
-        else:
-            ran, number = calls, number // (ran // calls)
-        if up in selected:
-            found.append(Instance(up, number))
-    return tuple(reversed(found))
 
 
 def _common_start(chains: Sequence[Chain]) -> Chain:

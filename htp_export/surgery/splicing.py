@@ -11,11 +11,13 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.call_tree import Instance
 from htp_export.cutting import Cut, Cutter
 from htp_export.errors import InputError
 from htp_export.files import write_model
 from htp_export.nested.flatten import read_flat
-from htp_export.surgery.grafts import Graft, weight_key
+from htp_export.surgery.grafts import Graft, placed_paths, weight_key
+from htp_export.surgery.spliced_calls import SplicedCalls
 from htp_export.tagged import ModelSource, TaggedModel, load
 
 __all__ = ["Splice", "splice"]
@@ -104,16 +106,14 @@ def splice(
         raise InputError("a model cannot be put into itself; give a replacement that was cut out of it")
     changed = load(source.model.clone())
     before = sum(1 for _ in changed.model.graph.all_nodes())
-    ran = max(changed[path].calls, 1)
-    calls = tuple(range(ran)) if call is None else (call,)
+    calls = _outermost(changed, path) if call is None else (call,)
     cutter = Cutter(changed)
     parts = [cutter.cut(path, number) for number in calls]
     for part in parts:
         _refuse_shared_results(changed, part)
         _check_signature(part, given.model)
-    whole = len(calls) == ran
     graft = _replace(changed, given, parts)
-    graft.describe(changed, whole=whole)
+    graft.describe(changed)
     if output is not None:
         write_model(changed.model, output)
     after = sum(1 for _ in changed.model.graph.all_nodes())
@@ -122,7 +122,8 @@ def splice(
 
 def _replace(changed: TaggedModel, given: TaggedModel, parts: Sequence[Cut]) -> Graft:
     """Take the parts out of the model and put copies of the replacement there; the last of these."""
-    ran = changed[parts[0].path].calls
+    path = parts[0].path
+    calls = SplicedCalls(changed, given, placed_paths(given, path), path, [part.call for part in parts])
     now = {
         old: _loosen(changed.model.graph, old, part)
         for part in parts
@@ -134,9 +135,12 @@ def _replace(changed: TaggedModel, given: TaggedModel, parts: Sequence[Cut]) -> 
         producer = old.producer()
         if producer is not None and producer.graph is not None:  # other modules share what it was made for
             old.name = f"{old.name}.shared"
+    for node in changed.nodes:
+        if node.graph is not None and changed.owners_of(node):
+            tags.say_calls(node.metadata_props, calls.said(node, changed.owners_of(node)))
     weights = {weight_key(value): value for value in changed.model.graph.initializers.values()}
     for part in parts:
-        graft = Graft(changed.model, given, part.path, part.call if ran > 1 else None, weights)
+        graft = Graft(changed.model, given, path, part.call, calls, weights)
         inputs = [now.get(old, old) for old in part.inputs.values()]
         results = graft.insert(
             _matched(list(part.inputs), inputs, graft.inputs), [now.get(old) for old in part.outputs.values()]
@@ -144,6 +148,13 @@ def _replace(changed: TaggedModel, given: TaggedModel, parts: Sequence[Cut]) -> 
         now.update((old, new) for old, new in zip(part.outputs.values(), results, strict=True) if old in now)
     changed.model.graph.sort()
     return graft
+
+
+def _outermost(tagged: TaggedModel, path: str) -> tuple[int, ...]:
+    """The calls of a module that did not run inside another call of it."""
+    numbers = range(max(tagged[path].calls, 1))
+    chains = ((number, tagged.calls.chain(Instance(path, number))[1:]) for number in numbers)
+    return tuple(number for number, around in chains if all(each.path != path for each in around))
 
 
 def _is_own(tagged: TaggedModel, part: Cut, result: ir.Value) -> bool:
@@ -167,8 +178,9 @@ def _refuse_shared_results(tagged: TaggedModel, part: Cut) -> None:
     """A tensor that several modules computed, merged into one, cannot be replaced for one of them alone."""
     for value in part.outputs.values():
         producer = value.producer() if _is_own(tagged, part, value) else None
-        for owner in tagged.owners_of(producer) if producer is not None else ():
-            if not (tags.is_under(owner, part.path) or tags.is_under(part.path, owner)):
+        for each in tagged.work_of(producer).parts if producer is not None else ():
+            owner = each.call.path
+            if part.path not in each.modules and not tags.is_under(part.path, owner):
                 both = tags.common_ancestor((owner, part.path))
                 raise InputError(
                     f"module {part.path!r} shares its result {value.name!r} with module {owner!r}; "

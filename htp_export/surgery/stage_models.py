@@ -32,7 +32,10 @@ def stage_model(tagged: TaggedModel, stage: StageCut) -> ir.Model:
     first = {owners[0] for node in all_nodes(model) if (owners := tagged.owners_of(node))}
     inside = whole | {up for path in first for up in tags.ancestors(path)} | {""}
     narrow_owners(tagged, model, inside.__contains__, "")
-    model.metadata_props[tags.MODULES] = Hierarchy(tree[path] for path in tree if path in inside).to_json()
+    stage_tree = Hierarchy(tree[path] for path in tree if path in inside)
+    model.metadata_props[tags.MODULES] = stage_tree.to_json()
+    if tags.CALLERS in tagged.model.metadata_props:
+        model.metadata_props[tags.CALLERS] = tagged.calls.among(stage_tree).to_json()
     signatures = {path: calls for path, calls in tagged.signatures.items() if path in whole}
     if signatures:
         model.metadata_props[tags.SIGNATURES] = signatures_to_json(signatures)

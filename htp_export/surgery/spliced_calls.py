@@ -1,0 +1,164 @@
+"""The calls of the modules of a model in which another one stands in the place of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.call_tree import CallTree, Instance, renumbered
+from htp_export.hierarchy import Hierarchy, ModuleInfo
+from htp_export.signatures import Signature
+from htp_export.tagged import TaggedModel
+
+__all__ = ["SplicedCalls"]
+
+
+class _Source(NamedTuple):
+    """Where a call comes from.
+
+    Attributes:
+        copy: The call of the module that the replacement stands for; -1 for a call that was there before.
+        call: The call, in the model that it comes from.
+    """
+
+    copy: int
+    call: Instance
+
+
+class SplicedCalls:
+    """What ran in which call, once a model has taken the place of some calls of a module.
+
+    Args:
+        host: The model as it was.
+        given: The replacement.
+        paths: Path in the replacement → path in the host.
+        path: The module.
+        numbers: Which of its calls are replaced.
+
+    Attributes:
+        hierarchy: The host's modules, with what lies below the module now.
+        tree: Their calls.
+    """
+
+    def __init__(
+        self, host: TaggedModel, given: TaggedModel, paths: Mapping[str, str], path: str, numbers: Sequence[int]
+    ) -> None:
+        self._host, self._given, self._paths, self._path = host, given, paths, path
+        self._replaced = {Instance(path, number) for number in numbers}
+        every = (host.calls.chain(Instance(path, number)) for number in range(max(host.hierarchy[path].calls, 1)))
+        self._whole = not any(map(self._replaced.isdisjoint, every))
+        if self._whole:
+            self._replaced.add(Instance(path, -1))  # calls that ran in one of them, the file does not say in which
+        self._top = next((here for here, there in paths.items() if there == path), path)
+        found = {each: self._sources(each, numbers) for each in dict.fromkeys((*host.hierarchy, *paths.values()))}
+        self._now = {
+            source: Instance(each, number) for each, sources in found.items() for number, source in enumerate(sources)
+        }
+        self.hierarchy = Hierarchy(self._infos({each: len(sources) for each, sources in found.items()}))
+        callers = {each: [self._caller(source) for source in sources] for each, sources in found.items()}
+        known = {each: calls for each, calls in callers.items() if all(c is None or c.call >= 0 for c in calls)}
+        self.tree = CallTree(self.hierarchy, known)
+        self._kept = {
+            each: [source.call.call for source in sources]
+            for each, sources in found.items()
+            if all(source.copy < 0 for source in sources)
+        }
+
+    def said(self, node: ir.Node, owners: tuple[str, ...], copy: int | None = None) -> str:
+        """What a node says of its calls now.
+
+        Args:
+            node: The node, of the host, or of the replacement.
+            owners: Its owners in the host.
+            copy: The call of the module for which the replacement was copied; None for a node of the host.
+        """
+        if copy is None:
+            host = self._host
+            calls = renumbered(host.calls, host.work_of(node), lambda call: self._now.get(_Source(-1, call)))
+        else:
+            work = self._given.work_of(node)
+            calls = renumbered(self._given.calls, work, lambda call: self._now.get(_Source(copy, call)))
+            calls = calls or [self._now[_Source(copy, Instance(self._top))]]
+        return self.tree.said(owners, calls)
+
+    def said_by_own(self, copy: int) -> str:
+        """The same of a node of the module itself in one call."""
+        return self.tree.said((self._path,), [self._now[_Source(copy, Instance(self._top))]])
+
+    def signatures(self) -> dict[str, Sequence[Signature]]:
+        """Those of the host's modules all of whose calls were there before, and of the module itself."""
+        own = self._host.signatures.get(self._path, ())
+        found = {self._path: own} if len(own) == self.hierarchy[self._path].calls else {}
+        for path, numbers in self._kept.items():
+            known = self._host.signatures.get(path, ())
+            if numbers and len(known) == self._host.hierarchy[path].calls:
+                found[path] = tuple(known[number] for number in numbers)
+        return {path: found[path] for path in self._host.signatures if path in found}
+
+    # --- where calls come from ------------------------------------------------------------------------------
+
+    def _sources(self, path: str, numbers: Sequence[int]) -> list[_Source]:
+        """The calls of a module, in the order in which they ran."""
+        ran = self._host.hierarchy[path].calls if path in self._host.hierarchy else 0
+        chains = [self._host.calls.chain(Instance(path, number)) for number in range(ran)]
+        if self._host.hierarchy[self._path].calls:
+            gone = [not self._replaced.isdisjoint(chain) for chain in chains]
+        else:  # it only holds others
+            gone = [tags.is_under(path, self._path)] * ran
+        placed = [(number, 1, _Source(-1, Instance(path, number))) for number in range(ran) if not gone[number]]
+        for copy in numbers:
+            there = [k for k, chain in enumerate(chains) if Instance(self._path, copy) in chain]
+            later = [k for k, chain in enumerate(chains) if any(c.path == self._path and c.call > copy for c in chain)]
+            place = there[0] if there else later[0] if later else ran
+            placed += [(place, 0, source) for source in self._given_sources(path, copy)]
+        return [source for _, _, source in sorted(placed)]
+
+    def _given_sources(self, path: str, copy: int) -> list[_Source]:
+        """The calls of a module in one copy of the replacement."""
+        here = self._top if path == self._path else next((h for h, there in self._paths.items() if there == path), None)
+        if here is None:
+            return []
+        ran = self._given.hierarchy[here].calls if here in self._given.hierarchy else 0
+        return [_Source(copy, Instance(here, number)) for number in range(max(ran, path == self._path))]
+
+    def _caller(self, source: _Source) -> Instance | None:
+        """The call that made a call, as it is now; its number is -1 where that is not known."""
+        if source.copy < 0:
+            caller = self._host.calls.caller(source.call)
+            return None if caller is None else self._now.get(_Source(-1, caller), Instance(caller.path, -1))
+        caller = self._given.calls.caller(source.call)
+        if caller is not None and caller.call < 0:
+            return Instance(self._path, -1)
+        inside = None if caller is None else self._now.get(_Source(source.copy, caller))
+        if inside is not None:
+            return inside
+        if source.call.path != self._top:
+            return self._now[_Source(source.copy, Instance(self._top))]
+        caller = self._host.calls.caller(Instance(self._path, source.copy))
+        return None if caller is None else self._now.get(_Source(-1, caller), Instance(caller.path, -1))
+
+    # --- the module tree --------------------------------------------------------------------------------------
+
+    def _infos(self, counts: Mapping[str, int]) -> list[ModuleInfo]:
+        tree, given = self._host.hierarchy, self._given.hierarchy
+        fresh = {
+            here: replace(given[there], path=here, calls=counts[here])
+            for there, here in self._paths.items()
+            if there in given and here != self._path
+        }
+        infos: list[ModuleInfo] = []
+        for path, info in tree.items():
+            if path == self._path:
+                calls = counts[path] if info.calls else 0
+                infos += [replace(info, calls=calls, fate="computed", fused_with=()), *fresh.values()]
+            elif tags.is_under(path, self._path) and (self._whole or path in fresh):
+                continue
+            elif info.calls and not counts[path]:
+                infos.append(replace(info, calls=0, fate="uncalled", fused_with=()))
+            else:
+                infos.append(replace(info, calls=counts[path]))
+        return infos
