@@ -112,6 +112,60 @@ def llama(size: str) -> Built:
     return LlamaForCausalLM(config), _text()
 
 
+def yolos(size: str) -> Built:
+    from transformers import YolosConfig, YolosForObjectDetection
+
+    real = {"image_size": [800, 1333], "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
+    real["num_detection_tokens"] = 100
+    narrow = {**_NARROW, "image_size": [48, 64], "num_detection_tokens": 10, "num_labels": 5}
+    sizes = _sizes(size, real, narrow, {"num_hidden_layers": 2})
+    sides = (512, 672) if size == "real" else (64, 80)  # positions are interpolated to the size of the image
+    return YolosForObjectDetection(YolosConfig(**sizes)), {"pixel_values": torch.randn(1, 3, *sides)}
+
+
+def swin(size: str) -> Built:
+    from transformers import SwinConfig, SwinForImageClassification
+
+    narrow = {"image_size": 64, "embed_dim": 16, "num_heads": [1, 2, 4, 8], "window_size": 4}
+    small = {"depths": [2, 2], "num_heads": [2, 4]}
+    config = SwinConfig(**_sizes(size, {}, narrow, small), attn_implementation="eager")
+    return SwinForImageClassification(config), _image(size)
+
+
+def wav2vec2(size: str) -> Built:
+    from transformers import Wav2Vec2Config, Wav2Vec2Model
+
+    narrow = {**_NARROW, "conv_dim": [32] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+    sizes = _sizes(size, {}, narrow, {"num_hidden_layers": 2})
+    samples = 16000 if size == "real" else 4000
+    return Wav2Vec2Model(Wav2Vec2Config(**sizes)), {"input_values": torch.randn(1, samples)}
+
+
+def clip(size: str) -> Built:
+    from transformers import CLIPConfig, CLIPModel
+
+    text = _sizes(size, {}, {**_NARROW, "vocab_size": 1000, "eos_token_id": 2}, {"num_hidden_layers": 2})
+    vision = _sizes(size, {}, {**_NARROW, "image_size": 64}, {"num_hidden_layers": 2})
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision))
+    return model, {**_text(), **_image(size)}
+
+
+def segformer(size: str) -> Built:
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+    narrow = {"hidden_sizes": [16, 32, 40, 64], "decoder_hidden_size": 64, "num_labels": 5}
+    config = SegformerConfig(**_sizes(size, {}, narrow, {"depths": [1, 1, 1, 1]}))
+    return SegformerForSemanticSegmentation(config), _image(size)
+
+
+def t5(size: str) -> Built:
+    from transformers import T5Config, T5EncoderModel
+
+    narrow = {"d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 128, "vocab_size": 1000}
+    config = T5Config(**_sizes(size, {}, narrow, {"num_layers": 2}), attn_implementation="eager")
+    return T5EncoderModel(config), _text()
+
+
 MODELS: dict[str, Callable[[str], Built]] = {
     "BERT-base": bert,
     "DistilBERT": distilbert,
@@ -123,6 +177,12 @@ MODELS: dict[str, Callable[[str], Built]] = {
     "MobileNetV2": mobilenet,
     "GPT-2": gpt2,
     "Llama": llama,
+    "YOLOS-tiny": yolos,
+    "Swin-T": swin,
+    "Wav2Vec2-base": wav2vec2,
+    "CLIP": clip,
+    "SegFormer-B0": segformer,
+    "T5-small encoder": t5,
 }
 
 
