@@ -16,12 +16,12 @@ from htp_export.call_tree import CallTree, Instance, Work
 from htp_export.errors import InputError
 from htp_export.hierarchy import Hierarchy, ModuleInfo
 
-__all__ = ["GraphIndex", "Region", "all_nodes", "subgraphs"]
+__all__ = ["RANDOM", "GraphIndex", "Region", "all_nodes", "subgraphs"]
 
-# Without inputs, or with constant ones, these still give other values in every run.
-_RANDOM = frozenset(
+RANDOM = frozenset(
     ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
 )
+"""Without inputs, or with constant ones, these still give other values in every run."""
 
 
 def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
@@ -89,7 +89,7 @@ class GraphIndex:
         found: set[ir.Value] = set()
         called = {node for calls in self._calls.values() for node in calls}
         for node in self.nodes:
-            if node.op_type in _RANDOM or node in self.bodies or node in called:
+            if node.op_type in RANDOM or node in self.bodies or node in called:
                 continue
             if all(value is None or value in found or self.initializer(value) for value in node.inputs):
                 found.update(node.outputs)

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterator
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.passes.editing import bytes_of
 from htp_export.passes.merging import Difference
 from htp_export.passes.results import Change
 from htp_export.regions import all_nodes
@@ -49,14 +50,14 @@ class WeightBook:
                 if value is not None and value.const_value is not None:
                     readers[value][module] = None
             for name, tensor in _tensors(node):
-                found[node, name] = _bytes(tensor), module
+                found[node, name] = bytes_of(tensor), module
         for graph in model.graphs():
             for value in graph.initializers.values():
                 if value.const_value is not None:
                     name = str(value.name)
                     if value in readers:
                         self._last[name] = tags.common_ancestor(readers[value])
-                    found[value] = _bytes(value.const_value), self._last.get(name, "")
+                    found[value] = bytes_of(value.const_value), self._last.get(name, "")
         return found
 
 
@@ -64,10 +65,6 @@ def _tensors(node: ir.Node) -> Iterator[tuple[str, ir.TensorProtocol]]:
     for name, attribute in node.attributes.data.items():
         if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
             yield name, attribute.as_tensor()
-
-
-def _bytes(tensor: ir.TensorProtocol) -> int:
-    return sum(map(len, tensor.string_data())) if isinstance(tensor, ir.StringTensor) else tensor.nbytes
 
 
 def changes_of(difference: Difference, saved: Counter[str]) -> dict[str, Change]:

@@ -10,17 +10,21 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from htp_export.regions import subgraphs
+
 __all__ = [
     "BOUNDARY",
     "Array",
     "add_constant",
     "add_initializer",
+    "bytes_of",
     "constant_array",
     "is_boundary",
     "is_constant",
     "is_standard",
     "only_reader",
     "register_constants",
+    "release",
     "remove_unused",
     "replace",
     "stand_in",
@@ -80,6 +84,13 @@ def constant_array(value: ir.Value | None, largest: int = 4096) -> Array | None:
     return array
 
 
+def bytes_of(tensor: ir.TensorProtocol | None) -> int:
+    """How many bytes the elements of a tensor take; of texts, their letters."""
+    if tensor is None:
+        return 0
+    return sum(map(len, tensor.string_data())) if isinstance(tensor, ir.StringTensor) else tensor.nbytes
+
+
 def is_constant(value: ir.Value | None) -> bool:
     """Whether a value is an initializer that nobody can override."""
     return value is not None and value.const_value is not None and not value.is_graph_input()
@@ -121,6 +132,14 @@ def replace(old: ir.Node, new: Sequence[ir.Node]) -> None:
     for place, node in enumerate(new, 1 - len(new)):
         node.name = old.name if place == 0 else f"{old.name}_{node.op_type}{-place}"
     ir.convenience.replace_nodes_and_values(graph, old, [old], list(new), [old.outputs[0]], [result])
+
+
+def release(node: ir.Node) -> None:
+    """Let the subgraphs of a node that is about to go read nothing any more: else weights would seem to be read."""
+    for body in subgraphs(node):
+        for inner in body.all_nodes():
+            for place in range(len(inner.inputs)):
+                inner.replace_input_with(place, None)
 
 
 def remove_unused(model: ir.Model) -> None:

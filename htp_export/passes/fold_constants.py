@@ -2,131 +2,156 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
-from htp_export.passes.editing import Array, add_initializer, is_constant, is_standard, remove_unused, stand_in
+from htp_export.passes.constant_work import Work, computed, find_work
+from htp_export.passes.editing import (
+    add_initializer,
+    bytes_of,
+    is_constant,
+    is_standard,
+    release,
+    remove_unused,
+    stand_in,
+)
 from htp_export.passes.registry import register
-from htp_export.passes.sizes import product
 from htp_export.passes.symbolic import Symbolic
+from htp_export.regions import subgraphs
 
-__all__ = ["FoldConstants"]
+__all__ = ["LEAST_ROOM", "SHARE", "FoldConstants"]
+
+LEAST_ROOM = 1 << 20
+"""Bytes by which the constants of any model may grow."""
+
+SHARE = 16
+"""A model with large weights may grow by this part of them: one sixteenth."""
 
 _SMALL = 1 << 14
-"""Constants of more elements are not read, and results of more are not made."""
+"""Of constants with more elements, views are made where that is possible."""
 
-_RANDOM = frozenset(
-    ("Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
-)
+_VIEWS = ("Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+_GROWTH = "htp_export.growth"
+"""Key in an initializer's ``meta``: by how many bytes it made the model grow."""
 
 
 @register("fold_constants", level="exact")
 class FoldConstants(ir.passes.InPlacePass):
-    """Computes what depends on constants alone, with the kernels of ONNX Runtime: the results are what they were.
+    """Computes what depends on no input, with the kernels of ONNX Runtime: the results are what they were.
 
-    Weights are not copied: a transposed or reshaped weight is a view, laid out when the file is written.
+    Any operator, with branches and loops, in subgraphs too; but nothing random, and no unpacking of quantized weights.
+    All that is stored in place of nodes may take 1 MiB, or a sixteenth of the model's weights, more than the constants
+    that go with the nodes. Weights are not copied: a transposed or reshaped weight is a view, laid out when the file is
+    written.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model).modified
-        views = [_view(model.graph, node) for node in model.graph if is_standard(node, "Transpose")]
-        foldable = _foldable(model.graph)
-        if foldable:
-            modified |= _fold(model, foldable)
-        if modified or any(views):
+        if modified:
             remove_unused(model)
-        return ir.passes.PassResult(model, modified or any(views))
+        done: set[ir.Graph] = set()
+        while graph := next((graph for graph in model.graphs() if graph not in done), None):
+            done.add(graph)
+            modified |= _fold_views(model, graph)
+            modified |= _fold(model, graph)
+        return ir.passes.PassResult(model, modified)
 
 
-def _view(graph: ir.Graph, node: ir.Node) -> bool:
-    """Fold the transposition of a weight of any size."""
-    weight = node.inputs[0]
-    if weight is None or not is_constant(weight) or weight.const_value is None or node.outputs[0].is_graph_output():
-        return False
-    if weight.const_value.size <= _SMALL:
-        return False
-    tensor = weight.const_value
-    perm = list(node.attributes.get_ints("perm") or reversed(range(len(tensor.shape))))
-    shape = ir.Shape([tensor.shape.numpy()[axis] for axis in perm])
-    turned = ir.LazyTensor(lambda: ir.tensor(tensor.numpy().transpose(perm)), tensor.dtype, shape)
-    return stand_in(node.outputs[0], add_initializer(graph, turned, str(node.outputs[0].name)))
+def _room(model: ir.Model) -> int:
+    """By how many bytes a model's constants may still grow."""
+    weights, grown = 0, 0
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            weights += bytes_of(value.const_value)
+            grown += value.meta.get(_GROWTH, 0)
+    return int(max(LEAST_ROOM, (weights - grown) // SHARE) - grown)
 
 
-def _foldable(graph: ir.Graph) -> list[ir.Node]:
-    """The nodes that compute small constants from small constants."""
+def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
+    """Fold what only turns or reshapes a large weight."""
     known: Symbolic | None = None
-    constant: set[ir.Value] = set()
-    found = []
+    modified = False
     for node in graph:
-        if node.domain != "" or node.op_type in _RANDOM or not _has_plain_attributes(node):
+        weight = node.inputs[0] if is_standard(node, *_VIEWS) else None
+        if weight is None or not is_constant(weight) or weight.const_value is None:
             continue
-        if any(value.is_graph_output() for value in node.outputs):
-            continue
-        if not all(value is None or value in constant or _is_small(value) for value in node.inputs):
-            continue
-        known = known or Symbolic(graph)
-        sizes = [product(shape) if (shape := known.shape(value)) is not None else None for value in node.outputs]
-        if all(isinstance(size, int) and size <= _SMALL for size in sizes):
-            found.append(node)
-            constant.update(node.outputs)
-    return found
+        if weight.const_value.size > _SMALL and not node.outputs[0].is_graph_output():
+            known = known or Symbolic(graph)
+            modified |= _view(model, graph, node, weight, known)
+    if modified:
+        remove_unused(model)
+    return modified
 
 
-def _has_plain_attributes(node: ir.Node) -> bool:
-    graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-    return all(not attribute.is_ref() and attribute.type not in graphs for attribute in node.attributes.values())
-
-
-def _is_small(value: ir.Value) -> bool:
-    return is_constant(value) and value.const_value is not None and value.const_value.size <= _SMALL
-
-
-def _fold(model: ir.Model, nodes: Sequence[ir.Node]) -> bool:
-    """Compute what nodes make that others read, and put it in their place."""
-    inside = set(nodes)
-    wanted = [
-        value
-        for node in nodes
-        for value in node.outputs
-        if not value.is_graph_output() and any(use.node not in inside for use in value.uses())
-    ]
-    wanted = [value for value in wanted if value.type is None or isinstance(value.type, ir.TensorType)]
-    if not wanted:
+def _view(model: ir.Model, graph: ir.Graph, node: ir.Node, weight: ir.Value, known: Symbolic) -> bool:
+    tensor, shape = weight.const_value, known.shape(node.outputs[0])
+    if tensor is None or shape is None or not all(isinstance(dim, int) for dim in shape):
         return False
+    growth = 0 if all(use.node is node for use in weight.uses()) else bytes_of(tensor)
+    if growth > _room(model):
+        return False
+    sizes = [int(str(dim)) for dim in shape]
+    perm = (
+        list(node.attributes.get_ints("perm") or reversed(range(len(sizes)))) if node.op_type == "Transpose" else None
+    )
+
+    def laid_out() -> ir.TensorProtocol:
+        array = tensor.numpy()
+        return ir.tensor(array.reshape(sizes) if perm is None else array.transpose(perm))
+
+    view = ir.LazyTensor(laid_out, tensor.dtype, ir.Shape(sizes))
+    return _store(graph, node.outputs[0], view, growth)
+
+
+def _fold(model: ir.Model, graph: ir.Graph) -> bool:
+    """Compute what nodes of a graph make that others read, as far as there is room for it."""
+    left_out: set[ir.Node] = set()
     folded = False
-    for value, array in zip(wanted, _computed(model, nodes, wanted), strict=True):
-        tensor = ir.tensor(array, name=value.name)
-        folded |= stand_in(value, add_initializer(model.graph, tensor, str(value.name)))
+    while works := find_work(graph, _room(model), left_out):
+        looked_at = len(left_out)
+        for work, results, fault in computed(model, works):
+            if fault is not None:
+                left_out.add(fault)
+            else:
+                folded |= _keep(model, graph, work, results, left_out)
+        remove_unused(model)
+        if len(left_out) == looked_at:
+            break
     return folded
 
 
-def _computed(model: ir.Model, nodes: Sequence[ir.Node], wanted: Sequence[ir.Value]) -> list[Array]:
-    """Run nodes that need no input in ONNX Runtime."""
-    import onnxruntime as ort
+def _keep(
+    model: ir.Model,
+    graph: ir.Graph,
+    work: Work,
+    results: dict[ir.Value, ir.TensorProtocol],
+    left_out: set[ir.Node],
+) -> bool:
+    """Put results in the place of what nodes make; those that are too large, or no tensors, are left to their nodes."""
+    room, folded = _room(model), False
+    freed = work.freed if len(results) == len(work.results) else 0
+    if sum(bytes_of(tensor) for tensor in results.values()) - freed > room:
+        freed = 0
+    for value in sorted(work.results, key=lambda value: bytes_of(results.get(value))):
+        tensor, maker = results.get(value), value.producer()
+        growth = max(0, bytes_of(tensor) - freed)
+        if tensor is None or growth > room:
+            left_out.update({maker} if maker is not None else ())
+            continue
+        room, freed = room - growth, max(0, freed - bytes_of(tensor))
+        if _store(graph, value, tensor, growth):
+            folded = True
+            if (
+                maker is not None
+                and subgraphs(maker)
+                and not any(v.uses() or v.is_graph_output() for v in maker.outputs)
+            ):
+                release(maker)
+    return folded
 
-    mapping: dict[ir.Value, ir.Value] = {}
-    constants: dict[str, ir.Value] = {}
-    copies = []
-    for node in nodes:
-        for value in node.inputs:
-            if value is not None and value not in mapping:
-                assert value.const_value is not None
-                constant = ir.tensor(value.const_value.numpy())  # external data, too, goes into what is run here
-                mapping[value] = constants[str(value.name)] = ir.Value(name=value.name, const_value=constant)
-        outputs = [ir.Value(name=value.name) for value in node.outputs]
-        mapping.update(zip(node.outputs, outputs, strict=True))
-        inputs = [None if value is None else mapping[value] for value in node.inputs]
-        copies.append(ir.node(node.op_type, inputs, node.attributes, outputs=outputs))
-    results = [mapping[value] for value in wanted]
-    graph = ir.Graph(
-        [], results, nodes=copies, initializers=list(constants.values()), opset_imports=model.opset_imports, name="fold"
-    )
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
-    proto = ir.to_proto(ir.Model(graph, ir_version=model.ir_version))
-    session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    arrays: list[Array] = session.run([value.name for value in results], {})
-    return arrays
+
+def _store(graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol, growth: int) -> bool:
+    stored = add_initializer(graph, tensor, str(value.name))
+    if growth:
+        stored.meta[_GROWTH] = growth
+    return stand_in(value, stored)

@@ -1,0 +1,218 @@
+"""Work in which no input of the model has a part: the nodes that do it, in groups that read each other, and its results.
+
+ONNX Runtime computes it, one group after another, so that no more than one group's large weights are in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from htp_export.passes.editing import Array, bytes_of, is_constant
+from htp_export.passes.sizes import product
+from htp_export.passes.symbolic import Symbolic
+from htp_export.regions import RANDOM, subgraphs
+
+__all__ = ["Work", "computed", "find_work", "held_back", "reads", "together"]
+
+_LARGE = 1 << 16
+"""Bytes; larger constants are given to ONNX Runtime as inputs, which does not copy them."""
+
+_UNPACKING = frozenset(("DequantizeLinear",))
+"""These make large weights of small ones; computed beforehand, a quantized model would be none any more."""
+
+
+def reads(node: ir.Node) -> Iterator[ir.Value]:
+    """What a node reads, and what its subgraphs read of the graphs around them."""
+    yield from (value for value in node.inputs if value is not None)
+    bodies = dict.fromkeys(subgraphs(node))
+    for body in list(bodies):
+        bodies.update(dict.fromkeys(deeper for inner in body.all_nodes() for deeper in subgraphs(inner)))
+    for body in bodies:
+        for value in (*body.outputs, *(value for inner in body for value in inner.inputs)):
+            if value is not None and value.graph not in bodies:
+                yield value
+
+
+def held_back(node: ir.Node) -> str:
+    """Why a node is not computed beforehand although all it reads is constant; empty where it can be."""
+    nodes = (node, *(inner for body in subgraphs(node) for inner in body.all_nodes()))
+    if any(each.op_type in RANDOM or each.op_type.endswith("Dropout") for each in nodes):
+        return "it gives other values in every run"
+    if any(each.op_type in _UNPACKING for each in nodes):
+        return "it unpacks quantized weights"
+    return ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Nodes that compute the same in every run, and that read each other.
+
+    Attributes:
+        nodes: The nodes, in order.
+        results: What others read of what they make.
+        constants: What they read themselves.
+    """
+
+    nodes: tuple[ir.Node, ...]
+    results: tuple[ir.Value, ...]
+    constants: tuple[ir.Value, ...]
+
+    @cached_property
+    def freed(self) -> int:
+        """Bytes of constants that nothing else reads."""
+        inside = {
+            *self.nodes,
+            *(inner for node in self.nodes for body in subgraphs(node) for inner in body.all_nodes()),
+        }
+        alone = (value for value in self.constants if all(use.node in inside for use in value.uses()))
+        return sum(bytes_of(value.const_value) for value in alone if not value.is_graph_output())
+
+
+def find_work(graph: ir.Graph, room: int, left_out: Collection[ir.Node] = ()) -> list[Work]:
+    """The work of one graph that can be done beforehand.
+
+    Args:
+        graph: The graph, in topological order; what it reads of the graphs around it is looked at, too.
+        room: How many bytes a result may have beyond those of the constants that it is computed from.
+        left_out: Nodes that are not to be computed.
+    """
+    known: Symbolic | None = None
+    sources: dict[ir.Value, frozenset[ir.Value]] = {}
+    found = []
+    for node in graph:
+        read = list(reads(node))
+        if not all(value in sources or is_constant(value) for value in read) or node in left_out or held_back(node):
+            continue
+        known = known or Symbolic(graph)
+        taken = frozenset[ir.Value]().union(*(sources.get(value, (value,)) for value in read))
+        most = room + sum(bytes_of(value.const_value) for value in taken)
+        if all(size is None or size <= most for size in (_size(value, known) for value in node.outputs)):
+            sources.update(dict.fromkeys(node.outputs, taken))
+            found.append(node)
+    return [work for nodes in _connected(found) if (work := _work(nodes)).results]
+
+
+def _work(nodes: Sequence[ir.Node]) -> Work:
+    made = {value for node in nodes for value in node.outputs}
+    inside = {*nodes, *(inner for node in nodes for body in subgraphs(node) for inner in body.all_nodes())}
+    results = [
+        value
+        for node in nodes
+        for value in node.outputs
+        if not value.is_graph_output()
+        and (value.type is None or isinstance(value.type, ir.TensorType))
+        and any(use.node not in inside for use in value.uses())
+    ]
+    constants = dict.fromkeys(value for node in nodes for value in reads(node) if value not in made)
+    return Work(tuple(nodes), tuple(results), tuple(constants))
+
+
+def _connected(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:
+    """Nodes in groups that read each other, each in order."""
+    group: dict[ir.Node, list[ir.Node]] = {}
+    for node in nodes:
+        makers = (value.producer() for value in reads(node))
+        near = {id(found): found for maker in makers if maker is not None and (found := group.get(maker)) is not None}
+        largest, *others = sorted(near.values(), key=len, reverse=True) or [[]]
+        for member in (*(each for other in others for each in other), node):
+            largest.append(member)
+            group[member] = largest
+    place = {node: number for number, node in enumerate(nodes)}
+    return [sorted(members, key=place.__getitem__) for members in {id(g): g for g in group.values()}.values()]
+
+
+def _size(value: ir.Value, known: Symbolic) -> int | None:
+    """Bytes of a tensor; None where they are not known, as when a size is computed of numbers with fractions."""
+    shape, dtype = known.shape(value), known.dtype(value)
+    elements = product(shape) if shape is not None else None
+    if not isinstance(elements, int) or dtype == ir.DataType.STRING:
+        return None
+    return int(elements * (dtype.itemsize if dtype is not None else 8))
+
+
+def together(works: Sequence[Work]) -> list[list[Work]]:
+    """Works that are computed in one run: those without large weights; each other one by itself."""
+    alone = [[work] for work in works if any(bytes_of(value.const_value) > _LARGE for value in work.constants)]
+    small = [work for work in works if all(bytes_of(value.const_value) <= _LARGE for value in work.constants)]
+    return [small, *alone] if small else alone
+
+
+def computed(
+    model: ir.Model, works: Sequence[Work]
+) -> Iterator[tuple[Work, dict[ir.Value, ir.TensorProtocol], ir.Node | None]]:
+    """Each work with its results, and the first of its nodes that ONNX Runtime cannot run, if there is one."""
+    for batch in together(works):
+        try:
+            arrays = _run(model, [n for w in batch for n in w.nodes], [v for w in batch for v in w.results])
+        except Exception:  # ONNX Runtime's errors share no base but this
+            arrays = None
+        for work in batch:
+            if arrays is not None:
+                yield work, {value: _tensor(arrays[value]) for value in work.results if value in arrays}, None
+            else:
+                yield work, *_as_far_as_it_goes(model, work)
+
+
+def _as_far_as_it_goes(model: ir.Model, work: Work) -> tuple[dict[ir.Value, ir.TensorProtocol], ir.Node | None]:
+    """The results of one work, or else the first node that does not run."""
+    try:
+        arrays = _run(model, work.nodes, work.results)
+    except Exception:
+        low, high = 0, len(work.nodes) - 1
+        while low < high:
+            middle = (low + high) // 2
+            try:
+                _run(model, work.nodes[: middle + 1], [value for value in work.nodes[middle].outputs if value.name][:1])
+                low = middle + 1
+            except Exception:
+                high = middle
+        return {}, work.nodes[low]
+    return {value: _tensor(array) for value, array in arrays.items()}, None
+
+
+def _tensor(array: Array) -> ir.TensorProtocol:
+    if array.dtype.kind in "OSU":
+        return ir.StringTensor([str(text).encode() for text in array.reshape(-1)], shape=ir.Shape(array.shape))
+    return ir.tensor(array)
+
+
+def _run(model: ir.Model, nodes: Sequence[ir.Node], wanted: Sequence[ir.Value]) -> dict[ir.Value, Array]:
+    """What nodes make that need no input, by ONNX Runtime without its own optimisations; tensors only."""
+    import onnxruntime as ort
+
+    made = {value for node in nodes for value in node.outputs}
+    graph = onnx.GraphProto(name="constants")
+    feeds: dict[str, Array] = {}
+    for value in dict.fromkeys(value for node in nodes for value in reads(node) if value not in made):
+        tensor = value.const_value
+        assert tensor is not None
+        array = tensor.numpy()
+        if tensor.nbytes > _LARGE and array.dtype.isbuiltin == 1 and array.dtype.kind in "biuf":
+            feeds[str(value.name)] = array
+            kind = onnx.helper.make_tensor_value_info(str(value.name), int(tensor.dtype), array.shape)
+            graph.input.append(kind)
+        else:
+            stored = graph.initializer.add()
+            stored.CopyFrom(ir.to_proto(_in_memory(tensor, array)))
+            stored.name = str(value.name)
+    graph.node.extend(ir.to_proto(node) for node in nodes)
+    graph.output.extend(onnx.ValueInfoProto(name=str(value.name)) for value in wanted)
+    imports = [onnx.helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()]
+    proto = onnx.helper.make_model(graph, opset_imports=imports, ir_version=model.ir_version)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    results = session.run([str(value.name) for value in wanted], feeds)
+    return {value: result for value, result in zip(wanted, results, strict=True) if isinstance(result, np.ndarray)}
+
+
+def _in_memory(tensor: ir.TensorProtocol, array: Array) -> ir.TensorProtocol:
+    """A tensor without the file that holds it."""
+    return tensor if isinstance(tensor, ir.StringTensor) else ir.Tensor(array, dtype=tensor.dtype)
