@@ -1,4 +1,4 @@
-"""Work in which no input of the model has a part: the nodes that do it, in groups that read each other, and its results.
+"""Work in which no input of the model has a part: the nodes that do it, in groups that read each other.
 
 ONNX Runtime computes it, one group after another, so that no more than one group's large weights are in memory.
 """

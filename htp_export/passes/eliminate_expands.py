@@ -1,0 +1,51 @@
+"""Tensors that are repeated for operators that would repeat them themselves."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from htp_export.passes.editing import is_boundary, is_standard, remove_unused
+from htp_export.passes.registry import register
+from htp_export.passes.shape_rules import ELEMENTWISE, broadcast
+from htp_export.passes.symbolic import Symbolic
+
+__all__ = ["EliminateExpands"]
+
+
+@register("eliminate_expands", level="exact")
+class EliminateExpands(ir.passes.InPlacePass):
+    """Takes out ``Expand`` before element-wise operators that broadcast to the same shape without it."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        known: Symbolic | None = None
+        modified = False
+        for node in model.graph:
+            if not is_standard(node, "Expand") or node.inputs[0] is None:
+                continue
+            known = known or Symbolic(model.graph)
+            modified |= _read_past(node, node.inputs[0], known)
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+def _read_past(node: ir.Node, source: ir.Value, known: Symbolic) -> bool:
+    expanded = node.outputs[0]
+    if is_boundary(expanded) or expanded.is_graph_output() or not expanded.uses():
+        return False
+    readers = dict.fromkeys(use.node for use in expanded.uses())
+    if not all(_broadcasts(reader, expanded, source, known) for reader in readers):
+        return False
+    for use in tuple(expanded.uses()):
+        use.node.replace_input_with(use.idx, source)
+    return True
+
+
+def _broadcasts(reader: ir.Node, expanded: ir.Value, source: ir.Value, known: Symbolic) -> bool:
+    """Whether an operator gives the same shape if it reads a tensor as it was before it was expanded."""
+    if not is_standard(reader, *ELEMENTWISE) or reader.graph is not expanded.graph:
+        return False
+    shapes = [known.shape(source if value is expanded else value) for value in reader.inputs]
+    wanted = known.shape(reader.outputs[0])
+    found = [shape for shape in shapes if shape is not None]
+    return wanted is not None and len(found) == len(shapes) and tuple(broadcast(found)) == wanted

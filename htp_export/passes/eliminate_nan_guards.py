@@ -1,0 +1,80 @@
+"""Guards against rows of attention in which everything is masked, where no row is."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.passes.editing import constant_array, is_boundary, is_standard, remove_unused, stand_in
+from htp_export.passes.registry import register
+
+__all__ = ["EliminateNanGuards"]
+
+_LARGEST = 1 << 22
+"""Elements; larger masks are not looked into."""
+
+
+@register("eliminate_nan_guards", level="tolerant")
+class EliminateNanGuards(ir.passes.InPlacePass):
+    """Takes out what makes zeros of a softmax's NaN, where no mask can make any.
+
+    PyTorch puts it behind every softmax of a masked attention, for rows of which all is masked. The same comes out of
+    all that is finite; a NaN in the activations is one afterwards, too.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        for node in model.graph:
+            softmax = _guarded(node)
+            if softmax is not None and _has_finite_rows(softmax.inputs[0]) and not is_boundary(node.outputs[0]):
+                modified |= stand_in(node.outputs[0], softmax.outputs[0])
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+def _guarded(node: ir.Node) -> ir.Node | None:
+    """The softmax of which a node takes everything but what is NaN."""
+    if not is_standard(node, "Where") or node.inputs[0] is None or node.inputs[2] is None:
+        return None
+    test, softmax = node.inputs[0].producer(), node.inputs[2].producer()
+    if not is_standard(test, "IsNaN") or not is_standard(softmax, "Softmax") or test is None or softmax is None:
+        return None
+    last = softmax.attributes.get_int("axis", -1)
+    rank = len(node.inputs[2].shape) if node.inputs[2].shape is not None else None
+    same = test.inputs[0] is node.inputs[2] and (last == -1 or (rank is not None and last == rank - 1))
+    return softmax if same else None
+
+
+def _has_finite_rows(value: ir.Value | None) -> bool:
+    """Whether each row of a tensor has an element that no mask has made infinite."""
+    node = value.producer() if value is not None else None
+    if is_standard(node, "MatMul"):
+        return True
+    if node is None or not is_standard(node, "Add", "Div", "Mul"):
+        return False
+    for place in (1, 0) if node.op_type != "Div" else (1,):
+        numbers = constant_array(node.inputs[place], _LARGEST)
+        if numbers is None:
+            continue
+        if np.isfinite(numbers).all():
+            return _has_finite_rows(node.inputs[1 - place])
+        other = node.inputs[1 - place]
+        masked_once = node.op_type == "Add" and is_product(other)
+        rows = np.isfinite(numbers).any(axis=-1) if numbers.ndim else np.zeros(1, bool)
+        return masked_once and not np.isnan(numbers).any() and not (numbers == np.inf).any() and bool(rows.all())
+    return False
+
+
+def is_product(value: ir.Value | None) -> bool:
+    """Whether a value is a product of matrices, scaled by finite numbers or not."""
+    node = value.producer() if value is not None else None
+    if is_standard(node, "MatMul"):
+        return True
+    if node is None or not is_standard(node, "Div", "Mul"):
+        return False
+    for place in (1, 0) if node.op_type == "Mul" else (1,):
+        numbers = constant_array(node.inputs[place], _LARGEST)
+        if numbers is not None:
+            return bool(np.isfinite(numbers).all()) and is_product(node.inputs[1 - place])
+    return False

@@ -1,0 +1,79 @@
+"""Factors and summands after a normalisation, taken into its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.passes.editing import (
+    Array,
+    add_constant,
+    constant_array,
+    is_boundary,
+    is_standard,
+    only_reader,
+    remove_unused,
+    replace,
+)
+from htp_export.passes.registry import register
+from htp_export.passes.symbolic import Symbolic
+
+__all__ = ["FuseNormalizationScale"]
+
+_NORMALIZATIONS = ("BatchNormalization", "InstanceNormalization")
+"""These scale each channel, which is the second dimension, and add to it."""
+
+
+@register("fuse_normalization_scale", level="tolerant")
+class FuseNormalizationScale(ir.passes.InPlacePass):
+    """Takes ``Mul`` and ``Add`` of one number a channel into the instance or batch normalisation before them."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        known: Symbolic | None = None
+        modified = False
+        for node in model.graph:
+            if not is_standard(node, "Add", "Mul"):
+                continue
+            for place in (0, 1):
+                value, numbers = node.inputs[place], constant_array(node.inputs[1 - place])
+                maker = value.producer() if value is not None else None
+                if numbers is None or not is_standard(maker, *_NORMALIZATIONS) or maker is None:
+                    continue
+                known = known or Symbolic(model.graph)
+                if _fuse(model.graph, maker, node, numbers, known):
+                    modified = True
+                    break
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+def _fuse(graph: ir.Graph, norm: ir.Node, node: ir.Node, numbers: Array, known: Symbolic) -> bool:
+    scale, bias = constant_array(norm.inputs[1]), constant_array(norm.inputs[2])
+    rank, between = known.rank(norm.inputs[0]), norm.outputs[0]
+    if scale is None or bias is None or rank is None or only_reader(between) is None or is_boundary(between):
+        return False
+    training = norm.attributes.get_int("training_mode", 0)
+    if training or any(output.uses() for output in norm.outputs[1:]):
+        return False
+    each = _per_channel(numbers, rank, len(scale))
+    if each is None or each.dtype != scale.dtype:
+        return False
+    if node.op_type == "Mul":
+        scale, bias = scale * each, bias * each
+    else:
+        bias = bias + each
+    name = str(node.outputs[0].name)
+    parameters = [add_constant(graph, array, f"{name}_{what}") for array, what in ((scale, "scale"), (bias, "bias"))]
+    replace(node, [ir.node(norm.op_type, [norm.inputs[0], *parameters, *norm.inputs[3:]], norm.attributes)])
+    return True
+
+
+def _per_channel(numbers: Array, rank: int, channels: int) -> Array | None:
+    """One number for each channel, of numbers that are broadcast to a tensor; None where one channel has several."""
+    if numbers.ndim > rank:
+        return None
+    shape = (1,) * (rank - numbers.ndim) + numbers.shape
+    if any(size != 1 for axis, size in enumerate(shape) if axis != 1) or shape[1] not in (1, channels):
+        return None
+    return np.ascontiguousarray(np.broadcast_to(numbers.reshape(-1), (channels,)))

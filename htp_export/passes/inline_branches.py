@@ -1,0 +1,74 @@
+"""Branches of which it is known that they are taken."""
+
+from __future__ import annotations
+
+import itertools
+
+import onnx_ir as ir
+
+from htp_export.passes.editing import is_standard, release, remove_unused, stand_in
+from htp_export.passes.registry import register
+from htp_export.passes.symbolic import Symbolic
+
+__all__ = ["InlineBranches"]
+
+
+@register("inline_branches", level="exact")
+class InlineBranches(ir.passes.InPlacePass):
+    """Puts the nodes of a branch in the place of an ``If`` whose condition is the same in every run."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        for graph in list(model.graphs()):
+            found = [node for node in graph if is_standard(node, "If")]
+            known = Symbolic(graph) if found else None
+            for node in found:
+                taken = known.constant(node.inputs[0]) if known is not None else None
+                if taken is not None and len(taken) == 1:
+                    modified |= _inline(model, graph, node, "then_branch" if taken[0] else "else_branch")
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+def _inline(model: ir.Model, graph: ir.Graph, node: ir.Node, name: str) -> bool:
+    branch = node.attributes[name].as_graph()
+    if any(value.is_graph_output() for value in node.outputs) and not all(
+        value.producer() is not None and value.graph is branch for value in branch.outputs
+    ):
+        return False  # a result of the graph has to be made in it
+    results = list(branch.outputs)
+    taken = _names(model, branch)
+    for value in list(branch.initializers.values()):
+        branch.initializers.pop(str(value.name))
+        value.name = _free(value.name, taken)
+        graph.register_initializer(value)
+    branch.outputs.clear()
+    for inner in list(branch):
+        branch.remove(inner)
+        for value in inner.outputs:
+            if value.name:
+                value.name = _free(value.name, taken)
+        graph.insert_before(node, inner)
+    for old, new in zip(node.outputs, results, strict=True):
+        stand_in(old, new)
+    release(node)
+    return True
+
+
+def _names(model: ir.Model, without: ir.Graph) -> set[str]:
+    """The names of all values of a model, but for those of one of its graphs."""
+    found: set[str] = set()
+    for graph in model.graphs():
+        if graph is not without:
+            made = itertools.chain.from_iterable(node.outputs for node in graph)
+            found.update(value.name for value in (*graph.inputs, *graph.initializers.values(), *made) if value.name)
+    return found
+
+
+def _free(name: str | None, taken: set[str]) -> str:
+    """A name that no value has: this one, or with a number."""
+    numbered = (f"{name}_{count}" for count in itertools.count(1))
+    free = next(each for each in itertools.chain([str(name)], numbered) if each not in taken)
+    taken.add(free)
+    return free

@@ -1,0 +1,81 @@
+"""Constants that are added one after another, and zeros."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.passes.editing import (
+    Array,
+    add_constant,
+    constant_array,
+    is_boundary,
+    is_standard,
+    only_reader,
+    remove_unused,
+    replace,
+    stand_in,
+)
+from htp_export.passes.registry import register
+from htp_export.passes.symbolic import Symbolic
+
+__all__ = ["MergeConstantSums"]
+
+_LARGEST = 1 << 22
+"""Elements; larger constants are not looked into."""
+
+_CANCELLING = 10
+"""Where two constants cancel, they are added up only if neither is larger: what they round off stays below 1e-6."""
+
+
+@register("merge_constant_sums", level="tolerant")
+class MergeConstantSums(ir.passes.InPlacePass):
+    """Adds one constant where two are added in a row, and none where it is zero everywhere."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        known: Symbolic | None = None
+        modified = False
+        for node in model.graph:
+            if (found := _summand(node)) is None:
+                continue
+            known = known or Symbolic(model.graph)
+            modified |= _drop_zeros(node, *found, known) or _merge(model.graph, node, *found)
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+def _summand(node: ir.Node | None) -> tuple[ir.Value, Array] | None:
+    """What a constant is added to, and the constant; of floating-point numbers."""
+    if node is None or not is_standard(node, "Add"):
+        return None
+    for place in (1, 0):
+        numbers, value = constant_array(node.inputs[place], _LARGEST), node.inputs[1 - place]
+        if numbers is not None and numbers.dtype.kind == "f" and value is not None:
+            return value, numbers
+    return None
+
+
+def _drop_zeros(node: ir.Node, value: ir.Value, numbers: Array, known: Symbolic) -> bool:
+    shape = known.shape(value)
+    if numbers.any() or shape is None or shape != known.shape(node.outputs[0]):
+        return False
+    return stand_in(node.outputs[0], value)
+
+
+def _merge(graph: ir.Graph, node: ir.Node, between: ir.Value, numbers: Array) -> bool:
+    inner = _summand(between.producer())
+    if inner is None or only_reader(between) is None or is_boundary(between):
+        return False
+    value, others = inner
+    if others.dtype != numbers.dtype:
+        return False
+    with np.errstate(all="ignore"):
+        joint = np.asarray(others + numbers)
+        larger = np.maximum(np.abs(others), np.abs(numbers))
+        cancelling = np.abs(joint) < larger
+    if joint.size > max(others.size, numbers.size) or np.isnan(joint).any() or (larger[cancelling] > _CANCELLING).any():
+        return False
+    constant = add_constant(graph, joint, f"{node.outputs[0].name}_summand")
+    replace(node, [ir.node("Add", [value, constant])])
+    return True

@@ -1,0 +1,57 @@
+"""Reductions in a row, made one."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.passes.editing import add_constant, is_boundary, is_standard, only_reader, remove_unused, replace
+from htp_export.passes.registry import register
+from htp_export.passes.shape_rules import axes_of, normalized
+from htp_export.passes.symbolic import Symbolic
+
+__all__ = ["MergeReductions"]
+
+_OPERATORS = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum")
+
+
+@register("merge_reductions", level="tolerant")
+class MergeReductions(ir.passes.InPlacePass):
+    """Makes one reduction of two in a row over other dimensions: mean of means, sum of sums."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        known: Symbolic | None = None
+        modified = False
+        for node in model.graph:
+            first = node.inputs[0].producer() if is_standard(node, *_OPERATORS) and node.inputs[0] is not None else None
+            if first is None or not is_standard(first, node.op_type):
+                continue
+            known = known or Symbolic(model.graph)
+            modified |= _merge(model.graph, first, node, known)
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+def _merge(graph: ir.Graph, first: ir.Node, second: ir.Node, known: Symbolic) -> bool:
+    between, keep = first.outputs[0], second.attributes.get_int("keepdims", 1)
+    one, other = _axes(first, known), _axes(second, known)
+    if one is None or other is None or first.attributes.get_int("keepdims", 1) != keep:
+        return False
+    if only_reader(between) is None or is_boundary(between):
+        return False
+    rank = known.rank(first.inputs[0])
+    left = [axis for axis in range(rank or 0) if keep or axis not in one]
+    axes = sorted({*one, *(left[axis] for axis in other)})
+    if "axes" in second.attributes:
+        replace(second, [ir.node(second.op_type, [first.inputs[0]], {"axes": axes, "keepdims": keep})])
+    else:
+        numbers = add_constant(graph, np.array(axes, np.int64), f"{second.outputs[0].name}_axes")
+        replace(second, [ir.node(second.op_type, [first.inputs[0], numbers], {"keepdims": keep})])
+    return True
+
+
+def _axes(node: ir.Node, known: Symbolic) -> list[int] | None:
+    """The dimensions that a node reduces; None where they are not written down, which means all of them or none."""
+    axes, rank = axes_of(node, known), known.rank(node.inputs[0])
+    return [normalized(axis, rank) for axis in axes] if axes and rank is not None else None

@@ -1,0 +1,185 @@
+"""Slices in a row, all the parts of a tensor, and parts that are put together anew: each made one node."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.passes.editing import (
+    add_constant,
+    is_boundary,
+    is_standard,
+    only_reader,
+    remove_unused,
+    replace,
+    stand_in,
+)
+from htp_export.passes.registry import register
+from htp_export.passes.shape_rules import normalized
+from htp_export.passes.symbolic import Symbolic
+
+__all__ = ["MergeSlices"]
+
+_MOST_INDICES = 1 << 14
+
+
+@register("merge_slices", level="exact")
+class MergeSlices(ir.passes.InPlacePass):
+    """Makes one node of slices: of two in a row, of all parts of a tensor, and of parts that are put together again.
+
+    Two slices in a row that cut other dimensions are one. Slices of one tensor that are joined along the same dimension
+    (``torch.roll``) are one ``Gather``. Slices that leave nothing of a tensor out are one ``Split``, but for those that
+    modules give: they stay results of nodes of their own.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        if not any(is_standard(node, "Slice") for node in graph):
+            return ir.passes.PassResult(model, modified=False)
+        known = Symbolic(graph)
+        modified = False
+        for node in graph:
+            modified |= _merge_in_a_row(graph, node, known) or _gather(graph, node, known)
+        modified |= _split(graph, known)
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What a ``Slice`` takes of each dimension that it cuts: from, up to, in steps of."""
+
+    source: ir.Value
+    bounds: dict[int, tuple[int, int, int]]
+
+
+def _cut(node: ir.Node | None, known: Symbolic) -> _Cut | None:
+    """What a ``Slice`` takes, where that is the same in every run."""
+    if node is None or not is_standard(node, "Slice") or node.inputs[0] is None or len(node.inputs) < 3:
+        return None
+    rank = known.rank(node.inputs[0])
+    numbers = [known.constant(value) if value is not None else None for value in node.inputs[1:]]
+    starts, ends = numbers[:2]
+    if rank is None or starts is None or ends is None:
+        return None
+    given = [value is not None for value in node.inputs[3:]]
+    axes = numbers[2] if given[:1] == [True] else list(range(len(starts)))
+    steps = numbers[3] if given[1:] == [True] else [1] * len(starts)
+    if axes is None or steps is None:
+        return None
+    places = [normalized(axis, rank) for axis in axes]
+    return _Cut(node.inputs[0], dict(zip(places, zip(starts, ends, steps, strict=True), strict=True)))
+
+
+def _merge_in_a_row(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
+    outer = _cut(node, known)
+    inner = _cut(outer.source.producer(), known) if outer is not None else None
+    if outer is None or inner is None or not outer.bounds.keys().isdisjoint(inner.bounds):
+        return False
+    between = outer.source
+    if is_boundary(between) or between.is_graph_output():
+        return False
+    if not all(_cuts_elsewhere(use.node, inner, known) for use in between.uses()):
+        return False
+    bounds = inner.bounds | outer.bounds
+    columns = [[bound[k] for bound in bounds.values()] for k in range(3)]
+    name = str(node.outputs[0].name)
+    numbers = [
+        add_constant(graph, np.array(column, np.int64), f"{name}_{what}")
+        for what, column in (
+            ("starts", columns[0]),
+            ("ends", columns[1]),
+            ("axes", list(bounds)),
+            ("steps", columns[2]),
+        )
+    ]
+    replace(node, [ir.node("Slice", [inner.source, *numbers])])
+    return True
+
+
+def _cuts_elsewhere(reader: ir.Node, inner: _Cut, known: Symbolic) -> bool:
+    cut = _cut(reader, known)
+    return cut is not None and cut.bounds.keys().isdisjoint(inner.bounds)
+
+
+def _gather(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
+    """Make one ``Gather`` of a ``Concat`` of slices of one tensor."""
+    if not is_standard(node, "Concat") or len(node.inputs) < 2:
+        return False
+    rank = known.rank(node.outputs[0])
+    axis = None if rank is None else normalized(node.attributes["axis"].as_int(), rank)
+    indices: list[int] = []
+    sources: dict[ir.Value, None] = {}
+    for value in node.inputs:
+        maker = value.producer() if value is not None else None
+        if value is None or maker is None or axis is None or only_reader(value) is None or is_boundary(value):
+            return False
+        cut = _cut(maker, known)
+        shape = known.shape(cut.source) if cut is not None else None
+        whole = shape[axis] if shape is not None else None
+        if cut is None or list(cut.bounds) != [axis] or not isinstance(whole, int):
+            return False
+        sources[cut.source] = None
+        indices += range(whole)[slice(*_python_bounds(cut.bounds[axis]))]
+    if len(sources) > 1 or not 0 < len(indices) <= _MOST_INDICES:
+        return False
+    places = add_constant(graph, np.array(indices, np.int64), f"{node.outputs[0].name}_indices")
+    replace(node, [ir.node("Gather", [next(iter(sources)), places], {"axis": axis})])
+    return True
+
+
+def _python_bounds(bounds: tuple[int, int, int]) -> tuple[int, int | None, int]:
+    """Bounds of a ``Slice`` as Python has them: backwards, an end far before the beginning means all the rest."""
+    start, end, step = bounds
+    return start, None if step < 0 and end < -_MOST_INDICES else end, step
+
+
+def _split(graph: ir.Graph, known: Symbolic) -> bool:
+    """Make one ``Split`` of slices of a tensor that follow each other and are all of it."""
+    slices: defaultdict[tuple[ir.Value, int], list[tuple[int, int, ir.Node]]] = defaultdict(list)
+    for node in graph:
+        cut = _cut(node, known)
+        if cut is None or len(cut.bounds) != 1 or is_boundary(node.outputs[0]):
+            continue
+        (axis, (start, end, step)), shape = next(iter(cut.bounds.items())), known.shape(cut.source)
+        whole = shape[axis] if shape is not None else None
+        if step == 1 and isinstance(whole, int):
+            first, last, _ = slice(start, end).indices(whole)
+            slices[cut.source, axis].append((first, last, node))
+    modified = False
+    for (source, axis), found in slices.items():
+        parts = sorted(found, key=lambda part: part[:2])
+        edges = [0, *(last for _, last, _ in parts)]
+        shape = known.shape(source)
+        if len(parts) < 2 or shape is None or edges[-1] != shape[axis]:
+            continue
+        if [first for first, _, _ in parts] == edges[:-1] and all(first < last for first, last, _ in parts):
+            _put_split(graph, source, axis, [(last - first, node) for first, last, node in parts])
+            modified = True
+    return modified
+
+
+def _put_split(graph: ir.Graph, source: ir.Value, axis: int, parts: Sequence[tuple[int, ir.Node]]) -> None:
+    nodes = {node for _, node in parts}
+    earliest = next(node for node in graph if node in nodes)
+    outputs = [ir.Value(type=node.outputs[0].type, shape=node.outputs[0].shape) for _, node in parts]
+    sizes = [size for size, _ in parts]
+    inputs, attributes = [source], {"axis": axis}
+    if graph.opset_imports.get("", 1) >= 13:
+        inputs.append(add_constant(graph, np.array(sizes, np.int64), f"{earliest.outputs[0].name}_sizes"))
+        split = ir.node("Split", inputs, attributes, outputs=outputs)
+    else:
+        split = ir.node("Split", inputs, {**attributes, "split": sizes}, outputs=outputs)
+    split.name = f"{earliest.name}_Split"
+    graph.insert_before(earliest, split)
+    for (_, node), new in zip(parts, outputs, strict=True):
+        old = node.outputs[0]
+        name = old.name
+        if stand_in(old, new):
+            graph.remove(node, safe=True)
+            new.name = name
