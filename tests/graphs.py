@@ -87,6 +87,7 @@ def run(model: ir.Model, **inputs: Any) -> list[np.ndarray[Any, Any]]:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
+    options.add_session_config_entry("session.disable_prepacking", "1")  # it rounds sums in another order
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
     results: list[np.ndarray[Any, Any]] = session.run(None, inputs)
     return results

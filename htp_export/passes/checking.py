@@ -80,6 +80,8 @@ def _outputs(model: ir.Model, inputs: Mapping[str, Any]) -> _Arrays:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level, options.intra_op_num_threads = 4, 1
+    # Weights that are constants are packed beforehand, and then sums are rounded in another order.
+    options.add_session_config_entry("session.disable_prepacking", "1")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         write_model(model, path)

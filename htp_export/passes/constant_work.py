@@ -208,6 +208,7 @@ def _run(model: ir.Model, nodes: Sequence[ir.Node], wanted: Sequence[ir.Value]) 
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level, options.intra_op_num_threads = 4, 1
+    options.add_session_config_entry("session.disable_prepacking", "1")  # nothing is run twice
     session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
     results = session.run([str(value.name) for value in wanted], feeds)
     return {value: result for value, result in zip(wanted, results, strict=True) if isinstance(result, np.ndarray)}
