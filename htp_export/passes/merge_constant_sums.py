@@ -73,7 +73,7 @@ def _merge(graph: ir.Graph, node: ir.Node, between: ir.Value, numbers: Array) ->
     with np.errstate(all="ignore"):
         joint = np.asarray(others + numbers)
         larger = np.maximum(np.abs(others), np.abs(numbers))
-        cancelling = np.abs(joint) < larger
+        cancelling = np.abs(joint) < larger / 2
     if joint.size > max(others.size, numbers.size) or np.isnan(joint).any() or (larger[cancelling] > _CANCELLING).any():
         return False
     constant = add_constant(graph, joint, f"{node.outputs[0].name}_summand")
