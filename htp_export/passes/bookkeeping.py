@@ -61,6 +61,7 @@ class Bookkeeping:
         self._signatures = tagged.signatures if self._tagged else {}
         self._where: dict[str, ir.Value | None] = {}
         self._lost: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        self._unread: frozenset[str] = frozenset()
         self._find_signatures()
         self._snapshot = Snapshot(model)
         self._weights = WeightBook(model)
@@ -71,11 +72,28 @@ class Bookkeeping:
         for name in _named(self._signatures):
             if self._where.get(name, name) is not None:
                 self._where[name] = values.get(name)
+        self._unread = frozenset(_named(self._signatures)).difference(self._crossing())
         self._note_boundary()
 
+    def _crossing(self) -> Iterable[str]:
+        """Names of tensors that cross the border of a module: it takes them, or others read what it gives.
+
+        What a module gives and nobody reads, as attention modules give their weights, may come and go. So may what only
+        modules take and give that do nothing.
+        """
+        for path, calls in self._signatures.items():
+            if path in self.hierarchy and self.hierarchy[path].fate == "identity":
+                continue
+            for call in calls:
+                yield from (name for name in call.inputs.values() if name is not None)
+                for name in call.outputs:
+                    value = self._where.get(name) if name is not None else None
+                    if name is not None and (value is None or self._leaves(value, path)):
+                        yield name
+
     def _note_boundary(self) -> None:
-        for value in self._where.values():
-            if value is not None:
+        for name, value in self._where.items():
+            if value is not None and name not in self._unread:
                 value.meta[BOUNDARY] = True
 
     def settle(self) -> tuple[dict[str, Change], dict[str, tuple[str, ...]]]:
@@ -143,8 +161,18 @@ class Bookkeeping:
     def _is_inside(self, value: ir.Value, path: str) -> bool:
         """Whether a node in the region of a module makes a tensor, alone or with others."""
         maker = value.producer()
-        said: Mapping[str, str] = maker.metadata_props if maker is not None else {}
-        return path in self._calls.work(tags.owners_of(said), tags.calls_said(said)).modules
+        return maker is not None and path in self._work(maker).modules
+
+    def _leaves(self, value: ir.Value, path: str) -> bool:
+        """Whether a tensor is a result of its graph, or a node reads it that does not only do work of a module."""
+        if value.is_graph_output():
+            return True
+        readers = (self._work(use.node) for use in value.uses())
+        return any(not work.parts or any(path not in part.modules for part in work.parts) for work in readers)
+
+    def _work(self, node: ir.Node) -> Work:
+        said = node.metadata_props
+        return self._calls.work(tags.owners_of(said), tags.calls_said(said))
 
     def _check(self) -> None:
         bare = [node for node in self._snapshot.nodes if tags.MODULE not in node.metadata_props]
@@ -168,7 +196,8 @@ class Bookkeeping:
                 now = difference.equal.get(now)
             before = difference.before.names.get(value, value.name)
             found = now if now in here else values.get(before) if before else None
-            if found is None and value in difference.live_values:  # whatever is constant may come and go
+            unread = name in self._unread
+            if found is None and value in difference.live_values and not unread:  # whatever is constant may come and go
                 lost[name] = value
             self._where[name] = found
         self._note_boundary()

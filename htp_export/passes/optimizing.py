@@ -37,7 +37,8 @@ def optimize(
     Args:
         model: The model. A model in memory is not changed.
         output: The file to write.
-        passes: ``"default"``, or names of passes, as a list or with commas; see `htp_export.passes.available`.
+        passes: ``"default"``, or names of passes, as a list or with commas, ``"default"`` among them for all default
+            passes; see `htp_export.passes.available`.
         level: What may happen to the results: ``"exact"``, outputs stay the same bit for bit; ``"tolerant"``, they may
             change by 1e-5; ``"fused"``, operators that only ONNX Runtime has are used, too.
         verify: Run the model in ONNX Runtime before and after every pass. A pass that breaks its level is undone and

@@ -50,7 +50,7 @@ DEFAULT = (
 )
 """The passes that run where none are named, in order; each round runs those that the level allows."""
 
-_BY_NAME_ONLY = ("fuse_matmul_add_3d",)
+_BY_NAME_ONLY = ("fuse_attention", "fuse_matmul_add_3d")
 """Passes of this package that run only where they are named."""
 
 
@@ -152,7 +152,8 @@ def choose(passes: str | Sequence[str], level: Level) -> list[PassInfo]:
     """The passes to run.
 
     Args:
-        passes: ``"default"``, names with commas between them, or a list of names.
+        passes: ``"default"``, names with commas between them, or a list of names; among names, ``default`` means all
+            default passes.
         level: What they may do to the results. Default passes that do more are left out.
 
     Raises:
@@ -160,15 +161,18 @@ def choose(passes: str | Sequence[str], level: Level) -> list[PassInfo]:
     """
     if level not in LEVELS:
         raise InputError(f"level {level!r} is none of {', '.join(LEVELS)}")
-    if passes == "default":
-        return [info for info in map(find, DEFAULT) if _allowed(info, level)]
     names: Iterable[str] = passes.split(",") if isinstance(passes, str) else passes
-    chosen = [find(name.strip()) for name in names]
-    if not chosen:
-        raise InputError("no passes were named; give 'default' or names")
-    for info in chosen:
+    chosen: list[PassInfo] = []
+    for name in map(str.strip, names):
+        if name == "default":
+            chosen += [info for info in map(find, DEFAULT) if _allowed(info, level)]
+            continue
+        info = find(name)
         if not _allowed(info, level):
             raise InputError(f"pass {info.name!r} is {info.level}, more than level {level!r} allows")
+        chosen.append(info)
+    if not chosen:
+        raise InputError("no passes were named; give 'default' or names")
     return chosen
 
 

@@ -1,0 +1,192 @@
+"""ONNX's own ``Attention`` (opset 23): products, scale, mask and softmax of an attention as one node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from htp_export.passes.editing import (
+    constant_array,
+    is_boundary,
+    is_standard,
+    only_reader,
+    remove_unused,
+    replace,
+)
+from htp_export.passes.eliminate_redundant_transposes import permutation
+from htp_export.passes.registry import register
+from htp_export.passes.symbolic import Symbolic
+
+__all__ = ["FuseAttention"]
+
+_OPSET = 23
+_HEADS_FIRST = [0, 2, 1, 3]
+"""From batch, length, heads, features to batch, heads, length, features; and back."""
+
+
+@register("fuse_attention", level="tolerant")
+class FuseAttention(ir.passes.InPlacePass):
+    """Makes ``Attention`` of opset 23 of an attention's nodes, with its reshapes and transpositions where they fit.
+
+    See https://onnx.ai/onnx/operators/onnx__Attention.html. In a file of an older opset it does nothing. What a module
+    gives stays: where a dropout between softmax and product is a module of its own, so does the attention.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        if model.graph.opset_imports.get("", 1) < _OPSET:
+            return ir.passes.PassResult(model, modified=False)
+        known: Symbolic | None = None
+        modified = False
+        for node in model.graph:
+            if is_standard(node, "Attention"):
+                known = known or Symbolic(model.graph)
+                modified |= _join_heads(node, known)
+            elif is_standard(node, "MatMul") and (softmax := _made_for(node.inputs[0], node, "Softmax")) is not None:
+                known = known or Symbolic(model.graph)
+                found = _match(node, softmax, known)
+                if found is not None:
+                    _fuse(node, found, known)
+                    modified = True
+        if modified:
+            remove_unused(model)
+        return ir.passes.PassResult(model, modified)
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """What an attention reads: matrices of batch, heads, length and features, the keys turned or not."""
+
+    queries: ir.Value
+    keys: ir.Value
+    values: ir.Value
+    mask: ir.Value | None
+    scale: float
+    turned: bool  # the keys are of batch, length, heads, features
+
+
+def _made_for(value: ir.Value | None, reader: ir.Node, *op_types: str) -> ir.Node | None:
+    """The node of some type that makes a value for one reader alone, and not as what a module gives."""
+    node = value.producer() if value is not None else None
+    if value is None or not is_standard(node, *op_types) or is_boundary(value):
+        return None
+    return node if only_reader(value) is reader else None
+
+
+def _match(last: ir.Node, softmax: ir.Node, known: Symbolic) -> _Attention | None:
+    values = last.inputs[1]
+    if softmax.attributes.get_int("axis", -1) not in (-1, 3) or values is None or known.rank(values) != 4:
+        return None
+    scores, mask, reader = softmax.inputs[0], None, softmax
+    if (masked := _made_for(scores, reader, "Add")) is not None:
+        place = next((k for k in (0, 1) if _made_for(masked.inputs[k], masked, "MatMul", "Mul", "Div")), None)
+        if place is None:
+            return None
+        scores, mask, reader = masked.inputs[place], masked.inputs[1 - place], masked
+    scale = 1.0
+    while (scaling := _made_for(scores, reader, "Mul", "Div")) is not None:
+        factor = _factor(scaling, known)
+        if factor is None:
+            return None
+        scores, scale, reader = factor[0], scale * factor[1], scaling
+    product = _made_for(scores, reader, "MatMul")
+    queries = product.inputs[0] if product is not None else None
+    turning = product.inputs[1].producer() if product is not None and product.inputs[1] is not None else None
+    if product is None or queries is None or known.rank(queries) != 4 or not is_standard(turning, "Transpose"):
+        return None
+    perm = permutation(turning, known) if turning is not None else None
+    keys = turning.inputs[0] if turning is not None else None
+    if keys is None or perm not in ([0, 1, 3, 2], [0, 2, 3, 1]) or not _mask_fits(mask, product, known):
+        return None
+    return _Attention(queries, keys, values, mask, scale, turned=perm == [0, 2, 3, 1])
+
+
+def _factor(node: ir.Node, known: Symbolic) -> tuple[ir.Value, float] | None:
+    """What a node multiplies by one number, and the number."""
+    for place in (1, 0) if node.op_type == "Mul" else (1,):
+        number, value = constant_array(node.inputs[place], 1), node.inputs[1 - place]
+        if number is not None and number.size == 1 and value is not None and known.rank(value) == 4:
+            factor = float(number.reshape(-1)[0])
+            return value, factor if node.op_type == "Mul" else 1 / factor
+    return None
+
+
+def _mask_fits(mask: ir.Value | None, product: ir.Node, known: Symbolic) -> bool:
+    """Whether a mask says something of each query and each key: ONNX Runtime repeats it over batch and heads alone."""
+    if mask is None:
+        return True
+    shape, scores = known.shape(mask), known.shape(product.outputs[0])
+    numbers = known.dtype(mask) == known.dtype(product.outputs[0]) is not None
+    return shape is not None and scores is not None and numbers and 2 <= len(shape) <= 4 and shape[-2:] == scores[-2:]
+
+
+def _join_heads(node: ir.Node, known: Symbolic) -> bool:
+    """Let an ``Attention`` of matrices by heads read and make what lies around its reshapes and transpositions."""
+    queries, keys, values = node.inputs[:3]
+    if queries is None or keys is None or values is None or len(node.outputs) > 1 or any(node.inputs[4:]):
+        return False
+    joined = _joined(node, _Attention(queries, keys, values, None, 1.0, turned=False), known)
+    if joined is None:
+        return False
+    end, inputs, heads = joined
+    attributes = [*node.attributes.values()]
+    numbers = [ir.AttrInt64("q_num_heads", heads), ir.AttrInt64("kv_num_heads", heads)]
+    replace(end, [ir.Node("", "Attention", [*inputs, *node.inputs[3:]], [*attributes, *numbers])])
+    return True
+
+
+def _fuse(last: ir.Node, found: _Attention, known: Symbolic) -> None:
+    joined = _joined(last, found, known)
+    mask = [found.mask] if found.mask is not None else []
+    if joined is not None:
+        end, inputs, heads = joined
+        attributes = {"scale": found.scale, "q_num_heads": heads, "kv_num_heads": heads}
+        replace(end, [ir.node("Attention", [*inputs, *mask], attributes)])
+        return
+    nodes, keys = [], found.keys
+    if found.turned:
+        nodes.append(ir.node("Transpose", [keys], {"perm": _HEADS_FIRST}))
+        keys = nodes[0].outputs[0]
+    inputs = [found.queries, keys, found.values]
+    replace(last, [*nodes, ir.node("Attention", [*inputs, *mask], {"scale": found.scale})])
+
+
+def _joined(last: ir.Node, found: _Attention, known: Symbolic) -> tuple[ir.Node, Sequence[ir.Value], int] | None:
+    """The last node, the inputs and the number of heads of an attention whose heads lie side by side all around it."""
+    inputs = []
+    for value, turned in ((found.queries, False), (found.keys, found.turned), (found.values, False)):
+        apart = value if turned else _past(value, "Transpose", known)
+        whole = _past(apart, "Reshape", known) if apart is not None else None
+        shape, parts = known.shape(whole), known.shape(apart)
+        if whole is None or shape is None or parts is None or len(shape) != 3 or len(parts) != 4:
+            return None
+        if shape[:2] != parts[:2] or shape[2] != parts[2] * parts[3]:
+            return None
+        inputs.append((whole, parts[2]))
+    turn = only_reader(last.outputs[0])
+    end = only_reader(turn.outputs[0]) if turn is not None else None
+    heads = {count for _, count in inputs}
+    number = next(iter(heads))
+    if turn is None or end is None or len(heads) > 1 or not isinstance(number, int):
+        return None
+    if (
+        not is_standard(turn, "Transpose")
+        or permutation(turn, known) != _HEADS_FIRST
+        or not is_standard(end, "Reshape")
+    ):
+        return None
+    apart_shape, shape = known.shape(turn.outputs[0]), known.shape(end.outputs[0])
+    if apart_shape is None or shape is None or len(shape) != 3 or shape[:2] != apart_shape[:2]:
+        return None
+    if is_boundary(last.outputs[0]) or is_boundary(turn.outputs[0]) or end.inputs[0] is not turn.outputs[0]:
+        return None
+    return end, [value for value, _ in inputs], number
+
+
+def _past(value: ir.Value, op_type: str, known: Symbolic) -> ir.Value | None:
+    """What a ``Reshape``, or a ``Transpose`` of lengths and heads, reads; None where a module gives its result."""
+    node = value.producer()
+    if node is None or not is_standard(node, op_type) or is_boundary(value):
+        return None
+    return node.inputs[0] if op_type == "Reshape" or permutation(node, known) == _HEADS_FIRST else None
