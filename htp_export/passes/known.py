@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -9,9 +10,11 @@ import onnx_ir as ir
 
 from htp_export.passes.sizes import Dim
 
-__all__ = ["Contents", "Known", "Shape"]
+__all__ = ["Contents", "Dims", "Known", "Rule", "Shape"]
 
 Shape: TypeAlias = tuple[Dim, ...]
+Dims: TypeAlias = Sequence[Dim | None]
+"""A shape some of whose dimensions are not known."""
 Contents: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """What a small tensor holds: an array of objects, each a `Dim` or a bool."""
 
@@ -39,3 +42,7 @@ class Known(Protocol):
 
     def dtype(self, value: ir.Value | None) -> ir.DataType | None:
         """The element type of a tensor, also where the file does not say it; None where it is not known."""
+
+
+Rule: TypeAlias = Callable[[ir.Node, Known], Sequence[Dims | None] | None]
+"""What the shapes of a node's results are; None, as a whole or for one of them, where that is not known."""

@@ -5,18 +5,15 @@ A rule gives one shape for each output, or None where it cannot tell; a dimensio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
-from htp_export.passes.known import Known, Shape
+from htp_export.passes.known import Dims, Known, Rule, Shape
 from htp_export.passes.sizes import Dim, Size, divide, product
+from htp_export.passes.spatial_rules import SPATIAL_RULES
 
 __all__ = ["ELEMENTWISE", "LIKE_FIRST", "REDUCE", "SHAPE_RULES", "axes_of", "broadcast", "normalized", "slice_length"]
-
-_Dims: TypeAlias = Sequence[Dim | None]
-_Rule: TypeAlias = Callable[[ir.Node, Known], Sequence[_Dims | None] | None]
 
 LIKE_FIRST = """
 Abs Acos Acosh Asin Asinh Atan Atanh BatchNormalization BitwiseNot Cast CastLike Ceil Celu Clip Cos Cosh CumSum
@@ -48,7 +45,7 @@ def axes_of(node: ir.Node, known: Known, name: str = "axes", place: int = 1) -> 
     return known.constant(node.inputs[place]) if place < len(node.inputs) else None
 
 
-def broadcast(shapes: Iterable[Shape]) -> _Dims:
+def broadcast(shapes: Iterable[Shape]) -> Dims:
     """The shape of an element-wise operation."""
     result: list[Dim | None] = []
     for shape in shapes:
@@ -105,16 +102,16 @@ def _clamped(bound: Dim, dim: Dim) -> Dim | None:
     return bound if least_left is not None and least_left >= 0 else None
 
 
-def _like_first(node: ir.Node, known: Known) -> Sequence[_Dims | None]:
+def _like_first(node: ir.Node, known: Known) -> Sequence[Dims | None]:
     return [known.shape(node.inputs[0])]
 
 
-def _broadcast(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _broadcast(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     shapes = [known.shape(value) for value in node.inputs]
     return None if None in shapes else [broadcast(shape for shape in shapes if shape is not None)]
 
 
-def _matmul(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _matmul(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     one, other = (known.shape(value) for value in node.inputs[:2])
     if one is None or other is None or not one or not other:
         return None
@@ -124,7 +121,7 @@ def _matmul(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     return [[*broadcast([left[:-2], right[:-2]]), *ends]]
 
 
-def _gemm(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _gemm(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     one, other = known.shape(node.inputs[0]), known.shape(node.inputs[1])
     if one is None or other is None:
         return None
@@ -132,14 +129,25 @@ def _gemm(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     return [[rows, other[0 if node.attributes.get_int("transB", 0) else 1]]]
 
 
-def _transpose(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _attention(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
+    """The first result; with heads apart, or side by side in three dimensions."""
+    queries, values = known.shape(node.inputs[0]), known.shape(node.inputs[2])
+    if queries is None or values is None or len(queries) != len(values):
+        return None
+    if len(queries) == 4:
+        return [[*queries[:3], values[3]]]
+    heads, groups = (node.attributes.get_int(f"{side}_num_heads", 0) for side in ("q", "kv"))
+    return [[*queries[:2], divide(values[2], groups) * heads]] if len(queries) == 3 and groups else None
+
+
+def _transpose(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     shape = known.shape(node.inputs[0])
     if shape is None:
         return None
     return [[shape[axis] for axis in node.attributes.get_ints("perm") or reversed(range(len(shape)))]]
 
 
-def _reshape(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _reshape(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     shape, wanted = known.shape(node.inputs[0]), known.contents(node.inputs[1])
     if wanted is None:
         rank = known.shape(node.inputs[1])
@@ -159,7 +167,7 @@ def _reshape(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     return [result]
 
 
-def _unsqueeze(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _unsqueeze(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     shape, axes = known.shape(node.inputs[0]), axes_of(node, known)
     if shape is None or axes is None:
         return None
@@ -168,7 +176,7 @@ def _unsqueeze(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     return [[1 if place in inserted else next(left) for place in range(rank)]]
 
 
-def _squeeze(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _squeeze(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     shape, axes = known.shape(node.inputs[0]), axes_of(node, known)
     if shape is None:
         return None
@@ -180,7 +188,7 @@ def _squeeze(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     return [[dim for place, dim in enumerate(shape) if place not in gone]]
 
 
-def _flatten(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _flatten(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     shape = known.shape(node.inputs[0])
     if shape is None:
         return None
@@ -188,7 +196,7 @@ def _flatten(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     return [[product(shape[:axis]), product(shape[axis:])]]
 
 
-def _concat(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _concat(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     shapes = [shape for value in node.inputs if (shape := known.shape(value)) is not None]
     if len(shapes) < len(node.inputs):
         return None
@@ -203,7 +211,7 @@ def _concat(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     return [result]
 
 
-def _split(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _split(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     shape = known.shape(node.inputs[0])
     if shape is None:
         return None
@@ -216,7 +224,7 @@ def _split(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     return [[*shape[:axis], size, *shape[axis + 1 :]] for size in sizes]
 
 
-def _slice(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _slice(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     shape = known.shape(node.inputs[0])
     if shape is None or len(node.inputs) < 3:
         return None
@@ -237,7 +245,7 @@ def _slice(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     return [result]
 
 
-def _gather(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _gather(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     data, indices = (known.shape(value) for value in node.inputs)
     if data is None or indices is None:
         return None
@@ -245,19 +253,19 @@ def _gather(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     return [[*data[:axis], *indices, *data[axis + 1 :]]]
 
 
-def _gather_nd(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _gather_nd(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     data, indices = (known.shape(value) for value in node.inputs)
     if data is None or indices is None or not isinstance(indices[-1], int):
         return None
     return [[*indices[:-1], *data[node.attributes.get_int("batch_dims", 0) + indices[-1] :]]]
 
 
-def _expand(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _expand(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     shape, wanted = known.shape(node.inputs[0]), known.contents(node.inputs[1])
     return None if shape is None or wanted is None else [broadcast([shape, tuple(wanted.tolist())])]
 
 
-def _reduce(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _reduce(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     shape, axes = known.shape(node.inputs[0]), axes_of(node, known)
     if shape is None or (axes is None and len(node.inputs) > 1 and node.inputs[1] is not None):
         return None
@@ -269,7 +277,7 @@ def _reduce(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     return [[1 if place in gone else dim for place, dim in enumerate(shape) if keep or place not in gone]]
 
 
-def _arg(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _arg(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     shape = known.shape(node.inputs[0])
     if shape is None:
         return None
@@ -277,13 +285,13 @@ def _arg(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
     return [[1 if place == axis else dim for place, dim in enumerate(shape) if keep or place != axis]]
 
 
-def _shape(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _shape(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     contents = known.shape(node.inputs[0])
     start, end = (node.attributes.get_int(key, default) for key, default in (("start", 0), ("end", None)))
     return None if contents is None else [[len(contents[start:end])]]
 
 
-def _constant_of_shape(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _constant_of_shape(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     contents = known.contents(node.inputs[0])
     if contents is not None:
         return [contents.tolist()]
@@ -291,7 +299,7 @@ def _constant_of_shape(node: ir.Node, known: Known) -> Sequence[_Dims | None] | 
     return [[None] * rank[0]] if rank is not None and isinstance(rank[0], int) else None
 
 
-def _range(node: ir.Node, known: Known) -> Sequence[_Dims | None]:
+def _range(node: ir.Node, known: Known) -> Sequence[Dims | None]:
     bounds = [known.contents(value) for value in node.inputs]
     if any(bound is None for bound in bounds):
         return [[None]]
@@ -303,66 +311,22 @@ def _range(node: ir.Node, known: Known) -> Sequence[_Dims | None]:
     return [[max(length, 0) if isinstance(length, int) else length]]
 
 
-def _window(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
-    """Convolutions and poolings; output sizes are those of the operators' definitions."""
-    data = known.shape(node.inputs[0])
-    if data is None:
-        return None
-    if node.op_type == "Conv":
-        weight = known.shape(node.inputs[1])
-        if weight is None:
-            return None
-        channels, kernel = weight[0], node.attributes.get_ints("kernel_shape") or weight[2:]
-    else:
-        channels, kernel = data[1], node.attributes["kernel_shape"].as_ints()
-    spatial = len(data) - 2
-    strides = node.attributes.get_ints("strides") or [1] * spatial
-    dilations = node.attributes.get_ints("dilations") or [1] * spatial
-    pads = node.attributes.get_ints("pads") or [0] * (2 * spatial)
-    auto = node.attributes.get_string("auto_pad", "NOTSET")
-    result: list[Dim | None] = [data[0], channels]
-    for k, dim in enumerate(data[2:]):
-        reach = (kernel[k] - 1) * dilations[k] + 1
-        if auto in ("SAME_UPPER", "SAME_LOWER"):
-            result.append(divide(dim + strides[k] - 1, strides[k]))
-            continue
-        room = dim - reach + (0 if auto == "VALID" else pads[k] + pads[k + spatial])
-        if node.attributes.get_int("ceil_mode", 0):
-            result.append(divide(room, strides[k]) + 1 if isinstance(room, int) and room % strides[k] == 0 else None)
-        else:
-            result.append(divide(room, strides[k]) + 1)
-    return [result] * len(node.outputs)
-
-
-def _global_pool(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
-    shape = known.shape(node.inputs[0])
-    return None if shape is None else [[*shape[:2], *[1] * (len(shape) - 2)]]
-
-
-def _pad(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
-    shape = known.shape(node.inputs[0])
-    pads = known.contents(node.inputs[1]) if len(node.inputs) > 1 else None
-    if shape is None or pads is None or (len(node.inputs) > 3 and node.inputs[3] is not None):
-        return None if shape is None else [[None] * len(shape)]
-    return [[dim + pads[k] + pads[k + len(shape)] for k, dim in enumerate(shape)]]
-
-
-def _tile(node: ir.Node, known: Known) -> Sequence[_Dims | None] | None:
+def _tile(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     shape, repeats = known.shape(node.inputs[0]), known.contents(node.inputs[1])
     return None if shape is None or repeats is None else [[a * b for a, b in zip(shape, repeats, strict=True)]]
 
 
-def _like_indices(node: ir.Node, known: Known) -> Sequence[_Dims | None]:
+def _like_indices(node: ir.Node, known: Known) -> Sequence[Dims | None]:
     return [known.shape(node.inputs[1])]
 
 
-SHAPE_RULES: dict[str, _Rule] = {
+SHAPE_RULES: dict[str, Rule] = {
     **dict.fromkeys(LIKE_FIRST, _like_first),
     **dict.fromkeys(ELEMENTWISE, _broadcast),
     **dict.fromkeys(REDUCE, _reduce),
     **dict.fromkeys(("ArgMax", "ArgMin"), _arg),
-    **dict.fromkeys(("Conv", "MaxPool", "AveragePool", "LpPool"), _window),
-    **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool"), _global_pool),
+    **SPATIAL_RULES,
+    "Attention": _attention,
     "Concat": _concat,
     "ConstantOfShape": _constant_of_shape,
     "Expand": _expand,
@@ -372,7 +336,6 @@ SHAPE_RULES: dict[str, _Rule] = {
     "GatherND": _gather_nd,
     "Gemm": _gemm,
     "MatMul": _matmul,
-    "Pad": _pad,
     "Range": _range,
     "Reshape": _reshape,
     "Shape": _shape,

@@ -1,0 +1,170 @@
+"""fuse_attention: ONNX's own Attention by name only, equal values, exact modules; what it has to leave alone."""
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+import htp_export
+from htp_export.errors import InputError
+from htp_export.passes.registry import DEFAULT, choose
+from htp_export.passes.symbolic import Symbolic
+from tests.exporting import exported
+from tests.graphs import Builder, array, ops, owners, passed, run
+from tests.truth import inexact
+
+HEADS, LENGTH, KEYS, FEATURES = 2, 3, 5, 4
+
+
+def attention(
+    mask: list[int] | None = None, *, opset: int = 23, scale: str = "Mul", joined: bool = True, extra: str = ""
+) -> ir.Model:
+    """Scaled, masked attention of heads that lie side by side, or are apart from the beginning."""
+    width = HEADS * FEATURES
+    whole = {"q": ["n", LENGTH, width], "k": ["n", KEYS, width], "v": ["n", KEYS, width]}
+    apart = {"q": ["n", HEADS, LENGTH, FEATURES], "k": ["n", HEADS, KEYS, FEATURES], "v": ["n", HEADS, KEYS, FEATURES]}
+    net = Builder(opset, **(whole if joined else apart), **({"mask": mask} if mask else {}))
+    net.const("apart", np.array([0, 0, HEADS, FEATURES]))
+    net.const("together", np.array([0, 0, width]))
+    net.const("scale", np.float32(0.3 if scale == "Mul" else 3))
+    for name in "qkv" if joined else "":
+        net.add("Reshape", f"{name} apart", f"{name}.apart", "attention")
+        if name != "k":
+            net.add("Transpose", f"{name}.apart", f"{name}.heads", "attention", perm=[0, 2, 1, 3])
+    keys = "k.apart" if joined else "k"
+    net.add("Transpose", keys, "k.turned", "attention", perm=[0, 2, 3, 1] if joined else [0, 1, 3, 2])
+    net.add("MatMul", "q.heads k.turned" if joined else "q k.turned", "product", "attention")
+    net.add(scale, "product scale", "scores", "attention")
+    if mask:
+        net.add("Add", "mask scores", "masked", "attention")
+    net.add("Softmax", "masked" if mask else "scores", "shares", "attention", axis=-1)
+    values = "v.heads" if joined else "v"
+    net.add("MatMul", f"shares {values}", "context" if joined else "y", "attention")
+    if joined:
+        net.add("Transpose", "context", "turned", "attention", perm=[0, 2, 1, 3])
+        net.add("Reshape", "turned together", "y", "attention")
+    inputs = [*"qkv", *(["mask"] if mask else [])]
+    return net.model(f"y {extra}".strip(), {"attention": (inputs, ["y", "shares"])})
+
+
+def fed(mask: list[int] | None, joined: bool = True) -> dict[str, np.ndarray]:
+    sizes = {"q": LENGTH, "k": KEYS, "v": KEYS}
+    shapes = {
+        name: (2, size, HEADS * FEATURES) if joined else (2, HEADS, size, FEATURES) for name, size in sizes.items()
+    }
+    feeds = {name: array(*shape, seed=place) for place, (name, shape) in enumerate(shapes.items())}
+    return feeds | ({"mask": array(*mask, seed=9)} if mask else {})
+
+
+@pytest.mark.parametrize("scale", ["Mul", "Div"])
+@pytest.mark.parametrize("mask", [None, [3, 5], [1, 1, 3, 5], [2, 2, 3, 5], [1, 3, 5]], ids=str)
+@pytest.mark.parametrize("joined", [True, False], ids=["side by side", "apart"])
+def test_an_attention_is_one_node_that_computes_the_same(mask, scale, joined):
+    model = attention(mask, scale=scale, joined=joined)
+    changed, books = passed(model, "fuse_attention")
+    assert ops(changed) == ["Attention"]
+    assert owners(changed)["y"] == ("attention",)
+    assert books.hierarchy["attention"].fate == "computed"
+    feeds = fed(mask, joined)
+    assert np.allclose(run(model, **feeds)[0], run(changed, **feeds)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_an_attention_of_heads_takes_in_what_sets_them_apart():
+    net = Builder(23, q=["n", 3, 8], k=["n", 5, 8], v=["n", 5, 8])
+    net.const("apart", np.array([0, 0, 2, 4]))
+    net.const("together", np.array([0, 0, 8]))
+    for name in "qkv":
+        net.add("Reshape", f"{name} apart", f"{name}.apart", "attention")
+        net.add("Transpose", f"{name}.apart", f"{name}.heads", "attention", perm=[0, 2, 1, 3])
+    net.add("Attention", "q.heads k.heads v.heads", "context", "attention", scale=0.3)
+    net.add("Transpose", "context", "turned", "attention", perm=[0, 2, 1, 3])
+    net.add("Reshape", "turned together", "y", "attention")
+    model = net.model("y")
+    changed, _ = passed(model, "fuse_attention")
+    assert ops(changed) == ["Attention"]
+    assert np.allclose(run(model, **fed(None))[0], run(changed, **fed(None))[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [[1, 5], [2, 1, 1, 5], [3, 1]], ids=str)
+def test_masks_that_onnx_runtime_does_not_repeat_stay(mask):
+    assert "Attention" not in ops(passed(attention(mask), "fuse_attention")[0])
+
+
+def test_files_of_older_opsets_stay():
+    assert "Attention" not in ops(passed(attention(opset=22), "fuse_attention")[0])
+
+
+def test_weights_that_the_model_returns_stay():
+    assert "Attention" not in ops(passed(attention(extra="shares"), "fuse_attention")[0])
+
+
+def test_it_runs_by_name_alone_also_beside_the_default_passes():
+    assert "fuse_attention" not in DEFAULT
+    names = [info.name for info in choose("default, fuse_attention", "tolerant")]
+    assert names[-1] == "fuse_attention"
+    assert "fuse_matmul_add" in names
+    with pytest.raises(InputError, match="more than level 'exact' allows"):
+        choose(["default", "fuse_attention"], "exact")
+
+
+class SelfAttention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (torch.nn.Linear(8, 8) for _ in range(3))
+        self.dropout = torch.nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = (layer(x).view(*x.shape[:2], 2, 4).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        shares = self.dropout(torch.softmax(q @ k.transpose(-1, -2) / 2, -1))
+        return (shares @ v).transpose(1, 2).reshape(x.shape), shares
+
+
+class Block(torch.nn.Module):
+    """Takes the first of two things that its attention gives, as transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.output = SelfAttention(), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output(self.attention(x)[0]) + x
+
+
+def test_modules_stay_exact_where_weights_that_nobody_reads_are_gone(tmp_path):
+    torch.manual_seed(0)
+    model, kwargs = Block().eval(), {"x": torch.randn(2, 5, 8)}
+    exported(model, kwargs, "dynamo", tmp_path, opset_version=23)
+    small = tmp_path / "small.onnx"
+    result = htp_export.optimize(
+        tmp_path / "model.onnx", small, passes="default,fuse_attention", level="tolerant", verify=True
+    )
+    assert "Attention" in ops(result.model)
+    assert "Softmax" not in ops(result.model)
+    assert (result.rolled_back, dict(result.fused)) == ({}, {})
+    assert inexact(model, kwargs, small) == []
+    assert htp_export.verify(model, small, kwargs=kwargs).ok
+
+
+@pytest.mark.parametrize(
+    ("inputs", "attributes"),
+    [
+        ("x roi scales", {"mode": "nearest"}),
+        ("x roi none sizes", {"mode": "linear"}),
+        ("x roi none some", {"mode": "linear", "axes": [3, -2]}),
+        ("x roi none some", {"axes": [3, 2], "keep_aspect_ratio_policy": "not_larger"}),
+    ],
+)
+def test_the_shape_of_a_resized_tensor_is_known(inputs, attributes):
+    net = Builder(19, x=[1, 2, 5, 7])
+    net.const("roi", np.zeros(0, np.float32))
+    net.const("none", np.zeros(0, np.float32))
+    net.const("scales", np.float32([1, 1, 1.5, 0.5]))
+    net.const("sizes", np.array([1, 2, 8, 3]))
+    net.const("some", np.array([8, 3]))
+    net.add("Resize", inputs, "y", "resize", **attributes)
+    model = net.model("y")
+    found = Symbolic(model.graph).shape(model.graph.outputs[0])
+    shape = run(model, x=array(1, 2, 5, 7))[0].shape
+    assert len(found) == len(shape)
+    assert all(mine == dim for mine, dim in zip(found, shape, strict=True) if isinstance(mine, int))
+    assert ("keep_aspect_ratio_policy" in attributes) is not (found == shape)
