@@ -251,7 +251,16 @@ def test_work_on_constants_is_one_finding_for_what_hangs_together():
 
 def test_large_results_of_constants_are_not_folded():
     text = "g (float[2,200] x) => (float[2,200] y) { n = Neg(w)  y = MatMul(x, n) }"
-    assert only(written(text, w=weight(200, 200)), "unfolded_constants")[1] is None
+    assert only(written(text, w=weight(200, 200)), "unfolded_constants")[1] == "fold_constants"
+    text = "g (float[600,600] x) => (float[600,600] y) { n = Expand(row, shape)  y = MatMul(x, n) }"
+    _, fixed_by, why = only(written(text, row=weight(600), shape=S([600, 600])), "unfolded_constants")
+    assert (fixed_by, why) == (None, "the result is large: 1,437,584 bytes more")
+
+
+def test_quantized_weights_are_not_unpacked():
+    text = "g (float[2,4] x) => (float[2,4] y) { n = DequantizeLinear(w, scale)  y = MatMul(x, n) }"
+    model = written(text, w=np.ones((4, 4), np.int8), scale=np.float32(2))
+    assert only(model, "unfolded_constants")[1:] == (None, "it unpacks quantized weights")
 
 
 def test_equal_constants_are_found_by_their_values():
@@ -417,10 +426,10 @@ def test_what_no_pass_changes_is_not_said_to_be_fixed():
     assert by_pattern.findings[0].fixed_by == "eliminate_redundant_transposes"
 
 
-def test_a_large_table_is_why_a_constant_is_not_folded():
+def test_a_few_rows_of_a_large_table_are_folded():
     text = "g (float[4,64] x) => (float[4,64] y) { r = Gather(table, i)  y = Add(x, r) }"
     model = written(text, table=weight(512, 64), i=np.array([3, 1, 0, 2]))
-    assert only(model, "unfolded_constants")[1:] == (None, "it reads a weight of more than 16,384 elements")
+    assert only(model, "unfolded_constants")[1:] == ("fold_constants", "")
 
 
 def test_where_the_passes_cannot_run_the_pattern_speaks_and_says_so(monkeypatch):

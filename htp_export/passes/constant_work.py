@@ -18,7 +18,16 @@ from htp_export.passes.sizes import product
 from htp_export.passes.symbolic import Symbolic
 from htp_export.regions import RANDOM, subgraphs
 
-__all__ = ["Work", "computed", "find_work", "held_back", "reads", "together"]
+__all__ = ["GROWTH", "LEAST_ROOM", "SHARE", "Work", "computed", "find_work", "held_back", "room_left"]
+
+LEAST_ROOM = 1 << 20
+"""Bytes by which the constants of any model may grow."""
+
+SHARE = 16
+"""A model with large weights may grow by this part of them: one sixteenth."""
+
+GROWTH = "htp_export.growth"
+"""Key in an initializer's ``meta``: by how many bytes it made the model grow."""
 
 _LARGE = 1 << 16
 """Bytes; larger constants are given to ONNX Runtime as inputs, which does not copy them."""
@@ -27,7 +36,17 @@ _UNPACKING = frozenset(("DequantizeLinear",))
 """These make large weights of small ones; computed beforehand, a quantized model would be none any more."""
 
 
-def reads(node: ir.Node) -> Iterator[ir.Value]:
+def room_left(model: ir.Model) -> int:
+    """By how many bytes a model's constants may still grow."""
+    weights, grown = 0, 0
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            weights += bytes_of(value.const_value)
+            grown += value.meta.get(GROWTH, 0)
+    return int(max(LEAST_ROOM, (weights - grown) // SHARE) - grown)
+
+
+def _reads(node: ir.Node) -> Iterator[ir.Value]:
     """What a node reads, and what its subgraphs read of the graphs around them."""
     yield from (value for value in node.inputs if value is not None)
     bodies = dict.fromkeys(subgraphs(node))
@@ -86,7 +105,7 @@ def find_work(graph: ir.Graph, room: int, left_out: Collection[ir.Node] = ()) ->
     sources: dict[ir.Value, frozenset[ir.Value]] = {}
     found = []
     for node in graph:
-        read = list(reads(node))
+        read = list(_reads(node))
         if not all(value in sources or is_constant(value) for value in read) or node in left_out or held_back(node):
             continue
         known = known or Symbolic(graph)
@@ -109,7 +128,7 @@ def _work(nodes: Sequence[ir.Node]) -> Work:
         and (value.type is None or isinstance(value.type, ir.TensorType))
         and any(use.node not in inside for use in value.uses())
     ]
-    constants = dict.fromkeys(value for node in nodes for value in reads(node) if value not in made)
+    constants = dict.fromkeys(value for node in nodes for value in _reads(node) if value not in made)
     return Work(tuple(nodes), tuple(results), tuple(constants))
 
 
@@ -117,7 +136,7 @@ def _connected(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:
     """Nodes in groups that read each other, each in order."""
     group: dict[ir.Node, list[ir.Node]] = {}
     for node in nodes:
-        makers = (value.producer() for value in reads(node))
+        makers = (value.producer() for value in _reads(node))
         near = {id(found): found for maker in makers if maker is not None and (found := group.get(maker)) is not None}
         largest, *others = sorted(near.values(), key=len, reverse=True) or [[]]
         for member in (*(each for other in others for each in other), node):
@@ -136,7 +155,7 @@ def _size(value: ir.Value, known: Symbolic) -> int | None:
     return int(elements * (dtype.itemsize if dtype is not None else 8))
 
 
-def together(works: Sequence[Work]) -> list[list[Work]]:
+def _together(works: Sequence[Work]) -> list[list[Work]]:
     """Works that are computed in one run: those without large weights; each other one by itself."""
     alone = [[work] for work in works if any(bytes_of(value.const_value) > _LARGE for value in work.constants)]
     small = [work for work in works if all(bytes_of(value.const_value) <= _LARGE for value in work.constants)]
@@ -147,7 +166,7 @@ def computed(
     model: ir.Model, works: Sequence[Work]
 ) -> Iterator[tuple[Work, dict[ir.Value, ir.TensorProtocol], ir.Node | None]]:
     """Each work with its results, and the first of its nodes that ONNX Runtime cannot run, if there is one."""
-    for batch in together(works):
+    for batch in _together(works):
         try:
             arrays = _run(model, [n for w in batch for n in w.nodes], [v for w in batch for v in w.results])
         except Exception:  # ONNX Runtime's errors share no base but this
@@ -189,7 +208,7 @@ def _run(model: ir.Model, nodes: Sequence[ir.Node], wanted: Sequence[ir.Value]) 
     made = {value for node in nodes for value in node.outputs}
     graph = onnx.GraphProto(name="constants")
     feeds: dict[str, Array] = {}
-    for value in dict.fromkeys(value for node in nodes for value in reads(node) if value not in made):
+    for value in dict.fromkeys(value for node in nodes for value in _reads(node) if value not in made):
         tensor = value.const_value
         assert tensor is not None
         array = tensor.numpy()

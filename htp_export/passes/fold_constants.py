@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
-from htp_export.passes.constant_work import Work, computed, find_work
+from htp_export.passes.constant_work import GROWTH, Work, computed, find_work, room_left
 from htp_export.passes.editing import (
     add_initializer,
     bytes_of,
@@ -19,20 +19,12 @@ from htp_export.passes.registry import register
 from htp_export.passes.symbolic import Symbolic
 from htp_export.regions import subgraphs
 
-__all__ = ["LEAST_ROOM", "SHARE", "FoldConstants"]
-
-LEAST_ROOM = 1 << 20
-"""Bytes by which the constants of any model may grow."""
-
-SHARE = 16
-"""A model with large weights may grow by this part of them: one sixteenth."""
+__all__ = ["FoldConstants"]
 
 _SMALL = 1 << 14
 """Of constants with more elements, views are made where that is possible."""
 
 _VIEWS = ("Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-_GROWTH = "htp_export.growth"
-"""Key in an initializer's ``meta``: by how many bytes it made the model grow."""
 
 
 @register("fold_constants", level="exact")
@@ -57,16 +49,6 @@ class FoldConstants(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified)
 
 
-def _room(model: ir.Model) -> int:
-    """By how many bytes a model's constants may still grow."""
-    weights, grown = 0, 0
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            weights += bytes_of(value.const_value)
-            grown += value.meta.get(_GROWTH, 0)
-    return int(max(LEAST_ROOM, (weights - grown) // SHARE) - grown)
-
-
 def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
     """Fold what only turns or reshapes a large weight."""
     known: Symbolic | None = None
@@ -88,7 +70,7 @@ def _view(model: ir.Model, graph: ir.Graph, node: ir.Node, weight: ir.Value, kno
     if tensor is None or shape is None or not all(isinstance(dim, int) for dim in shape):
         return False
     growth = 0 if all(use.node is node for use in weight.uses()) else bytes_of(tensor)
-    if growth > _room(model):
+    if growth > room_left(model):
         return False
     sizes = [int(str(dim)) for dim in shape]
     perm = (
@@ -107,7 +89,7 @@ def _fold(model: ir.Model, graph: ir.Graph) -> bool:
     """Compute what nodes of a graph make that others read, as far as there is room for it."""
     left_out: set[ir.Node] = set()
     folded = False
-    while works := find_work(graph, _room(model), left_out):
+    while works := find_work(graph, room_left(model), left_out):
         looked_at = len(left_out)
         for work, results, fault in computed(model, works):
             if fault is not None:
@@ -128,7 +110,7 @@ def _keep(
     left_out: set[ir.Node],
 ) -> bool:
     """Put results in the place of what nodes make; those that are too large, or no tensors, are left to their nodes."""
-    room, folded = _room(model), False
+    room, folded = room_left(model), False
     freed = work.freed if len(results) == len(work.results) else 0
     if sum(bytes_of(tensor) for tensor in results.values()) - freed > room:
         freed = 0
@@ -153,5 +135,5 @@ def _keep(
 def _store(graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol, growth: int) -> bool:
     stored = add_initializer(graph, tensor, str(value.name))
     if growth:
-        stored.meta[_GROWTH] = growth
+        stored.meta[GROWTH] = growth
     return stand_in(value, stored)

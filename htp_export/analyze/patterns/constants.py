@@ -13,10 +13,11 @@ import onnx_ir as ir
 from htp_export.analyze.facts import GraphFacts, constant_tensor
 from htp_export.analyze.finding import Match
 from htp_export.analyze.patterns.groups import connected
+from htp_export.passes.constant_work import held_back, room_left
+from htp_export.passes.editing import bytes_of
 
 __all__ = ["dead", "duplicates", "unfolded", "unused"]
 
-_FOLDABLE = 1 << 14  # elements; what is larger, `fold_constants` does not compute, but for transposed weights
 _COMPARED = 1024  # elements; what is larger, `eliminate_duplicate_constants` does not compare
 _HASHED = 1 << 20  # bytes; of what is larger, a sample is compared first
 _SAMPLE = 1024  # elements
@@ -33,23 +34,25 @@ def unfolded(facts: GraphFacts) -> Iterator[Match]:
 
 
 def _unfoldable(facts: GraphFacts, nodes: tuple[ir.Node, ...]) -> str:
+    """Why `fold_constants` leaves nodes as they are; empty where it does not."""
+    functions = {function.graph for function in facts.tagged.model.functions.values()}
+    inside, room = set(nodes), room_left(facts.tagged.model)
     for node in nodes:
-        if node.graph is not facts.tagged.model.graph:
-            return "it lies in a subgraph or function"
-        if node.op_type == "Transpose":
-            continue
-        shape = facts.shape(node.outputs[0]) or ()
-        size = math.prod(side for side in shape if isinstance(side, int))
-        if size > _FOLDABLE:
-            return f"the result is large: more than {_FOLDABLE:,} elements"
-        held = (facts.tagged.index.initializer(value) for value in node.inputs if value is not None)
-        if any(source is not None and _elements(source) > _FOLDABLE for source in held):
-            return f"it reads a weight of more than {_FOLDABLE:,} elements"
-    return ""
+        if node.graph in functions:
+            return "it lies in a function"
+        if why := held_back(node):
+            return why
+    freed = {value: value.const_value for node in nodes for value in node.inputs if value is not None}
+    left = sum(bytes_of(t) for value, t in freed.items() if all(use.node in inside for use in value.uses()))
+    results = (value for node in nodes for value in node.outputs if any(use.node not in inside for use in value.uses()))
+    grown = sum(_size(facts, value) for value in results) - left
+    return f"the result is large: {grown:,} bytes more" if grown > room else ""
 
 
-def _elements(initializer: ir.Value) -> int:
-    return 0 if initializer.const_value is None else initializer.const_value.size
+def _size(facts: GraphFacts, value: ir.Value) -> int:
+    """Bytes of a tensor, as far as they are known."""
+    sides = facts.shape(value) or ()
+    return int(math.prod(side for side in sides if isinstance(side, int)) * (value.dtype.itemsize if value.dtype else 4))
 
 
 def duplicates(facts: GraphFacts) -> Iterator[Match]:
