@@ -126,7 +126,7 @@ def yolos(size: str) -> Built:
 def swin(size: str) -> Built:
     from transformers import SwinConfig, SwinForImageClassification
 
-    narrow = {"image_size": 64, "embed_dim": 16, "num_heads": [1, 2, 4, 8], "window_size": 4}
+    narrow = {"image_size": 64, "patch_size": 2, "embed_dim": 16, "num_heads": [1, 2, 4, 8], "window_size": 4}
     small = {"depths": [2, 2], "num_heads": [2, 4]}
     config = SwinConfig(**_sizes(size, {}, narrow, small), attn_implementation="eager")
     return SwinForImageClassification(config), _image(size)

@@ -57,7 +57,8 @@ def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
         weight = node.inputs[0] if is_standard(node, *_VIEWS) else None
         if weight is None or not is_constant(weight) or weight.const_value is None:
             continue
-        if weight.const_value.size > _SMALL and not node.outputs[0].is_graph_output():
+        large = weight.const_value.size > _SMALL and weight.const_value.dtype != ir.DataType.STRING
+        if large and not node.outputs[0].is_graph_output():
             known = known or Symbolic(graph)
             modified |= _view(model, graph, node, weight, known)
     if modified:
