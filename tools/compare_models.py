@@ -201,16 +201,20 @@ def build(name: str, size: str) -> Built:
     return model.eval(), inputs
 
 
-def export(name: str, exporter: str, size: str, path: str) -> Built:
-    """Export one with tags; from TorchScript with opset 14, nothing folded and sizes of batch and text left free."""
+def export(name: str, exporter: str, size: str, path: str, *, defaults: bool = False) -> Built:
+    """Export one with tags; from TorchScript with opset 14, nothing folded and sizes of batch and text left free.
+
+    With ``defaults`` it is exported as torch does without arguments: fixed sizes, torch's opset and folding.
+    """
     import htp_export
 
     model, inputs = build(name, size)
-    if exporter == "dynamo":
-        htp_export.export(model, (), path, kwargs=inputs, dynamo=True, verbose=False)
+    if exporter == "dynamo" or defaults:
+        names: dict[str, Any] = {} if exporter == "dynamo" else {"input_names": list(inputs)}
+        htp_export.export(model, (), path, kwargs=inputs, dynamo=exporter == "dynamo", verbose=False, **names)
     else:
         axes = {key: {0: "batch", 1: "length"} if value.ndim == 2 else {0: "batch"} for key, value in inputs.items()}
         options: dict[str, Any] = {"opset_version": 14, "do_constant_folding": False}
-        names = {"input_names": list(inputs), "dynamic_axes": axes}
-        htp_export.export(model, (), path, kwargs=inputs, dynamo=False, verbose=False, **options, **names)
+        options |= {"input_names": list(inputs), "dynamic_axes": axes}
+        htp_export.export(model, (), path, kwargs=inputs, dynamo=False, verbose=False, **options)
     return model, inputs

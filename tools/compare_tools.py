@@ -3,6 +3,7 @@
 
     python tools/compare_tools.py                      # every model, both exporters, every tool
     python tools/compare_tools.py --size narrow BERT-base    # the same nodes, small weights
+    python tools/compare_tools.py --size small --defaults    # fixed sizes, exported as torch does without arguments
     python tools/compare_tools.py --no-check --tools tolerant onnxslim        # time and memory
     python tools/compare_tools.py --latency --tools tolerant onnxslim --plot latency.svg
 
@@ -170,11 +171,13 @@ def runs(path: str, inputs: dict[str, Any]) -> bool:
     return True
 
 
-def compare(name: str, exporter: str, tools: list[str], size: str, check: bool, folder: Path) -> dict[str, Any]:
+def compare(
+    name: str, exporter: str, tools: list[str], size: str, check: bool, defaults: bool, folder: Path
+) -> dict[str, Any]:
     """One model from one exporter through every tool."""
     source = os.fspath(folder / "model.onnx")
-    command = [sys.executable, __file__, "--export", source, "--exporter", exporter, name]
-    subprocess.run([*command, "--size", size], check=True, capture_output=True)
+    command = [sys.executable, __file__, "--export", source, "--exporter", exporter, name, "--size", size]
+    subprocess.run([*command, *(["--defaults"] if defaults else [])], check=True, capture_output=True)
     written = sum(path.stat().st_size for path in folder.iterdir())
     row: dict[str, Any] = {"model": name, "exporter": exporter, "nodes": len(nodes_of(source)), "bytes": written}
     for tool in tools:
@@ -327,6 +330,9 @@ def main() -> int:
     parser.add_argument(
         "--size", choices=SIZES, default="real", help="narrow: as deep, small weights; small: two layers"
     )
+    parser.add_argument(
+        "--defaults", action="store_true", help="export with fixed sizes, and torch's opset and folding"
+    )
     parser.add_argument("--no-check", action="store_true", help="do not hold the written files against PyTorch")
     parser.add_argument("--latency", action="store_true")
     parser.add_argument("--pairs", type=int, default=21)
@@ -341,7 +347,7 @@ def main() -> int:
         print(json.dumps(one(args.one, *args.models)))
         return 0
     if args.export:
-        export(args.models[0], args.exporter, args.size, args.export)
+        export(args.models[0], args.exporter, args.size, args.export, defaults=args.defaults)
         return 0
     tools, rows = [tool for tool in args.tools if tool in TOOLS], list[dict[str, Any]]()
     for name in args.models or MODELS:
@@ -351,7 +357,7 @@ def main() -> int:
                     row = latency(name, exporter, tools, args.size, args.pairs, Path(folder))
                     print(shown_latency(row, tools), flush=True)
                 else:
-                    row = compare(name, exporter, tools, args.size, not args.no_check, Path(folder))
+                    row = compare(name, exporter, tools, args.size, not args.no_check, args.defaults, Path(folder))
                     print(f"{name}, {exporter}: {row['nodes']} nodes, {row['bytes'] / 1e6:.0f} MB", flush=True)
                     for tool in tools:
                         print(f"    {tool:20} {shown(row[tool], row)}", flush=True)
