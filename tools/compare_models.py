@@ -146,8 +146,9 @@ def clip(size: str) -> Built:
 
     text = _sizes(size, {}, {**_NARROW, "vocab_size": 1000, "eos_token_id": 2}, {"num_hidden_layers": 2})
     vision = _sizes(size, {}, {**_NARROW, "image_size": 64}, {"num_hidden_layers": 2})
-    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision))
-    return model, {**_text(), **_image(size)}
+    inputs = {**_text(), **_image(size)}
+    order = ("input_ids", "pixel_values", "attention_mask")  # that of forward's parameters
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision)), {key: inputs[key] for key in order}
 
 
 def segformer(size: str) -> Built:
