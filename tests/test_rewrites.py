@@ -262,6 +262,30 @@ def test_zeros_are_not_added():
     assert ops(changed) == ["Add"]
 
 
+@pytest.mark.parametrize("order", ["x r", "r x"])
+def test_a_product_with_a_reciprocal_is_a_quotient(order):
+    net = Builder(x=["n", 4], s=["n", 1])
+    net.add("Reciprocal", "s", "r", "norm")
+    net.add("Mul", order, "y", "norm")
+    model = net.model("y")
+    changed, _ = passed(model, "simplify_arithmetic")
+    assert ops(changed) == ["Div"]
+    assert same(model, changed, 1e-5, x=array(2, 4), s=1 + array(2, 1, seed=1) ** 2)
+
+
+def test_a_reciprocal_that_is_read_twice_or_given_stays():
+    net = Builder(x=[4], s=[4])
+    net.add("Reciprocal", "s", "r", "norm")
+    net.add("Mul", "x r", "a", "norm")
+    net.add("Mul", "a r", "y", "norm")
+    assert ops(passed(net.model("y"), "simplify_arithmetic")[0]) == ["Reciprocal", "Mul", "Mul"]
+    net = Builder(x=[4], s=[4])
+    net.add("Reciprocal", "s", "r", "one")
+    net.add("Mul", "x r", "y", "two")
+    model = net.model("y", {"one": (["s"], ["r"]), "two": (["x", "r"], ["y"])})
+    assert ops(passed(model, "simplify_arithmetic")[0]) == ["Reciprocal", "Mul"]
+
+
 @pytest.mark.parametrize("keep", [0, 1])
 @pytest.mark.parametrize("opset", [17, 18])
 def test_a_mean_of_means_is_one_mean(opset, keep):

@@ -1,4 +1,4 @@
-"""Constants in a row, made one."""
+"""Constants in a row, made one; products with reciprocals, made quotients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.passes.cleanup_attention import scaled
-from htp_export.passes.editing import Array, add_constant, constant_array, is_standard, remove_unused, replace
+from htp_export.passes.editing import (
+    Array,
+    add_constant,
+    constant_array,
+    is_boundary,
+    is_standard,
+    only_reader,
+    remove_unused,
+    replace,
+)
 from htp_export.passes.registry import register
 
 __all__ = ["SimplifyArithmetic"]
@@ -14,12 +23,15 @@ __all__ = ["SimplifyArithmetic"]
 
 @register("simplify_arithmetic", level="tolerant")
 class SimplifyArithmetic(ir.passes.InPlacePass):
-    """Multiplies once where a value is multiplied by one constant after another."""
+    """Multiplies once where a value is multiplied by one constant after another, and divides where by a reciprocal."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
         for node in model.graph:
             if not is_standard(node, "Mul", "Div"):
+                continue
+            if _divide(node):
+                modified = True
                 continue
             outer = _factor(node)
             inner = scaled(outer[0]) if outer is not None else None
@@ -32,6 +44,19 @@ class SimplifyArithmetic(ir.passes.InPlacePass):
         if modified:
             remove_unused(model)
         return ir.passes.PassResult(model, modified)
+
+
+def _divide(node: ir.Node) -> bool:
+    """Make a ``Div`` of a ``Mul`` by a ``Reciprocal`` that nothing else reads."""
+    for place in (1, 0) if node.op_type == "Mul" else ():
+        value, other = node.inputs[place], node.inputs[1 - place]
+        maker = value.producer() if value is not None else None
+        if value is None or maker is None or not is_standard(maker, "Reciprocal") or is_boundary(value):
+            continue
+        if only_reader(value) is node:
+            replace(node, [ir.node("Div", [other, maker.inputs[0]])])
+            return True
+    return False
 
 
 def _factor(node: ir.Node) -> tuple[ir.Value, Array] | None:

@@ -52,7 +52,9 @@ def _unfoldable(facts: GraphFacts, nodes: tuple[ir.Node, ...]) -> str:
 def _size(facts: GraphFacts, value: ir.Value) -> int:
     """Bytes of a tensor, as far as they are known."""
     sides = facts.shape(value) or ()
-    return int(math.prod(side for side in sides if isinstance(side, int)) * (value.dtype.itemsize if value.dtype else 4))
+    return int(
+        math.prod(side for side in sides if isinstance(side, int)) * (value.dtype.itemsize if value.dtype else 4)
+    )
 
 
 def duplicates(facts: GraphFacts) -> Iterator[Match]:
