@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.call_tree import Work
 from htp_export.errors import HtpExportError
 from htp_export.hierarchy import Hierarchy
 from htp_export.passes.accounting import WeightBook, changes_of
