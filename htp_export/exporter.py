@@ -242,7 +242,7 @@ class _Dynamo:
     def __init__(self, model: Any) -> None:
         with no_collection(kept=True):
             self.names = ModuleNames(model)
-            self.capture = DynamoCapture(self.names.path_now, self.names.aliases)
+            self.capture = DynamoCapture(self.names.path_now, self.names.aliases, self.names.by_id)
 
     def run(self, export: Callable[[], Any]) -> Any:
         capture = self.capture

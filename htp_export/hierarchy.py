@@ -258,7 +258,13 @@ def _module_from_json(path: str, entry: object) -> ModuleInfo:
 
 
 def _class_name(module: torch.nn.Module) -> str:
-    """The fully qualified class; for a scripted module, the name of the class that was scripted."""
+    """The fully qualified class; for a scripted module, the name of the class that was scripted.
+
+    A ``GraphModule`` has a class of its own, which is given the name of the class that was traced.
+    """
     kind = type(module)
     scripted = getattr(module, "original_name", None) if kind.__module__.startswith("torch.jit") else None
-    return str(scripted) if scripted else f"{kind.__module__}.{kind.__qualname__}"
+    if scripted:
+        return str(scripted)
+    renamed = kind.__qualname__.rpartition(".")[2] != kind.__name__
+    return f"{kind.__module__}.{kind.__name__ if renamed else kind.__qualname__}"

@@ -20,7 +20,7 @@ from htp_export.hierarchy import Hierarchy
 from htp_export.regions import all_nodes
 from htp_export.signatures import Signature
 
-__all__ = ["Borders", "refate"]
+__all__ = ["Borders", "refate", "varying_values"]
 
 _Paths = tuple[str, ...]
 _NOBODY = Work()
@@ -66,7 +66,7 @@ class Borders:
         }
         results = [value for value in model.graph.outputs if value.name]
         self.known.setdefault("", set()).update(str(value.name) for value in (*model.graph.inputs, *results))
-        self._live = _live(model, nodes)
+        self._live = varying_values(model, nodes)
         self._crossings: dict[tuple[Work, Work], tuple[_Paths, _Paths]] = {}
         self._edges = list(self._find_edges(works, results))
         self.regions = {path for work in set(works.values()) for path in work.modules}
@@ -168,7 +168,7 @@ def refate(
     return hierarchy.with_results(fates=fates, fused_with=together)
 
 
-def _live(model: ir.Model, nodes: Sequence[ir.Node]) -> set[ir.Value]:
+def varying_values(model: ir.Model, nodes: Sequence[ir.Node]) -> set[ir.Value]:
     """The values that depend on values of the model's inputs, not on their sizes alone."""
     live = {value for value in model.graph.inputs if not value.is_initializer()}
     for function in model.functions.values():

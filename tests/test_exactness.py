@@ -23,7 +23,6 @@ OWN = ("Gemm", "MatMul", "Conv", "Sigmoid", "Tanh", "Relu")
 # Faults that are known, each with its reason.
 KNOWN = {
     ("pre_hook_that_computes", "dynamo"): "the work of a user's forward pre-hook goes to the module",
-    ("cond_over_self", "dynamo"): "a module without parameters that ran in a branch alone leaves no trace of itself",
 }
 
 

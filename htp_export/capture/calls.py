@@ -117,6 +117,11 @@ class CallLog:
             self._chains[index] = (index, *self.chain(self.calls[index].parent))
         return self._chains[index]
 
+    def common(self, one: int, other: int) -> int:
+        """The innermost call that is, or is around, both calls; ``NO_CALL`` where there is none."""
+        around = self.chain(other)
+        return next((index for index in self.chain(one) if index in around), NO_CALL)
+
     def owners(self, index: int) -> tuple[str, ...]:
         """The module paths that own what this call computes itself, in the order in which they began.
 

@@ -8,9 +8,11 @@ copies graphs and names nodes anew; what stands in a node's ``meta`` is copied w
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from htp_export.capture.calls import NO_CALL
+from htp_export.capture.replays import Replays
 from htp_export.capture.torch_internals import Ran, outputs_of
 
 CALL = "htp.call"
@@ -57,36 +59,44 @@ class Decomposition:
 
     Args:
         places: Those of the program's graph.
+        call_of: A node of an FX graph → its call.
+        common: Two calls → the innermost call around both.
 
     Attributes:
         runs: Whether torch is at it.
+        moved: Call → other calls to which its work was given, because nothing is left of what it did itself.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, call_of: Callable[[Any], int], common: Callable[[int, int], int]) -> None:
         self.runs = False
         self._places, self._decomposed = places, Places("htp.decomposed")
+        self._call_of = call_of
+        self._replays = Replays(self._decomposed.mark, call_of, common, _assign)
+        self.moved: dict[int, set[int]] = {}
+        self._outputs: list[Any] = []
         self._results: dict[int, dict[int, list[int]]] = {}  # place → changes → places in graphs that were traced
         self._returned: list[Result | None] = []
         self._names: dict[int, str] = {}  # place in the decomposed graph → name of its node
 
-    def ran(self, ran: Ran, call: int) -> None:
-        """Note that a node ran.
-
-        Args:
-            ran: What is told of it.
-            call: Its call, where the nodes that it became do not have that in their scopes; else ``NO_CALL``.
-        """
-        if call != NO_CALL:
-            for each in ran.made:  # a body's nodes come before the node that runs the body
+    def ran(self, ran: Ran) -> None:
+        """Note that a node ran."""
+        call = self._call_of(ran.node) if ran.made else NO_CALL
+        for each in ran.made:  # a body's nodes come before the node that runs the body
+            self._decomposed.mark(each)
+            if call != NO_CALL:
                 each.meta.setdefault(CALL, call)
+        changed = self._replays.ran(ran)
         if ran.node.op == "output":  # of a body, or of the whole, which comes last
-            changes = {node: count for node, count, _ in ran.states}
-            self._returned = [self._result(node, changes.get(node)) for node in outputs_of(ran.node)]
+            changes = {state.node: state.changes for state in ran.read}
+            self._outputs = outputs_of(ran.node)
+            self._returned = [self._result(node, changes.get(node)) for node in self._outputs]
             return
-        for node, count, maker in ran.states:
-            result = self._result(node, count)
-            if result is not None and maker is not None:
-                self._note(result, maker)
+        for state in (*ran.read, *ran.returned):
+            result = self._result(state.node, state.changes)
+            if result is not None and state.maker is not None:
+                if state.maker in changed:
+                    self._note(result, changed[state.maker])
+                self._note(result, state.maker)
 
     def _note(self, result: Result, maker: Any) -> None:
         self._results.setdefault(result.place, {}).setdefault(result.changes, []).append(self._decomposed.mark(maker))
@@ -99,19 +109,36 @@ class Decomposition:
         """Note that the decomposed program is complete."""
         self.runs = False
         returned = outputs_of(next(iter(reversed(program.graph.nodes))))
+        late = {node for node in program.graph.nodes if self._decomposed.read(node) is None}
         # From the end: what was changed of inputs and buffers comes before what the model returns.
+        self._replays.returned(zip(reversed(self._outputs), reversed(returned), strict=False), late)
         for result, node in zip(reversed(self._returned), reversed(returned), strict=False):
             if result is not None and node is not None:
                 self._results.setdefault(result.place, {})[result.changes] = []
                 self._note(result, node)
         places = ((self._decomposed.read(node), node.name) for node in program.graph.nodes)
         self._names = {place: name for place, name in places if place is not None}
+        for number, call, now in self._replays.moved:
+            if number not in self._names:
+                self.moved.setdefault(call, set()).add(now)
 
-    def name_of(self, result: Result | None) -> str | None:
-        """The name of the decomposed program's node that has a result; None where that is gone, or cannot be told."""
+    def name_of(self, result: Result | None, *, read: bool = False) -> str | None:
+        """The name of the decomposed program's node that has a result; None where that is gone, or cannot be told.
+
+        Args:
+            result: The result.
+            read: Whether to name what its readers read, where several nodes have it one after the other; else what
+                was made first.
+        """
         states = {} if result is None else self._results.get(result.place, {})
         if result is None or not states:
             return None
         # Operators that torch runs otherwise while it decomposes may count otherwise, too.
         found = next(iter(states.values())) if len(states) == 1 else states.get(result.changes, ())
-        return next((self._names[place] for place in found if place in self._names), None)
+        names = [self._names[place] for place in found if place in self._names]
+        return names[-1 if read else 0] if names else None
+
+
+def _assign(node: Any, call: int) -> None:
+    if call != NO_CALL:
+        node.meta[CALL] = call

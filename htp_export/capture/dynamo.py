@@ -11,15 +11,16 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from htp_export.capture.bodies import Bodies
 from htp_export.capture.calls import NO_CALL, CallLog, Passing, arguments_by_name
 from htp_export.capture.decomposition import CALL, Decomposition, Places, Result
 from htp_export.capture.guarded import Guarded
 from htp_export.capture.record import Node, Operation, Record
+from htp_export.capture.reshapes import equal_tensors
 from htp_export.capture.torch_internals import (
-    Ran,
     bodies_run_in_place,
     changes_of,
     fx_node_of,
@@ -35,6 +36,7 @@ SHAPE_OPERATORS = frozenset({"Shape", "Size"})
 _TYPE_INPUT = {"CastLike": 1}
 
 _STAMP = "htp.stamp"
+_STACK_TRACE = "pkg.torch.onnx.stack_trace"  # torch's own metadata; bodies have no other trace of where they come from
 
 
 class DynamoCapture(Guarded):
@@ -43,11 +45,15 @@ class DynamoCapture(Guarded):
     Args:
         path_of: A module (or the proxy that torch puts around it) → its path; None for what is none of the model's.
         aliases: Every name under which a module is registered → the first of its names.
+        path_by_id: ``id(module)`` → its path.
     """
 
-    def __init__(self, path_of: Callable[[Any], str | None], aliases: dict[str, str]) -> None:
+    def __init__(
+        self, path_of: Callable[[Any], str | None], aliases: dict[str, str], path_by_id: Mapping[int, str]
+    ) -> None:
         self.log = CallLog()
         self.aliases = aliases
+        self._bodies = Bodies(path_by_id)
         self.classes: dict[str, str] = {}
         self._path_of = path_of
         self._root_name: str | None = None
@@ -56,12 +62,11 @@ class DynamoCapture(Guarded):
         self._name_counts: collections.Counter[str] = collections.Counter()
         self._made_something: set[int] = set()
         self._nodes_before: list[int] = []  # for each running call, how many FX nodes there were when it began
-        self._unscoped: set[int] = set()  # calls that torch has no scope for
         self._marked = 0  # how many FX nodes there were when a module last began or returned
         self._needed: set[int] = set()
         self._by_stack: dict[tuple[tuple[str, tuple[str, Any]], ...], int] = {}
         self._places = Places("htp.traced")
-        self.decomposition = Decomposition(self._places)
+        self.decomposition = self._new_decomposition()
         self._values: dict[str, Any] = {}  # FX node → its value in the first ONNX graph
         self._passed: dict[int, Passing] = {}
         self._graph: ir.Graph | None = None
@@ -69,6 +74,7 @@ class DynamoCapture(Guarded):
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
         self._replaced: dict[ir.Value, ir.Value] = {}
+        self._equal: dict[ir.Value, tuple[ir.Value, ...]] = {}
 
     # --- while the model runs -----------------------------------------------------------------
 
@@ -82,20 +88,19 @@ class DynamoCapture(Guarded):
         """
         path = self._path_of(module)
         if path is None:
+            self._bodies.runs(module, self.log, traced=tracer is self._tracer)
             return False
         if not self.log.stack or tracer is not self._tracer:  # a new attempt at tracing starts from nothing
             self.log, self._root_name, self._tracer = CallLog(), name, tracer
+            self._bodies.clear()
             self._by_name.clear()
             self._name_counts.clear()
             self._made_something.clear()
             self._nodes_before.clear()
-            self._unscoped.clear()
             self._marked = 0
         self._mark(tracer)
         index = self.log.enter(path)
-        if name is None:
-            self._unscoped.add(index)
-        else:
+        if name is not None:
             self._by_name[name, self._name_counts[name]] = index
             self._name_counts[name] += 1
         arguments = arguments_by_name(module.forward, args, kwargs)
@@ -115,9 +120,13 @@ class DynamoCapture(Guarded):
         return None if node is None else Result(self._places.mark(node), changes_of(tensor))
 
     def _mark(self, tracer: Any) -> None:
-        """Write the running call on the FX nodes made since a module last began or returned, if no scope tells it."""
+        """Write the running call on the FX nodes made since a module last began or returned.
+
+        Scopes do not have it for every module: torch opens none for a ``GraphModule``, and none for a module that was
+        put in place while the model ran.
+        """
         nodes = tracer.graph.nodes
-        if self.log.stack and self.log.stack[-1] in self._unscoped:
+        if self.log.stack:
             for node in itertools.islice(reversed(nodes), len(nodes) - self._marked):
                 node.meta[CALL] = self.log.stack[-1]
         self._marked = len(nodes)
@@ -131,8 +140,11 @@ class DynamoCapture(Guarded):
             self.log.passed.clear()  # of an attempt at tracing that failed: what came after sees no modules run
         for graph in graphs:
             self._note_needed(graph)
-        self.decomposition = Decomposition(self._places)
+        self.decomposition = self._new_decomposition()
         self.decomposition.runs = True
+
+    def _new_decomposition(self) -> Decomposition:
+        return Decomposition(self._places, self._call_of, lambda one, other: self.log.common(one, other))
 
     def _note_needed(self, graph: Any) -> None:
         wanted: set[Any] = set()
@@ -140,14 +152,6 @@ class DynamoCapture(Guarded):
             if node.op == "output" or node in wanted or node.is_impure():
                 wanted.update(node.all_input_nodes)
                 self._needed.update(self.log.chain(self._call_of(node)))
-
-    def ran(self, ran: Ran) -> None:
-        """Note what became of a node of the exported graph."""
-        self.decomposition.ran(ran, ran.node.meta.get(CALL, NO_CALL))
-
-    def ran_in_body(self, ran: Ran) -> None:
-        """The same for one of a body, which is dissolved into the graph around it: its nodes lose their scopes."""
-        self.decomposition.ran(ran, self._call_of(ran.node))
 
     # --- the first ONNX graph -------------------------------------------------------------------
 
@@ -164,23 +168,32 @@ class DynamoCapture(Guarded):
             )
             for node in all_nodes(model.graph)
         ]
+        self._equal = equal_tensors(all_nodes(model.graph))
         self._inputs, self._outputs = list(model.graph.inputs), list(model.graph.outputs)
-        for function in model.functions.values():
-            for node in all_nodes(function):
-                call = self._call_of(node.meta.get("node"))
-                if call != NO_CALL:
-                    node.metadata_props[_STAMP] = str(call)  # outlives inlining, which copies nodes
+        self._stamp_bodies(model)
         self._passed = {
             call: Passing(
-                tuple((name, self._value_of(result)) for name, result in passing.given),
+                tuple((name, self._value_of(result, read=True)) for name, result in passing.given),
                 tuple(map(self._value_of, passing.returned)),
             )
             for call, passing in self.log.passed.items()
         }
 
-    def _value_of(self, result: Result | None) -> Any:
+    def _stamp_bodies(self, model: ir.Model) -> None:
+        """Write its call on each node of a body; torch makes a function of each body, and inlines it later."""
+        for node in model.graph:
+            functions = list(_functions_called(node, model.functions))
+            nodes = [inner for function in functions for inner in all_nodes(function)]
+            traces = {inner: inner.metadata_props.get(_STACK_TRACE) for inner in nodes}
+            known = self._bodies.calls(self._call_of(node.meta.get("node")), traces.values()) if nodes else {}
+            for inner, trace in traces.items():
+                call = known.get(trace or "", self._call_of(inner.meta.get("node")))
+                if call != NO_CALL:
+                    inner.metadata_props[_STAMP] = str(call)  # outlives inlining, which copies nodes
+
+    def _value_of(self, result: Result | None, *, read: bool = False) -> Any:
         """The value of the first ONNX graph that holds the result of a node of the traced FX graph, or None."""
-        found = self._values.get(self.decomposition.name_of(result) or "")
+        found = self._values.get(self.decomposition.name_of(result, read=read) or "")
         return None if isinstance(found, (list, tuple)) else found
 
     def _call_of(self, fx_node: Any) -> int:
@@ -278,12 +291,17 @@ class DynamoCapture(Guarded):
         alive = set(_values(model.graph))
         record.operations = self._first
         record.passed = self._passed
+        record.moved = self.decomposition.moved
         record.dead = self._made_something - self._needed
         record.inputs, record.outputs = set(self._inputs), list(self._outputs)
         for value in self._captured():
             last = self._last(value, alive)
             if last in alive:
                 record.final[value] = last
+        for value, others in self._equal.items():
+            left = [record.final[other] for other in others if other in record.final]
+            if left:
+                record.final.setdefault(value, left[0])
         for first, now in zip(self._outputs, model.graph.outputs, strict=True):
             record.final.setdefault(first, now)
         for node, described in zip(nodes, record.nodes, strict=True):
@@ -300,6 +318,17 @@ class DynamoCapture(Guarded):
         for graph in (model.graph, *model.functions.values()):
             for node in all_nodes(graph):
                 node.metadata_props.pop(_STAMP, None)
+
+
+def _functions_called(node: ir.Node, functions: Mapping[Any, ir.Function]) -> Iterator[ir.Function]:
+    """The functions that the bodies of a node call, and those that these call."""
+    for body in subgraphs(node):
+        for inner in all_nodes(body):
+            function = functions.get(inner.op_identifier())
+            if function is not None:
+                yield function
+                for each in function:
+                    yield from _functions_called(each, functions)
 
 
 def describe(model: ir.Model, record: Record) -> tuple[list[ir.Node], Record]:

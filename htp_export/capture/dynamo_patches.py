@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capture.running import dynamo_capture, translations_read, wanted
-from htp_export.capture.torch_internals import Ran, bodies_watched, fx_tracing, ran_since
+from htp_export.capture.torch_internals import bodies_watched, called_by_export, fx_tracing, ran_since
 
 if TYPE_CHECKING:
     from htp_export.capture.dynamo import DynamoCapture
@@ -38,11 +38,12 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
         capture = dynamo_capture.get()
         if capture is None:
             return original(self, module, forward, args, kwargs)
+        called = called_by_export(module)
         try:
-            name = self.path_of_module(module)
+            name = self.path_of_module(called)
         except Exception:  # a module that was not in the model when the tracing began: torch has no scope for it
             name = None
-        entered = capture.step("noting that a module is called", capture.enter, self, module, name, args, kwargs)
+        entered = capture.step("noting that a module is called", capture.enter, self, called, name, args, kwargs)
         result = original(self, module, forward, args, kwargs)
         if entered:
             capture.step("noting that a module returns", capture.leave, self, result)
@@ -71,7 +72,7 @@ def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watch_bodies(capture: DynamoCapture, exported_program: Any, watching: contextlib.ExitStack) -> None:
-    watched = functools.partial(_run_watched, capture, capture.ran_in_body)
+    watched = functools.partial(_run_watched, capture)
     watching.enter_context(bodies_watched(exported_program.graph_module, watched))
 
 
@@ -83,25 +84,23 @@ def run_node(original: Callable[..., Any]) -> Callable[..., Any]:
         capture = dynamo_capture.get()
         if capture is None or not capture.decomposition.runs:
             return original(self, n)
-        return _run_watched(capture, capture.ran, lambda: original(self, n), self, n)
+        return _run_watched(capture, lambda: original(self, n), self, n)
 
     return wrapper
 
 
-def _run_watched(
-    capture: DynamoCapture, note: Callable[[Ran], None], run: Callable[[], Any], interpreter: Any, node: Any
-) -> Any:
+def _run_watched(capture: DynamoCapture, run: Callable[[], Any], interpreter: Any, node: Any) -> Any:
     """Run a node of an FX graph and return what it gives; if another graph is traced meanwhile, note what it became."""
-    before = capture.step("looking for the FX trace that runs", fx_tracing)
+    before = capture.step("looking for the FX trace that runs", fx_tracing, interpreter, node)
     result = run()
     if before is not None:
-        step = functools.partial(_note_ran, note, before, interpreter, node, result)
+        step = functools.partial(_note_ran, capture, before, node, result)
         capture.step("following a node of the exported program through its decomposition", step)
     return result
 
 
-def _note_ran(note: Callable[[Ran], None], *what: Any) -> None:
-    note(ran_since(*what))
+def _note_ran(capture: DynamoCapture, *what: Any) -> None:
+    capture.decomposition.ran(ran_since(*what))
 
 
 def translate_graph(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ class ModuleNames:
         paths: ``id(module.__dict__)`` → module path. torch's tracer wraps modules in objects that share their
             ``__dict__``, and a module registered under several names has the first of them.
         aliases: Every name under which a module is registered → its path.
+        by_id: ``id(module)`` → module path.
     """
 
     def __init__(self, model: Any) -> None:
@@ -25,9 +26,10 @@ class ModuleNames:
         self.paths: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
         self._model = model if isinstance(model, torch.nn.Module) else None
+        self.by_id: dict[int, str] = {}
         self._seen: list[Any] = []  # kept, so that their ids are nobody else's
         for name, module in self._named(remove_duplicate=False):
-            self.aliases[name] = self.paths.setdefault(id(module.__dict__), name)
+            self.aliases[name] = self.by_id[id(module)] = self.paths.setdefault(id(module.__dict__), name)
             self._seen.append(module)
 
     def _named(self, *, remove_duplicate: bool = True) -> Iterable[tuple[str, Any]]:
@@ -54,7 +56,7 @@ class ModuleNames:
             if found is None:
                 return None
             self._seen.append(module)
-            self.paths[key] = found
+            self.paths[key] = self.by_id[id(module)] = found
         return self.paths[key]
 
 

@@ -59,6 +59,8 @@ class Record:
         log: The calls.
         operations: What PyTorch ran, in order.
         dead: Calls that did something which the captured graph does not have, because nothing needed it.
+        moved: Call → other calls to which work of it was given, because the tensor that it made is not in the captured
+            graph: a view of a tensor that was changed afterwards.
         passed: Call → the tensors that it was given and gave back; a key that is None was not seen.
         inputs: Keys of the captured graph's inputs whose values the user gives.
         outputs: Keys of the tensors that the captured graph returns.
@@ -71,6 +73,7 @@ class Record:
     log: CallLog
     operations: list[Operation] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)
+    moved: dict[int, set[int]] = field(default_factory=dict)
     passed: dict[int, Passing] = field(default_factory=dict)
     inputs: set[Key] = field(default_factory=set)
     outputs: list[Key] = field(default_factory=list)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -25,64 +27,166 @@ def bodies_run_in_place(module: Any) -> Iterator[Any]:
                     yield from bodies_run_in_place(body)
 
 
+class Scope(NamedTuple):
+    """One module of those in which a node of a graph that Dynamo made runs.
+
+    Attributes:
+        key: Dynamo's key of the module's call.
+        name: The expression by which Dynamo reaches the module.
+        module: Its ``id``; -1 where the key does not hold it.
+    """
+
+    key: str
+    name: str
+    module: int
+
+
+def scopes_of(node: Any) -> list[Scope]:
+    """The modules in which a node of a graph that Dynamo made runs, outermost first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    numbers = {key: key.partition("@")[0] for key in stack}  # from the second call on, the keys are "id@1", ...
+    return [
+        Scope(key, str(name), int(numbers[key]) if numbers[key].isdecimal() else -1) for key, (name, _) in stack.items()
+    ]
+
+
+def bodies_of(module: Any) -> dict[Any, list[Any]]:
+    """The branches and loop bodies in the graph of a module: node → graph modules; none for what has no graph."""
+    import torch
+
+    found: dict[Any, list[Any]] = {}
+    for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            given = [getattr(module, each.target, None) for each in node.all_input_nodes if each.op == "get_attr"]
+            found[node] = [body for body in given if isinstance(body, torch.fx.GraphModule)]
+    return found
+
+
+def is_choice(node: Any) -> bool:
+    """Whether of the bodies of a node one alone runs."""
+    import torch
+
+    return node.target is torch.ops.higher_order.cond
+
+
+def file_of_code(module: Any) -> str | None:
+    """The name of the file that FX invents for the code of a graph module; None for other modules."""
+    import torch
+
+    code = getattr(module.forward, "__code__", None) if isinstance(module, torch.fx.GraphModule) else None
+    return None if code is None else str(code.co_filename)
+
+
+def generated_lines(trace: str) -> list[tuple[str, str]]:
+    """The lines of code made by FX in the stack trace of a node, innermost first: file, and name of the line's node."""
+    return re.findall(r'File "(<eval_with_key>[^"]*)", line \d+, in .*\n\s*(\w+)\b[^=\n]* = ', trace)[::-1]
+
+
+class State(NamedTuple):
+    """A tensor that a node of an FX graph read or returned, after the node ran while another graph was traced.
+
+    Attributes:
+        node: The node of the executed graph whose result the tensor is.
+        changes: How often the tensor has been changed in place.
+        maker: The node of the traced graph that makes it, or None.
+        changed: Whether this run changed it in place.
+    """
+
+    node: Any
+    changes: int
+    maker: Any
+    changed: bool = False
+
+
 class Ran(NamedTuple):
-    """What is told of a node of an FX graph that ran while another graph was traced.
+    """One node of an FX graph that ran while another graph was traced.
 
     Attributes:
         node: The node.
-        made: The nodes that it became.
-        states: The tensors that it gave and read, as they are then: the node of the graph that runs, how often the
-            tensor was changed in place, and the node of the traced graph that makes it, or None.
+        made: The nodes of the traced graph that it became, in order.
+        read: The tensors that it read.
+        returned: The tensor that it returned; none where it returned several.
     """
 
     node: Any
     made: list[Any]
-    states: list[tuple[Any, int, Any]]
+    read: list[State]
+    returned: list[State]
 
 
 class Tracing(NamedTuple):
-    """A trace of an FX graph that runs in this thread.
+    """A trace of an FX graph that runs in this thread, before a node of another graph runs in it.
 
     Attributes:
         tracer: What traces it.
-        made: How many nodes the traced graph had at some moment.
+        made: How many nodes the traced graph has.
+        held: The tensors that the node reads: the node that gave it, the tensor, how often it has been changed.
     """
 
     tracer: Any
     made: int
+    held: list[tuple[Any, Any, int]]
 
 
-def fx_tracing() -> Tracing | None:
-    """The trace that runs, as it is now; None where none does."""
+def fx_tracing(interpreter: Any, node: Any) -> Tracing | None:
+    """The trace that runs, as it is before a node of another graph runs; None where none does.
+
+    Args:
+        interpreter: Runs the node's graph; it has what the other nodes gave.
+        node: The node.
+    """
+    import torch
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     mode: Any = get_proxy_mode()
-    return None if mode is None else Tracing(mode.tracer, len(mode.tracer.graph.nodes))
+    if mode is None:
+        return None
+    given = [(each, interpreter.env.get(each)) for each in node.all_input_nodes]
+    held = [(each, value, changes_of(value)) for each, value in given if isinstance(value, torch.Tensor)]
+    return Tracing(mode.tracer, len(mode.tracer.graph.nodes), held)
 
 
-def ran_since(before: Tracing, interpreter: Any, node: Any, result: Any) -> Ran:
+def ran_since(before: Tracing, node: Any, result: Any) -> Ran:
     """What a node of an FX graph became in the graph that was traced while it ran.
 
     Args:
         before: The trace as it was before the node ran.
-        interpreter: Runs the node's graph; it has what the other nodes gave.
         node: The node.
         result: What it gave.
     """
+    nodes = before.tracer.graph.nodes
+    made = list(itertools.islice(reversed(nodes), len(nodes) - before.made))[::-1]
+    read = [
+        State(each, now, fx_node_of(value, before.tracer), now != was)
+        for each, value, was in before.held
+        for now in [changes_of(value)]
+    ]
+    returned = [State(node, changes_of(value), fx_node_of(value, before.tracer)) for value in tensors_in(result)]
+    return Ran(node, made, read, returned if len(returned) == 1 else [])
+
+
+def is_view(node: Any) -> bool:
+    """Whether what a node of a functional FX graph gives is a view of its first argument, or one of several in it."""
+    if node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None
+
+
+def reversed_view(node: Any) -> Any:
+    """What a node writes back, if it does what functionalization does to write a view back into the tensor under it.
+
+    Returns:
+        The node that has the value of the view; None if the node does something else.
+    """
     import torch
 
-    nodes = before.tracer.graph.nodes
-    made = list(itertools.islice(reversed(nodes), len(nodes) - before.made))
-    held = [(each, interpreter.env.get(each)) for each in node.all_input_nodes]
-    given = list(tensors_in(result))
-    if len(given) == 1:
-        held.append((node, given[0]))
-    states = [
-        (each, changes_of(value), fx_node_of(value, before.tracer))
-        for each, value in held
-        if isinstance(value, torch.Tensor)
-    ]
-    return Ran(node, made, states)
+    if node.target is operator.getitem:
+        return None
+    aten = torch.ops.aten
+    scatters = (aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.as_strided_scatter)
+    place = 1 if getattr(node.target, "overloadpacket", None) in scatters else 0 if is_view(node) else None
+    return node.args[place] if place is not None and isinstance(node.args[place], torch.fx.Node) else None
 
 
 def changes_of(tensor: Any) -> int:
@@ -407,6 +511,18 @@ def fx_node_of(tensor: Any, tracer: Any) -> Any:
         tensor = torch._from_functional_tensor(tensor.elem)
     slot = get_proxy_slot(tensor, tracer, None)
     return None if slot is None else slot.proxy.node
+
+
+def called_by_export(module: Any) -> Any:
+    """The module that runs when ``torch.export`` calls ``module``: as a rule itself.
+
+    ``torch.export`` traces the model inside a wrapper module. It calls the model from there, so that the call is seen;
+    but a model that is a ``GraphModule`` it interprets node by node, in the wrapper's own call.
+    """
+    import torch
+
+    inner = getattr(module, "_modules", {}).get("_export_root")
+    return inner if isinstance(inner, torch.fx.GraphModule) else module
 
 
 def outputs_of(output: Any) -> list[Any]:

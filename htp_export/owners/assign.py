@@ -56,6 +56,7 @@ class Origins:
         self.absorbed: dict[Key, set[int]] = {}
         self._first: dict[Key, int] = {}  # exported tensor → operation that made it first
         self._maker: dict[Key, int] = {}
+        self._final, self._live = record.final, flow.live
         strays = place_strays(record, flow)
         final, live = record.final, flow.live
         lost: dict[Key, tuple[Calls, frozenset[Key]]] = {}  # lost tensor → calls that it took, and what they read
@@ -87,11 +88,14 @@ class Origins:
         """Whether an operation only gives back what the work before it began with, so that no node computes it.
 
         It reads, through others, the very tensor that stands for its result: a size made a vector again, a
-        transposition turned back. Equal work of two modules does not read one another. What undoes stands close to
-        what it undoes, so that a short look back is enough.
+        transposition turned back. Equal work of two modules does not read one another, but where the tensor that both
+        read was made again in between. What undoes stands close to what it undoes, so that a short look back is enough.
         """
         origin = self._first.get(here)
         if origin is None:
+            return False
+        reads = self._reads(operations[index])
+        if reads == self._reads(operations[origin]) and None not in reads:
             return False
         seen: set[int] = set()
         queue = [index]
@@ -104,6 +108,10 @@ class Origins:
                     seen.add(maker)
                     queue.append(maker)
         return False
+
+    def _reads(self, operation: Operation) -> frozenset[Key]:
+        """The exported tensors that stand for what an operation reads, as far as the inputs change them."""
+        return frozenset(self._final.get(key) for key in operation.inputs if key in self._live)
 
 
 def assign(record: Record, flow: Flow) -> list[Ownership]:
@@ -127,11 +135,12 @@ def assign(record: Record, flow: Flow) -> list[Ownership]:
 
 def _calls_of(node: Node, origins: Origins, demand: dict[Key, set[int]]) -> tuple[Calls, str]:
     made = _NOBODY.union(*(origins.made.get(key, ()) for key in node.outputs)) - {NO_CALL}
-    if made:
+    by_flow = not origins.placed.isdisjoint(node.outputs)
+    if made and not (by_flow and node.hint != NO_CALL):
         absorbed = _NOBODY.union(*(origins.absorbed.get(key, ()) for key in node.outputs)) - {NO_CALL}
         if absorbed - made:
             return made | absorbed, FUSED
-        return made, FLOW if not origins.placed.isdisjoint(node.outputs) else SCOPE
+        return made, FLOW if by_flow else SCOPE
     if node.hint != NO_CALL:
         return frozenset({node.hint}), node.evidence
     return _NOBODY.union(*(demand.get(key, ()) for key in node.outputs)) - {NO_CALL}, FLOW

@@ -63,6 +63,9 @@ class Fates:
         """The fate of one module."""
         if not self.record.log.count(path):
             return Fate("uncalled")
+        moved = self._moved(path)
+        if moved:
+            return Fate("fused", fused_with(path, moved, self))
         if path not in self._useful and path in self.crossings.below:
             return Fate("computed")  # in a branch or loop body, where captured operations do not reach
         if path not in self._useful:
@@ -86,6 +89,12 @@ class Fates:
         if all(final[key] in given for key in boundary.outputs):
             return Fate("identity")
         return Fate("fused", fused_with(path, (), self))  # its neighbours make and read the tensor that it made
+
+    def _moved(self, path: str) -> dict[str, None]:
+        """Owners of the work of a module that is no longer its own, in order of execution."""
+        log = self.record.log
+        calls = {now for call, given in self.record.moved.items() if log.calls[call].path == path for now in given}
+        return dict.fromkeys(owner for call in sorted(calls) for owner in log.owners(call) if owner != path)
 
     def _returns_what_is_gone(self, path: str) -> bool:
         """Whether a module returned tensors, and the file has none of them."""

@@ -13,6 +13,7 @@ from htp_export.errors import InputError, UntaggedModelError
 from htp_export.nested.flatten import read_flat
 from htp_export.run.arrays import PORTION_BYTES, ArrayStore
 from htp_export.run.checking import check_calls
+from htp_export.run.contradictions import with_contradictions
 from htp_export.run.feeds import feed_from, inputs_of
 from htp_export.run.isolating import check_isolated
 from htp_export.run.locating import blame_by_graph, blame_by_nesting, with_missing_outputs
@@ -114,7 +115,7 @@ def verify(
             paired = [pair_call(tagged, call) for call in chosen_calls if call.path in tagged]
             checked, reasons = check_calls(tagged, paired, feed, runner, portion_bytes, allowed), {}
             blame = blame_by_graph(tagged, checked)
-    blame = with_missing_outputs(tagged, blame, calls[-1])
+    blame = with_contradictions(tagged, with_missing_outputs(tagged, blame, calls[-1]), chosen)
     known = known_parameters(tagged, model) if exact else {}
     modules = module_results(tagged, chosen, checked, blame, {**reasons, **unmatched}, isolated=isolated)
     return Verification(

@@ -1,0 +1,105 @@
+"""Tags that cannot be true, whatever values the tensors have: the file's graph contradicts them.
+
+A tensor that has the right values in the file may still be computed by nodes of another module. The values do not show
+that. The graph does, with the names of the tensors that the module took and gave in PyTorch (``htp.signatures``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from htp_export import tags
+from htp_export.refating import varying_values
+from htp_export.run.locating import Blame
+from htp_export.tagged import TaggedModel
+
+__all__ = ["contradictions", "with_contradictions"]
+
+
+def with_contradictions(tagged: TaggedModel, blame: Blame, paths: Collection[str]) -> Blame:
+    """The same, with the modules whose tags contradict the graph.
+
+    Args:
+        tagged: The file.
+        blame: Who else is wrong.
+        paths: The modules to look at.
+    """
+    found = {path: reason for path, reason in contradictions(tagged).items() if path in paths}
+    return replace(blame, modules={**found, **blame.modules}) if found else blame
+
+
+def contradictions(tagged: TaggedModel) -> Mapping[str, str]:
+    """Module path → what the file says of the module that its graph shows to be wrong.
+
+    - A module that is said to be constant, or dead, gives a tensor that the inputs change, and that leads to a result.
+    - A module that is computed gives a tensor that is computed by nodes of other modules alone.
+    - It takes a tensor that is computed by its own nodes, and that it does not give.
+
+    Modules whose border the export itself found to be another than in PyTorch (``htp.contamination``) are left out.
+
+    Args:
+        tagged: The file.
+    """
+    if tagged.source != "htp" or not tagged.signatures:
+        return {}
+    excused = {path for path, *_ in json.loads(tagged.model.metadata_props.get(tags.CONTAMINATION, "[]"))}
+    facts = _Facts(tagged)
+    reasons = ((path, next(facts.reasons(path), "")) for path in tagged.paths if path and path not in excused)
+    return {path: reason for path, reason in reasons if reason}
+
+
+class _Facts:
+    """What the graph shows of the tensors of modules."""
+
+    def __init__(self, tagged: TaggedModel) -> None:
+        self._tagged = tagged
+        self._varying = varying_values(tagged.model, tagged.nodes)
+        self._useful = _useful(tagged)
+
+    def reasons(self, path: str) -> Iterator[str]:
+        """What is wrong with a module."""
+        fate = self._tagged.hierarchy[path].fate
+        calls = self._tagged.signatures.get(path, ())
+        taken = self._values([name for call in calls for name in call.inputs.values()])
+        given = self._values([name for call in calls for name in call.outputs])
+        new = [value for value in given if value not in taken]
+        if fate in ("constant", "dead"):
+            leads = "depends on the inputs" if fate == "constant" else "leads to a result"
+            for value in new:
+                if fate == "constant" or value in self._useful:
+                    yield f"it is said to be {fate}, but {value.name!r}, which it gives back, {leads}"
+        elif fate == "computed":
+            for value in new:
+                owners = self._makers(value)
+                if not any(tags.is_under(owner, path) for owner in owners):
+                    yield f"{value.name!r}, which it gives back, is computed by {_listed(owners)}"
+            for value in taken:
+                if value not in given and all(tags.is_under(owner, path) for owner in self._makers(value)):
+                    yield f"{value.name!r}, which it is given, is computed by its own nodes"
+
+    def _values(self, names: Sequence[str | None]) -> list[ir.Value]:
+        """The tensors of these names that nodes compute from the inputs."""
+        found = (self._tagged.values.get(name) for name in dict.fromkeys(names) if name is not None)
+        return [value for value in found if value in self._varying and value is not None and self._makers(value)]
+
+    def _makers(self, value: ir.Value) -> tuple[str, ...]:
+        producer = value.producer()
+        return () if producer is None else self._tagged.owners_of(producer)
+
+
+def _useful(tagged: TaggedModel) -> set[ir.Value]:
+    """The tensors of the main graph whose values, and not their sizes alone, lead to a result of the model."""
+    useful = set(tagged.model.graph.outputs)
+    for node in reversed(tagged.model.graph):
+        if node.op_type not in ("Shape", "Size") and any(value in useful for value in node.outputs):
+            useful.update(value for value in node.inputs if value is not None)
+            useful.update(tagged.index.captured(node))
+    return useful
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return ", ".join(repr(path) if path else "the model itself" for path in paths)
