@@ -14,7 +14,7 @@ from torch import nn
 
 import htp_export
 from tests.exporting import exported, exported_net, metadata
-from tests.nets import EXPORTERS, NETS, x
+from tests.nets import EXPORTERS, NETS, spread, x
 from tests.truth import nodes_of, owners_of, tree_of
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
@@ -180,6 +180,56 @@ def test_the_second_holder_stands_before_what_it_holds(exporter: str, tmp_path: 
 def test_a_repeated_module_with_a_second_holder_keeps_its_call_numbers(exporter: str, tmp_path: Path) -> None:
     calls = [said.get("htp.call") for said in of_type(exported_net("two_parents", exporter, tmp_path), "Gemm")]
     assert calls == ["0", "1"]
+
+
+class LoopsOver(nn.Module):
+    """A loop whose condition and body run modules; one of them has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act, self.limit = nn.Linear(4, 4), nn.Sequential(nn.Tanh()), nn.Sequential(nn.Sigmoid())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch._higher_order_ops.while_loop import while_loop
+
+        def goes_on(step: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (step < 3) & (self.limit(y).sum() < 100)
+
+        def body(step: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return step + 1, self.act(self.fc(y)).exp()
+
+        result: torch.Tensor = while_loop(goes_on, body, (torch.tensor(0), x))[1].cos()
+        return result
+
+
+def test_nodes_in_a_loop_belong_to_the_modules_that_run_in_it(tmp_path: Path) -> None:
+    file = exported(spread(LoopsOver()).eval(), {"x": x(2, 4)}, "dynamo", tmp_path)
+    owners = {node.op_type: owners_of(node) for node in nodes_of(file)}
+    assert {op: owners[op] for op in ("Loop", "Gemm", "Tanh", "Sigmoid", "Exp", "Cos")} == {
+        "Loop": ("",), "Gemm": ("fc",), "Tanh": ("act.0",), "Sigmoid": ("limit.0",), "Exp": ("",), "Cos": ("",),
+    }  # fmt: skip
+    assert fates(file) == dict.fromkeys(["", "fc", "act", "act.0", "limit", "limit.0"], "computed")
+    assert {entry["calls"] for entry in tree_of(file).values()} == {1}
+
+
+def test_calls_in_branches_are_counted_with_those_outside(tmp_path: Path) -> None:
+    file = exported_net("outside_and_in_a_branch", "dynamo", tmp_path)
+    assert tree_of(file)["block"]["calls"] == tree_of(file)["block.rest.1"]["calls"] == 3
+    assert [said["htp.call"] for said in of_type(file, "Sin")] == ["0", "1", "1", "2"]
+
+
+def test_a_module_that_runs_in_either_branch_runs_once(tmp_path: Path) -> None:
+    tree = tree_of(exported_net("modules_in_branches", "dynamo", tmp_path))
+    assert {path: tree[path]["calls"] for path in ("block", "act", "both", "both.fc")} == {
+        "block": 1, "act": 1, "both": 2, "both.fc": 2,
+    }  # fmt: skip
+
+
+@BOTH
+def test_a_graph_module_has_the_class_that_was_traced(exporter: str, tmp_path: Path) -> None:
+    file = exported_net("graph_module_as_the_model", exporter, tmp_path)
+    assert file.graph.name == "ForNested"
+    assert htp_export.load(file)["inner"].info.simple_class == "Traced"
 
 
 # --- keys ---------------------------------------------------

@@ -283,6 +283,90 @@ def test_no_patched_method_is_inherited() -> None:
         assert name in vars(owner), f"{patch.module}.{patch.name}"
 
 
+def test_dynamo_says_in_which_modules_a_node_runs_by_their_ids() -> None:
+    model, graphs = nn.Sequential(nn.Sequential(nn.Tanh())), []
+
+    def backend(module: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    torch.compile(lambda x: model(model(x)).sin(), backend=backend)(torch.ones(2))
+    first, second, sin = (node for node in graphs[0].graph.nodes if node.op.startswith("call"))
+    modules = [id(model), id(model[0]), id(model[0][0])]
+    assert [scope.module for scope in torch_internals.scopes_of(first)] == modules
+    assert [scope.module for scope in torch_internals.scopes_of(second)] == modules
+    assert not {scope.key for scope in torch_internals.scopes_of(first)} & {
+        scope.key for scope in torch_internals.scopes_of(second)
+    }
+    assert torch_internals.scopes_of(sin) == []
+
+
+def test_branches_of_an_exported_graph_are_found_and_are_a_choice() -> None:
+    class Chooses(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))  # type: ignore[no-any-return]
+
+    program = torch.export.export(Chooses(), (torch.ones(2),), strict=False)
+    [(node, bodies)] = torch_internals.bodies_of(program.graph_module).items()
+    assert torch_internals.is_choice(node)
+    assert [[inner.op for inner in body.graph.nodes].count("call_function") for body in bodies] == [1, 1]
+    assert torch_internals.bodies_of(bodies[0]) == torch_internals.bodies_of(nn.ReLU()) == {}
+    trace = next(inner for inner in bodies[0].graph.nodes if inner.op == "call_function").meta["stack_trace"]
+    assert [name for _, name in torch_internals.generated_lines(trace)] == ["sin", "cond"]
+
+
+def test_the_code_of_a_graph_module_is_in_a_file_of_its_own() -> None:
+    one, other = (torch.fx.symbolic_trace(nn.Sequential(nn.ReLU())) for _ in range(2))
+    files = [torch_internals.file_of_code(module) for module in (one, other)]
+    assert all(str(file).startswith("<eval_with_key>") for file in files)
+    assert files[0] != files[1]
+    assert torch_internals.file_of_code(nn.ReLU()) is None
+
+
+def test_a_view_of_a_changed_tensor_is_made_again_and_changes_of_views_are_written_back() -> None:
+    class Changes(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = x.sin()
+            part = y[1:3]
+            part.mul_(2.0)
+            return part.cos(), y.t()
+
+    program = torch.export.export(Changes(), (torch.ones(4, 4),), strict=False).run_decompositions({})
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    assert [node.target.overloadpacket.__name__ for node in nodes] == [
+        "sin", "slice", "mul", "slice_scatter", "slice", "cos", "t",
+    ]  # fmt: skip
+    _, part, product, scatter, again, _, turned = nodes
+    assert [torch_internals.is_view(node) for node in nodes] == [False, True, False, False, True, False, True]
+    assert torch_internals.reversed_view(scatter) is product
+    assert [torch_internals.reversed_view(node) for node in (part, again, turned, product)] == [
+        part.args[0], scatter, scatter, None,
+    ]  # fmt: skip
+
+
+def test_a_graph_module_that_is_exported_is_interpreted_inside_a_wrapper() -> None:
+    inner = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU()))
+    wrapper = nn.Module()
+    wrapper._export_root = inner
+    assert torch_internals.called_by_export(wrapper) is inner
+    wrapper._export_root = nn.ReLU()
+    assert torch_internals.called_by_export(wrapper) is wrapper
+    ran: list[str] = []
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.act(x)
+
+    traced = torch.fx.symbolic_trace(Watched())
+    traced.register_forward_pre_hook(lambda *_: ran.append("called"))
+    torch.export.export(traced, (torch.ones(2),), strict=False)
+    assert ran == []
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_fast_path_of_attention_is_off_inside_and_as_it_was_after(enabled: bool) -> None:
     torch.backends.mha.set_fastpath_enabled(enabled)

@@ -8,7 +8,7 @@ copies graphs and names nodes anew; what stands in a node's ``meta`` is copied w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from htp_export.capture.calls import NO_CALL
@@ -135,8 +135,12 @@ class Decomposition:
             return None
         # Operators that torch runs otherwise while it decomposes may count otherwise, too.
         found = next(iter(states.values())) if len(states) == 1 else states.get(result.changes, ())
-        names = [self._names[place] for place in found if place in self._names]
+        again = (copy for place in found for copy in self._replays.again.get(place, ()))
+        names = self._named(found) or self._named(again)
         return names[-1 if read else 0] if names else None
+
+    def _named(self, places: Iterable[int]) -> list[str]:
+        return [self._names[place] for place in places if place in self._names]
 
 
 def _assign(node: Any, call: int) -> None:

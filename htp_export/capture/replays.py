@@ -54,6 +54,7 @@ class Replays:
     Attributes:
         moved: For views that were computed again from another state of the tensor, and do not belong to the call that
             made them first: the number of the node that made them first, that call, and the call that has them now.
+        again: Number of the node that made a view first → the numbers of those that computed it again.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Replays:
         self._mark, self._call_of, self._common, self._assign = mark, call_of, common, assign
         self._first: dict[Any, Views] = {}  # node of the exported graph → how its tensor was first made
         self.moved: list[tuple[int, int, int]] = []
+        self.again: dict[int, list[int]] = {}
         self._written: set[Any] = set()  # nodes that write back
 
     def ran(self, ran: Ran) -> dict[Any, Any]:
@@ -140,6 +142,7 @@ class Replays:
         for node, number, call in zip(nodes, numbers, first.calls, strict=False):
             now = call if same else self._common(call, change)
             self._assign(node, now)
+            self.again.setdefault(number, []).append(self._mark(node))
             if now != call:
                 self.moved.append((number, call, now))
 
