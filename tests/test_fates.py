@@ -212,6 +212,16 @@ def test_nodes_in_a_loop_belong_to_the_modules_that_run_in_it(tmp_path: Path) ->
     assert {entry["calls"] for entry in tree_of(file).values()} == {1}
 
 
+def test_nodes_in_branches_of_an_exported_program_belong_to_the_modules_of_their_parameters(tmp_path: Path) -> None:
+    model, kwargs = NETS["cond_over_self"].build()
+    program = torch.export.export(model, (), kwargs, strict=False)
+    htp_export.export(program, f=tmp_path / "model.onnx", verbose=False)
+    file = onnx.load(str(tmp_path / "model.onnx"))
+    assert [said["htp.module"] for said in of_type(file, "Gemm")] == ["fc", "choose.up", "choose.down"]
+    assert [said["htp.reason"] for said in of_type(file, "Gemm")] == ["scope", "parameters", "parameters"]
+    assert [said["htp.module"] for said in of_type(file, "Sub")] == ["choose"]
+
+
 def test_calls_in_branches_are_counted_with_those_outside(tmp_path: Path) -> None:
     file = exported_net("outside_and_in_a_branch", "dynamo", tmp_path)
     assert tree_of(file)["block"]["calls"] == tree_of(file)["block.rest.1"]["calls"] == 3

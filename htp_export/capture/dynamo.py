@@ -64,6 +64,7 @@ class DynamoCapture(Guarded):
         self._nodes_before: list[int] = []  # for each running call, how many FX nodes there were when it began
         self._marked = 0  # how many FX nodes there were when a module last began or returned
         self._needed: set[int] = set()
+        self._parameters: frozenset[str] = frozenset()  # of the exported program, buffers included
         self._by_stack: dict[tuple[tuple[str, tuple[str, Any]], ...], int] = {}
         self._places = Places("htp.traced")
         self.decomposition = self._new_decomposition()
@@ -135,6 +136,7 @@ class DynamoCapture(Guarded):
 
     def exported(self, program: Any) -> None:
         """Note which calls did something that the model's result needs, before anything is decomposed away."""
+        self._parameters = frozenset(program.state_dict)
         graphs = [program.graph, *(body.graph for body in bodies_run_in_place(program.graph_module))]
         if all(self._places.read(node) is None for graph in graphs for node in graph.nodes):
             self.log.passed.clear()  # of an attempt at tracing that failed: what came after sees no modules run
@@ -256,12 +258,9 @@ class DynamoCapture(Guarded):
 
         A module that ran in bodies alone has no call yet; it gets one.
         """
-        holders = {
-            value.name.rpartition(".")[0]
-            for value in node.inputs
-            if value is not None and value.name and value.is_initializer()
-        }
-        paths = {self.aliases[name] for name in holders if name in self.aliases}
+        names = [value.name for value in node.inputs if value is not None and value.name and value.is_initializer()]
+        holders = {name.rpartition(".")[0] for name in names if name in self._parameters}
+        paths = {self.aliases.get(name, name) for name in holders}
         if len(paths) != 1:
             return NO_CALL
         path = paths.pop()
