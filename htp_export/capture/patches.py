@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from htp_export.capture import dynamo_patches, torch_internals
+from htp_export.capture import dynamo_patches, late_saving, torch_internals
 from htp_export.capture.calls import arguments_by_name
 from htp_export.capture.jit_graph import may_have_blocks
 from htp_export.capture.patching import Patch, Patches
@@ -313,7 +313,11 @@ class ScriptPasses:
 
 
 # Where an export begins. Apart, because the dynamo exporter takes 30 MB of memory to import.
-DYNAMO_ENTRY = Patches(Patch(_CORE, "export", dynamo_patches.core_export))
+DYNAMO_ENTRY = Patches(
+    Patch(*late_saving.PLACE, late_saving.saving_after(dynamo_patches.core_export, wanted))
+    if late_saving.is_late()
+    else Patch(_CORE, "export", dynamo_patches.core_export)
+)
 TORCHSCRIPT_ENTRY = Patches(Patch(_SCRIPT, "_export", _script_export))
 
 DYNAMO = Patches(
