@@ -260,7 +260,7 @@ class _Dynamo:
         with seam("matching the nodes of the ONNX graph with what the modules ran"):
             record, nodes = capture.finish(program.model)
         with seam("finding the owners of each node"):
-            seen = Hierarchy(ModuleInfo(path, name) for path, name in {"": "", **capture.classes}.items())
+            seen = Hierarchy.from_classes(capture.classes)
             made = make_tags(record, names.hierarchy or seen, names.parameters)
         tagged = list(zip(nodes, made.nodes, strict=True))
         for node, metadata in tagged:

@@ -89,6 +89,23 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         return cls(ModuleInfo(path, _class_name(child)) for path, child in module.named_modules())
 
     @classmethod
+    def from_classes(cls, classes: Mapping[str, str]) -> Hierarchy:
+        """The tree of a model of which only the modules that ran are known: every path above them belongs to it too.
+
+        Args:
+            classes: Module path → qualified class.
+
+        Example:
+            >>> list(Hierarchy.from_classes({"layer.0.fc": "torch.nn.modules.linear.Linear"}).classes)
+            ['', 'layer', 'layer.0', 'layer.0.fc']
+        """
+        known: dict[str, str] = {}
+        for path in classes:
+            for above in reversed(list(tags.ancestors(path))):
+                known.setdefault(above, classes.get(above, ""))
+        return cls(ModuleInfo(path, name) for path, name in {"": "", **known}.items())
+
+    @classmethod
     def from_json(cls, text: str) -> Hierarchy:
         """The tree that ``to_json`` wrote.
 

@@ -1866,5 +1866,6 @@ net(
     "largest_twice",
     LargestTwice,
     lambda: {"x": x(2, 2, 6), "y": x(2, 2, 6, seed=8)},
+    skip=("dynamo",) if torch.__version__ < "2.11" else (),  # torch 2.10 has no ONNX operators for it
     truth=Truth(computed("encoder", "encoder.0", "encoder.1")),
 )

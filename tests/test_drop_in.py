@@ -20,7 +20,7 @@ from torch import nn
 from torch.onnx import export as imported_before
 
 import htp_export
-from htp_export.capture import patches
+from htp_export.capture import late_saving, patches
 from tests.exporting import metadata
 from tests.nets import EXPORTERS, NETS, x
 from tests.test_exactness import bert
@@ -37,7 +37,8 @@ def test_the_signature_is_that_of_torch() -> None:
     def shape(function: Callable[..., Any]) -> list[tuple[Any, ...]]:
         return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
-    assert shape(htp_export.export) == shape(torch.onnx.export)
+    torchs = [parameter for parameter in shape(torch.onnx.export) if parameter[0] != "fallback"]  # gone since 2.11
+    assert shape(htp_export.export) == torchs
 
 
 # --- the same graph ---------------------------------------------------
@@ -274,6 +275,37 @@ def test_an_exported_program_keeps_the_hierarchy_of_its_graph(tmp_path: Path) ->
     expected = [("Gemm", ("0.0.0.0",)), ("Tanh", ("0.0.0.1",)), ("Sigmoid", ("0.0.1",)), ("Gemm", ("1",))]
     assert op_types(file) == expected
     assert tree_of(file)["0.0.0.0"]["class"] == "torch.nn.modules.linear.Linear"
+
+
+def test_an_exported_program_lists_containers_and_has_owners_in_order_of_execution(tmp_path: Path) -> None:
+    model, kwargs = NETS["mask_made_in_every_layer"].build()
+    file = run(torch.export.export(model, (), kwargs), (), "dynamo", tmp_path)
+    layers = tuple(f"layers.{number}" for number in range(3))
+    shared = [node for node in nodes_of(file) if owners_of(node) == layers]
+    assert {metadata(node)["htp.module"] for node in shared} == {"layers"}
+    modules = tree_of(file)
+    assert list(modules) == ["", "layers", *(path for layer in layers for path in (layer, f"{layer}.fc"))]
+    assert (modules["layers"]["class"], modules["layers"]["calls"]) == ("", 0)
+
+
+class Untraceable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.fc(x) if x.sum() > 100 else -self.fc(x)  # torch.export cannot decide it
+        return result
+
+
+@pytest.mark.skipif(not late_saving.is_late(), reason="torch has had no fallback since 2.11")
+@pytest.mark.filterwarnings("ignore")
+def test_where_torch_falls_back_to_torchscript_the_file_is_tagged(tmp_path: Path) -> None:
+    for model, expected in ((Untraceable(), ["fc", ""]), (nn.Sequential(nn.Linear(4, 4), nn.Tanh()), ["0", "1"])):
+        path = tmp_path / "model.onnx"
+        with htp_export.tagging():
+            torch.onnx.export(model.eval(), (x(2, 4),), path, input_names=["x"], fallback=True, verbose=False)
+        assert [metadata(node)["htp.module"] for node in onnx.load(str(path)).graph.node] == expected
 
 
 def exported_script(kind: str, export: Callable[..., Any], path: Path) -> onnx.ModelProto:

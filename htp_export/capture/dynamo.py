@@ -141,6 +141,9 @@ class DynamoCapture(Guarded):
         if all(self._places.read(node) is None for graph in graphs for node in graph.nodes):
             self.log.passed.clear()  # of an attempt at tracing that failed: what came after sees no modules run
         for graph in graphs:
+            for node in graph.nodes:
+                self._call_of(node)  # where no Python call was seen, calls are numbered in the order of the graph
+        for graph in graphs:
             self._note_needed(graph)
         self.decomposition = self._new_decomposition()
         self.decomposition.runs = True

@@ -1,0 +1,92 @@
+"""The exporters of transformers, under `tagging`: they call torch.export, and give what it made to torch.onnx.export."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+
+import htp_export
+from tests.exporting import metadata
+from tests.nets import spread
+from tests.truth import nodes_of, tree_of, untagged
+
+exporters = pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+# What it calls in torch.export warns its own developers.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+SIZE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def ids() -> dict[str, Any]:
+    inputs = torch.randint(0, 32, (2, 5), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return spread(LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=1, bos_token_id=0, eos_token_id=1))).eval()
+
+
+def bert() -> Any:
+    from transformers import BertConfig, BertModel
+
+    return spread(BertModel(BertConfig(**SIZE, max_position_embeddings=16))).eval()
+
+
+@pytest.fixture
+def exporter() -> Any:
+    try:
+        return exporters.OnnxExporter()
+    except ImportError as error:  # it takes no torch before 2.11
+        pytest.skip(str(error))
+
+
+def owners(file: onnx.ModelProto) -> Counter[str]:
+    """How many nodes each module owns."""
+    return Counter(metadata(node)["htp.module"] for node in nodes_of(file))
+
+
+def saved(exported: Any, folder: Path) -> dict[str, onnx.ModelProto]:
+    exported.save_pretrained(folder)
+    return {path.stem: onnx.load(str(path)) for path in folder.glob("*.onnx")}
+
+
+def test_every_node_of_an_encoder_is_tagged(exporter: Any, tmp_path: Path) -> None:
+    with htp_export.tagging():
+        exported = exporter.export(bert(), ids(), exporters.OnnxConfig(dynamic=True))
+    [file] = saved(exported, tmp_path).values()
+    assert untagged(file) == []
+    found = owners(file)
+    for layer in range(2):
+        for linear in ("attention.self.query", "attention.output.dense", "intermediate.dense", "output.dense"):
+            assert found[f"encoder.layer.{layer}.{linear}"] > 0
+        assert found[f"encoder.layer.{layer}.output.LayerNorm"] > 0
+    assert set(found) <= set(tree_of(file))
+
+
+def test_every_node_of_both_parts_of_a_generating_model_is_tagged(exporter: Any, tmp_path: Path) -> None:
+    with htp_export.tagging():
+        exported = exporter.export_for_generation(
+            llama(), ids(), exporters.OnnxConfig(dynamic=True), multi_token_decode=True
+        )
+    files = saved(exported, tmp_path)
+    assert files
+    for file in files.values():
+        assert untagged(file) == []
+        found = owners(file)
+        for linear in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+            assert {found[f"model.layers.{layer}.{linear}"] for layer in range(2)} == {1}
+        assert found["lm_head"] > 0
+        assert set(found) <= set(tree_of(file))
+
+
+def test_without_tagging_the_exporter_writes_none(exporter: Any, tmp_path: Path) -> None:
+    exported = exporter.export(bert(), ids(), exporters.OnnxConfig())
+    [file] = saved(exported, tmp_path).values()
+    assert len(untagged(file)) == len(nodes_of(file)) > 0
