@@ -1,4 +1,4 @@
-"""The exporters of transformers, under `tagging`: they call torch.export, and give what it made to torch.onnx.export."""
+"""The exporters of transformers, under `tagging`: they call torch.export and hand its result to torch.onnx.export."""
 
 from __future__ import annotations
 
