@@ -37,6 +37,11 @@ INSTALLED = ("test", "tools")  # the extras whose packages the tests use
 SHOWN = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "numpy", "ml_dtypes", "rich", "typer")
 SETTINGS = ["canonicalize_output_graph_node_order"]
 
+INSTALLED_VERSIONS = """
+import importlib.metadata, json
+print(json.dumps({each.name: each.version for each in importlib.metadata.distributions()}))
+"""
+
 # Runs pytest with an option of torch._dynamo.config on; runs nothing where this torch has no such option.
 WITH_SETTING = """
 import sys, torch._dynamo.config as config
@@ -99,29 +104,34 @@ class Environment:
         self.log = folder / f"{name}.log"
         self.python = self.folder / "bin" / "python"
 
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run the environment's Python in the repository, and keep what it printed in the log."""
+    def run(self, *command: str) -> tuple[int, str]:
+        """Run the environment's Python in the repository; what it prints goes into the log as it comes.
+
+        Returns:
+            The exit status, and what was printed.
+        """
         path = os.pathsep.join([str(self.python.parent), os.environ.get("PATH", "")])
         environment = {**os.environ, "PATH": path, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-        done = subprocess.run(
-            [str(self.python), *command], cwd=ROOT, env=environment, check=False, text=True, capture_output=True
-        )
-        with self.log.open("a", encoding="utf-8") as log:
-            log.write(f"$ python {' '.join(command)}\n{done.stdout}{done.stderr}\n")
-        return done
+        with self.log.open("a+", encoding="utf-8") as log:
+            log.write(f"$ python {' '.join(command)}\n")
+            log.flush()
+            begun = log.tell()
+            status = subprocess.call([str(self.python), *command], cwd=ROOT, env=environment, stdout=log, stderr=log)
+            log.seek(begun)
+            return status, log.read()
 
     def pip(self, *arguments: str) -> str:
         """Install something under the pins.
 
         Returns:
-            "ok", or the last error that pip tells of.
+            "ok", or the first error that pip tells of.
         """
         self.constraints.write_text("".join(f"{pin}\n" for pin in self.pins), encoding="utf-8")
-        done = self.run("-m", "pip", "install", "--quiet", "--constraint", str(self.constraints), *arguments)
-        if done.returncode == 0:
+        status, printed = self.run("-m", "pip", "install", "--quiet", "--constraint", str(self.constraints), *arguments)
+        if status == 0:
             return "ok"
-        errors = re.findall(r"^ERROR: (.*)", done.stderr, re.MULTILINE)
-        return errors[0] if errors else f"pip ended with status {done.returncode}"
+        errors = re.findall(r"^ERROR: (.*)", printed, re.MULTILINE)
+        return errors[0] if errors else f"pip ended with status {status}"
 
     def create(self, python: str) -> str:
         """Make the environment, or bring an old one up to date; returns "ok", or why it cannot be installed."""
@@ -131,8 +141,8 @@ class Environment:
 
     def versions(self) -> dict[str, str]:
         """What is installed."""
-        listed = json.loads(self.run("-m", "pip", "list", "--format", "json").stdout)
-        return {canonical(each["name"]): each["version"] for each in listed}
+        _, printed = self.run("-c", INSTALLED_VERSIONS)
+        return {canonical(name): version for name, version in json.loads(printed).items()}
 
     def extras(self) -> dict[str, str]:
         """What pip says of installing each extra beside the torch that is there."""
@@ -152,15 +162,15 @@ class Environment:
         report.unlink(missing_ok=True)
         program = ["-m", "pytest"] if setting is None else ["-c", WITH_SETTING, setting]
         begun = time.monotonic()
-        done = self.run(*program, f"--junitxml={report}", "--quiet", *arguments)
+        status, _ = self.run(*program, f"--junitxml={report}", "--quiet", *arguments)
         outcome = Outcome(self.name if setting is None else f"{self.name}, {setting}")
         outcome.minutes = (time.monotonic() - begun) / 60
         if report.exists():
             read_report(report, outcome)
-        elif setting is not None and done.returncode == 0:
+        elif setting is not None and status == 0:
             return None
         else:
-            outcome.trouble = f"pytest ended with status {done.returncode}"
+            outcome.trouble = f"pytest ended with status {status}"
         if not outcome.counts["passed"] and not outcome.trouble:
             outcome.trouble = "no test ran"
         return outcome
