@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tools import matrix
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_a" name="test_one" /><testcase classname="tests.test_a" name="test_two" />
@@ -18,18 +17,7 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-@pytest.fixture(scope="module")
-def matrix() -> ModuleType:
-    path = Path(__file__).parents[1] / "tools" / "matrix.py"
-    spec = importlib.util.spec_from_file_location("matrix", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["matrix"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["matrix"]
-
-
-def test_lower_bounds_are_those_of_the_package_and_of_what_its_tests_use(matrix: ModuleType) -> None:
+def test_lower_bounds_are_those_of_the_package_and_of_what_its_tests_use() -> None:
     pins = dict(pin.split("==") for pin in matrix.lower_bounds())
     assert pins["torch"] == "2.10"
     assert {"onnx", "onnx_ir", "onnxscript", "onnxruntime", "transformers", "pytest"} <= set(pins)
@@ -43,17 +31,17 @@ def test_lower_bounds_are_those_of_the_package_and_of_what_its_tests_use(matrix:
         ([], {f"torch-{version}": [f"torch=={version}.*"] for version in ("2.10", "2.13", "2.15")}),
     ],
 )
-def test_a_version_of_two_parts_means_its_newest_release(matrix: ModuleType, line: list[str], expected: object) -> None:
+def test_a_version_of_two_parts_means_its_newest_release(line: list[str], expected: object) -> None:
     assert matrix.wanted(matrix.parsed(line)) == expected
 
 
-def test_what_follows_two_dashes_goes_to_pytest(matrix: ModuleType) -> None:
+def test_what_follows_two_dashes_goes_to_pytest() -> None:
     options = matrix.parsed(["--lowest", "--", "-m", "torch", "tests/test_drop_in.py"])
     assert options.pytest == ["-m", "torch", "tests/test_drop_in.py"]
     assert list(matrix.wanted(options)) == ["lowest"]
 
 
-def test_a_report_is_counted_and_an_expected_failure_is_no_skip(matrix: ModuleType, tmp_path: Path) -> None:
+def test_a_report_is_counted_and_an_expected_failure_is_no_skip(tmp_path: Path) -> None:
     (tmp_path / "report.xml").write_text(REPORT)
     outcome = matrix.Outcome("torch-9")
     matrix.read_report(tmp_path / "report.xml", outcome)
@@ -63,7 +51,7 @@ def test_a_report_is_counted_and_an_expected_failure_is_no_skip(matrix: ModuleTy
     assert not outcome.good
 
 
-def test_an_environment_is_good_only_where_tests_ran_and_every_extra_can_be_installed(matrix: ModuleType) -> None:
+def test_an_environment_is_good_only_where_tests_ran_and_every_extra_can_be_installed() -> None:
     outcome = matrix.Outcome("torch-9")
     assert not outcome.good
     outcome.counts["passed"] = 1
