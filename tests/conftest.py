@@ -8,8 +8,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 # The tests whose results depend on how the installed torch exports. `pytest -m torch` runs them alone.
 TORCH = {
+    "test_calls",
+    "test_capture_faults",
+    "test_concurrency",
     "test_drop_in",
+    "test_drop_in_calls",
+    "test_drop_in_torchscript",
     "test_exactness",
+    "test_exactness_torchscript",
     "test_fates",
     "test_signatures",
     "test_torch_internals",
