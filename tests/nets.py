@@ -1490,10 +1490,11 @@ class ChangesOfViews(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc, self.flat, self.act, self.head = nn.Linear(4, 4), nn.Flatten(0), nn.ReLU(inplace=True), nn.Linear(8, 2)
+        self.again = nn.Hardsigmoid(inplace=True)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = self.fc(x)
-        z = self.head(self.act(self.flat(y)))
+        z = self.head(self.act(self.flat(self.again(y))))
         self.act(y.t()[1:3])
         return z, y.sin()
 

@@ -119,7 +119,7 @@ class Decomposition:
         places = ((self._decomposed.read(node), node.name) for node in program.graph.nodes)
         self._names = {place: name for place, name in places if place is not None}
         for number, call, now in self._replays.moved:
-            if number not in self._names:
+            if not self._named([number, *self._replays.again.get(number, ())]):
                 self.moved.setdefault(call, set()).add(now)
 
     def name_of(self, result: Result | None, *, read: bool = False) -> str | None:

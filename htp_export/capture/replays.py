@@ -54,7 +54,7 @@ class Replays:
     Attributes:
         moved: For views that were computed again from another state of the tensor, and do not belong to the call that
             made them first: the number of the node that made them first, that call, and the call that has them now.
-        again: Number of the node that made a view first → the numbers of those that computed it again.
+        again: Number of the node that made a view first → the numbers of those that computed the same again.
     """
 
     def __init__(
@@ -142,7 +142,8 @@ class Replays:
         for node, number, call in zip(nodes, numbers, first.calls, strict=False):
             now = call if same else self._common(call, change)
             self._assign(node, now)
-            self.again.setdefault(number, []).append(self._mark(node))
+            if same:
+                self.again.setdefault(number, []).append(self._mark(node))
             if now != call:
                 self.moved.append((number, call, now))
 
