@@ -123,6 +123,20 @@ def yolos(size: str) -> Built:
     return YolosForObjectDetection(YolosConfig(**sizes)), {"pixel_values": torch.randn(1, 3, *sides)}
 
 
+def detr(size: str) -> Built:
+    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+
+    stages = _sizes(size, {}, {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32]}, {"depths": [1, 1, 1, 1]})
+    narrow = {"d_model": 64, "num_queries": 10, "num_labels": 5}
+    narrow |= {
+        f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("ffn_dim", 128), ("attention_heads", 4))
+    }
+    sizes = _sizes(size, {}, narrow, {"encoder_layers": 2, "decoder_layers": 2})
+    backbone = ResNetConfig(**stages, out_features=["stage4"])
+    config = DetrConfig(backbone_config=backbone, use_timm_backbone=False, backbone=None, **sizes)
+    return DetrForObjectDetection(config), _image(size)
+
+
 def swin(size: str) -> Built:
     from transformers import SwinConfig, SwinForImageClassification
 
@@ -179,6 +193,7 @@ MODELS: dict[str, Callable[[str], Built]] = {
     "GPT-2": gpt2,
     "Llama": llama,
     "YOLOS-tiny": yolos,
+    "DETR": detr,
     "Swin-T": swin,
     "Wav2Vec2-base": wav2vec2,
     "CLIP": clip,
