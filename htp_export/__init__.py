@@ -11,6 +11,7 @@ Example:
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -158,7 +159,18 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    tables = sys.modules.get(f"{__name__}.tables")
+    if tables is not None:
+        tables.ModuleTable.in_notebook = _in_notebook
+    return found
+
+
+def _in_notebook(result: Any) -> str | None:
+    """A result as a notebook shows it; only then what draws it is imported."""
+    from htp_export.show.notebook import in_notebook
+
+    return in_notebook(result)
 
 
 def __dir__() -> list[str]:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -42,6 +43,10 @@ _FLAGS = (
     "--enable-unsafe-swiftshader",  # WebGL without a graphics card
     "--hide-scrollbars",
     "--no-first-run",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
     "--disable-extensions",
     "--remote-debugging-pipe",
 )
@@ -100,8 +105,34 @@ class Page:
             button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": clicks}
             self._send("Input.dispatchMouseEvent", {"type": kind, "x": x, "y": y, **button})
 
-    def picture(self, file: Path) -> None:
-        file.write_bytes(base64.b64decode(self._send("Page.captureScreenshot", {"format": "png"})["data"]))
+    def picture(self, file: Path, scale: float = 1) -> None:
+        """A screen as a PNG, a pixel of it for each pixel of the page, or fewer."""
+        whole = self.run("[innerWidth, innerHeight]")
+        clip = {"x": 0, "y": 0, "width": whole[0], "height": whole[1], "scale": scale}
+        shot = self._send("Page.captureScreenshot", {"format": "png", "clip": clip})
+        file.write_bytes(base64.b64decode(shot["data"]))
+
+    def theme(self, name: str) -> None:
+        """What the user prefers: ``light`` or ``dark``."""
+        features = [
+            {"name": "prefers-color-scheme", "value": name},
+            {"name": "prefers-reduced-motion", "value": "reduce"},
+        ]
+        self._send("Emulation.setEmulatedMedia", {"features": features})
+
+    def pixels(self, png: bytes) -> np.ndarray:
+        """An image as an array, ``[height, width, 3]``, decoded by the browser; leaves the page that is open."""
+        self._send("Page.navigate", {"url": "about:blank"})
+        url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+        width, height, text = self.run(
+            f"(async () => {{ const image = new Image(); image.src = {json.dumps(url)}; await image.decode();"
+            "const { width, height } = image; const canvas = Object.assign(document.createElement('canvas'),"
+            "{ width, height }); const pen = canvas.getContext('2d'); pen.drawImage(image, 0, 0);"
+            "const { data } = pen.getImageData(0, 0, width, height); let text = '';"
+            "for (let k = 0; k < data.length; k += 8192) text += String.fromCharCode(...data.subarray(k, k + 8192));"
+            "return [width, height, btoa(text)]; })()"
+        )
+        return np.frombuffer(base64.b64decode(text), np.uint8).reshape(height, width, 4)[..., :3]
 
     def _send(self, method: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
         number = next(self._numbers)

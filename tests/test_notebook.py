@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+from html import unescape
 from pathlib import Path
 from typing import Any
+
+import pytest
+from rich.console import Console
+
+import htp_export
+from htp_export.analyze.tree import tree_rows
+from htp_export.show.costs import render_cost
+from htp_export.show.tree import render
+from tests import screens
 
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "view.ipynb"
 
@@ -25,7 +37,37 @@ def test_every_cell_of_the_notebook_runs_and_what_it_shows_can_be_drawn(tmp_path
         except SyntaxError:
             exec(compile(last, "notebook", "exec"), names)
         else:
-            if hasattr(value, "_repr_html_"):
-                shown.append(value._repr_html_())
+            assert hasattr(value, "_repr_html_"), f"{last} prints {len(repr(value))} characters"
+            shown.append(value._repr_html_())
     assert len(shown) >= 3
+    assert shown[1].startswith("<pre")  # the table of `profile`
     assert sum(drawn.startswith("<iframe") for drawn in shown) == 2
+
+
+def printed(drawn: object) -> list[str]:
+    console = Console(width=160, file=io.StringIO(), record=True, highlight=False)
+    console.print(drawn)
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["cost", "tree"])
+def test_a_result_in_a_notebook_is_the_table_of_its_command(name):
+    tagged = htp_export.load(screens.encoder())
+    if name == "cost":
+        result: Any = htp_export.cost(tagged)
+        expected = printed(render_cost(result, list(result.modules.values())))
+    else:
+        result = tree_rows(tagged)
+        expected = printed(render(result))
+    drawn = result._repr_html_()
+    lines = unescape(re.sub(r"<[^>]*>", "", drawn)).splitlines()
+    assert [line.rstrip() for line in lines if line] == [line for line in expected if line]
+    assert "layers.0 … layers.5 × 6" in "\n".join(lines)  # noqa: RUF001 - "times"
+
+
+def test_names_in_a_notebook_are_text():
+    model = screens.encoder()
+    model.metadata_props["htp.modules"] = model.metadata_props["htp.modules"].replace("encoder.Head", "net.<script>")
+    drawn = htp_export.cost(htp_export.load(model))._repr_html_()
+    assert "&lt;script&gt;" in drawn
+    assert "<script>" not in drawn

@@ -21,6 +21,7 @@ from htp_export.analyze.tree import tree_rows
 from htp_export.cli.main import main
 from htp_export.errors import FileError, InputError
 from htp_export.hierarchy import ModuleInfo
+from htp_export.parameters import Held, parameters_to_json
 from htp_export.show.levels import parents
 from htp_export.show.model_explorer import application
 from htp_export.show.model_explorer.graphs import graph_of
@@ -150,6 +151,35 @@ def test_the_graph_has_modules_as_layers_with_their_attributes():
     assert [edge["sourceNodeId"] for edge in edges] == ["node_fc0", "node_mask"]
 
 
+def test_inputs_and_outputs_of_the_graph_have_names():
+    labels = [node["label"] for node in graph_of(encoder(), keep_layers=False)["nodes"]]
+    assert labels[-2:] == ["Input: x", "Output: out"]
+
+
+def test_small_constants_are_kept_and_large_ones_are_not_read():
+    x, shape = handmade.value("x"), ir.Value(name="shape", const_value=ir.tensor([8, -1], name="shape"))
+    away = ir.ExternalTensor("no.data", 0, 8, ir.DataType.INT64, shape=ir.Shape([1]), name="away", base_dir="nowhere")
+    node = handmade.tagged_node("Reshape", [x, shape], "fc", "flat")
+    other = handmade.tagged_node("Gather", [x, ir.Value(name="away", const_value=away)], "fc", "picked")
+    weights = [shape, other.inputs[1], handmade.weight("fc.weight", 5)]
+    modules = [ModuleInfo("", "net.Net", 1, "computed"), ModuleInfo("fc", "net.Fc", 1, "computed")]
+    inventory = take_inventory(load(handmade.model([x], [node, other], weights, modules)))
+    values = {tensor.name: tensor.value for tensor in inventory.constants}
+    assert values == {"shape": "[8, -1]", "away": "", "fc.weight": ""}
+    assert not inventory.statistics
+
+
+def test_a_tied_parameter_is_marked_at_the_module_that_holds_it_second():
+    model = handmade.encoder()
+    second = Held({"weight": (4, 4)}, {"weight": "layer.0.fc.weight"})
+    held = {"layer.0.fc": Held({"weight": (4, 4)}), "layer.1.fc": second}
+    model.metadata_props["htp.parameters"] = parameters_to_json(held)
+    modules = take_inventory(load(model)).modules
+    tied = {path: dict(module.tied) for path, module in modules.items() if module.tied}
+    assert tied == {"layer.1.fc": {"layer.1.fc.weight": "layer.0.fc.weight"}}
+    assert (modules[""].parameters, modules["layer.1.fc"].parameters) == (16, 16)
+
+
 def test_nodes_without_a_name_of_their_own_are_told_apart():
     model = handmade.encoder()
     for node in model.graph:
@@ -194,7 +224,7 @@ def exported_file(tmp_path_factory):
 def layers_in(adapter, file) -> set[str]:
     """The layers that Model Explorer makes of what an adapter gives it: all prefixes of the nodes' namespaces."""
     [graph] = adapter.convert(str(file), {})["graphs"]
-    spaces = {node.namespace for node in graph.nodes if node.label not in ("Input", "Output", "Initializer")}
+    spaces = {node.namespace for node in graph.nodes if not node.label.startswith(("Input", "Output", "Initializer"))}
     return {space for full in spaces for space in prefixes(full)}
 
 
@@ -354,7 +384,7 @@ def test_the_command_writes_pages_overlays_and_sidecars(tmp_path, capsys):
     load(handmade.encoder()).save(file)
     time.write_text(json.dumps(TIME), encoding="utf-8")
     assert main(["view", str(file), "--no-graph", "--profile", str(time)]) == 0
-    assert "7 modules, 7 nodes" in capsys.readouterr().out
+    assert "6 modules, 7 nodes" in capsys.readouterr().out
     assert '"total_ms"' in (tmp_path / "net.html").read_text(encoding="utf-8")
     assert main(["view", str(file), "--overlay", "latency", "--profile", str(time)]) == 0
     assert json.loads((tmp_path / "net.latency.json").read_text())["results"]["node_fc0"]["value"] == 2.5

@@ -138,8 +138,19 @@ def test_search_finds_modules_and_nodes_and_what_is_above_them(page, net):
     ]
     page.run("search.value = 'fate:identity', search.dispatchEvent(new Event('input'))")
     assert shown(page) == ["(root)", "layer.0", "drop", "layer.1", "drop"]
-    page.run("search.value = 'nowhere', search.dispatchEvent(new Event('input'))")
-    assert shown(page) == ["(root)"]
+
+
+def test_a_search_that_finds_nothing_says_so_and_is_taken_back_with_a_click(page, net):
+    start(page, net)
+    page.run(
+        "search = document.getElementById('search'), search.value = '<b>nowhere', "
+        "search.dispatchEvent(new Event('input'))"
+    )
+    assert shown(page) == []
+    assert "Nothing matches “<b>nowhere”" in page.run("document.getElementById('nothing').innerText")
+    page.run("document.getElementById('clear').click()")
+    assert shown(page)[0] == "(root)"
+    assert page.run("document.getElementById('nothing').offsetParent") is None
 
 
 def test_the_keyboard_walks_through_the_tree(page, net):

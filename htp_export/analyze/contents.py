@@ -25,7 +25,7 @@ from htp_export import tags
 from htp_export.analyze.facts import constant_tensor, is_standard
 from htp_export.tagged import TaggedModel
 
-__all__ = ["Contents", "ModuleContents", "contents_of", "dtype_name"]
+__all__ = ["Contents", "ModuleContents", "contents_of", "dtype_name", "tied_parameters"]
 
 _QUANTIZED_BITS = 8
 _WITH_QUANTIZED_BIAS = frozenset(("QLinearConv", "DequantizeLinear", "QGemm"))
@@ -244,3 +244,15 @@ def _bytes(value: ir.Value) -> int:
 def _dtype(value: ir.Value) -> ir.DataType:
     tensor = _tensor(value)
     return ir.DataType.UNDEFINED if tensor is None else tensor.dtype
+
+
+def tied_parameters(tagged: TaggedModel) -> dict[str, dict[str, str]]:
+    """Module path → its parameters that another module before it holds too: full name → full name there.
+
+    Empty where the file does not say what PyTorch had.
+    """
+    return {
+        path: {f"{path}.{name}" if path else name: first for name, first in held.tied.items()}
+        for path, held in (tagged.parameters or {}).items()
+        if held.tied
+    }

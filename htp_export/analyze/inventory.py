@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
-from htp_export.analyze.contents import ModuleContents, contents_of
+from htp_export.analyze.contents import ModuleContents, contents_of, tied_parameters
 from htp_export.analyze.node_facts import NodeEntry, NodeReader, TensorEntry
+from htp_export.analyze.weight_statistics import WeightStatistics, weight_statistics
 from htp_export.files import has_external_data
 from htp_export.hierarchy import ModuleInfo
 from htp_export.tag_facts import TagFacts
@@ -36,6 +37,7 @@ class ModuleEntry:
         weights: The weights that it reads itself.
         inputs: The tensors that enter its region.
         outputs: The tensors that leave it.
+        tied: Parameters that it holds itself and a module before it holds too: full name → full name there.
         source: Where its ``forward`` stands, ``modeling_bert.py:140-172``, as far as the file says; else ``""``.
         failure: Why it could not be exported; ``""`` as a rule.
     """
@@ -52,6 +54,7 @@ class ModuleEntry:
     weights: tuple[TensorEntry, ...] = ()
     inputs: tuple[TensorEntry, ...] = ()
     outputs: tuple[TensorEntry, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
     failure: str = ""
 
@@ -75,6 +78,8 @@ class Inventory:
         external_data: Whether the weights lie in a file of their own.
         inputs: The model's inputs.
         outputs: The model's outputs.
+        constants: Its initializers.
+        statistics: Name of each initializer → what its values are like; empty where they were not read.
         notes: What else there is to know, as sentences.
     """
 
@@ -92,6 +97,8 @@ class Inventory:
     external_data: bool = False
     inputs: tuple[TensorEntry, ...] = ()
     outputs: tuple[TensorEntry, ...] = ()
+    constants: tuple[TensorEntry, ...] = ()
+    statistics: Mapping[str, WeightStatistics] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -100,14 +107,19 @@ class Inventory:
         return TagFacts(self.tags, self.reasons, self.untagged, self.lost).advice
 
 
-def take_inventory(tagged: TaggedModel, name: str = "") -> Inventory:
+def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False) -> Inventory:
     """Everything that a drawing of a model shows.
 
-    The weights are not read. A model without tags is one module, its root, which owns every node.
+    The weights are not read, unless their statistics are asked for. A model without tags is one module, its root,
+    which owns every node.
 
     Args:
         tagged: The model.
         name: What to call it; the graph's own name where it is empty.
+        statistics: Read every weight, and say what its values are like.
+
+    Raises:
+        InputError: If a weight is to be read and cannot be.
 
     Example:
         >>> import onnx_ir as ir
@@ -124,6 +136,9 @@ def take_inventory(tagged: TaggedModel, name: str = "") -> Inventory:
     place = {node: position for position, node in enumerate(tagged.nodes)}
     contents = contents_of(tagged).modules
     modules = {path: _module(tagged, path, contents[path], reader, nodes, place) for path in tagged.hierarchy}
+    for path, tied in tied_parameters(tagged).items():
+        if path in modules:
+            modules[path] = replace(modules[path], tied=tied)
     return Inventory(
         name=name or model.graph.name or "model",
         tags=tagged.source,
@@ -139,6 +154,10 @@ def take_inventory(tagged: TaggedModel, name: str = "") -> Inventory:
         external_data=has_external_data(model),
         inputs=tuple(map(reader.tensor_entry, model.graph.inputs)),
         outputs=tuple(map(reader.tensor_entry, model.graph.outputs)),
+        constants=tuple(
+            reader.tensor_entry(value) for graph in model.graphs() for value in graph.initializers.values()
+        ),
+        statistics=weight_statistics(model) if statistics else {},
     )
 
 

@@ -20,8 +20,8 @@ _log = logging.getLogger(__name__)
 
 _STACK_TRACE = "pkg.torch.onnx.stack_trace"  # of torch's dynamo exporter
 _FRAME = re.compile(r'File "([^"\n]*)", line (\d+), in ([^\n]*)(?:\n *([^\n]*))?')
-_LONGEST = 120  # characters of an attribute that are kept
-_SMALL = 16  # elements of a tensor attribute whose values are kept
+_LONGEST = 400  # characters of an attribute or a constant that are kept
+_SMALL = 16  # elements of a tensor whose values are kept
 
 
 class Link(NamedTuple):
@@ -54,10 +54,12 @@ class TensorEntry:
     Attributes:
         name: Its name.
         type: As it is written down, ``float32[batch, 16, 768]``; ``""`` where it is not known.
+        value: The values of a small constant, ``[1, 12, -1, 64]``; ``""`` for all others.
     """
 
     name: str
     type: str = ""
+    value: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ class NodeReader:
     def tensor_entry(self, value: ir.Value) -> TensorEntry:
         """A tensor with its type, inferred where the file does not say it."""
         said = value.const_value is not None or (value.dtype is not None and value.shape is not None)
-        return TensorEntry(value.name or "", _type_text(value if said else self._typed.get(value.name or "", value)))
+        text = _type_text(value if said else self._typed.get(value.name or "", value))
+        return TensorEntry(value.name or "", text, _value_text(value.const_value))
 
     @cached_property
     def _typed(self) -> Mapping[str, ir.Value]:
@@ -192,10 +195,16 @@ def _attribute_text(attribute: ir.Attr) -> str:
     if attribute.type == ir.AttributeType.TENSOR:
         tensor = attribute.as_tensor()
         text = f"{_dtype_name(tensor.dtype)}[{', '.join(map(str, tensor.shape.numpy()))}]"
-        if tensor.size <= _SMALL and not isinstance(tensor, ir.ExternalTensor):
-            text += f" = {tensor.numpy().tolist()}"
-        return _shortened(text)
+        value = _value_text(tensor)
+        return f"{text} = {value}" if value else text
     return _shortened(str(attribute.value))
+
+
+def _value_text(tensor: ir.TensorProtocol | None) -> str:
+    """The values of a small tensor; ``""`` where it is larger, or lies in another file, which is not read."""
+    if tensor is None or tensor.size > _SMALL or isinstance(tensor, ir.ExternalTensor):
+        return ""
+    return _shortened(str(tensor.numpy().tolist()))
 
 
 def _shortened(text: str) -> str:

@@ -32,6 +32,7 @@ def inventory_of_module(
     model: torch.nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
+    statistics: bool = False,
     **options: Any,
 ) -> Inventory:
     """A PyTorch model, exported to memory, ready to be drawn.
@@ -44,6 +45,7 @@ def inventory_of_module(
         model: The model; it is left as it was.
         args: Its arguments.
         kwargs: Its arguments by keyword.
+        statistics: Read every weight of a model that exports as a whole, and say what its values are like.
         options: Further arguments of ``export``.
 
     Raises:
@@ -51,16 +53,22 @@ def inventory_of_module(
     """
     with translations_read_once():
         try:
-            return _exported(model, tuple(args), dict(kwargs or {}), options)
+            return _exported(model, tuple(args), dict(kwargs or {}), options, statistics)
         except Exception as error:  # whatever torch raises on what it cannot export
             parts = _Parts(model, options)
             failure = parts.run(tuple(args), dict(kwargs or {}))
             parts.take("", _text(error) if failure is None else failure)
-            return parts.inventory()
+            found = parts.inventory()
+            unread = ("The weights were not read: of parts that are alike, one is exported.",) if statistics else ()
+            return replace(found, notes=(*found.notes, *unread))
 
 
 def _exported(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Mapping[str, Any]
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Mapping[str, Any],
+    statistics: bool = False,
 ) -> Inventory:
     said = io.StringIO()  # torch prints the graph of what fails; the page says why
     try:
@@ -70,7 +78,7 @@ def _exported(
         _log.debug("%s", said.getvalue())
     if program is None:
         raise TypeError("a model is shown from memory; leave out f and dynamo=False")
-    return take_inventory(load(program))
+    return take_inventory(load(program), statistics=statistics)
 
 
 @dataclass(frozen=True)
@@ -213,6 +221,7 @@ def _moved(part: _Part, offset: int) -> dict[str, ModuleEntry]:
                 fused_with=tuple(_below(part.path, other) for other in module.info.fused_with),
             ),
             own_nodes=tuple(position + offset for position in module.own_nodes),
+            tied={f"{part.path}.{name}": f"{part.path}.{first}" for name, first in module.tied.items()},
         )
         for path, module in part.inventory.modules.items()
     }

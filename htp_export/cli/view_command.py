@@ -35,6 +35,9 @@ def view_command(
     cost: Annotated[Path | None, typer.Option(help="What `cost --json` wrote: FLOPs and memory by module.")] = None,
     verify: Annotated[Path | None, typer.Option(help="What `verify --json` or `compare --json` wrote: errors.")] = None,
     graph: Annotated[bool, typer.Option("--graph/--no-graph", help="Put the interactive graph into the page.")] = True,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Read the weights: show mean, spread, range and zeros of each.")
+    ] = False,
     overlay: Annotated[
         _Overlay | None, typer.Option(help="Write one overlay for Model Explorer (node data JSON), not a page.")
     ] = None,
@@ -62,7 +65,7 @@ def view_command(
     elif netron:
         _write(target, _attachment(file, results))
     else:
-        _page(file, target, results, graph=graph, as_json=as_json)
+        _page(file, target, results, graph=graph, weights=weights, as_json=as_json)
         return
     if as_json:
         print_json({"file": str(target)})
@@ -70,11 +73,11 @@ def view_command(
         show(str(target))
 
 
-def _page(file: Path, target: Path, results: list[Path], *, graph: bool, as_json: bool) -> None:
+def _page(file: Path, target: Path, results: list[Path], *, graph: bool, weights: bool, as_json: bool) -> None:
     from htp_export.show.viewing import view
 
     with Steps(quiet=as_json).step(f"drawing {file}"):
-        shown = view(file, target, results=results, graph=graph)
+        shown = view(file, target, results=results, graph=graph, weights=weights)
     if as_json:
         print_json({"file": str(target), "modules": shown.modules, "nodes": shown.nodes, "missing": shown.missing})
     else:

@@ -15,6 +15,7 @@ from htp_export.analyze.measures import Measure, measures_of
 from htp_export.errors import FileError, InputError
 from htp_export.json_file import read_json
 from htp_export.nested.flatten import read_flat
+from htp_export.show.levels import parents
 from htp_export.show.model_explorer.application import MissingApplicationError, application, packed
 from htp_export.show.model_explorer.drawing import drawing
 from htp_export.show.page.document import asset, document
@@ -41,7 +42,7 @@ class View:
         html: The page, whole.
         path: The file that it was written to, if it was.
         nodes: How many nodes it shows.
-        modules: How many modules it shows.
+        modules: How many modules it shows; containers, which never ran themselves, are not counted.
         missing: Why the interactive graph is not in it; ``""`` where it is.
         failures: Module path → why it could not be exported; for models given as PyTorch modules.
     """
@@ -72,6 +73,7 @@ def view(
     *,
     results: Sequence[Result] = (),
     graph: bool = True,
+    weights: bool = False,
 ) -> View: ...
 
 
@@ -84,6 +86,7 @@ def view(
     kwargs: Mapping[str, Any] | None = None,
     results: Sequence[Result] = (),
     graph: bool = True,
+    weights: bool = False,
 ) -> View: ...
 
 
@@ -95,6 +98,7 @@ def view(
     kwargs: Mapping[str, Any] | None = None,
     results: Sequence[Result] = (),
     graph: bool = True,
+    weights: bool = False,
 ) -> View:
     """Draw a model as one HTML page that loads nothing: its modules, a map of them, and the interactive graph.
 
@@ -110,9 +114,10 @@ def view(
         results: Numbers by module, which become columns, sizes and colours: what ``profile``, ``cost``, ``verify`` or
             ``compare`` returns, or files that their commands wrote with ``--json``.
         graph: Put Model Explorer's graph into the page. It needs the extra ``view``; without it the page says so.
+        weights: Read every weight, and show its mean, spread, range and zeros.
 
     Raises:
-        InputError: If the model or a result cannot be read.
+        InputError: If the model, a result, or a weight that is to be shown cannot be read.
         FileError: If the page cannot be written, or is named as a model is; what was there is untouched.
 
     Example:
@@ -136,20 +141,20 @@ def view(
     if _is_module(model):
         from htp_export.analyze.parts import inventory_of_module
 
-        inventory = inventory_of_module(model, _as_tuple(args), kwargs)
+        inventory = inventory_of_module(model, _as_tuple(args), kwargs, statistics=weights)
     else:
-        inventory = inventory_of(model)
+        inventory = inventory_of(model, weights)
     page, missing = _page(inventory, measures, graph)
     if path is not None:
         write_text(path, page)
     failures = {path: module.failure for path, module in inventory.modules.items() if module.failure}
-    return View(page, path, len(inventory.nodes), len(inventory.modules), missing, failures)
+    return View(page, path, len(inventory.nodes), len(parents(inventory)), missing, failures)
 
 
-def inventory_of(model: ModelSource) -> Inventory:
-    """What is drawn of a model; it is called by its file's name."""
+def inventory_of(model: ModelSource, statistics: bool = False) -> Inventory:
+    """What is drawn of a model, with the statistics of its weights if asked for; it is called by its file's name."""
     name = Path(model).name if isinstance(model, str | os.PathLike) else ""
-    return take_inventory(read_flat(model), name)
+    return take_inventory(read_flat(model), name, statistics)
 
 
 def read_results(results: Sequence[Result]) -> list[Measure]:

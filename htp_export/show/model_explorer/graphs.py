@@ -13,6 +13,7 @@ from htp_export import tags
 from htp_export.analyze.inventory import Inventory, ModuleEntry
 from htp_export.analyze.measures import Measure
 from htp_export.analyze.node_facts import NodeEntry
+from htp_export.show.levels import parents
 from htp_export.show.numbers import bytes_text, number_text
 
 __all__ = ["GRAPH_ID", "graph_of", "layers_of", "node_ids"]
@@ -35,11 +36,12 @@ def graph_of(inventory: Inventory, measures: Sequence[Measure] = (), keep_layers
         >>> from htp_export.analyze.inventory import take_inventory
         >>> from htp_export.tagged import load
         >>> import onnx_ir as ir
-        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "act", "htp.reason": "scope"})
+        >>> tagged = {"htp.module": "act", "htp.reason": "scope"}
+        >>> relu = ir.node("Relu", [ir.val("x")], outputs=[ir.val("y")], metadata_props=tagged)
         >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="Net")
         >>> drawn = graph_of(take_inventory(load(ir.Model(graph, ir_version=10))), keep_layers=False)
         >>> [(node["label"], node["namespace"]) for node in drawn["nodes"]]
-        [('Relu', 'act'), ('Input', ''), ('Output', '')]
+        [('Relu', 'act'), ('Input: x', ''), ('Output: y', '')]
     """
     names, layers = node_ids(inventory), layers_of(inventory)
     nodes = [_node(node, names[position], layers[position], names) for position, node in enumerate(inventory.nodes)]
@@ -119,7 +121,7 @@ def _ends(inventory: Inventory, nodes: list[dict[str, Any]]) -> list[dict[str, A
     given = {tensor.name: f"[value] {tensor.name}" for tensor in inventory.inputs}
     ends = []
     for tensor in inventory.inputs:
-        end = _plain(given[tensor.name], "Input", "")
+        end = _plain(given[tensor.name], f"Input: {tensor.name}", "")
         end["attrs"] = [{"key": "name", "value": tensor.name}]
         end["outputsMetadata"] = [{"id": "0", "attrs": [{"key": "tensor_shape", "value": tensor.type or "?"}]}]
         ends.append(end)
@@ -132,7 +134,7 @@ def _ends(inventory: Inventory, nodes: list[dict[str, Any]]) -> list[dict[str, A
             if link.node is None and link.tensor in given
         ]
     for tensor in inventory.outputs:
-        end = _plain(f"[output] {tensor.name}", "Output", "")
+        end = _plain(f"[output] {tensor.name}", f"Output: {tensor.name}", "")
         end["attrs"] = [{"key": "name", "value": tensor.name}]
         source = made.get(tensor.name)
         origin = (nodes[source[0]]["id"], str(source[1])) if source else (given.get(tensor.name, ""), "0")
@@ -156,11 +158,12 @@ def _plain(identifier: str, label: str, namespace: str) -> dict[str, Any]:
 
 
 def _facts(inventory: Inventory) -> dict[str, str]:
+    ends = len(inventory.inputs) + len(inventory.outputs)
     said = {
         "model": inventory.name,
         "class": inventory.modules[""].info.class_name,
-        "nodes": str(len(inventory.nodes)),
-        "modules": str(len(inventory.modules)),
+        "nodes": f"{len(inventory.nodes)}, and {ends} inputs and outputs",
+        "modules": f"{len(parents(inventory))}; those with nodes are layers, and so are containers",
         "parameters": number_text(inventory.modules[""].parameters),
         "weights": bytes_text(inventory.modules[""].weight_bytes),
         "producer": inventory.producer,
@@ -179,6 +182,7 @@ def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, s
         "class": info.class_name,
         "fate": info.fate,
         "merged with": ", ".join(info.fused_with),
+        "tied": ", ".join(f"{name} is {first}" for name, first in module.tied.items()),
         "calls": str(info.calls) if info.calls > 1 else "",
         "parameters": number_text(module.parameters) if module.parameters else "",
         "weights": bytes_text(module.weight_bytes) if module.weight_bytes else "",

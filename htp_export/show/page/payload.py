@@ -8,8 +8,9 @@ from typing import Any
 
 from htp_export import tags
 from htp_export.analyze.inventory import Inventory, ModuleEntry
-from htp_export.analyze.measures import Measure
+from htp_export.analyze.measures import Measure, spread
 from htp_export.analyze.node_facts import NodeEntry, TensorEntry
+from htp_export.analyze.weight_statistics import WeightStatistics
 from htp_export.show.folding import likeness, repeats
 from htp_export.show.levels import parents
 
@@ -37,15 +38,19 @@ def page_data(inventory: Inventory, measures: Sequence[Measure], missing_graph: 
         "untagged": inventory.untagged,
         "advice": [text for text in (inventory.advice, *inventory.notes) if text],
         "failures": _failures(inventory),
+        "inputs": _tensors(inventory.inputs),
+        "outputs": _tensors(inventory.outputs),
         "count": len(inventory.modules),
         "modules": [
             _module(module, None if (parent := above[module.info.path]) is None else place[parent])
             for module in modules
         ],
         "nodes": [_node(node) for node in inventory.nodes],
-        "types": {tensor.name: tensor.type for tensor in (*inventory.inputs, *_weights(modules)) if tensor.type},
+        "types": {tensor.name: tensor.type for tensor in _given(inventory, modules) if tensor.type},
+        "values": {tensor.name: tensor.value for tensor in inventory.constants if tensor.value},
+        "statistics": {name: _statistics(found) for name, found in inventory.statistics.items()},
         "repeats": [[place[path] for path in run] for run in _repeats(above, inventory, measures)],
-        "measures": [_measure(measure, list(above)) for measure in measures],
+        "measures": [_measure(measure, list(above), inventory) for measure in measures],
         "missing_graph": missing_graph,
     }
 
@@ -79,18 +84,24 @@ def _facts(inventory: Inventory) -> list[str]:
         inventory.producer,
         f"opset {opsets}" if opsets else "",
         "external data" if inventory.external_data else "",
-        f"in: {_list(inventory.inputs)}" if inventory.inputs else "",
-        f"out: {_list(inventory.outputs)}" if inventory.outputs else "",
     ]
     return [fact for fact in facts if fact]
 
 
-def _list(tensors: Sequence[TensorEntry]) -> str:
-    return ", ".join(f"{tensor.name} {tensor.type}".strip() for tensor in tensors)
+def _given(inventory: Inventory, modules: Sequence[ModuleEntry]) -> list[TensorEntry]:
+    """The tensors that no node makes."""
+    weights = [tensor for module in modules for tensor in module.weights]
+    return [*inventory.inputs, *inventory.constants, *weights]
 
 
-def _weights(modules: Sequence[ModuleEntry]) -> list[TensorEntry]:
-    return [tensor for module in modules for tensor in module.weights]
+def _statistics(found: WeightStatistics) -> dict[str, float]:
+    numbers = {"mean": found.mean, "std": found.std, "least": found.least, "most": found.most}
+    return {
+        **{name: float(f"{value:.4g}") for name, value in numbers.items()},
+        "elements": found.elements,
+        "zeros": found.zeros,
+        "not_finite": found.not_finite,
+    }
 
 
 def _module(module: ModuleEntry, parent: int | None) -> dict[str, Any]:
@@ -113,6 +124,7 @@ def _module(module: ModuleEntry, parent: int | None) -> dict[str, Any]:
         "weights": _tensors(module.weights),
         "inputs": _tensors(module.inputs),
         "outputs": _tensors(module.outputs),
+        "tied": dict(module.tied),
         "source": module.source,
         "failure": module.failure,
     }
@@ -136,7 +148,8 @@ def _tensors(tensors: Sequence[TensorEntry]) -> list[tuple[str, str]]:
     return [(tensor.name, tensor.type) for tensor in tensors]
 
 
-def _measure(measure: Measure, paths: Sequence[str]) -> dict[str, Any]:
+def _measure(measure: Measure, paths: Sequence[str], inventory: Inventory) -> dict[str, Any]:
+    by_node = spread(measure, inventory) if measure.additive and (measure.main or measure.nodes) else []
     return {
         "key": measure.key,
         "title": measure.title,
@@ -145,6 +158,8 @@ def _measure(measure: Measure, paths: Sequence[str]) -> dict[str, Any]:
         "main": measure.main,
         "total": [_number(measure.total, path) for path in paths],
         "own": [_number(measure.own, path) for path in paths],
+        "nodes": [None if value is None else float(f"{value:.6g}") for value in by_node],
+        "said": [position for position, node in enumerate(inventory.nodes) if node.name in measure.nodes],
         "words": {position: measure.words[path] for position, path in enumerate(paths) if path in measure.words},
     }
 

@@ -32,9 +32,27 @@
     return drawn;
   }
 
-  function tensor([name, type], node = null) {
+  function tensor([name, type], node = null, around = null) {
     const shown = node ? link(node, name || "(no name)") : htp.make("span", { className: "path", textContent: name || "(no name)" });
-    return htp.make("div", { className: "tensor" }, shown, htp.make("span", { className: "type", textContent: type || "type not known" }));
+    const others = (htp.readersOf.get(name) ?? []).filter((module) => around && module !== around);
+    return htp.make("div", { className: "tensor" }, shown, htp.make("span", { className: "type", textContent: type || "type not known" }),
+      ...(node ? [] : [values(name), statistics(name)]),
+      others.length ? htp.make("span", { className: "type" }, "also read by ", ...some(others, (module) => htp.make("span", {}, link(module), " "))) : null);
+  }
+
+  function values(name) {
+    const said = htp.data.values[name];
+    return said === undefined ? null : htp.make("code", { className: "value", textContent: said });
+  }
+
+  // What the values of a weight are like, where the page was written with --weights.
+  function statistics(name) {
+    const found = htp.data.statistics[name];
+    if (!found) return null;
+    const { mean, std, least, most, zeros, elements, not_finite } = found;
+    const said = [`mean ${htp.compact(mean)}`, `std ${htp.compact(std)}`, `${htp.compact(least)} to ${htp.compact(most)}`, `${elements ? trim((100 * zeros) / elements) : 0} % zeros`];
+    if (not_finite) said.push(`${not_finite.toLocaleString("en")} not finite`);
+    return htp.make("span", { className: `type statistics${not_finite ? " failure" : ""}`, textContent: said.join(" · ") });
   }
 
   function bars(counts) {
@@ -64,23 +82,22 @@
     return [
       dotted("h2", "path", `${first.path} … ${fold.members.at(-1).path}`),
       dotted("p", "kind", `${fold.members.length} modules that are alike: ${first.class || "class not known"}`),
-      htp.make("div", { className: "tiles" }, ...measures.map(([column, value]) => tile(amount(value, column), `${column.title}${differing.includes(column) ? (column.additive ? ", mean" : ", largest") : " of each"}`, htp.exact(value, column.unit)))),
+      htp.make("div", { className: "tiles" }, ...measures.map(([column, value]) => tile(htp.withUnit(value, column), `${column.title}${differing.includes(column) ? (column.additive ? ", mean" : ", largest") : " of each"}`, htp.exact(value, column.unit)))),
       htp.make("dl", {}, ...pair("fate", `${first.fate}: ${htp.FATES[first.fate] ?? ""}`), ...pair("calls", String(first.calls))),
-      ...differing.flatMap((column) => section(`${column.title} of each`, values(fold.members, column))),
+      ...differing.flatMap((column) => section(`${column.title} of each`, each(fold.members, column))),
       ...(differing.length ? [] : section("Modules", ...some(fold.members, (member) => htp.make("div", { className: "tensor" }, link(member))))),
       ...(first.nodes ? section("Operators of each", bars(first.operators)) : []),
     ];
   }
 
-  function values(members, column) {
+  function each(members, column) {
     const most = Math.max(0, ...members.map(column.of).filter(Number.isFinite));
+    const labels = new Map(htp.labels(members).map((label, k) => [members[k], label]));
     return htp.make("div", { className: "ops" }, ...some(members, (member) => {
       const value = column.of(member);
-      return [link(member, member.label), htp.make("i", { style: { width: `${Number.isFinite(value) && most ? (100 * value) / most : 0}%` } }), htp.make("span", { textContent: amount(value, column), title: htp.exact(value, column.unit) })];
+      return [link(member, labels.get(member)), htp.make("i", { style: { width: `${Number.isFinite(value) && most ? (100 * value) / most : 0}%` } }), htp.make("span", { textContent: htp.withUnit(value, column), title: htp.exact(value, column.unit) })];
     }).flat());
   }
-
-  const amount = (value, column) => htp.compact(value, column.unit) + (column.unit === "ms" && value !== null ? " ms" : "");
 
   function ofModule(module) {
     const measures = htp.columns.map((column) => [column, column.of(module)]).filter(([, value]) => value !== null);
@@ -92,32 +109,41 @@
       dotted("h2", "path", module.path || "(root)"),
       dotted("p", "kind", module.class || "class not known"),
       module.failure ? htp.make("pre", { className: "failure", textContent: module.failure }) : null,
-      htp.make("div", { className: "tiles" }, ...tiles.map(([column, value]) => tile(amount(value, column), column.title, htp.exact(value, column.unit)))),
+      htp.make("div", { className: "tiles" }, ...tiles.map(([column, value]) => tile(htp.withUnit(value, column), column.title, htp.exact(value, column.unit)))),
       htp.make("p", {}, inGraph(module)),
       htp.make("dl", {},
         ...pair("fate", `${module.fate}: ${htp.FATES[module.fate] ?? ""}`),
         ...(module.with.length ? pair("merged with", htp.make("span", {}, ...module.with.flatMap((path) => [modulePath(path), " "]))) : []),
         ...pair("calls", String(module.calls)),
+        ...Object.entries(module.tied).flatMap(([name, first]) => pair("tied", tie(name, first))),
         ...(module.shared ? pair("shared nodes", String(module.shared)) : []),
         ...(module.fused ? pair("fused nodes", String(module.fused)) : []),
         ...htp.columns.flatMap((column) => (column.words?.[module.id] ? pair(column.title, column.words[module.id]) : [])),
-        ...lesser.flatMap(([column, value]) => pair(column.title, amount(value, column))),
+        ...lesser.flatMap(([column, value]) => pair(column.title, htp.withUnit(value, column))),
         ...(module.source ? pair("source", place(module.source)) : [])),
       ...(module.nodes ? section("Operators", bars(module.operators)) : []),
       ...(module.inputs.length ? section("Inputs", ...some(module.inputs, (each) => tensor(each))) : []),
       ...(module.outputs.length ? section("Outputs", ...some(module.outputs, (each) => tensor(each))) : []),
-      ...(module.weights.length ? section("Weights that it reads itself", ...some(module.weights, (each) => tensor(each))) : []),
+      ...(module.weights.length ? section("Weights that it reads itself", ...some(module.weights, (each) => tensor(each, null, module))) : []),
       ...(many.length ? section("Nodes with several owners", ...some(many, (node) => htp.make("div", { className: "tensor" }, link(node, `${node.op} ${node.name}`), htp.make("span", { className: "type", textContent: node.owners.map((path) => path || "(root)").join(", ") })))) : []),
       ...(several ? section("How the owners are known", reasons(module.reasons)) : []),
     ];
   }
 
+  // A parameter that a module before this one holds, too: it is stored, and counted in the whole, once.
+  function tie(name, first) {
+    const at = first.lastIndexOf(".");
+    return htp.make("span", {}, htp.make("span", { className: "path", textContent: name }), " is ", htp.make("span", { className: "path", textContent: first.slice(at + 1) }), " of ", modulePath(first.slice(0, Math.max(0, at))), ", and counts once in what holds both");
+  }
+
   function ofNode(node) {
+    const measures = htp.columns.filter((column) => htp.value(node, column) !== null);
     const readers = htp.nodes.filter((other) => other.inputs.some(([, from]) => from === node.id));
     const attributes = Object.entries(node.attributes);
     return [
       htp.make("h2", { textContent: node.op }),
       htp.make("p", { className: "kind path", textContent: node.name }),
+      measures.length ? htp.make("div", { className: "tiles" }, ...measures.map((column) => nodeTile(node, column))) : null,
       htp.make("p", {}, inGraph(node)),
       htp.make("dl", {},
         ...pair(node.owners.length > 1 ? "owners" : "owner", node.owners.length ? htp.make("span", {}, ...node.owners.map((path) => htp.make("div", {}, modulePath(path)))) : "none"),
@@ -129,6 +155,12 @@
       ...(readers.length ? section("Read by", ...some(readers, (other) => htp.make("div", { className: "tensor" }, link(other, `${other.op} ${other.name}`)))) : []),
       ...(attributes.length ? section("Attributes", htp.make("dl", {}, ...attributes.flatMap(([name, value]) => pair(name, htp.make("code", { textContent: value }))))) : []),
     ];
+  }
+
+  function nodeTile(node, column) {
+    const value = column.ofNode(node);
+    const [sign, said] = column.isSaid(node) ? ["", ""] : ["≈ ", "an equal part of what its module has left"];
+    return tile(sign + htp.withUnit(value, column), column.title, [htp.exact(value, column.unit), said].filter(Boolean).join("\n"));
   }
 
   // A path is long; its end says which file it is.

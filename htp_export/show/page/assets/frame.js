@@ -51,6 +51,28 @@
   window.htpLocation = address;
   window.htpHistory = history;
 
+  // Opening every layer of a large model at once is asked about first.
+  let allowed = false;
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest?.(".expand-all");
+    if (!button || allowed) return;
+    const go = () => {
+      allowed = true;
+      button.click();
+      allowed = false;
+    };
+    if (parent.htp.graph.openAll(go)) return;
+    event.stopImmediatePropagation();
+    event.preventDefault();
+  }, true);
+  // Arrows go through the modules.
+  document.addEventListener("keydown", (event) => {
+    const other = event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input, textarea, select, [role=menu], [role=listbox]");
+    if (other || !event.key.startsWith("Arrow") || !parent.htp.graph.key(event.key)) return;
+    event.stopImmediatePropagation();
+    event.preventDefault();
+  }, true);
+
   const kept = new Map(Object.entries({ ...settings, model_explorer_theme: theme }));
   const storage = { getItem: (key) => kept.get(key) ?? null, setItem: (key, value) => void kept.set(key, String(value)), removeItem: (key) => void kept.delete(key), clear: () => kept.clear() };
   Object.defineProperty(window, "localStorage", { value: storage });

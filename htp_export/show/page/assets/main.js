@@ -2,36 +2,54 @@
 // What stands around the tree: facts, trust in the tags, tabs, theme, keys.
 (function () {
   const { data } = htp;
+  const ENDS = 6; // inputs and outputs that are named at the top; of more, the others are folded
   const byId = (id) => document.getElementById(id);
   const count = (number, word) => `${number.toLocaleString("en")} ${word}${number === 1 ? "" : "s"}`;
 
   byId("name").textContent = data.name;
-  const facts = [htp.simple(htp.root.class), count(htp.nodes.length, "node"), count(data.count, "module"),
-    `${htp.compact(htp.root.parameters)} parameters`, htp.compact(htp.root.bytes, "B"), ...data.facts];
-  byId("facts").textContent = facts.filter(Boolean).join("  ·  ");
-  byId("facts").title = facts.join("\n");
+  const inside = data.count - htp.modules.length;
+  const facts = [htp.simple(htp.root.class), count(htp.nodes.length, "node"), count(htp.modules.length, "module"),
+    `${htp.compact(htp.root.parameters)} parameters`, htp.compact(htp.root.bytes, "B"), ...data.facts].filter(Boolean);
+  byId("facts").append(...facts.flatMap((fact, k) => [k ? " · " : "", htp.make("span", { textContent: fact })]));
+  if (inside) byId("facts").children[facts.indexOf(count(htp.modules.length, "module"))].title = `and ${count(inside, "container")}, whose names stand before those of the modules in them`;
+  const end = (word) => ([name, type]) => htp.make("span", {}, `${word} `, htp.make("span", { className: "path", textContent: name }), ` ${type}`);
+  const ends = [...data.inputs.map(end("in")), ...data.outputs.map(end("out"))];
+  const more = ends.splice(ends.length > ENDS ? ENDS - 1 : ENDS);
+  byId("ends").append(...ends);
+  if (more.length) byId("ends").append(htp.make("details", {}, htp.make("summary", { textContent: `and ${more.length} more inputs and outputs` }), ...more));
 
   byId("trust").append(
     tagsLine(htp.make, "", data),
     ...data.advice.map((text) => htp.make("div", { className: "advice", textContent: text })),
     ...data.failures.map((text) => htp.make("div", { className: "advice failure", textContent: text })));
-  byId("foot").append(htp.make("span", { textContent: "↑ ↓ ← → move · Enter opens and closes · * opens all below · x shows each of several that are drawn as one · / searches" }));
+  const KEYS = {
+    modules: "↑ ↓ ← → move · Enter opens and closes · * opens all below · x shows each of several that are drawn as one · / searches",
+    map: "← → beside · ↓ into a module · ↑ out of it · Enter or a double click makes it the whole map · Escape comes back · / searches",
+    graph: "Tab or click into the graph, then ← → beside · ↓ into a module · ↑ out of it · space fits the graph into the window",
+  };
 
   const TABS = ["modules", "map", "graph"];
+  const phone = matchMedia("(max-width: 700px)");
+  let tab = "modules";
   htp.tab = function (name) {
+    tab = name;
+    byId("foot").textContent = KEYS[name];
     for (const each of TABS) {
       byId(`tab-${each}`).setAttribute("aria-selected", each === name);
       byId(`pane-${each}`).hidden = each !== name;
     }
-    byId("detail").hidden = name === "graph"; // the graph has a panel of its own
+    byId("detail").hidden = name === "graph" && !phone.matches; // the graph has a panel of its own, where there is room for it
     if (name === "graph") htp.graph.open();
     if (name === "map") htp.map.draw();
+    remember();
   };
+  phone.addEventListener("change", () => htp.tab(tab));
   TABS.forEach((name) => (byId(`tab-${name}`).onclick = () => htp.tab(name)));
 
   const theme = (name) => {
     document.documentElement.dataset.theme = name;
     htp.map.draw();
+    htp.graph.restyle();
   };
   theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   byId("theme").onclick = () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
@@ -51,8 +69,49 @@
   });
   document.addEventListener("click", (event) => !event.target.closest("#columns") && (byId("columns").open = false));
 
-  const wanted = decodeURIComponent(location.hash.slice(1));
-  htp.select(htp.byPath.get(wanted) ?? htp.root);
+  // The tab, what is selected and what is searched for stand in the address, so that a link shows them. A node is known
+  // by its name, or by its place where another has the same one. "#layer.3" alone is a module.
+  const times = new Map();
+  for (const node of htp.nodes) times.set(node.name, (times.get(node.name) ?? 0) + 1);
+  const named = new Map(htp.nodes.map((node) => [node.name && times.get(node.name) === 1 ? node.name : `#${node.id}`, node]));
+  const nameOf = new Map([...named].map(([name, node]) => [node, name]));
+  let begun = false;
+  function remember() {
+    if (!begun) return;
+    const state = new URLSearchParams();
+    const item = htp.selected;
+    if (tab !== "modules") state.set("tab", tab);
+    if (item?.kind === "node") state.set("node", nameOf.get(item));
+    else if (item?.kind === "fold") state.set("modules", item.path);
+    else if (item?.path) state.set("module", item.path);
+    if (byId("search").value.trim()) state.set("search", byId("search").value.trim());
+    const text = state.toString();
+    if (text === location.hash.slice(1)) return;
+    try {
+      history.replaceState(null, "", `#${text}`);
+    } catch { /* a page inside of another has no address of its own */ }
+  }
+  function restore() {
+    begun = false;
+    let given = location.hash.slice(1);
+    try {
+      given = decodeURIComponent(given);
+    } catch { /* not written by this page; taken as it is */ }
+    const plain = htp.byPath.get(given);
+    const state = new URLSearchParams(plain ? "" : location.hash.slice(1));
+    const module = htp.byPath.get(state.get("module"));
+    const first = htp.byPath.get(state.get("modules"));
+    const item = plain ?? named.get(state.get("node")) ?? (first && (htp.table.foldOf(first) ?? first)) ?? module ?? htp.root;
+    htp.select(item);
+    byId("search").value = state.get("search") ?? "";
+    htp.table.look();
+    htp.tab(TABS.includes(state.get("tab")) ? state.get("tab") : "modules");
+    begun = true;
+  }
+  htp.listeners.push(remember);
+  byId("search").addEventListener("input", remember);
+  window.addEventListener("hashchange", restore);
+  restore();
   byId("table").focus();
   document.documentElement.dataset.ready = "yes";
 })();

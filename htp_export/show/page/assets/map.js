@@ -8,7 +8,9 @@
   const size = document.getElementById("map-size");
   const colour = document.getElementById("map-colour");
   const shape = document.getElementById("map-shape");
-  const LINE = 24;
+  const legend = document.getElementById("legend");
+  const TITLE = 19; // of the line that names an area
+  const CLASSES = 12;
   let top = htp.root;
   let boxes = [];
 
@@ -25,21 +27,62 @@
     return Number.isFinite(value) && value > 0 ? value : 0;
   };
 
-  function fill(module) {
-    const dark = document.documentElement.dataset.theme === "dark";
-    if (colour.value === "class") {
-      let hash = 7;
-      for (const letter of module.class || module.label) hash = (hash * 31 + letter.codePointAt(0)) % 3600;
-      return `hsl(${(hash * 137) % 360} ${dark ? "24% 30%" : "48% 86%"})`;
-    }
-    const { of, most, additive } = column(colour.value);
-    const value = of(module);
-    if (value === null) return dark ? "#2c313b" : "#eceef2";
-    if (!Number.isFinite(value)) return dark ? "#b3303e" : "#e5808a";
-    // Errors span many powers of ten, and what is wanted is where they begin.
-    const part = additive ? Math.abs(value) / most : value === 0 ? 0 : Math.max(0, 1 + Math.log10(Math.abs(value) / most) / 6);
+  const isDark = () => document.documentElement.dataset.theme === "dark";
+  const empty = () => (isDark() ? "#252a33" : "#eef0f4");
+  const strange = () => (isDark() ? "#b3303e" : "#e5808a");
+  const heated = (part) => {
     const heat = Math.min(1, Math.max(0, part));
-    return dark ? `hsl(${225 - 205 * heat} 52% ${24 + 18 * heat}%)` : `hsl(${225 - 205 * heat} 76% ${90 - 26 * heat}%)`;
+    return isDark() ? `hsl(${225 - 205 * heat} 52% ${24 + 18 * heat}%)` : `hsl(${225 - 205 * heat} 76% ${90 - 26 * heat}%)`;
+  };
+  // Hues a golden angle apart, in the order in which the classes first occur: those of a file differ.
+  const order = new Map([...new Set(htp.modules.map((module) => module.class))].map((name, k) => [name, k]));
+  const classColour = (module) => `hsl(${(210 + order.get(module.class) * 137.5) % 360} ${isDark() ? "26% 31%" : "52% 86%"})`;
+
+  // What is coloured. Of what adds up, a module that holds others has more than each of them: it shows what it has itself.
+  function worth({ module, leaf }) {
+    const { of, ownOf, additive } = column(colour.value);
+    return leaf || !additive ? of(module) : ownOf?.(module) ?? null;
+  }
+  // The largest value that is drawn: in a part of the model, colours tell its modules apart.
+  const mostDrawn = () => Math.max(0, ...boxes.map(worth).filter((value) => value !== null).map(Math.abs).filter(Number.isFinite));
+
+  function fill(box, most) {
+    if (colour.value === "class") return classColour(box.module);
+    const { additive } = column(colour.value);
+    const value = worth(box);
+    if (value === null) return empty();
+    if (!Number.isFinite(value)) return strange();
+    // Errors span many powers of ten, and what is wanted is where they begin.
+    if (additive) return heated(most ? Math.abs(value) / most : 0);
+    return heated(value === 0 || !most ? 0 : 1 + Math.log10(Math.abs(value) / most) / 6);
+  }
+
+  const swatch = (background, text) => htp.make("span", { className: "swatch" }, htp.make("i", { style: { background } }), text);
+  function drawLegend(most) {
+    if (colour.value === "class") {
+      const areas = new Map();
+      for (const { module, width, height } of boxes) {
+        const [area] = areas.get(module.class) ?? [0];
+        areas.set(module.class, [area + width * height, module]);
+      }
+      const largest = [...areas.entries()].sort((a, b) => b[1][0] - a[1][0]);
+      legend.replaceChildren(...largest.slice(0, CLASSES).map(([name, [, module]]) => swatch(classColour(module), htp.simple(name) || "no class")),
+        largest.length > CLASSES ? `and ${largest.length - CLASSES} more classes` : "");
+      return;
+    }
+    const shown = column(colour.value);
+    const ramp = `linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map(heated).join(", ")})`;
+    const least = shown.additive ? 0 : most / 1e6;
+    const text = (textContent) => htp.make("span", { textContent });
+    const values = boxes.map(worth);
+    const partly = shown.additive && boxes.some((box) => !box.leaf);
+    legend.replaceChildren(...[
+      text(shown.title), text(`${shown.additive ? "" : "≤ "}${htp.withUnit(least, shown)}`),
+      htp.make("span", { className: "ramp", style: { background: ramp } }), text(`${htp.withUnit(most, shown)}, the largest drawn`),
+      values.some((value) => value !== null && !Number.isFinite(value)) ? swatch(strange(), "not a number") : null,
+      values.includes(null) ? swatch(empty(), partly ? "what it holds is drawn in it" : "not known") : null,
+      partly && shown.ownOf ? text("around others: what the module has itself") : null,
+    ].filter(Boolean));
   }
 
   function split(items, x, y, width, height, place) {
@@ -72,34 +115,51 @@
   }
 
   function treemap(module, x, y, width, height) {
-    boxes.push({ module, x, y, width, height });
+    const box = { module, x, y, width, height, leaf: true };
+    boxes.push(box);
     if (width < 16 || height < 30 || !module.children.length) return;
     const parts = module.children.map((child) => [child, weigh(child)]);
     const inside = parts.reduce((sum, [, value]) => sum + value, 0);
     if (!inside) return;
     const own = Math.max(0, weigh(module) - inside);
     const room = own > 0.003 * weigh(module) ? [[null, own]] : [];
-    split([...parts, ...room], x + 2, y + 18, width - 4, height - 20, (child, ...box) => child && treemap(child, ...box));
+    split([...parts, ...room], x + 2, y + 18, width - 4, height - 20, (child, ...place) => {
+      if (!child) return;
+      box.leaf = false;
+      treemap(child, ...place);
+    });
   }
 
-  function flame(module, x, y, width) {
-    boxes.push({ module, x, y, width, height: LINE });
+  function flame(module, x, width, level = 0) {
+    const box = { module, x, width, level, leaf: true };
+    boxes.push(box);
     const parts = module.children.map((child) => [child, weigh(child)]);
     const whole = Math.max(weigh(module), parts.reduce((sum, [, value]) => sum + value, 0));
     let at = x;
     for (const [child, value] of parts) {
       const part = (width * value) / (whole || 1);
-      if (part >= 1) flame(child, at, y + LINE, part);
+      if (part >= 1) {
+        flame(child, at, part, level + 1);
+        box.leaf = false;
+      }
       at += part;
     }
+  }
+
+  // The lines of a flame share the height.
+  function stack(height) {
+    const line = height / (1 + Math.max(...boxes.map(({ level }) => level)));
+    for (const box of boxes) Object.assign(box, { y: 4 + box.level * line, height: line });
   }
 
   function draw() {
     const { clientWidth: width, clientHeight: height } = pane;
     if (!width || !height) return;
     boxes = [];
-    if (shape.value === "flame") flame(top, 4, 4, width - 8);
-    else treemap(top, 4, 4, width - 8, height - 8);
+    if (shape.value === "flame") {
+      flame(top, 4, width - 8);
+      stack(height - 8);
+    } else treemap(top, 4, 4, width - 8, height - 8);
     canvas.width = width * devicePixelRatio;
     canvas.height = height * devicePixelRatio;
     const pen = canvas.getContext("2d");
@@ -108,8 +168,11 @@
     pen.scale(devicePixelRatio, devicePixelRatio);
     pen.font = "12px system-ui, sans-serif";
     pen.textBaseline = "middle";
-    for (const { module, x, y, width: w, height: h } of boxes) {
-      pen.fillStyle = fill(module);
+    const most = colour.value === "class" ? 0 : mostDrawn();
+    drawLegend(most);
+    for (const box of boxes) {
+      const { module, x, y, width: w, height: h } = box;
+      pen.fillStyle = fill(box, most);
       pen.fillRect(x, y, w, h);
       pen.lineWidth = 1;
       pen.strokeStyle = ground;
@@ -127,13 +190,13 @@
 
   function write(pen, module, x, y, width, height, colourOfText) {
     const { unit } = column(size.value);
-    const value = htp.compact(weigh(module), unit) + (unit === "ms" ? " ms" : "");
+    const value = htp.withUnit(weigh(module), { unit });
     pen.save();
     pen.beginPath();
     pen.rect(x + 4, y, width - 8, height);
     pen.clip();
     pen.fillStyle = colourOfText;
-    const middle = y + Math.min(height, shape.value === "flame" ? LINE : 19) / 2;
+    const middle = y + (shape.value === "flame" ? height : Math.min(height, TITLE)) / 2;
     pen.fillText(module.label, x + 5, middle);
     const room = width - 12 - pen.measureText(module.label).width;
     if (room > pen.measureText(value).width + 8) {
@@ -170,7 +233,7 @@
     tip.hidden = !module;
     if (!module) return;
     const said = htp.columns.filter((each) => each.of(module) !== null && (each.main || each.key === size.value))
-      .map((each) => `${each.title} ${htp.compact(each.of(module), each.unit)}${each.unit === "ms" ? " ms" : ""}`).join(" · ");
+      .map((each) => `${each.title} ${htp.withUnit(each.of(module), each)}`).join(" · ");
     tip.replaceChildren(htp.make("b", { className: "path", textContent: module.path || "(root)" }), `${htp.simple(module.class)} · ${said}`);
     const box = pane.getBoundingClientRect();
     tip.style.left = `${Math.min(event.clientX - box.left + 14, box.width - tip.offsetWidth - 6)}px`;
@@ -179,6 +242,42 @@
   canvas.addEventListener("mouseleave", () => (tip.hidden = true));
   canvas.addEventListener("click", (event) => at(event) && htp.select(at(event), "map"));
   canvas.addEventListener("dblclick", (event) => at(event)?.children.length && zoom(at(event)));
+  // By keyboard: among the areas that are drawn, the largest of a module first.
+  const drawn = (module) => boxes.find((box) => box.module === module);
+  const within = (module) => module.children.filter(drawn).sort((a, b) => weigh(b) - weigh(a));
+  function current() {
+    let module = htp.selected?.members?.[0] ?? (htp.selected?.kind === "node" ? htp.byPath.get(htp.selected.owners[0]) : htp.selected);
+    while (module && !drawn(module)) module = module.above;
+    return module ?? top;
+  }
+  function go(module) {
+    if (!module || !drawn(module)) return;
+    htp.select(module, "map");
+    const siblings = module === top ? [top] : within(module.above);
+    const said = htp.columns.filter((each) => each.of(module) !== null && (each.main || each.key === size.value)).map((each) => `${each.title} ${htp.withUnit(each.of(module), each)}`);
+    document.getElementById("map-said").textContent = `${module.path || "the whole model"}, ${htp.simple(module.class)}, ${siblings.indexOf(module) + 1} of ${siblings.length}; ${said.join(", ")}`;
+  }
+  function beside(module, step) {
+    const siblings = module === top ? [top] : within(module.above);
+    return siblings[siblings.indexOf(module) + step];
+  }
+  canvas.addEventListener("keydown", (event) => {
+    const module = current();
+    const keys = {
+      ArrowRight: () => go(beside(module, 1)),
+      ArrowLeft: () => go(beside(module, -1)),
+      ArrowDown: () => go(within(module)[0]),
+      ArrowUp: () => module !== top && go(module.above),
+      Home: () => go(top),
+      Enter: () => {
+        if (module.children.length) zoom(module);
+        go(module);
+      },
+    };
+    if (!keys[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    keys[event.key]();
+  });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && pane.offsetParent && top.above) zoom(top.above);
   });

@@ -69,6 +69,9 @@ htp.REASONS = REASONS;
   htp.root = htp.modules[0];
   htp.byPath = new Map(htp.modules.map((module) => [module.path, module]));
   htp.loose = htp.nodes.filter((node) => !node.owners.length && htp.data.tags !== "none");
+  // The modules that read a weight themselves; where there are several, it is tied, or was merged with an equal one.
+  htp.readersOf = new Map();
+  for (const module of htp.modules) for (const [name] of module.weights) htp.readersOf.set(name, [...(htp.readersOf.get(name) ?? []), module]);
   const built = [
     { key: "nodes", title: "nodes", unit: "", additive: true, main: true, of: (module) => module.nodes },
     { key: "parameters", title: "parameters", unit: "", additive: true, main: true, of: (module) => module.parameters },
@@ -77,7 +80,9 @@ htp.REASONS = REASONS;
   const given = data.measures.map((measure) => {
     const total = measure.total.map(htp.number);
     const own = measure.own.map(htp.number);
-    return { ...measure, of: (module) => total[module.id] ?? null, ownOf: (module) => own[module.id] ?? null };
+    const said = new Set(measure.said);
+    const byNode = { ofNode: (node) => measure.nodes[node.id] ?? null, isSaid: (node) => said.has(node.id) };
+    return { ...measure, ...byNode, of: (module) => total[module.id] ?? null, ownOf: (module) => own[module.id] ?? null };
   });
   htp.columns = [...given.filter((column) => column.main), ...built, ...given.filter((column) => !column.main)];
   for (const column of htp.columns) {
@@ -115,6 +120,7 @@ htp.runs = function (siblings) {
 };
 // What a column says of a module; of several, as in the terminal: the mean, or the largest of what does not add up.
 htp.value = function (item, column) {
+  if (item.kind === "node") return column.ofNode?.(item) ?? null;
   if (item.kind !== "fold") return column.of(item);
   const values = item.members.map(column.of).filter((value) => value !== null);
   if (!values.length) return null;
@@ -122,6 +128,18 @@ htp.value = function (item, column) {
   return values.some(Number.isNaN) ? NaN : Math.max(...values);
 };
 
+// What tells alike modules apart: of their paths, the part that differs, with the name before a number.
+htp.labels = function (members) {
+  const paths = members.map((member) => member.path.split("."));
+  const first = paths[0];
+  const differs = (k) => paths.some((parts) => parts[k] !== first[k]);
+  const places = [...first.keys()].filter(differs);
+  if (!places.length || paths.some((parts) => parts.length !== first.length)) return members.map((member) => member.path);
+  const from = /^\d+$/.test(first[places[0]]) && places[0] > 0 ? places[0] - 1 : places[0];
+  return paths.map((parts) => parts.slice(from, places.at(-1) + 1).join("."));
+};
+
+htp.withUnit = (value, column) => htp.compact(value, column.unit) + (column.unit === "ms" && value !== null ? " ms" : "");
 htp.title = (item) => (item.kind === "node" ? item.name || item.op : item.path || "(root)");
 htp.simple = (className) => className.slice(className.lastIndexOf(".") + 1);
 

@@ -7,9 +7,13 @@
   const body = document.getElementById("rows");
   const search = document.getElementById("search");
   const state = { open: new Set(), apart: new Set(), repeats: htp.data.repeats.length > 0, sort: null, descending: true, flat: false, query: null, hits: 0, rows: [] };
-  const NAME = 264;
-  const FATE = 110;
-  const CLASS = Math.min(240, Math.max(110, 22 + 7.4 * Math.max(...htp.modules.map((module) => htp.simple(module.class).length))));
+  // Where there is little room, classes are said of what is selected alone; names stay in sight while numbers are scrolled.
+  const room = () => (table.clientWidth >= 720 ? "wide" : table.clientWidth >= 480 ? "narrow" : "phone");
+  const WIDE = Math.min(240, Math.max(110, 22 + 7.4 * Math.max(...htp.modules.map((module) => htp.simple(module.class).length))));
+  const WIDTHS = { wide: { name: 264, class: WIDE, number: 100, fate: 110 }, narrow: { name: 196, class: 0, number: 92, fate: 98 }, phone: { name: 168, class: 0, number: 86, fate: 92 } };
+  let drawnFor = room();
+  const hasClass = () => drawnFor === "wide";
+  const nothing = document.getElementById("nothing");
   const shown = new Set(htp.columns.filter((column) => column.main).map((column) => column.key));
   const OTHER = { kind: "loose", id: -1, children: [], own: htp.loose, label: "nodes of no module", path: "" };
 
@@ -18,8 +22,10 @@
     if (item.kind === "node") return [];
     if (item.kind === "loose") return item.own;
     const modules = inside(item);
+    const nodes = [...item.own];
     if (state.sort) modules.sort(bySort);
-    return [...modules, ...item.own, ...(item === htp.root && OTHER.own.length ? [OTHER] : [])];
+    if (state.sort?.ofNode) nodes.sort(bySort);
+    return [...modules, ...nodes, ...(item === htp.root && OTHER.own.length ? [OTHER] : [])];
   }
 
   // The modules right below, alike ones as one; a search shows each that it found.
@@ -56,6 +62,11 @@
       add(htp.root, 0);
     }
     state.rows = rows;
+    nothing.hidden = !wanted || wanted.hits.size > 0;
+    if (!nothing.hidden) state.rows = rows.splice(0, 0);
+    // The line of the heads is counted, too.
+    table.setAttribute("aria-rowcount", rows.length + 1);
+    table.setAttribute("aria-colcount", columns().length + (hasClass() ? 3 : 2));
     body.style.height = `${rows.length * ROW}px`;
     draw(true);
   }
@@ -119,22 +130,25 @@
   }
 
   function drawHead() {
+    const kind = { title: "class", text: (m) => htp.simple(m.class) };
     const cells = [
       { title: "module", text: (m) => m.path },
-      { title: "class", text: (m) => htp.simple(m.class) },
+      ...(hasClass() ? [kind] : []),
       ...columns(),
       { title: "fate", text: (m) => m.fate },
     ];
-    const widths = columns().map(() => 100);
-    const layout = `minmax(${NAME}px, 2.6fr) minmax(${CLASS}px, 1fr) ${widths.map((width) => `${width}px `).join("")}${FATE}px`;
+    const wide = WIDTHS[drawnFor];
+    const inner = `${wide.class ? `minmax(${wide.class}px, 1fr) ` : ""}${columns().map(() => `${wide.number}px `).join("")}`;
+    const layout = `minmax(${wide.name}px, 2.6fr) ${inner}${wide.fate}px`;
     document.documentElement.style.setProperty("--layout", layout);
     // Every row is a grid of its own: all have the same width, whatever stands in them.
-    document.documentElement.style.setProperty("--least", `${NAME + CLASS + widths.reduce((sum, width) => sum + width, 0) + FATE}px`);
-    head.replaceChildren(...cells.map((cell) => {
+    document.documentElement.style.setProperty("--least", `${wide.name + wide.class + columns().length * wide.number + wide.fate}px`);
+    head.setAttribute("aria-rowindex", 1);
+    head.replaceChildren(...cells.map((cell, at) => {
       const sorted = state.sort?.title === cell.title;
       const arrow = sorted ? (state.descending ? " ↓" : " ↑") : "";
       const unit = cell.unit && cell.unit !== "B" ? ` ${cell.unit}` : "";
-      const element = htp.make("div", { role: "columnheader", className: cell.of ? "number" : "", textContent: cell.title + unit + arrow });
+      const element = htp.make("div", { role: "columnheader", "aria-colindex": at + 1, className: cell.of ? "number" : at ? "" : "name", textContent: cell.title + unit + arrow });
       element.setAttribute("aria-sort", sorted ? (state.descending ? "descending" : "ascending") : "none");
       element.onclick = () => sortBy(cell);
       return element;
@@ -161,19 +175,22 @@
       ...label, item.kind === "fold" && item.sets.length > 1 ? times(item) : null);
     const cells = [name];
     if (item.kind === "module" || item.kind === "fold") {
-      cells.push(htp.make("div", { className: "class", role: "gridcell", title: item.class }, ...marked(htp.simple(item.class))));
+      if (hasClass()) cells.push(htp.make("div", { className: "class", role: "gridcell", title: item.class }, ...marked(htp.simple(item.class))));
       for (const column of columns()) cells.push(numberCell(item, column));
       cells.push(htp.make("div", { role: "gridcell" }, ...pills(item)));
     } else if (item.kind === "node") {
       const type = item.outputs[0]?.[1] ?? "";
-      cells.push(htp.make("div", { className: "class", role: "gridcell", textContent: type, title: type, style: { gridColumn: `span ${columns().length + 1}` } }));
+      if (hasClass()) cells.push(htp.make("div", { className: "class", role: "gridcell", textContent: type, title: type }));
+      for (const column of columns()) cells.push(numberCell(item, column));
       cells.push(htp.make("div", { role: "gridcell" }, item.owners.length > 1 ? pill(item.reason || "shared", `${item.owners.length} owners`) : null));
     } else {
       cells.push(htp.make("div", { className: "class", role: "gridcell", textContent: `${item.own.length} nodes` }));
     }
     const quiet = item.nodes === 0 ? " quiet" : "";
     const row = htp.make("div", { className: `row ${item.kind}${quiet}${item === htp.selected ? " selected" : ""}`, role: "row", id: `row-${index}` }, ...cells);
+    cells.forEach((cell, at) => cell.setAttribute("aria-colindex", at + 1));
     row.setAttribute("aria-level", depth + 1);
+    row.setAttribute("aria-rowindex", index + 2);
     if (folds) row.setAttribute("aria-expanded", open);
     row.setAttribute("aria-selected", item === htp.selected);
     row.style.top = `${index * ROW}px`;
@@ -202,17 +219,19 @@
     arrange();
   }
 
-  function numberCell(module, column) {
-    const value = htp.value(module, column);
-    const words = column.words?.[module.id] ?? "";
-    const cell = htp.make("div", { className: "number", role: "gridcell", title: [value === null ? "" : htp.exact(value, column.unit), spread(module, column), words].filter(Boolean).join("\n") });
+  function numberCell(item, column) {
+    const value = htp.value(item, column);
+    const words = (item.kind === "node" ? "" : column.words?.[item.id]) ?? "";
+    const parted = item.kind === "node" && value !== null && !column.isSaid(item);
+    const said = [value === null ? "" : htp.exact(value, column.unit), spread(item, column), words, parted ? "an equal part of what its module has left" : ""];
+    const cell = htp.make("div", { className: "number", role: "gridcell", title: said.filter(Boolean).join("\n") });
     if (value === null) return cell;
     const bad = /^differs/.test(words) || Number.isNaN(value);
     if (column.most && Number.isFinite(value) && value !== 0) {
       const width = `${Math.max(1.5, 88 * Math.min(1, Math.abs(value) / column.most))}%`;
       cell.append(htp.make("i", { className: `fill${bad ? " bad" : ""}`, style: { width } }));
     }
-    cell.append(htp.make("span", { className: value === 0 ? "empty" : "", textContent: htp.compact(value, column.unit) }));
+    cell.append(htp.make("span", { className: value === 0 ? "empty" : "", textContent: (parted ? "≈ " : "") + htp.compact(value, column.unit) }));
     return cell;
   }
 
@@ -230,6 +249,8 @@
 
   function pills(module) {
     const said = module.fate === "computed" ? [] : [pill(module.fate)];
+    const tied = Object.entries(module.tied ?? {});
+    if (tied.length) said.push(htp.make("span", { className: "pill shared", textContent: "tied", title: tied.map(([name, first]) => `${name} is ${first}`).join("\n") }));
     if (module.calls > 1) said.push(htp.make("span", { className: "pill", textContent: `${module.calls} calls`, title: "its forward ran several times" }));
     return said;
   }
@@ -269,8 +290,18 @@
     state.apart.add(module.run.fold);
   }
 
+  // What is selected elsewhere is shown, whatever was searched for, or listed.
+  function clear(item) {
+    if (state.query && !state.query.seen.has(item)) {
+      search.value = "";
+      look();
+    }
+    if (state.flat && item.kind !== "module") document.getElementById("flat").click();
+  }
+
   // Show an item wherever it is: unfold what is above it.
   function reveal(item) {
+    clear(item);
     let above = item.kind === "node" ? htp.byPath.get(item.owners[0]) ?? null : item.above;
     if (item.kind === "node" && !above) above = OTHER.own.includes(item) ? OTHER : htp.root;
     if (item.kind === "module") apart(item);
@@ -321,13 +352,20 @@
     keys[event.key]();
   });
 
-  search.addEventListener("input", () => {
+  function look() {
     state.query = parse(search.value);
     const hits = state.query?.hits.size ?? 0;
     document.getElementById("hits").textContent = state.query ? `${hits.toLocaleString("en")} found` : "";
+    document.getElementById("sought").textContent = search.value.trim();
     table.scrollTop = 0;
     arrange();
-  });
+  }
+  search.addEventListener("input", look);
+  document.getElementById("clear").onclick = () => {
+    search.value = "";
+    search.dispatchEvent(new Event("input"));
+    search.focus();
+  };
   search.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" && event.key !== "ArrowDown") return;
     event.preventDefault();
@@ -368,10 +406,24 @@
     return htp.make("label", {}, box, column.title);
   }));
   table.addEventListener("scroll", () => draw());
-  new ResizeObserver(() => draw(true)).observe(table);
+  new ResizeObserver(() => {
+    if (room() === drawnFor || !table.clientWidth) return draw(true);
+    drawnFor = room();
+    drawHead();
+    arrange();
+  }).observe(table);
 
   htp.listeners.push((item, by) => (by === "table" ? draw(true) : item && reveal(item)));
-  htp.table = { state, reveal, toggle };
+  // The row that draws several modules as one, by the first of them; rows inside of such rows, too.
+  function foldOf(module) {
+    const find = (fold) => (fold.members[0] === module ? fold : fold.children.map(find).find(Boolean));
+    for (let top = module; top; top = top.above) {
+      const found = top.run ? find(top.run.fold) : null;
+      if (found) return found;
+    }
+    return null;
+  }
+  htp.table = { state, reveal, toggle, look, foldOf };
 
   // At first, as many levels as fit on a screen.
   state.open.add(htp.root);

@@ -1,0 +1,74 @@
+"""Screens of the page, compared with those in docs/images, which `python -m tools.screens` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import screens
+from tests.chromium import Page, browser, needs_chromium
+
+pytestmark = needs_chromium
+
+TOLERATED = 0.04  # of a screen; another font makes up to 0.025, a missing pane at least 0.08
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    with browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("screens") / "encoder.html"
+    screens.write_page(file)
+    return file
+
+
+def stored(page: Page, pane: str, width: int, theme: str):
+    return page.pixels((screens.STORED / screens.file_name(pane, width, theme)).read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("pane", "width", "theme"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if each[0] == "graph" else []) for each in screens.SCREENS],
+)
+def test_the_page_looks_as_it_did(page, encoder, tmp_path, pane, width, theme):
+    if pane == "graph":
+        pytest.importorskip("model_explorer")
+    screens.take(page, encoder, pane, width, theme, tmp_path / "taken.png")
+    assert page.said == []
+    taken = page.pixels((tmp_path / "taken.png").read_bytes())
+    assert screens.unlike(taken, stored(page, pane, width, theme)) < TOLERATED
+
+
+@pytest.mark.parametrize("missing", ["#detail", "#rows", "#top", "#pane-modules"])
+@pytest.mark.parametrize("width", [1440, 390])
+def test_a_screen_without_one_of_its_parts_is_told_apart(page, encoder, tmp_path, missing, width):
+    screens.take(page, encoder, "modules", width, "light", tmp_path / "whole.png")
+    page.run(f"document.querySelector('{missing}').style.visibility = 'hidden'")
+    page.picture(tmp_path / "part.png", scale=0.5)
+    part = page.pixels((tmp_path / "part.png").read_bytes())
+    assert screens.unlike(part, stored(page, "modules", width, "light")) > TOLERATED
+
+
+def test_another_font_makes_no_other_screen_and_the_other_theme_does(page, encoder, tmp_path):
+    screens.take(page, encoder, "modules", 1440, "light", tmp_path / "whole.png")
+    style = "Object.assign(document.createElement('style'), { textContent: '* { font-family: serif !important }' })"
+    page.run(f"document.head.append({style})")
+    page.picture(tmp_path / "serif.png", scale=0.5)
+    serif = page.pixels((tmp_path / "serif.png").read_bytes())
+    light = stored(page, "modules", 1440, "light")
+    assert screens.unlike(serif, light) < TOLERATED
+    assert screens.unlike(light, stored(page, "modules", 1440, "dark")) > 0.9
+
+
+def test_stored_screens_are_small_and_shown_in_the_docs():
+    text = (screens.STORED.parent / "view.md").read_text(encoding="utf-8")
+    for each in screens.SCREENS:
+        name = screens.file_name(*each)
+        assert (screens.STORED / name).stat().st_size < 40_000
+        assert f"images/{name}" in text
