@@ -53,7 +53,8 @@ class FileError(InputError):
     """
 
     def __init__(self, path: str | Path, problem: str) -> None:
-        super().__init__(f"{path}: {problem}")
+        name = str(path)
+        super().__init__(f"{name if name.isprintable() else repr(name)}: {problem}")  # names may hold line breaks
         self.path = Path(path)
         self.problem = problem
 

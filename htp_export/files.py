@@ -1,28 +1,31 @@
 """ONNX files, read without their weights and written whole.
 
-External data stays external: reading opens no data file, and writing streams it, tensor by tensor, only where it has
-to move. Large weights within the ONNX file stay there too, until they are asked for, and are written one at a time
-(`stored`). Everything is written to a temporary name beside its target and renamed; a failure leaves what was there.
-What is written is a copy of the model that shares its tensors: other threads can read the model meanwhile.
+External data stays external: reading opens no data file, and writing streams it, tensor by tensor, into a file that
+belongs to the new model alone, unless it is asked to share one (`sharing`). Large weights within the ONNX file stay
+there too, until they are asked for, and are written one at a time (`stored`). Everything is written to a temporary name
+beside its target and renamed; a failure leaves what was there. What is written is a copy of the model that shares its
+tensors: other threads can read the model meanwhile.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import onnx
 import onnx_ir as ir
 
+from htp_export import tags
+from htp_export.data_files import DataFile, DataTensor, check_data, find_data, place_data
 from htp_export.errors import FileError
 from htp_export.replacing import beside, replace_together
-from htp_export.stored import Marks, read_hollow, write_filled, write_values
+from htp_export.sharing import check_shared, describe_shared, shared_files
+from htp_export.slots import Slot, slots
+from htp_export.stored import Marks, read_hollow, write_filled
 
-__all__ = ["external_files", "has_external_data", "model_from_proto", "read_model", "write_model"]
+__all__ = ["external_files", "has_external_data", "model_from_proto", "own_files", "read_model", "write_model"]
 
 _SMALL_BYTES = 256
 """Tensors up to this size stay in the ONNX file, as onnx and onnx_ir have it: shape inference reads them."""
@@ -53,19 +56,30 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
     except OSError as error:
         raise FileError(file, f"cannot be read: {error.strerror or error}") from error
     except Exception as error:  # parsers of four formats raise whatever they like on bytes that are not theirs
-        raise FileError(file, f"not an ONNX model: {error}") from error
+        raise FileError(file, f"not an ONNX model: {_first_line(error)}") from error
     if model is None:  # what protobuf makes of an empty file, and of some that are not ONNX
         raise FileError(file, "not an ONNX model")
-    folder = file.parent.absolute()
-    checked: set[str] = set()
-    for slot in _slots(model):
-        if isinstance(slot.tensor, ir.ExternalTensor):
-            slot.tensor.base_dir = os.fspath(folder)
-            location = os.fspath(slot.tensor.location)
-            if location not in checked and not (folder / location).resolve().is_relative_to(folder.resolve()):
-                raise FileError(file, f"its external data {location!r} lies outside its folder; it will not be read")
-            checked.add(location)
+    _find_weights(model, file)
     return model
+
+
+def _find_weights(model: ir.Model, file: Path) -> None:
+    """Let external tensors lie where their files are; a model that shares them is held against what they were."""
+    found: dict[str, tuple[Path, str, DataFile]] = {}
+    for slot in list(slots(model)):
+        tensor = slot.tensor
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        location = os.fspath(tensor.location)
+        if location not in found:
+            folder, name = find_data(file, location)
+            shown = file.parent / name if folder == file.parent.absolute() else None
+            found[location] = (folder, name, DataFile(folder / name, file, shown))
+        folder, name, data = found[location]
+        slot.put(DataTensor(tensor, data, folder, name))
+    check_shared(
+        file, model.metadata_props.get(tags.WEIGHTS), {location: data.path for location, (*_, data) in found.items()}
+    )
 
 
 def _parse(file: Path) -> ir.Model | None:
@@ -76,7 +90,7 @@ def _parse(file: Path) -> ir.Model | None:
         return None
     model = model_from_proto(proto)
     if hollow is not None:
-        for slot in list(_slots(model)):
+        for slot in list(slots(model)):
             tensor = hollow.tensor(slot.tensor)
             if tensor is not None:
                 slot.put(tensor)
@@ -121,37 +135,51 @@ def _is_in_order(graph: ir.Graph) -> bool:
     return True
 
 
-def write_model(model: ir.Model, path: str | os.PathLike[str], external_data: str | None = None) -> None:
+def write_model(
+    model: ir.Model, path: str | os.PathLike[str], external_data: str | None = None, *, share_weights: bool = False
+) -> None:
     """Write an ONNX file whole, and its external data.
 
-    Weights that are external already stay where they are if that is the folder of ``path``; else they are streamed
-    into ``<name>.data`` beside it. Weights in memory go into the file, unless together they are too large for one.
+    The file has its weights for itself. What is external is streamed into ``<name>.data`` beside it, unless it lies
+    there already or ``path`` is the file that it belongs to. Weights in memory go into the file, unless together they
+    are too large for one.
 
     Args:
         model: The model; left as it was, except that weights whose file is overwritten are read from the new one, and
             that nodes that stand in no order in which they can run are put in one.
         path: The file to write; its extension says the format, as in ``onnx.save``.
         external_data: Name of a file beside ``path`` that takes all weights of more than 256 bytes.
+        share_weights: Leave external weights where they are, in the file of another model in the same folder. Its size
+            and contents are written down, and a model whose weights were changed meanwhile is not read any more.
 
     Raises:
-        FileError: If either file cannot be written, or external data cannot be read; what was there is untouched.
+        FileError: If either file cannot be written, external data cannot be read, or weights in another folder are to
+            be shared; what was there is untouched.
     """
     target = Path(path)
     if external_data is not None and (Path(external_data).name != external_data or external_data == target.name):
         raise FileError(target, f"external data goes into another file in the same folder, not {external_data!r}")
+    if external_data is not None and share_weights:
+        raise FileError(target, "its weights are either written to external data or shared with another file")
     if target.is_dir():
         raise FileError(target, "is a folder")
     with _ONE_AT_A_TIME:
-        if any(slot.external and _same_file(slot.path, target) for slot in _slots(model)):
+        if any(slot.external and _same_file(slot.path, target) for slot in slots(model)):
             raise FileError(target, "holds the weights of this model; write the model under another name")
         data = target.with_name(external_data or f"{target.name}.data")
         new_file, new_data = beside(target), beside(data)
         try:
-            moved = _write_beside(model, new_file, new_data, data, own_file=external_data is not None)
+            copy = _copied(model)
+            places = list(zip(slots(model), slots(copy), strict=True))
+            tensors = [slot for slot, _ in places]
+            plan = _plan(tensors, target, data, own_file=external_data is not None, share=share_weights)
+            moved = _write_beside(copy, places, new_file, new_data, plan)
             replace_together([*([(new_data, data)] if moved else ()), (new_file, target)])
+        except FileError:
+            raise
         except Exception as error:  # whatever it was, the caller's files are as they were
-            notes = getattr(error, "__notes__", ())
-            raise FileError(target, "; ".join((f"cannot be written: {error}", *notes))) from error
+            said = "; ".join((_without(error, new_file, new_data), *getattr(error, "__notes__", ())))
+            raise FileError(target, f"cannot be written: {said}") from error
         finally:
             new_data.unlink(missing_ok=True)
             new_file.unlink(missing_ok=True)
@@ -160,38 +188,126 @@ def write_model(model: ir.Model, path: str | os.PathLike[str], external_data: st
                 slot.put(tensor)
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Where the weights of a model go.
+
+    Attributes:
+        target: The ONNX file to write.
+        data: Its file of weights.
+        moving: The places in the model whose tensors go there.
+        staying: The other places with external tensors → the names of their files from the folder of the target.
+        shared: The files among these that are not the target's own, by these names.
+    """
+
+    target: Path
+    data: Path
+    moving: list[Slot]
+    staying: list[tuple[Slot, str]]
+    shared: dict[str, Path]
+
+
+def _plan(places: list[Slot], target: Path, data: Path, *, own_file: bool, share: bool) -> _Plan:
+    """Decide it: all external tensors move, or none of them.
+
+    Raises:
+        FileError: If weights are to be shared that lie in another folder.
+    """
+    movable = [slot for slot in places if slot.tensor.dtype != ir.DataType.STRING]
+    external = [slot for slot in movable if slot.external]
+    large = [slot for slot in movable if slot.initializer and not slot.external and slot.tensor.nbytes > _SMALL_BYTES]
+    if own_file:
+        return _Plan(target, data, [*external, *large], [], {})
+    if sum({id(slot.tensor): slot.tensor.nbytes for slot in large}.values()) <= _LARGE_BYTES:
+        large = []
+    home = target.parent.resolve()
+    names = {path: _name_from(home, Path(path)) for path in {slot.path for slot in external}}
+    if share:
+        for path, name in names.items():
+            if name is None:
+                raise FileError(target, f"cannot share the weights in {path}, as they lie in another folder")
+    own = {data.resolve()} if share else {data.resolve(), *own_files(target)}
+    stays = all(name is not None and (share or Path(path).resolve() in own) for path, name in names.items())
+    if not stays or (large and any(_same_file(path, data) for path in names)):
+        return _Plan(target, data, [*external, *large], [], {})
+    shared = {name: Path(path) for path, name in names.items() if name and Path(path).resolve() not in own}
+    return _Plan(target, data, large, [(slot, names[slot.path] or "") for slot in external], shared)
+
+
+def _name_from(home: Path, file: Path) -> str | None:
+    """The name of a data file from a folder in which it lies; None if it lies elsewhere, or there by a link alone."""
+    folder = file.parent.resolve()
+    return (folder / file.name).relative_to(home).as_posix() if folder.is_relative_to(home) else None
+
+
+def own_files(target: Path) -> set[Path]:
+    """The data files of an ONNX file, resolved, less those that it shares with others; none where it cannot be read."""
+    if not target.exists():
+        return set()
+    try:
+        there = read_model(target)
+        shared = shared_files(target, there.metadata_props.get(tags.WEIGHTS))
+    except FileError:
+        return set()
+    others = {(target.parent / name).resolve() for name in shared}
+    return {file.resolve() for file in external_files(there)} - others
+
+
 def _write_beside(
-    model: ir.Model, new_file: Path, new_data: Path, data: Path, *, own_file: bool
-) -> list[tuple[_Slot, ir.ExternalTensor]]:
+    copy: ir.Model, places: list[tuple[Slot, Slot]], new_file: Path, new_data: Path, plan: _Plan
+) -> list[tuple[Slot, ir.ExternalTensor]]:
     """Write a model, and a file with the weights that need a new place.
 
     Args:
-        model: The model.
+        copy: A copy of the model that nobody else needs.
+        places: Each place of a tensor in the model, with the same place in the copy.
         new_file: The ONNX file.
         new_data: The file of weights.
-        data: What that file will be called.
-        own_file: Whether all weights go there.
+        plan: Which weights go there.
 
     Returns:
         The places in the model whose tensors are in the file of weights, with the tensors that these are there; none
         where no such file was written.
     """
-    copy = _copied(model)
-    slots = list(zip(_slots(model), _slots(copy), strict=True))
-    moving = [slot for slot, _ in slots if slot.tensor.dtype != ir.DataType.STRING]
-    if own_file:
-        moving = [slot for slot in moving if slot.external or (slot.initializer and slot.tensor.nbytes > _SMALL_BYTES)]
-    else:
-        moving = _must_move(moving, new_file.parent)
-    moved: list[tuple[_Slot, ir.ExternalTensor]] = []
-    if moving:
+    moved: list[tuple[Slot, ir.ExternalTensor]] = []
+    if plan.moving:
         with new_data.open("xb") as stream:
-            moved = list(zip(moving, _stream(moving, stream, data), strict=True))
-    copies = {id(slot): same for slot, same in slots}
+            moved = list(zip(plan.moving, place_data(plan.moving, stream, plan.data, plan.target), strict=True))
+    copies = {id(slot): same for slot, same in places}
     for slot, tensor in moved:
         copies[id(slot)].put(tensor)
+    for slot, name in plan.staying:
+        copies[id(slot)].put(_named(slot.tensor, name))
+    copy.metadata_props.pop(tags.WEIGHTS, None)
+    if plan.shared:
+        check_data(slot.tensor for slot, _ in plan.staying)
+        copy.metadata_props[tags.WEIGHTS] = describe_shared(plan.shared)
     _write(copy, new_file)
     return moved
+
+
+def _named(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
+    """An external tensor under another name of its file."""
+    if not isinstance(tensor, ir.ExternalTensor) or os.fspath(tensor.location) == name:
+        return tensor
+    about = {"name": tensor.name or "", "doc_string": tensor.doc_string, "metadata_props": {**tensor.metadata_props}}
+    shape = ir.Shape(tensor.shape.numpy())
+    return ir.ExternalTensor(name, tensor.offset, tensor.length, tensor.dtype, shape=shape, **about)  # type: ignore[arg-type]
+
+
+def _without(error: Exception, *temporary: Path) -> str:
+    """What an error says, without temporary names."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return _first_line(error)
+    named = error.filename is not None and Path(os.fsdecode(error.filename)) not in temporary
+    return f"{error.filename}: {error.strerror}" if named else error.strerror
+
+
+def _first_line(error: BaseException) -> str:
+    if "Error calling" in str(error):  # onnx_ir says first, level by level, what it was doing
+        while deeper := error.__cause__ or error.__context__:
+            error = deeper
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _copied(model: ir.Model) -> ir.Model:
@@ -216,7 +332,7 @@ def _write(copy: ir.Model, file: Path) -> None:
         onnx.save_model(ir.to_proto(copy), file)
         return
     marks, marked = Marks(), list[ir.TensorProtocol]()
-    for slot in list(_slots(copy)):
+    for slot in list(slots(copy)):
         stand_in = marks.stand_in(slot.tensor)
         if stand_in is not None:
             marked.append(slot.tensor)
@@ -241,104 +357,12 @@ def _say_once(model: ir.Model) -> None:
 
 def has_external_data(model: ir.Model) -> bool:
     """Whether any tensor of a model lies in a file of its own."""
-    return any(slot.external for slot in _slots(model))
+    return any(slot.external for slot in slots(model))
 
 
 def external_files(model: ir.Model) -> set[Path]:
     """The files that tensors of a model lie in, each once, whether they are there or not."""
-    return {Path(slot.path) for slot in _slots(model) if slot.external}
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """A place in a model that holds a tensor, and the way to put another one there."""
-
-    tensor: ir.TensorProtocol
-    put: Callable[[ir.TensorProtocol], None]
-    initializer: bool
-
-    @property
-    def external(self) -> bool:
-        return isinstance(self.tensor, ir.ExternalTensor)
-
-    @property
-    def path(self) -> str:
-        return self.tensor.path if isinstance(self.tensor, ir.ExternalTensor) else ""
-
-
-def _slots(model: ir.Model) -> Iterator[_Slot]:
-    """Every tensor of a model: initializers of all its graphs, and tensors in node attributes."""
-    graphs = [*model.graphs(), *(graph for function in model.functions.values() for graph in function.subgraphs())]
-    for graph in graphs:
-        for value in graph.initializers.values():
-            if value.const_value is not None:
-                yield _Slot(value.const_value, _setter(value), True)
-    for nodes in (model.graph.all_nodes(), *(function.all_nodes() for function in model.functions.values())):
-        for node in nodes:
-            for attribute in list(node.attributes.values()):
-                if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
-                    yield _Slot(attribute.as_tensor(), _attribute_setter(node, attribute.name), False)
-
-
-def _setter(value: ir.Value) -> Callable[[ir.TensorProtocol], None]:
-    def put(tensor: ir.TensorProtocol) -> None:
-        value.const_value = tensor
-
-    return put
-
-
-def _attribute_setter(node: ir.Node, name: str) -> Callable[[ir.TensorProtocol], None]:
-    first = node.attributes[name]
-
-    def put(tensor: ir.TensorProtocol) -> None:
-        same = tensor is first.value
-        node.attributes[name] = first if same else ir.AttrTensor(name, tensor, doc_string=first.doc_string)
-
-    return put
-
-
-def _must_move(slots: list[_Slot], folder: Path) -> list[_Slot]:
-    """The tensors that need a new place in a file written to ``folder``: all external ones, or none of them."""
-    home = folder.resolve()
-    external = [slot for slot in slots if slot.external]
-    moving = []
-    if any(
-        isinstance(slot.tensor, ir.ExternalTensor) and Path(slot.tensor.base_dir).resolve() != home for slot in external
-    ):
-        moving = external
-    large = [slot for slot in slots if slot.initializer and not slot.external and slot.tensor.nbytes > _SMALL_BYTES]
-    if sum({id(slot.tensor): slot.tensor.nbytes for slot in large}.values()) > _LARGE_BYTES:
-        moving = [*external, *large]  # into one new file, which may bear the name of the one that the others are in
-    return moving
-
-
-def _stream(slots: list[_Slot], stream: IO[bytes], data: Path) -> list[ir.ExternalTensor]:
-    """Write tensors one after another, those that share their storage once; the same tensors as external ones."""
-    places: dict[object, tuple[int, int]] = {}
-    moved = []
-    for slot in slots:
-        tensor = slot.tensor
-        key: object = id(tensor)
-        if isinstance(tensor, ir.ExternalTensor):
-            key = (tensor.path, tensor.offset, tensor.length)
-        if key not in places:
-            start = stream.tell()
-            write_values(tensor, stream)
-            places[key] = (start, stream.tell() - start)
-        offset, length = places[key]
-        moved.append(
-            ir.ExternalTensor(
-                data.name,
-                offset,
-                length,
-                tensor.dtype,
-                shape=ir.Shape(tensor.shape.numpy()),
-                name=tensor.name or "",
-                doc_string=tensor.doc_string,
-                base_dir=os.fspath(data.parent.absolute()),
-            )
-        )
-    return moved
+    return {Path(slot.path) for slot in slots(model) if slot.external}
 
 
 def _same_file(one: str, other: Path) -> bool:

@@ -226,20 +226,24 @@ class TaggedModel:
         self._require_tags()
         return tags.select(patterns, self.hierarchy.classes)
 
-    def save(self, path: str | os.PathLike[str], external_data: str | None = None) -> None:
+    def save(
+        self, path: str | os.PathLike[str], external_data: str | None = None, *, share_weights: bool = False
+    ) -> None:
         """Write the model, whole or not at all.
 
-        External weights stay external: in the folder where they are they are left alone, and into another folder they
-        are streamed, into ``<name>.data`` beside the file.
+        External weights stay external: they are streamed into ``<name>.data`` beside the file, unless it is the file
+        that they belong to.
 
         Args:
             path: The file to write.
             external_data: Name of a file beside it, for all weights of more than 256 bytes.
+            share_weights: Leave external weights in the data file of another model in the same folder, and write no
+                copy. If that file changes, this one is not read any more.
 
         Raises:
             FileError: If it cannot be written; what was there before is untouched.
         """
-        write_model(self.model, path, external_data)
+        write_model(self.model, path, external_data, share_weights=share_weights)
 
     @cached_property
     def index(self) -> GraphIndex:
@@ -313,7 +317,14 @@ def model_of(source: ModelSource) -> ir.Model:
 
 def _tagged(model: ir.Model) -> TaggedModel:
     declared = model.metadata_props.get(tags.MODULES)
-    hierarchy = Hierarchy([ModuleInfo("", "", 1, "computed")]) if declared is None else Hierarchy.from_json(declared)
+    newer = _newer_version(model)
+    try:
+        known = None if declared is None else Hierarchy.from_json(declared)
+    except ValueError as error:
+        raise ValueError(f"{error}; {newer}, so that it needs a newer htp_export" if newer else str(error)) from error
+    if newer:
+        _log.warning("model %r: %s; what that adds is passed over", model.graph.name, newer)
+    hierarchy = known or Hierarchy([ModuleInfo("", "", 1, "computed")])
     calls: dict[str, int] = {}
     for node in all_nodes(model):
         owners, call = tags.owners_of(node.metadata_props), node.metadata_props.get(tags.CALL, "0")
@@ -334,3 +345,11 @@ def _tagged(model: ir.Model) -> TaggedModel:
         model.graph.name,
     )
     return TaggedModel(model, hierarchy.including(dict.fromkeys(classes, 1), classes), "torch")
+
+
+def _newer_version(model: ir.Model) -> str:
+    """That a model is of a later version of the file format than is known here; ``""`` where it is not."""
+    said = model.metadata_props.get(tags.FORMAT, tags.VERSION)
+    if said.isdecimal() and int(said) <= int(tags.VERSION):
+        return ""
+    return f"its tags are of version {said} of the file format, and this htp_export knows version {tags.VERSION}"

@@ -36,6 +36,7 @@ PARAMETERS = "htp.parameters"
 CONTAMINATION = "htp.contamination"
 FUNCTIONS = "htp.functions"
 MAP = "htp.map"
+WEIGHTS = "htp.weights"  # of the file, not of the model: it is there where a file shares the weights of another
 MODEL_KEYS = (FORMAT, MODULES, CALLERS, SIGNATURES, PARAMETERS, CONTAMINATION, FUNCTIONS, MAP)
 
 

@@ -47,7 +47,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
     while True:
         at += 1
         if at >= last:
-            raise ValueError(f"not an ONNX model: a number of more than {_LONGEST_VARINT} bytes before byte {at}")
+            raise ValueError(f"a number of more than {_LONGEST_VARINT} bytes before byte {at}")
         byte = data[at]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
@@ -95,9 +95,9 @@ def _fields(data: memoryview, at: int, end: int) -> Iterator[_Slice]:
         elif kind in (_FIXED64, _FIXED32):
             at += 8 if kind == _FIXED64 else 4
         else:
-            raise ValueError(f"not an ONNX model: wire type {kind} at byte {start}")
+            raise ValueError(f"wire type {kind} at byte {start}")
         if at > end:
-            raise ValueError(f"not an ONNX model: a field that begins at byte {start} runs past the end")
+            raise ValueError(f"a field that begins at byte {start} runs past the end")
         yield _Slice(tag >> 3, start, payload, at)
 
 
@@ -126,7 +126,7 @@ def rewrite_raw_data(
     try:
         return _rewrite(data, "model", 0, len(data), wanted, change) or [data]
     except IndexError as error:
-        raise ValueError("not an ONNX model: it ends within a field") from error
+        raise ValueError("it ends within a field") from error
 
 
 def _rewrite(
@@ -224,7 +224,7 @@ class SerializedModel:
         try:
             self._parse()
         except (IndexError, DecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"not an ONNX model: {error}") from error
+            raise ValueError(str(error)) from error
 
     def _parse(self) -> None:
         self._view = memoryview(self.data)

@@ -569,16 +569,18 @@ def test_models_in_memory_are_not_changed():
     assert all(not node.metadata_props for node in after.graph)
 
 
-def test_weights_are_not_read_and_stay_where_they_are(tmp_path):
+def test_weights_are_not_needed_but_for_a_file_of_the_result(tmp_path):
     htp_export.load(encoder(64)).save(tmp_path / "before.onnx", external_data="weights.bin")
     proto = onnx.load(tmp_path / "before.onnx", load_external_data=False)
     for node in proto.graph.node:
         del node.metadata_props[:]
     onnx.save(proto, tmp_path / "after.onnx")
     (tmp_path / "weights.bin").unlink()
-    result = htp_export.carry(tmp_path / "before.onnx", tmp_path / "after.onnx", tmp_path / "out.onnx")
+    result = htp_export.carry(tmp_path / "before.onnx", tmp_path / "after.onnx")
     assert owners(result.model) == owners(encoder(64))
-    assert not (tmp_path / "weights.bin").exists()
+    with pytest.raises(FileError, match=r"weights\.bin: is missing"):
+        htp_export.carry(tmp_path / "before.onnx", tmp_path / "after.onnx", tmp_path / "out.onnx")
+    assert not (tmp_path / "out.onnx").exists()
 
 
 @pytest.mark.parametrize("written", [False, True])

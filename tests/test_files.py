@@ -72,9 +72,11 @@ def test_external_data_outside_the_folder_is_refused(external: Path, location: s
         read_model(external)
 
 
-def test_a_copy_in_the_same_folder_refers_to_the_same_weights(external: Path) -> None:
-    write_model(read_model(external), external.with_name("copy.onnx"))
-    assert listing(external.parent) == ["copy.onnx", "model.onnx", "weights.bin"]
+@pytest.mark.parametrize("share", [False, True])
+def test_a_copy_in_the_same_folder_has_weights_of_its_own_or_shares_them(external: Path, share: bool) -> None:
+    write_model(read_model(external), external.with_name("copy.onnx"), share_weights=share)
+    own = [] if share else ["copy.onnx.data"]
+    assert listing(external.parent) == ["copy.onnx", *own, "model.onnx", "weights.bin"]
     np.testing.assert_array_equal(weight_of(read_model(external.with_name("copy.onnx"))).numpy(), expected())
 
 

@@ -368,17 +368,17 @@ def test_model_in_memory_is_left_as_it_was_and_weights_are_not_copied():
         assert nested.model.graph.initializers[name].const_value is initializer.const_value
 
 
-def test_external_weights_stay_in_their_file_unread(tmp_path):
+@pytest.mark.parametrize("share", [False, True])
+def test_external_weights_are_copied_or_shared(share, tmp_path):
     model = handmade.encoder(16)
     for node in model.graph:
         node.outputs[0].shape = None  # they tell of a width of 4
     htp_export.load(model).save(tmp_path / "flat.onnx", external_data="weights")
-    weights = (tmp_path / "weights").read_bytes()
-    (tmp_path / "weights").unlink()
-    htp_export.functions(tmp_path / "flat.onnx", "**", tmp_path / "nested.onnx")
-    htp_export.inline(tmp_path / "nested.onnx", tmp_path / "back.onnx")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["back.onnx", "flat.onnx", "nested.onnx"]
-    (tmp_path / "weights").write_bytes(weights)
+    htp_export.functions(tmp_path / "flat.onnx", "**", tmp_path / "nested.onnx", share_weights=share)
+    htp_export.inline(tmp_path / "nested.onnx", tmp_path / "back.onnx", share_weights=share)
+    names = ["back.onnx", "back.onnx.data", "flat.onnx", "nested.onnx", "nested.onnx.data", "weights"]
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert written == [name for name in names if not (share and name.endswith(".data"))]
     x = np.ones((2, 16), np.float32)
     results = [
         onnxruntime.InferenceSession(str(tmp_path / name), providers=["CPUExecutionProvider"]).run(None, {"x": x})

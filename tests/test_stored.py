@@ -18,9 +18,10 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from htp_export import files, stored, wire
+from htp_export import stored, wire
 from htp_export.errors import FileError
 from htp_export.files import read_model, write_model
+from htp_export.slots import slots
 from htp_export.stored import FileTensor
 
 SIDE = 200  # of the weights: 160 kB each
@@ -100,7 +101,7 @@ def weight_of(model: ir.Model, name: str = "weight") -> ir.TensorProtocol:
 
 
 def large(model: ir.Model) -> list[ir.TensorProtocol]:
-    return [slot.tensor for slot in files._slots(model) if slot.tensor.nbytes >= stored.LARGE_BYTES]
+    return [slot.tensor for slot in slots(model) if slot.tensor.nbytes >= stored.LARGE_BYTES]
 
 
 def test_large_weights_of_every_place_stay_in_the_file(file: Path) -> None:
@@ -139,11 +140,11 @@ def test_weights_in_memory_are_written_as_protobuf_writes_them(file: Path) -> No
 def test_writing_leaves_the_model_as_it_was(file: Path) -> None:
     model = read_model(file)
     attributes = [attribute for node in model.graph.all_nodes() for attribute in node.attributes.values()]
-    tensors = [slot.tensor for slot in files._slots(model)]
+    tensors = [slot.tensor for slot in slots(model)]
     write_model(model, file.with_name("copy.onnx"))
     now = [attribute for node in model.graph.all_nodes() for attribute in node.attributes.values()]
     assert all(one is other for one, other in zip(now, attributes, strict=True))
-    assert all(slot.tensor is tensor for slot, tensor in zip(files._slots(model), tensors, strict=True))
+    assert all(slot.tensor is tensor for slot, tensor in zip(slots(model), tensors, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -367,6 +368,7 @@ def test_where_files_cannot_be_read_in_parts_they_are_read_whole(file: Path, mon
 _COPY = """
 import resource, sys
 from htp_export.files import read_model, write_model
+from htp_export.slots import slots
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
 write_model(read_model(sys.argv[1]), sys.argv[2])

@@ -93,7 +93,7 @@ def _weights(file):
 @pytest.mark.parametrize("command", ["forensics", "fingerprint", "cost"])
 def test_an_untagged_file_has_a_table_and_says_how_to_tag_it(command, file, bare, tmp_path, capsys):
     assert main([command, str(bare)]) == 0
-    assert "htp_export.carry(before, after)" in " ".join(capsys.readouterr().out.split())
+    assert "htp-export carry BEFORE AFTER" in " ".join(capsys.readouterr().out.split())
     plain = tmp_path / "plain.onnx"
     model = onnx.load(str(bare))
     model.ClearField("metadata_props")
@@ -102,7 +102,7 @@ def test_an_untagged_file_has_a_table_and_says_how_to_tag_it(command, file, bare
     onnx.save(model, plain)
     assert main([command, str(plain)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "This file has no module tags. Export it with htp_export.export(...)" in said
+    assert "This file has no module tags. Export it with htp-export export." in said
 
 
 def test_nodes_of_no_module_are_counted():

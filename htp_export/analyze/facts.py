@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.errors import FileError
 from htp_export.tagged import TaggedModel
 
 __all__ = ["Array", "GraphFacts", "constant_tensor", "is_standard"]
@@ -183,5 +184,5 @@ def _small_array(tensor: ir.TensorProtocol | None) -> Array | None:
         return None
     try:
         return np.asarray(tensor.numpy())
-    except OSError:  # the file of its external data is not there
+    except (OSError, FileError):  # the file of its external data is not there
         return None

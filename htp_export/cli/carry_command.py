@@ -17,6 +17,7 @@ from htp_export.cli.file_options import (
     InPlaceOption,
     JsonOption,
     OutputOption,
+    ShareOption,
 )
 from htp_export.cli.outputs import check_output, show_written
 from htp_export.cli.sizes import Sizes, read_sizes
@@ -42,6 +43,7 @@ def carry_command(
     ] = None,
     inputs: FeedOption = None,
     dims: FeedDimsOption = None,
+    share_weights: ShareOption = False,
     in_place: InPlaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -55,7 +57,8 @@ def carry_command(
     check_output(output, [before, *([] if after is None else [after])], in_place=in_place)
     sizes = read_sizes(inputs, dims)
     with Steps(quiet=as_json).step("carrying tags"):
-        result = carry(before, after, output, inputs=_values(before, sizes) if sizes.given else None)
+        inputs_of_both = _values(before, sizes) if sizes.given else None
+        result = carry(before, after, output, inputs=inputs_of_both, share_weights=share_weights)
     _show(result, output, as_json)
 
 
@@ -77,11 +80,14 @@ def run_command(
         typer.Option("--set", help="An option of the tool, name=value; the value as JSON or as text. May be repeated."),
     ] = None,
     with_map: WithMap = False,
+    share_weights: ShareOption = False,
     in_place: InPlaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run another tool on a tagged file, and keep its tags."""
+    from htp_export.files import write_model
     from htp_export.provenance.carrying import embed_map
+    from htp_export.tools.adapting import share_unchanged
 
     if tool not in tools.__all__:
         raise InputError(f"there is no tool {tool!r}; there are {', '.join(tools.__all__)}")
@@ -90,7 +96,10 @@ def run_command(
     try:
         with Steps(quiet=as_json).step(f"running {tool}"):
             source = embed_map(file) if with_map else file
-            result: Carried = getattr(tools, tool)(source, output, **settings)
+            result: Carried = getattr(tools, tool)(source, None if share_weights else output, **settings)
+            if share_weights:
+                share_unchanged(result.model, file)
+                write_model(result.model, output, share_weights=True)
     except TypeError as error:
         raise InputError(f"{tool}: {error}") from error
     except InputError:

@@ -16,6 +16,7 @@ __all__ = [
     "JsonOption",
     "OutputOption",
     "SelectOption",
+    "ShareOption",
 ]
 
 FileArgument: TypeAlias = Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)]
@@ -23,6 +24,9 @@ OutputOption: TypeAlias = Annotated[
     Path, typer.Option("--output", "-o", help="The ONNX file to write.", show_default=False)
 ]
 InPlaceOption: TypeAlias = Annotated[bool, typer.Option("--in-place", help="Allow --output to be a file that is read.")]
+ShareOption: TypeAlias = Annotated[
+    bool, typer.Option("--share-weights", help="Refer to the data file of the input instead of writing a copy of it.")
+]
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
 SelectOption: TypeAlias = Annotated[
     list[str] | None,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption
+from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption, ShareOption
 from htp_export.cli.outputs import check_output, show_written
 from htp_export.cli.terminal import Steps, print_json, show
 
@@ -22,6 +22,7 @@ def functions_command(
         ),
     ],
     output: OutputOption,
+    share_weights: ShareOption = False,
     in_place: InPlaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -31,7 +32,7 @@ def functions_command(
 
     check_output(output, [file], in_place=in_place)
     with Steps(quiet=as_json).step(f"nesting {file}"):
-        nested = functions(file, select, output)
+        nested = functions(file, select, output, share_weights=share_weights)
     if as_json:
         print_json(nested.to_dict())
     else:
@@ -40,14 +41,18 @@ def functions_command(
 
 
 def inline_command(
-    file: FileArgument, output: OutputOption, in_place: InPlaceOption = False, as_json: JsonOption = False
+    file: FileArgument,
+    output: OutputOption,
+    share_weights: ShareOption = False,
+    in_place: InPlaceOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Dissolve functions into a flat graph with its tags."""
     from htp_export.nested.flatten import inline
 
     check_output(output, [file], in_place=in_place)
     with Steps(quiet=as_json).step(f"inlining {file}"):
-        inlined = inline(file, output)
+        inlined = inline(file, output, share_weights=share_weights)
     if as_json:
         print_json(inlined.to_dict())
     else:

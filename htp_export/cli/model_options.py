@@ -79,6 +79,8 @@ class ModelOptions:
         """
         if (self.source is None) == (self.entry is None):
             raise InputError("give one model: a SOURCE or --entry package.module:factory")
+        if self.source is not None and not self.source.strip():
+            raise InputError("SOURCE is empty; name a folder, a hub id (owner/name) or a model type")
         ours = {
             "--task": self.task,
             "--random-weights": self.random_weights,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from htp_export.cli.file_options import InPlaceOption, JsonOption
+from htp_export.cli.file_options import InPlaceOption, JsonOption, ShareOption
 from htp_export.cli.outputs import check_output, show_written
 from htp_export.cli.terminal import Steps, print_json, show
 
@@ -43,6 +43,7 @@ def optimize_command(
         int | None, typer.Option(min=0, help="With --attribution: add what is deeper to the module above.")
     ] = None,
     list_passes: Annotated[bool, typer.Option("--list", help="Show the passes there are, and end.")] = False,
+    share_weights: ShareOption = False,
     in_place: InPlaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -74,7 +75,13 @@ def optimize_command(
     for file, target in targets:
         with steps.step(f"optimising {file.name}"):
             results[file.name] = optimize(
-                file, target, passes=passes, level=wanted, verify=verify, keep_exact=keep_exact
+                file,
+                target,
+                passes=passes,
+                level=wanted,
+                verify=verify,
+                keep_exact=keep_exact,
+                share_weights=share_weights,
             )
     if as_json:
         print_json(next(iter(results.values())).to_dict() if len(files) == 1 else OptimizedModels(results).to_dict())

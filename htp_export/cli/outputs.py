@@ -69,7 +69,9 @@ def _weights_of(file: Path) -> set[Path]:
 
 def written_files(output: Path) -> dict[str, int]:
     """The file that was written, and those with its weights: path → size in bytes."""
-    weights = [output.parent / file.name for file in sorted(_weights_of(output))]
+    from htp_export.files import own_files
+
+    weights = [output.parent / file.name for file in sorted(own_files(output))]
     return {str(file): file.stat().st_size for file in (output, *weights)}
 
 

@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
+from htp_export.command_words import in_commands
+
 __all__ = ["quiet_libraries", "terminal_stderr"]
 
 
@@ -57,7 +59,7 @@ class _Warnings(logging.Handler):
         self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"htp-export: {record.levelname.lower()}: {record.getMessage()}", file=self._stream)
+        print(f"htp-export: {record.levelname.lower()}: {in_commands(record.getMessage())}", file=self._stream)
 
 
 def terminal_stderr() -> TextIO:

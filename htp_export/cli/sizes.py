@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from htp_export.cli.sources import read_shapes
 from htp_export.errors import FileError, InputError
+from htp_export.npz_file import read_npz
 
-__all__ = ["Sizes", "parse_dims", "read_npz", "read_sizes"]
+__all__ = ["Sizes", "parse_dims", "read_sizes"]
 
 
 @dataclass(frozen=True)
@@ -80,23 +80,3 @@ def parse_dims(settings: list[str]) -> dict[str, int]:
             raise InputError(f"--dims {setting}: write name=size, such as batch=1")
         sizes[name.strip()] = int(size)
     return sizes
-
-
-def read_npz(path: Path) -> dict[str, Any]:
-    """The arrays of an ``.npz`` file; pickles in it are not loaded, as they may run code.
-
-    Raises:
-        FileError: If it cannot be read, or holds something else.
-    """
-    import numpy as np
-
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            found = {name: arrays[name] for name in arrays.files}
-    except OSError as error:
-        raise FileError(path, f"cannot be read: {error.strerror or error}") from error
-    except (ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise FileError(path, f"holds no plain arrays: {error}") from error
-    if not found:
-        raise FileError(path, "holds no arrays")
-    return found

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption
+from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption, ShareOption
 from htp_export.cli.outputs import check_output, show_written
 from htp_export.cli.terminal import Steps, print_json, show
 
@@ -44,6 +44,7 @@ def splice_command(
     call: Annotated[
         int | None, typer.Option(min=0, help="Which call of a module that ran several times; all without it.")
     ] = None,
+    share_weights: ShareOption = False,
     in_place: InPlaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -52,7 +53,7 @@ def splice_command(
 
     check_output(output, [file, replacement], in_place=in_place)
     with Steps(quiet=as_json).step(f"splicing {module}"):
-        result = splice(file, module, replacement, output, call=call)
+        result = splice(file, module, replacement, output, call=call, share_weights=share_weights)
     if as_json:
         print_json(result.to_dict())
     else:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from htp_export.cli.quiet import terminal_stderr
+from htp_export.command_words import in_commands
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -25,7 +26,7 @@ class CheckFailed(Exception):  # noqa: N818 - it is an outcome that ends the com
 
 def error_line(message: str) -> None:
     """Say on stderr why the command ended."""
-    print(f"htp-export: error: {message}", file=terminal_stderr())
+    print(f"htp-export: error: {in_commands(message)}", file=terminal_stderr())
 
 
 def warning_line(message: str) -> None:
@@ -43,7 +44,7 @@ def show(what: RenderableType) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    drawn = Text(what) if isinstance(what, str) else what
+    drawn = Text(in_commands(what)) if isinstance(what, str) else what
     console = Console(highlight=False)
     if console.is_terminal:
         console.print(drawn)

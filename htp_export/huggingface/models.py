@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import ModelSourceError
 from htp_export.huggingface.configs import apply_overrides, nearest, without_cache
+from htp_export.huggingface.reaching import why_unreachable
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +67,10 @@ def load_model(
         ('BertModel', 1, False)
     """
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = without_cache(_config(source, overrides or {}, random_weights, hub))
+    offline = why_unreachable() if _is_hub_id(source, random_weights) else ""
+    if offline:  # what is in the cache of this machine can be had
+        hub["local_files_only"] = True
+    config = without_cache(_config(source, overrides or {}, random_weights, hub, offline))
     options: dict[str, Any] = {"dtype": _dtype(source, dtype), "attn_implementation": attn_implementation}
     options = {name: value for name, value in options.items() if value is not None}
     model_class = _model_class(source, config, task, hub)
@@ -112,7 +116,18 @@ def spread_parameters(model: nn.Module, generator: torch.Generator, scale: float
                 buffer.uniform_(-0.5, 0.5, generator=generator)
 
 
-def _config(source: str, overrides: Mapping[str, object], random_weights: bool, hub: dict[str, Any]) -> Any:
+def _is_hub_id(source: str, random_weights: bool) -> bool:
+    """Whether the hub has to be asked for a model; what is wrong with other names is said without it."""
+    from transformers import CONFIG_MAPPING
+
+    if source.startswith((".", "/", "~")) or Path(source).exists():
+        return False
+    return source not in CONFIG_MAPPING and ("/" in source or not random_weights)
+
+
+def _config(
+    source: str, overrides: Mapping[str, object], random_weights: bool, hub: dict[str, Any], offline: str
+) -> Any:
     """The config of the model that ``source`` names."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -137,6 +152,9 @@ def _config(source: str, overrides: Mapping[str, object], random_weights: bool, 
         raise
     except Exception as error:  # transformers and its hub client raise dozens of kinds, some of them bare
         hint = "" if is_folder or "/" in source else nearest(source, CONFIG_MAPPING.keys(), "model types")
+        if offline:
+            problem = f"the hub cannot be reached ({offline}), and the model is not in the cache of this machine{hint}"
+            raise ModelSourceError(source, problem) from error
         raise ModelSourceError(source, f"no model found: {_first_line(error)}{hint}") from error
     return apply_overrides(source, config, overrides)
 

@@ -59,7 +59,7 @@ class Inlined:
         return f"{calls} calls of {len(self.functions)} functions inlined: {self.nodes_after} nodes"
 
 
-def inline(onnx: ModelSource, output: str | os.PathLike[str] | None = None) -> Inlined:
+def inline(onnx: ModelSource, output: str | os.PathLike[str] | None = None, *, share_weights: bool = False) -> Inlined:
     """Dissolve the functions of a model: the flat, tagged graph.
 
     Of a model that ``functions`` made, every node gets back its name, its owners and its types. Nodes of other
@@ -69,6 +69,8 @@ def inline(onnx: ModelSource, output: str | os.PathLike[str] | None = None) -> I
     Args:
         onnx: A file, ``ModelProto``, ``ir.Model`` or ``TaggedModel``; it needs no tags.
         output: The file to write.
+        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
+            no copy. If that file changes, ``output`` is not read any more.
 
     Raises:
         FileError: If a file cannot be read or written.
@@ -89,7 +91,7 @@ def inline(onnx: ModelSource, output: str | os.PathLike[str] | None = None) -> I
     """
     inlined = _inlined(load(onnx), others=True)
     if output is not None:
-        write_model(inlined.model, output)
+        write_model(inlined.model, output, share_weights=share_weights)
     return inlined
 
 

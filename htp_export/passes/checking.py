@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.errors import InputError
+from htp_export.errors import FileError, InputError
 from htp_export.files import write_model
 from htp_export.passes.registry import Level
 
@@ -38,6 +38,8 @@ class OutputCheck:
         self._inputs = _random_inputs(model) if inputs is None else {k: np.asarray(v) for k, v in inputs.items()}
         try:
             self._expected = _outputs(model, self._inputs)
+        except FileError:
+            raise
         except Exception as error:
             raise InputError(
                 f"the model does not run in ONNX Runtime, so that nothing can be verified: {error}"

@@ -28,6 +28,7 @@ def optimize(
     keep_exact: bool = False,
     inputs: Mapping[str, Any] | None = None,
     external_data: str | None = None,
+    share_weights: bool = False,
 ) -> Optimized:
     """Make a model's graph smaller, and keep its tags true.
 
@@ -47,6 +48,8 @@ def optimize(
             stays in the graph: one node would compute both sides of its border. A few nodes more, at level ``"fused"``.
         inputs: The model's inputs by name, for ``verify``; random ones where it is None.
         external_data: Name of a file beside ``output`` that takes all weights of more than 256 bytes.
+        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
+            no copy. If that file changes, ``output`` is not read any more.
 
     Raises:
         InputError: If there is no such pass or level, or if ``verify`` cannot run the model.
@@ -68,7 +71,7 @@ def optimize(
     pipeline = Pipeline(chosen, check, keep_exact=keep_exact)
     optimized = pipeline.run(original if isinstance(model, str | os.PathLike) else original.clone())
     if output is not None:
-        write_model(optimized, output, external_data)
+        write_model(optimized, output, external_data, share_weights=share_weights)
     return Optimized(
         nodes_before,
         sum(1 for _ in all_nodes(optimized)),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from htp_export.errors import PassError
+from htp_export.errors import InputError, PassError
 from htp_export.passes.barriers import barriers, take_barriers
 from htp_export.passes.bookkeeping import Bookkeeping
 from htp_export.passes.checking import OutputCheck
@@ -61,6 +61,7 @@ class Pipeline:
             The model; another one, if a pass made a new one or was undone.
 
         Raises:
+            FileError: If weights cannot be read.
             PassError: If a pass fails; the model is as that pass left it, and of no use any more.
         """
         books, state = Bookkeeping(model), 0
@@ -110,6 +111,8 @@ class Pipeline:
             take_barriers(result.model.graph)
             books.model = result.model
             return result.modified, *(books.settle() if result.modified else ({}, {}))
+        except InputError:  # weights that cannot be read: no fault of the pass
+            raise
         except Exception as error:
             ran = [each.info.name for each in self._accounts if each.seen >= 0 and not each.rolled_back]
             raise PassError(account.info.name, ran, error) from error

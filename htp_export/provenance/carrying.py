@@ -79,6 +79,7 @@ def carry(
     output: str | os.PathLike[str] | None = None,
     *,
     inputs: Mapping[str, Any] | None = None,
+    share_weights: bool = False,
 ) -> Carried:
     """Put module tags on what another tool made of a tagged model.
 
@@ -98,6 +99,8 @@ def carry(
         output: A file to write; its weights stay external if they are.
         inputs: Input name of ``before`` → array, to run both models on. Inputs that are all alike, or all zero, tell
             little.
+        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
+            no copy. If that file changes, ``output`` is not read any more.
 
     Raises:
         UntaggedModelError: ``before`` has no tags of htp_export, or, where it is gone, ``after`` has no map.
@@ -125,7 +128,7 @@ def carry(
         model = model_of(after)
         if not isinstance(after, str | os.PathLike | onnx.ModelProto):  # those were read into a model of our own
             model = model.clone()
-        return carry_in_place(before, model, output, inputs)
+        return carry_in_place(before, model, output, inputs, share_weights=share_weights)
 
 
 def carry_in_place(
@@ -133,13 +136,15 @@ def carry_in_place(
     after: ir.Model,
     output: str | os.PathLike[str] | None = None,
     inputs: Mapping[str, Any] | None = None,
+    *,
+    share_weights: bool = False,
 ) -> Carried:
     """`carry` onto a model that may be changed."""
     if before is None and inputs is not None:
         raise InputError("to find tensors by their values, the model before has to run too: carry(before, after, ...)")
     result = _carried(_from_map(after) if before is None else _from_model(before), after, inputs)
     if output is not None:
-        write_model(after, output)
+        write_model(after, output, share_weights=share_weights)
     return result
 
 

@@ -206,7 +206,7 @@ def profile(
     feed = random_feed(wanted, dims, shapes) if inputs is None else feed_from(wanted, inputs)
     with temporary_folder() as folder:
         if isinstance(onnx, str | os.PathLike) and tagged.model is given.model:
-            runnable = RunnableModel(Path(onnx), os.fspath(onnx))
+            runnable = RunnableModel.of_file(Path(onnx), tagged.model, folder)
         else:
             runnable = RunnableModel.of(tagged.model, tagged.hierarchy.root.simple_class or "model", folder)
         session = Session(runnable, engine, folder)

@@ -15,6 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.data_files import check_data
 from htp_export.errors import InputError
 from htp_export.run.arrays import Array, from_ort, to_ort
 
@@ -155,6 +156,7 @@ class Runner:
             The folder of the files; ``""`` without any.
         """
         files = [tensor for tensor in _tensors(lean) if isinstance(tensor, ir.ExternalTensor)]
+        check_data(files)
         folder = os.fspath(files[0].base_dir) if files else ""
         location = os.fspath(files[0].location) if files else _NO_FILE
         for value in lean.graph.initializers.values():

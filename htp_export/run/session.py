@@ -15,12 +15,14 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
+from htp_export.data_files import check_data
 from htp_export.errors import InputError
 from htp_export.files import write_model
 from htp_export.run.arrays import to_ort
 from htp_export.run.feeds import Feed
 from htp_export.run.runner import check_providers
 from htp_export.run.trace import Trace, read_trace
+from htp_export.slots import slots
 
 __all__ = ["Engine", "RunnableModel", "Session", "open_session", "temporary_folder"]
 
@@ -32,7 +34,7 @@ _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 _LARGE_BYTES = 256 << 20
 """A file of this size has its weights in it; ONNX Runtime would copy them into the graph that it tells."""
 
-_ERROR = 3  # of ONNX Runtime's levels of logging: it warns of every optimised graph that it writes
+_FATAL = 4  # of ONNX Runtime's levels of logging: what is less is raised, or about the graphs that it writes
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,32 @@ class RunnableModel:
             temporary: A folder to write it to if it has more weights in memory than a message may have, or external
                 ones in several folders.
         """
-        tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
+        tensors = [slot.tensor for slot in slots(model)]
+        check_data(tensors)
         folders = {os.fspath(each.base_dir) for each in tensors if isinstance(each, ir.ExternalTensor)}
-        size = sum(each.nbytes for each in tensors if each is not None and not isinstance(each, ir.ExternalTensor))
+        size = sum(each.nbytes for each in tensors if not isinstance(each, ir.ExternalTensor))
         if len(folders) > 1 or size > _LARGE_BYTES:
             write_model(model, temporary / "model.onnx")
             return cls(temporary / "model.onnx", name)
         return cls(ir.to_proto(model).SerializeToString(), name, Path(folders.pop()) if folders else None)
+
+    @classmethod
+    def of_file(cls, file: Path, model: ir.Model, temporary: Path) -> RunnableModel:
+        """A file, which ONNX Runtime reads itself if it finds the weights where the file says that they are.
+
+        Args:
+            file: The ONNX file.
+            model: What `htp_export.files.read_model` read of it.
+            temporary: As above.
+
+        Raises:
+            FileError: If weights are missing.
+        """
+        external = [slot.tensor for slot in slots(model) if isinstance(slot.tensor, ir.ExternalTensor)]
+        check_data(external)
+        if all(Path(each.base_dir) == file.parent.absolute() for each in external):
+            return cls(file, os.fspath(file))
+        return cls.of(model, os.fspath(file), temporary)
 
     @property
     def size(self) -> int:
@@ -136,7 +157,9 @@ class Session:
                 self._session.run_with_ort_values(names, values)
                 times.append((time.perf_counter() - start) * 1000)
         except Exception as error:  # ONNX Runtime's errors share no base but this
-            raise InputError(f"{self._model.name}: ONNX Runtime cannot run it: {str(error).strip()}") from error
+            raise InputError(
+                f"{self._model.name}: ONNX Runtime cannot run it: {' '.join(str(error).split())}"
+            ) from error
         return times
 
     def end_profiling(self, runs: int) -> Trace:
@@ -157,7 +180,9 @@ class Session:
                 return self._create(engine, told, attempt), told if attempt != "none" else None
             except Exception as error:  # as above
                 failed = failed or error
-        raise InputError(f"{self._model.name}: ONNX Runtime cannot load it: {str(failed).strip()}") from failed
+        raise InputError(
+            f"{self._model.name}: ONNX Runtime cannot load it: {' '.join(str(failed).split())}"
+        ) from failed
 
     def _create(self, engine: Engine, told: Path, weights: str) -> Any:
         options = engine.options
@@ -166,7 +191,7 @@ class Session:
             "enable_profiling": True,
             "profile_file_prefix": os.fspath(self._folder / "profile"),
             "optimized_model_filepath": os.fspath(told) if weights != "none" else "",
-            "log_severity_level": max(_ERROR, 0 if options is None else options.log_severity_level),
+            "log_severity_level": max(_FATAL, 0 if options is None else options.log_severity_level),
         }
         return _create_session(self._model, engine, attributes, entries)
 
@@ -178,9 +203,9 @@ def open_session(model: RunnableModel, engine: Engine) -> Any:
         InputError: If ONNX Runtime cannot load the model.
     """
     try:
-        return _create_session(model, engine, {}, {})
+        return _create_session(model, engine, {"log_severity_level": _FATAL}, {})
     except Exception as error:  # ONNX Runtime's errors share no base but this
-        raise InputError(f"{model.name}: ONNX Runtime cannot load it: {str(error).strip()}") from error
+        raise InputError(f"{model.name}: ONNX Runtime cannot load it: {' '.join(str(error).split())}") from error
 
 
 def _create_session(model: RunnableModel, engine: Engine, attributes: dict[str, Any], entries: dict[str, str]) -> Any:

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from htp_export.command_words import in_commands
 from htp_export.run.results import DIFFERS, INHERITS, NOT_COMPARED, Comparison, ModuleResult, short_number
 from htp_export.show.folding import gathered
 
@@ -44,7 +45,7 @@ def render(comparison: Comparison, *, everything: bool = False) -> RenderableTyp
     groups = groups if everything else groups[:_MOST_ROWS]
     cut = [Text(f"and {more} more modules; --all shows every one", style="dim")] if more else []
     summary = Text(comparison.summary, style="green" if comparison.ok else "bold red")
-    lines = [Text(line) for line in comparison.notes()]
+    lines = [Text(in_commands(line)) for line in comparison.notes()]
     return Group(*([_table(groups)] if groups else []), *cut, summary, *lines)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from htp_export.command_words import in_commands
 from htp_export.errors import InputError
 from htp_export.show.module_table import Column, ModuleTable, column_names, csv_text, pick, si
 
@@ -109,7 +110,7 @@ def render_cost(
 
     table = ModuleTable(rows, shown, alike if fold else None, _merged, flat=sort is not None)
     fusing = [Text(_ASSUMED, style="dim")] if set(column_names(_FUSING)) & set(column_names(shown)) else []
-    return Group(table, Text(), *map(Text, cost.summary), *fusing)
+    return Group(table, Text(), *(Text(in_commands(line)) for line in cost.summary), *fusing)
 
 
 def cost_csv(modules: Sequence[ModuleCost], columns: Sequence[str] | None = None, sort: str | None = None) -> str:

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from htp_export import tags
+from htp_export.command_words import in_commands
 from htp_export.run.latency import ModuleLatency, Profile
 from htp_export.show.module_table import Column, ModuleTable
 
@@ -44,7 +45,7 @@ def render_profile(
         rows.sort(key=lambda row: -float(getattr(row.module, f"{sort}_ms")))
     alike = _alike if fold else None
     table = ModuleTable(rows, _COLUMNS, alike, _merged, flat=sort != "tree")
-    return Group(table, Text(), *map(Text, profile.summary))
+    return Group(table, Text(), *(Text(in_commands(line)) for line in profile.summary))
 
 
 def _shown(profile: Profile, depth: int | None) -> list[ModuleLatency]:

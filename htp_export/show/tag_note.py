@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from rich.text import Text
 
+from htp_export.command_words import in_commands
 from htp_export.tag_facts import TagFacts, tag_lines
 
 __all__ = ["tag_note"]
 
 
 def tag_note(*facts: TagFacts | None) -> list[Text]:
-    """The lines of ``tag_lines``, in yellow where something is to be done about the tags.
+    """The lines of ``tag_lines``, in yellow where something is to be done about the tags, and said as commands.
 
     Args:
         facts: What the file knows, or each of two files.
     """
     missing = any(each is not None and (each.advice or each.untagged) for each in facts)
-    return [Text(line, style="yellow" if missing else "dim") for line in tag_lines(*facts)]
+    return [Text(in_commands(line), style="yellow" if missing else "dim") for line in tag_lines(*facts)]

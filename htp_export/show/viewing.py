@@ -170,6 +170,8 @@ def read_results(results: Sequence[Result]) -> list[Measure]:
             continue
         try:
             found += measures_of(read_json(result))
+        except FileError:
+            raise
         except InputError as error:
             raise FileError(Path(result), str(error)) from error
     return found

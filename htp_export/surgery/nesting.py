@@ -95,7 +95,13 @@ class Nested:
         return "\n".join(lines)
 
 
-def functions(onnx: ModelSource, select: str | Sequence[str], output: str | os.PathLike[str] | None = None) -> Nested:
+def functions(
+    onnx: ModelSource,
+    select: str | Sequence[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    share_weights: bool = False,
+) -> Nested:
     """Make the selected modules functions of the model, nested where modules are.
 
     Every viewer then shows the hierarchy, and every runtime computes what it did before. Modules of one class that
@@ -109,6 +115,8 @@ def functions(onnx: ModelSource, select: str | Sequence[str], output: str | os.P
         onnx: A file, ``ModelProto``, ``ir.Model`` or ``TaggedModel`` with tags of this package.
         select: The modules; see ``tags.select`` for the language. ``"**"`` is every module.
         output: The file to write.
+        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
+            no copy. If that file changes, ``output`` is not read any more.
 
     Raises:
         FileError: If a file cannot be read or written.
@@ -152,7 +160,7 @@ def functions(onnx: ModelSource, select: str | Sequence[str], output: str | os.P
         model, Records(share_bodies(bodies.occurrences, sources, hierarchy, work.calls), flat_order(bodies, sources))
     )
     if output is not None:
-        write_model(model, output)
+        write_model(model, output, share_weights=share_weights)
     ordered = {path: made[path] for path in selected if path in made}
     return Nested(model, ordered, _rows(bodies), skipped, _outside(index, placement, ordered))
 

@@ -68,6 +68,7 @@ def splice(
     output: str | os.PathLike[str] | None = None,
     *,
     call: int | None = None,
+    share_weights: bool = False,
 ) -> Splice:
     """Put a model in the place of a module: a quantized one, an optimised one, one that was rewritten by hand.
 
@@ -84,8 +85,10 @@ def splice(
         model: The model, or its file; one in memory is left as it is.
         path: The module.
         replacement: What to put there, or its file.
-        output: Where to write the result. External weights that lie in the same folder stay where they are.
+        output: Where to write the result.
         call: Which call of a module that ran several times is replaced; all of them where it is None.
+        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
+            no copy. If that file changes, ``output`` is not read any more.
 
     Raises:
         UnknownModuleError: If there is no such module.
@@ -115,7 +118,7 @@ def splice(
     graft = _replace(changed, given, parts)
     graft.describe(changed)
     if output is not None:
-        write_model(changed.model, output)
+        write_model(changed.model, output, share_weights=share_weights)
     after = sum(1 for _ in changed.model.graph.all_nodes())
     return Splice(changed.model, path, calls, before, after, None if output is None else Path(output))
 

@@ -105,7 +105,7 @@ class StageRunner:
         try:
             return list(session.run_with_ort_values(list(stage.outputs), dict(given)))
         except Exception as error:  # ONNX Runtime's errors share no base but this
-            raise InputError(f"stage {number}: ONNX Runtime cannot run it: {str(error).strip()}") from error
+            raise InputError(f"stage {number}: ONNX Runtime cannot run it: {' '.join(str(error).split())}") from error
 
     def _load(self, number: int, stage: Stage) -> Any:
         name = f"stage {number}"

@@ -8,7 +8,7 @@ import io
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ import onnx_ir as ir
 from htp_export.errors import HtpExportError, InputError
 from htp_export.files import model_from_proto, read_model, write_model
 from htp_export.provenance.carrying import Carried, carry_in_place, tagged_model
-from htp_export.tagged import ModelSource
+from htp_export.tagged import ModelSource, model_of
 
-__all__ = ["Tool", "adapted", "library"]
+__all__ = ["Tool", "adapted", "library", "share_unchanged"]
 
 Tool = Callable[[Path, Path], "onnx.ModelProto | ir.Model | None"]
 """Given the file to work on: returns the model that it made, or writes it to the second path."""
@@ -69,13 +69,18 @@ def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike
         except HtpExportError:
             raise
         except Exception as error:
-            raise HtpExportError(f"{name} failed on this model: {type(error).__name__}: {error}") from error
+            if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+                raise InputError(f"{name}: {error}") from error
+            said = _plain(error, {given: _name_of(model), made: "its result"})
+            raise HtpExportError(f"{name} failed on this model: {type(error).__name__}: {said}") from error
         try:
             after = read_model(made) if after is None else after
             after = model_from_proto(after) if isinstance(after, onnx.ModelProto) else after
         except Exception as error:
             cause = error.__cause__ or error  # onnx_ir says first what it was doing
-            raise HtpExportError(f"{name} made a model of this one that is not valid: {cause}") from error
+            raise HtpExportError(
+                f"{name} made a model of this one that is not valid: {_plain(cause, {made: 'its result'})}"
+            ) from error
         result = carry_in_place(before, after)
         for node in result.model.graph.all_nodes():
             if node.name in names:
@@ -86,6 +91,35 @@ def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike
             write_model(result.model, output)
         _into_memory(result.model, Path(folder))
     return result
+
+
+def share_unchanged(model: ir.Model, source: ModelSource) -> None:
+    """Let weights of a result that are those of the model that the tool was given lie where they lie there.
+
+    Args:
+        model: The result.
+        source: The model; of its weights, only those in data files count.
+    """
+    before = model_of(source).graph.initializers
+    for name, value in model.graph.initializers.items():
+        tensor, original = value.const_value, before[name].const_value if name in before else None
+        if tensor is None or not isinstance(original, ir.ExternalTensor):
+            continue
+        alike = tensor.dtype == original.dtype and tensor.shape == original.shape
+        if alike and tensor.tobytes() == original.tobytes():
+            value.const_value = original
+
+
+def _name_of(model: ModelSource) -> str:
+    return os.fspath(model) if isinstance(model, str | os.PathLike) else "the model"
+
+
+def _plain(error: BaseException, names: Mapping[Path, str]) -> str:
+    """An error in one line, with the names that users know in place of temporary ones."""
+    text = " ".join(str(error).split())
+    for file, name in names.items():
+        text = text.replace(os.fspath(file), name)
+    return text
 
 
 def _name_nodes(model: ir.Model) -> dict[str, str | None]:

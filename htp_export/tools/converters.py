@@ -7,6 +7,7 @@ from typing import Any
 
 import onnx
 
+from htp_export.errors import InputError
 from htp_export.provenance.carrying import Carried
 from htp_export.shapes import infer_by_symbols
 from htp_export.tagged import ModelSource
@@ -22,11 +23,15 @@ def version_converter(model: ModelSource, output: str | os.PathLike[str] | None 
         model: The tagged model.
         output: A file to write.
         opset: The ONNX opset to convert to.
+
+    Raises:
+        InputError: onnx has no such opset.
     """
+    latest = onnx.defs.onnx_opset_version()
+    if not isinstance(opset, int) or not 1 <= opset <= latest:
+        raise InputError(f"version_converter: opset {opset!r} is none of 1 to {latest}")
     tool = library("onnx.version_converter", None)
-    return adapted(
-        "version_converter", lambda given, _: tool.convert_version(onnx.load(given), int(opset)), model, output
-    )
+    return adapted("version_converter", lambda given, _: tool.convert_version(onnx.load(given), opset), model, output)
 
 
 def float16(model: ModelSource, output: str | os.PathLike[str] | None = None, **options: Any) -> Carried:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from htp_export.errors import FileError, InputError
+from htp_export.errors import InputError
+from htp_export.npz_file import read_npz
 from htp_export.provenance.carrying import Carried
 from htp_export.tagged import ModelSource
 from htp_export.tools.adapting import adapted, library
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["matmul_nbits", "quantize_dynamic", "quantize_static"]
 
+_log = logging.getLogger(__name__)
+
+_BITS = (2, 4, 8)
+_PROCESSORS = Path("/proc/cpuinfo")
+
 
 def quantize_dynamic(model: ModelSource, output: str | os.PathLike[str] | None = None, **options: Any) -> Carried:
     """Quantize weights, and activations as they come, and carry the tags.
@@ -27,8 +34,12 @@ def quantize_dynamic(model: ModelSource, output: str | os.PathLike[str] | None =
         model: The tagged model.
         output: A file to write.
         **options: As of ``onnxruntime.quantization.quantize_dynamic``.
+
+    On processors of x86 without VNNI, ONNX Runtime's products of 8-bit integers saturate for signed weights, and a
+    warning is logged: give ``reduce_range=True``, or ``weight_type=QuantType.QUInt8``. See ``docs/accuracy.md``.
     """
     tool = library("onnxruntime.quantization", None)
+    _warn_of_saturation(options)
     return adapted("quantize_dynamic", lambda given, made: tool.quantize_dynamic(given, made, **options), model, output)
 
 
@@ -62,18 +73,29 @@ def quantize_static(
     )
 
 
-def _runs(inputs: Iterable[Mapping[str, Any]] | str | os.PathLike[str] | None) -> list[Mapping[str, Any]]:
-    import numpy as np
+def _warn_of_saturation(options: Mapping[str, Any]) -> None:
+    """Say that products may saturate here: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html"""
+    signed = getattr(options.get("weight_type"), "name", "QInt8") == "QInt8"
+    if signed and not options.get("reduce_range") and _saturates():
+        _log.warning(
+            "this processor has no VNNI: ONNX Runtime's products of 8-bit integers saturate on it, and results can be "
+            "far off. Quantize with reduce_range=true, or with unsigned weights"
+        )
 
+
+def _saturates() -> bool:
+    """Whether it is an x86 processor without VNNI; not known, and so False, where Linux does not say."""
+    try:
+        lines = _PROCESSORS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set[str]())
+    return "avx2" in flags and not flags & {"avx512_vnni", "avx_vnni"}
+
+
+def _runs(inputs: Iterable[Mapping[str, Any]] | str | os.PathLike[str] | None) -> list[Mapping[str, Any]]:
     if isinstance(inputs, str | os.PathLike):
-        try:
-            with np.load(inputs, allow_pickle=False) as arrays:
-                run = dict(arrays)
-        except (OSError, ValueError) as error:
-            raise FileError(os.fspath(inputs), f"no inputs can be read from it: {error}") from error
-        if not run:
-            raise FileError(os.fspath(inputs), "holds no arrays")
-        return [run]
+        return [read_npz(inputs)]
     runs = list(inputs or ())
     if not runs:
         raise InputError("quantize_static needs inputs to see activations on: inputs=[{name: array}, ...]")
@@ -88,10 +110,15 @@ def matmul_nbits(
     Args:
         model: The tagged model.
         output: A file to write.
-        bits: Bits of a weight.
+        bits: Bits of a weight: 2, 4 or 8.
         **options: As of ``onnxruntime.quantization.matmul_nbits_quantizer.MatMulNBitsQuantizer``: ``block_size``,
             ``is_symmetric`` and more.
+
+    Raises:
+        InputError: Weights cannot have so many bits.
     """
+    if bits not in _BITS:
+        raise InputError(f"matmul_nbits: bits are {bits!r}, and can be {', '.join(map(str, _BITS))}")
     tool = library("onnxruntime.quantization.matmul_nbits_quantizer", None)
 
     def quantize(given: Path, _: Path) -> onnx.ModelProto:

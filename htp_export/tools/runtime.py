@@ -9,6 +9,7 @@ from typing import Any
 
 from htp_export.errors import InputError
 from htp_export.provenance.carrying import Carried
+from htp_export.run.runner import check_providers
 from htp_export.tagged import ModelSource
 from htp_export.tools.adapting import adapted, library
 
@@ -37,6 +38,7 @@ def onnxruntime(
     """
     if level not in _LEVELS:
         raise InputError(f"level {level!r} is none of {', '.join(_LEVELS)}")
+    check_providers(providers)
     tool = library("onnxruntime", None)
 
     def optimize(given: Path, made: Path) -> None:

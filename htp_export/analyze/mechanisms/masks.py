@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from htp_export.analyze.facts import Array, GraphFacts, is_standard
 from htp_export.analyze.patterns.attention import MaskUse
+from htp_export.errors import FileError
 
 __all__ = ["CausalMasks"]
 
@@ -178,7 +179,7 @@ def _leaf(facts: GraphFacts, value: ir.Value) -> Array | None:
             return None
         try:
             return np.asarray(source.const_value.numpy())
-        except OSError:
+        except (OSError, FileError):
             return None
     sizes, dtype = _static(facts, value), facts.dtype(value)
     if sizes is None or dtype is None or value.producer() is not None or math.prod(sizes) > _MOST_ELEMENTS:

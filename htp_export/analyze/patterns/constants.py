@@ -13,6 +13,7 @@ import onnx_ir as ir
 from htp_export.analyze.facts import GraphFacts, constant_tensor
 from htp_export.analyze.finding import Match
 from htp_export.analyze.patterns.groups import connected
+from htp_export.errors import FileError
 from htp_export.passes.constant_work import held_back, room_left
 from htp_export.passes.editing import bytes_of
 
@@ -110,14 +111,14 @@ def _sample(tensor: ir.TensorProtocol) -> Hashable | None:
         return ()
     try:
         return np.asarray(tensor.numpy()).reshape(-1)[:_SAMPLE].tobytes()
-    except OSError:  # the file of its external data is not there: nothing can be said
+    except (OSError, FileError):  # the file of its external data is not there: nothing can be said
         return None
 
 
 def _whole(tensor: ir.TensorProtocol) -> Hashable | None:
     try:
         array = np.ascontiguousarray(tensor.numpy())
-    except OSError:
+    except (OSError, FileError):
         return None
     return hashlib.sha256(array.reshape(-1).view(np.uint8).data).digest()
 

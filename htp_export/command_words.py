@@ -1,0 +1,30 @@
+"""What the library advises in Python, said as commands: the command line shows the same messages."""
+
+from __future__ import annotations
+
+__all__ = ["in_commands"]
+
+_COMMANDS = {
+    "htp_export.tagging(strict=False), or --allow-untagged on the command line": "--allow-untagged",
+    "htp_export.export(...) in place of torch.onnx.export(...)": "htp-export export",
+    "htp_export.export(...)": "htp-export export",
+    "htp_export.carry(before, after)": "htp-export carry BEFORE AFTER -o OUT",
+    "carry(before, after, ...)": "htp-export carry BEFORE AFTER",
+    "carry(before, after)": "htp-export carry BEFORE AFTER",
+    "htp_export.embed_map(before)": "--embed-map of export and run",
+    "inputs=[{name: array}, ...]": "--set inputs=FILE.npz",
+    "passes=[...]": "--passes",
+}
+"""Python → command, the longer of two that begin alike first."""
+
+
+def in_commands(text: str) -> str:
+    """A message with commands in place of Python.
+
+    Example:
+        >>> in_commands("htp_export.carry(before, after) brings them back")
+        'htp-export carry BEFORE AFTER -o OUT brings them back'
+    """
+    for python, command in _COMMANDS.items():
+        text = text.replace(python, command)
+    return text

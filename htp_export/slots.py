@@ -1,0 +1,60 @@
+"""Every place in a model that holds a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+__all__ = ["Slot", "slots"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in a model that holds a tensor, and the way to put another one there."""
+
+    tensor: ir.TensorProtocol
+    put: Callable[[ir.TensorProtocol], None]
+    initializer: bool
+
+    @property
+    def external(self) -> bool:
+        """Whether the tensor lies in a file of its own."""
+        return isinstance(self.tensor, ir.ExternalTensor)
+
+    @property
+    def path(self) -> str:
+        """That file; ``""`` for a tensor in memory or in the ONNX file."""
+        return self.tensor.path if isinstance(self.tensor, ir.ExternalTensor) else ""
+
+
+def slots(model: ir.Model) -> Iterator[Slot]:
+    """Every tensor of a model: initializers of all its graphs, and tensors in node attributes."""
+    graphs = [*model.graphs(), *(graph for function in model.functions.values() for graph in function.subgraphs())]
+    for graph in graphs:
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield Slot(value.const_value, _setter(value), True)
+    for nodes in (model.graph.all_nodes(), *(function.all_nodes() for function in model.functions.values())):
+        for node in nodes:
+            for attribute in list(node.attributes.values()):
+                if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+                    yield Slot(attribute.as_tensor(), _attribute_setter(node, attribute.name), False)
+
+
+def _setter(value: ir.Value) -> Callable[[ir.TensorProtocol], None]:
+    def put(tensor: ir.TensorProtocol) -> None:
+        value.const_value = tensor
+
+    return put
+
+
+def _attribute_setter(node: ir.Node, name: str) -> Callable[[ir.TensorProtocol], None]:
+    first = node.attributes[name]
+
+    def put(tensor: ir.TensorProtocol) -> None:
+        same = tensor is first.value
+        node.attributes[name] = first if same else ir.AttrTensor(name, tensor, doc_string=first.doc_string)
+
+    return put

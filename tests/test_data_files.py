@@ -1,0 +1,297 @@
+"""Data files: a file that is written has its weights for itself, and every file that links lead to is read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+import htp_export
+from htp_export import data_files, tags
+from htp_export.cli.main import main
+from htp_export.errors import FileError
+from htp_export.files import read_model, write_model
+from tests.handmade import encoder
+
+WEIGHT = "layer.1.fc.weight"
+
+
+def weight_of(model: ir.Model, name: str = WEIGHT) -> ir.TensorProtocol:
+    tensor = model.graph.initializers[name].const_value
+    assert tensor is not None
+    return tensor
+
+
+def save(file: Path, seed: int = 0, data: str | None = None) -> Path:
+    """A small model with its weights beside it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    model = encoder(16)
+    for each in (*model.graph.inputs, *(node.outputs[0] for node in model.graph)):
+        each.shape = ir.Shape([16, 16])
+    for name in ("layer.0.fc.weight", WEIGHT):
+        model.graph.initializers[name].const_value = ir.tensor(
+            np.random.default_rng([seed, len(name)]).standard_normal((16, 16)).astype(np.float32), name=name
+        )
+    write_model(model, file, data or f"{file.name}.data")
+    return file
+
+
+def values(file: Path) -> np.ndarray[Any, Any]:
+    return weight_of(read_model(file)).numpy().copy()
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    return save(tmp_path / "bert.onnx")
+
+
+class TestOwned:
+    def test_a_file_does_not_change_when_the_one_it_was_made_of_is_written_again(self, bert: Path) -> None:
+        before, small = values(bert), bert.with_name("small.onnx")
+        write_model(read_model(bert), small)
+        assert listing(bert.parent) == ["bert.onnx", "bert.onnx.data", "small.onnx", "small.onnx.data"]
+        save(bert, seed=1)
+        assert np.abs(values(bert) - before).max() > 0.1
+        np.testing.assert_array_equal(values(small), before)
+        assert tags.WEIGHTS not in read_model(small).metadata_props
+
+    @pytest.mark.parametrize("data", ["bert.onnx.data", "weights.bin"])
+    def test_writing_in_place_leaves_the_data_file_where_it_is(self, tmp_path: Path, data: str) -> None:
+        file = save(tmp_path / "bert.onnx", data=data)
+        before = (tmp_path / data).stat()
+        model = read_model(file)
+        model.graph.name = "another"
+        write_model(model, file)
+        assert read_model(file).graph.name == "another"
+        assert listing(tmp_path) == ["bert.onnx", data]
+        assert (tmp_path / data).stat().st_ino == before.st_ino
+
+    def test_a_model_that_is_written_over_another_does_not_take_its_data(self, bert: Path) -> None:
+        other = save(bert.with_name("other.onnx"), seed=1, data="weights.bin")
+        write_model(read_model(bert), other)
+        np.testing.assert_array_equal(values(other), values(bert))
+        assert read_model(other).metadata_props.get(tags.WEIGHTS) is None
+        assert listing(bert.parent) == [
+            "bert.onnx", "bert.onnx.data", "other.onnx", "other.onnx.data", "weights.bin"
+        ]  # fmt: skip
+
+    def test_blocks_are_shared_where_the_file_system_can(self, bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        cloned = []
+
+        def ioctl(new: int, request: int, old: int) -> int:
+            assert request == 0x40049409
+            cloned.append(os.pwrite(new, os.pread(old, 1 << 20, 0), 0))
+            return 0
+
+        monkeypatch.setattr("fcntl.ioctl", ioctl)
+        write_model(read_model(bert), bert.with_name("small.onnx"))
+        assert cloned == [bert.with_name("bert.onnx.data").stat().st_size]
+        np.testing.assert_array_equal(values(bert.with_name("small.onnx")), values(bert))
+        model = read_model(bert)
+        model.graph.initializers["layer.0.fc.weight"].const_value = ir.tensor(np.zeros((16, 16), np.float32))
+        write_model(model, bert.with_name("half.onnx"))  # half of the file is not in use any more
+        assert len(cloned) == 1
+        assert bert.with_name("half.onnx.data").stat().st_size == 1024
+
+
+class TestShared:
+    def share(self, bert: Path) -> Path:
+        small = bert.with_name("small.onnx")
+        write_model(read_model(bert), small, share_weights=True)
+        return small
+
+    def test_the_file_of_another_model_is_named_with_its_size_and_contents(self, bert: Path) -> None:
+        small = self.share(bert)
+        assert listing(bert.parent) == ["bert.onnx", "bert.onnx.data", "small.onnx"]
+        np.testing.assert_array_equal(values(small), values(bert))
+        said = json.loads(read_model(small).metadata_props[tags.WEIGHTS])
+        assert said.keys() == {"bert.onnx.data"}
+        assert said["bert.onnx.data"]["size"] == 2048
+
+    @pytest.mark.parametrize("change", ["values", "size"])
+    def test_a_shared_file_that_changed_is_refused(self, bert: Path, change: str) -> None:
+        small, data = self.share(bert), bert.with_name("bert.onnx.data")
+        save(bert, seed=1)
+        if change == "size":
+            data.write_bytes(data.read_bytes() + bytes(8))
+        what = "it had 2,048 bytes and has 2,056" if change == "size" else "it has other contents"
+        with pytest.raises(FileError, match=rf"small\.onnx: shares its weights.*bert\.onnx\.data is not .*{what}"):
+            read_model(small)
+        assert values(bert).shape == (16, 16)
+
+    def test_copies_of_both_files_are_read(self, bert: Path, tmp_path: Path) -> None:
+        small = self.share(bert)
+        (tmp_path / "copy").mkdir()
+        for name in ("small.onnx", "bert.onnx.data"):
+            shutil.copyfile(bert.with_name(name), tmp_path / "copy" / name)  # written just now, with the same contents
+        np.testing.assert_array_equal(values(tmp_path / "copy" / small.name), values(bert))
+
+    def test_weights_of_another_folder_cannot_be_shared(self, bert: Path, tmp_path: Path) -> None:
+        (tmp_path / "other").mkdir()
+        with pytest.raises(FileError, match=r"cannot share the weights in .*bert\.onnx\.data"):
+            write_model(read_model(bert), tmp_path / "other" / "small.onnx", share_weights=True)
+        assert listing(tmp_path / "other") == []
+
+    def test_weights_that_are_missing_cannot_be_shared(self, bert: Path) -> None:
+        model = read_model(bert)
+        bert.with_name("bert.onnx.data").unlink()
+        with pytest.raises(FileError, match=r"bert\.onnx\.data: is missing"):
+            write_model(model, bert.with_name("small.onnx"), share_weights=True)
+        assert listing(bert.parent) == ["bert.onnx"]
+
+    def test_a_shared_file_becomes_one_of_its_own_when_it_is_written_without(self, bert: Path) -> None:
+        small = self.share(bert)
+        write_model(read_model(small), small)
+        assert listing(bert.parent) == ["bert.onnx", "bert.onnx.data", "small.onnx", "small.onnx.data"]
+        save(bert, seed=1)
+        assert np.abs(values(small) - values(bert)).max() > 0.1
+
+    @pytest.mark.parametrize("written", ["{", "[]", '{"bert.onnx.data": 3}', '{"bert.onnx.data": {"size": "3"}}'])
+    def test_what_is_said_of_it_may_be_nonsense(self, bert: Path, written: str) -> None:
+        proto = onnx.load(bert, load_external_data=False)
+        proto.metadata_props.append(onnx.StringStringEntryProto(key=tags.WEIGHTS, value=written))
+        onnx.save(proto, bert)
+        if written == "[]":  # nothing is shared
+            with contextlib.suppress(FileError):
+                read_model(bert)
+            return
+        with pytest.raises(FileError, match=r"htp\.weights is not what the file format says"):
+            read_model(bert)
+
+
+class TestLinks:
+    @pytest.fixture
+    def hub(self, tmp_path: Path) -> Path:
+        """As the Hugging Face hub lays out its cache."""
+        made = save(tmp_path / "made" / "model.onnx")
+        blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "abc" / "onnx"
+        blobs.mkdir(parents=True)
+        snapshot.mkdir(parents=True)
+        for name, blob in (("model.onnx", "111"), ("model.onnx.data", "222")):
+            shutil.copyfile(made.with_name(name), blobs / blob)
+            (snapshot / name).symlink_to(Path("../../../blobs") / blob)
+        return snapshot / "model.onnx"
+
+    @pytest.fixture
+    def linked(self, bert: Path, tmp_path: Path) -> Path:
+        """A link to a model, without one to its data."""
+        (tmp_path / "links").mkdir()
+        (tmp_path / "links" / "here.onnx").symlink_to(bert)
+        return tmp_path / "links" / "here.onnx"
+
+    @pytest.fixture
+    def hard(self, bert: Path) -> Path:
+        os.link(bert.with_name("bert.onnx.data"), bert.with_name("another.data"))
+        return bert
+
+    @pytest.fixture(params=["hub", "linked", "hard"])
+    def file(self, request: pytest.FixtureRequest) -> Path:
+        found: Path = request.getfixturevalue(request.param)
+        return found
+
+    def test_weights_are_read(self, file: Path, tmp_path: Path) -> None:
+        np.testing.assert_array_equal(values(file), values(save(tmp_path / "plain" / "bert.onnx")))
+
+    def test_a_copy_is_whole(self, file: Path, tmp_path: Path) -> None:
+        (tmp_path / "out").mkdir()
+        write_model(read_model(file), tmp_path / "out" / "copy.onnx")
+        assert onnx.load(tmp_path / "out" / "copy.onnx").graph.initializer[0].raw_data
+        np.testing.assert_array_equal(values(tmp_path / "out" / "copy.onnx"), values(file))
+
+    def test_writing_in_place_leaves_what_the_links_lead_to(self, file: Path, tmp_path: Path) -> None:
+        before, real = values(file), {path: path.read_bytes() for path in _files(tmp_path) if not path.is_symlink()}
+        model = read_model(file)
+        model.graph.name = "another"
+        write_model(model, file)
+        np.testing.assert_array_equal(values(file), before)
+        for path, content in real.items():
+            assert path == file or path.read_bytes() == content
+
+    @pytest.mark.parametrize("command", ["profile {0} --runs 1", "compare {0} {0}", "optimize {0} --verify -o {1}"])
+    def test_commands_run_it(self, file: Path, tmp_path: Path, command: str) -> None:
+        assert main(command.format(file, tmp_path / "out.onnx").split()) == 0
+
+    @pytest.mark.parametrize("tool", ["onnxruntime", "onnxscript", "quantize_dynamic"])
+    def test_tools_run_on_it(self, file: Path, tmp_path: Path, tool: str) -> None:
+        assert getattr(htp_export.tools, tool)(file, tmp_path / "out.onnx").nodes > 0
+
+    @pytest.mark.parametrize("location", ["../blobs/222", "../secret", "/etc/passwd", "away"])
+    def test_nothing_else_is_opened(self, file: Path, tmp_path: Path, location: str) -> None:
+        (tmp_path / "secret").write_bytes(bytes(1 << 16))
+        (file.parent / "away").symlink_to("/etc/passwd")
+        proto = onnx.load(file, load_external_data=False)
+        for initializer in proto.graph.initializer:
+            for entry in initializer.external_data:
+                entry.value = location if entry.key == "location" else entry.value
+        file.write_bytes(proto.SerializeToString())  # through the link
+        with pytest.raises(FileError, match="lies outside its folder"):
+            read_model(file)
+
+    def test_links_in_a_circle(self, bert: Path) -> None:
+        data = bert.with_name("bert.onnx.data")
+        data.unlink()
+        data.symlink_to(data)
+        with pytest.raises(FileError, match=r"bert\.onnx"):
+            values(bert)
+
+
+class TestBroken:
+    @pytest.mark.parametrize("use", ["numpy", "tobytes", "write"])
+    @pytest.mark.parametrize("fault", ["missing", "short", "folder"])
+    def test_a_data_file_that_cannot_be_read_is_named(self, bert: Path, use: str, fault: str) -> None:
+        data = bert.with_name("bert.onnx.data")
+        content = data.read_bytes()
+        data.unlink()
+        if fault == "short":
+            data.write_bytes(content[:100])
+        elif fault == "folder":
+            data.mkdir()
+        model = read_model(bert)
+        said = {
+            "missing": "is missing: weights of .*bert.onnx lie in this file",
+            "short": "is too short: it has 100 bytes, and the weights of .*bert.onnx take 2,048",
+            "folder": "cannot be read, and weights of .*bert.onnx lie in it: Is a directory",
+        }
+        copy = bert.with_name("copy.onnx")
+        read = getattr(weight_of(model), use) if use != "write" else lambda: write_model(model, copy)
+        with pytest.raises(FileError, match=rf"^\S*bert\.onnx\.data: {said[fault]}"):
+            read()
+        assert not copy.exists()
+
+    def test_a_data_file_that_was_written_after_the_model_was_read(self, bert: Path) -> None:
+        model = read_model(bert)
+        save(bert, seed=1)
+        with pytest.raises(FileError, match=r"bert\.onnx\.data: was changed after .*bert\.onnx was read; load"):
+            weight_of(model).numpy()
+
+    def test_tensors_are_pickled_with_their_place(self, bert: Path) -> None:
+        tensor = weight_of(read_model(bert))
+        array = tensor.numpy()
+        again = pickle.loads(pickle.dumps(tensor))
+        assert (again.location, again.name, again.shape) == ("bert.onnx.data", WEIGHT, tensor.shape)
+        np.testing.assert_array_equal(again.numpy(), array)
+
+    def test_a_data_file_is_opened_again_after_it_was_released(self, bert: Path) -> None:
+        tensor = weight_of(read_model(bert))
+        assert isinstance(tensor, data_files.DataTensor)
+        before = tensor.numpy().copy()
+        tensor.release()
+        np.testing.assert_array_equal(np.asarray(tensor), before)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,360 @@
+"""Wrong inputs of the command line: each ends with status 2 and one line that names what is wrong; files stay."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+import htp_export
+from htp_export import command_words, tags
+from htp_export.cli.main import main
+from htp_export.files import read_model, write_model
+from tests.handmade import encoder
+
+FACTORY = """
+import sys
+
+def fails():
+    raise RuntimeError("the weights are elsewhere")
+
+def gives_nothing():
+    return None
+
+number = 3
+"""
+
+
+def _square() -> ir.Model:
+    model = encoder(16)
+    for each in (*model.graph.inputs, *(node.outputs[0] for node in model.graph)):
+        each.shape = ir.Shape([16, 16])
+    model.graph.initializers["layer.0.fc.weight"].const_value = ir.tensor(np.eye(16, dtype=np.float32) + 1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wrong")
+    write_model(_square(), folder / "net.onnx", "net.onnx.data")
+    raw = (folder / "net.onnx").read_bytes()
+    texts: dict[str, bytes] = {
+        "cut.onnx": raw[: len(raw) // 2],
+        "empty.onnx": b"",
+        "text.onnx": b"hello world\n",
+        "json.onnx": b'{"a": 1}',
+        "model.json": b'{"a": 1}',
+        "zeros.onnx": bytes(100_000),
+        "noise.onnx": np.random.default_rng(3).bytes(100_000),
+        "picture.png": b"\x89PNG\r\n",
+        "short.data": b"123",
+        "no.npz": b"no zip",
+        "bad.json": b"{",
+        "list.json": b"[1, 2]",
+        "negative.json": b'{"x": [-1, 2]}',
+        "text.json": b'{"x": "a"}',
+        "modules.json": b'{"modules": 3}',
+        f"made_{folder.name}.py": FACTORY.encode(),
+    }
+    for name, content in texts.items():
+        (folder / name).write_bytes(content)
+    (folder / "folder.onnx").mkdir()
+    (folder / "circle.data").symlink_to("circle.data")
+    np.savez(folder / "name.npz", foo=np.ones(3))
+    np.savez(folder / "shape.npz", x=np.ones((2, 3), np.float32))
+    np.savez(folder / "pickled.npz", x=np.array([{}, None], dtype=object))
+    (folder / "cut.npz").write_bytes((folder / "shape.npz").read_bytes()[:60])
+    for name, location in {
+        "missing": "gone.data",
+        "short": "short.data",
+        "away": "../x.data",
+        "absolute": "/etc/passwd",
+        "circle": "circle.data",
+    }.items():
+        _variant(folder, name, _external("location", location))
+    _variant(folder, "offset", _external("offset", "99999999999999999999"))
+    _variant(folder, "offset_text", _external("offset", "abc"))
+    _variant(folder, "offset_negative", _external("offset", "-5"))
+    _variant(folder, "modules", _said(tags.MODULES, "[]"))
+    _variant(folder, "newer_modules", _said(tags.FORMAT, "9"), _said(tags.MODULES, '{"": []}'))
+    _variant(folder, "untagged", _bare)
+    return folder
+
+
+def _variant(folder: Path, name: str, *edits: Callable[[onnx.ModelProto], None]) -> None:
+    proto = onnx.load(folder / "net.onnx", load_external_data=False)
+    for edit in edits:
+        edit(proto)
+    onnx.save(proto, folder / f"{name}.onnx")
+
+
+def _external(key: str, value: str) -> Callable[[onnx.ModelProto], None]:
+    def edit(proto: onnx.ModelProto) -> None:
+        for initializer in proto.graph.initializer:
+            for entry in initializer.external_data:
+                entry.value = value if entry.key == key else entry.value
+
+    return edit
+
+
+def _said(key: str, value: str) -> Callable[[onnx.ModelProto], None]:
+    def edit(proto: onnx.ModelProto) -> None:
+        for entry in proto.metadata_props:
+            entry.value = value if entry.key == key else entry.value
+
+    return edit
+
+
+def _bare(proto: onnx.ModelProto) -> None:
+    proto.ClearField("metadata_props")
+    for node in proto.graph.node:
+        node.ClearField("metadata_props")
+        node.name = ""
+
+
+@pytest.fixture
+def folder(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(made)
+    monkeypatch.syspath_prepend(str(made))
+    return made
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+NOT_ONNX = "{0}: not an ONNX model"
+MISSING = "gone.data: is missing: weights of missing.onnx lie in this file"
+SHORT = "short.data: is too short: it has 3 bytes, and the weights of short.onnx take 2,048"
+OUTSIDE = "lies outside its folder; it will not be read"
+
+WRONG: list[tuple[str | list[str], str]] = [
+    # no models
+    *((f"tree {name}", NOT_ONNX.format(name)) for name in ("cut.onnx", "empty.onnx", "text.onnx", "json.onnx")),
+    *((f"tree {name}", NOT_ONNX.format(name)) for name in ("zeros.onnx", "noise.onnx", "model.json", "picture.png")),
+    ("tree net.onnx.data", NOT_ONNX.format("net.onnx.data")),
+    ("tree nowhere.onnx", "nowhere.onnx: cannot be read: No such file or directory"),
+    ("tree folder.onnx", "folder.onnx: cannot be read: Is a directory"),
+    ("tree offset_text.onnx", "offset_text.onnx: not an ONNX model: invalid literal for int"),
+    ("tree offset_negative.onnx", "offset_negative.onnx: not an ONNX model"),
+    ("tree modules.onnx", "modules.onnx: htp.modules is not a JSON object of module paths"),
+    ("tree newer_modules.onnx", "its tags are of version 9 of the file format, and this htp_export knows version 1"),
+    ("tree untagged.onnx", "it has no module tags; export it with htp-export export"),
+    ("carry untagged.onnx net.onnx -o o.onnx", "export it with htp-export export"),
+    ("carry net.onnx -o o.onnx", "or use --embed-map of export and run"),
+    # the second of two
+    ("carry net.onnx cut.onnx -o o.onnx", NOT_ONNX.format("cut.onnx")),
+    ("compare net.onnx empty.onnx", NOT_ONNX.format("empty.onnx")),
+    ("diff net.onnx text.onnx", NOT_ONNX.format("text.onnx")),
+    ("splice net.onnx layer.0 empty.onnx -o o.onnx", NOT_ONNX.format("empty.onnx")),
+    ("run onnxruntime cut.onnx -o o.onnx", NOT_ONNX.format("cut.onnx")),
+    # weights
+    ("tree away.onnx", f"away.onnx: its external data '../x.data' {OUTSIDE}"),
+    ("tree absolute.onnx", f"absolute.onnx: its external data '/etc/passwd' {OUTSIDE}"),
+    ("optimize circle.onnx -o o.onnx", "circle.onnx: its external data 'circle.data' cannot be found"),
+    ("optimize missing.onnx -o o.onnx", MISSING),
+    ("optimize missing.onnx -o o.onnx --verify", MISSING),
+    ("optimize short.onnx -o o.onnx", SHORT),
+    ("optimize offset.onnx -o o.onnx", "net.onnx.data: is too short: it has 2,048 bytes, and the weights of offset.on"),
+    ("compare net.onnx short.onnx", SHORT),
+    ("profile missing.onnx --runs 1", MISSING),
+    ("profile short.onnx --runs 1", SHORT),
+    ("extract missing.onnx layer.0 -o o.onnx", MISSING),
+    ("functions missing.onnx layer.0 -o o.onnx", MISSING),
+    ("inline short.onnx -o o.onnx", SHORT),
+    ("partition missing.onnx 2 -o stages", MISSING),
+    ("carry net.onnx missing.onnx -o o.onnx", MISSING),
+    ("run onnxruntime missing.onnx -o o.onnx", MISSING),
+    ("run quantize_dynamic short.onnx -o o.onnx", SHORT),
+    ("optimize net.onnx -o folder.onnx/o.onnx --share-weights", "cannot share the weights in"),
+    # values and sizes
+    ("compare net.onnx net.onnx --inputs name.npz", "the model has no input 'foo', only 'x'"),
+    ("compare net.onnx net.onnx --inputs shape.npz", "input 'x': is float [2, 3], and the model wants float [16, 16]"),
+    ("compare net.onnx net.onnx --inputs pickled.npz", "pickled.npz: is no .npz file of plain arrays"),
+    ("profile net.onnx --inputs no.npz", "no.npz: is no .npz file of plain arrays"),
+    ("profile net.onnx --inputs cut.npz", "cut.npz: is no .npz file of plain arrays"),
+    ("run quantize_static net.onnx -o o.onnx --set inputs=pickled.npz", "pickled.npz: is no .npz file of plain arrays"),
+    ("run quantize_static net.onnx -o o.onnx", "needs inputs to see activations on: --set inputs=FILE.npz"),
+    ("cost net.onnx --inputs bad.json", "bad.json: is not JSON"),
+    ("cost net.onnx --inputs list.json", 'list.json: is no JSON object such as {"input_ids": [2, 16]}'),
+    ("cost net.onnx --inputs negative.json", "negative.json: the shape of 'x' is no list of whole numbers: [-1, 2]"),
+    ("cost net.onnx --inputs text.json", "text.json: the shape of 'x' is no list of whole numbers: 'a'"),
+    ("cost net.onnx --inputs nowhere.npz", "nowhere.npz: cannot be read: No such file or directory"),
+    ("cost net.onnx --dims batch", "--dims batch: write name=size"),
+    ("cost net.onnx --dims batch=x", "--dims batch=x: write name=size"),
+    ("compare net.onnx net.onnx --dims nosuch=3", "'nosuch'"),
+    ("cost net.onnx --dims batch=99999999999999999999999", "'batch'"),
+    # names
+    ("extract net.onnx layer.7 -o o.onnx", "no module 'layer.7' in this model; nearest: 'layer.1', 'layer.0', 'layer'"),
+    (["extract", "net.onnx", "a\nb", "-o", "o.onnx"], r"no module 'a\nb' in this model"),
+    (["extract", "net.onnx", "[/red]", "-o", "o.onnx"], "no module '[/red]' in this model"),
+    (["tree", "net\n.onnx"], r"'net\n.onnx': cannot be read: No such file"),
+    (["tree", "[red]x[/red].onnx"], "[red]x[/red].onnx: cannot be read: No such file"),
+    (["tree", "a" * 5000], "aaa: cannot be read: File name too long"),
+    (["tree", ""], "cannot be read: Is a directory"),
+    (["export", "", "-o", "o.onnx"], "SOURCE is empty"),
+    ("extract net.onnx layer.0 --call 99999999999999999999 -o o.onnx", "has no call 99999999999999999999"),
+    ("tree net.onnx --columns nosuch", "there is no column 'nosuch'; there are class"),
+    ("tree net.onnx --select nosuch", "selector 'nosuch': matches no module"),
+    ("cost net.onnx --select re:(", "selector 're:(': missing )"),
+    ("cost net.onnx --select class:Nope", "selector 'class:Nope': matches no module"),
+    ("functions net.onnx nosuch -o o.onnx", "selector 'nosuch': matches no module"),
+    ("run nosuch net.onnx -o o.onnx", "there is no tool 'nosuch'; there are float16"),
+    ("run onnxruntime net.onnx -o o.onnx --set level=9", "level 9 is none of basic, extended, all"),
+    ("run onnxruntime net.onnx -o o.onnx --set nosuch=1", "unexpected keyword argument 'nosuch'"),
+    ('run onnxruntime net.onnx -o o.onnx --set providers=["Nope"]', "this ONNX Runtime has no Nope"),
+    ("run float16 net.onnx -o o.onnx --set nosuch=1", "unexpected keyword argument 'nosuch'"),
+    ("run onnxruntime net.onnx -o o.onnx --set =1", "--set '=1': write name=value"),
+    ("run version_converter net.onnx -o o.onnx --set opset=abc", "opset 'abc' is none of 1 to"),
+    ("run version_converter net.onnx -o o.onnx --set opset=999", "opset 999 is none of 1 to"),
+    ("run matmul_nbits net.onnx -o o.onnx --set bits=77", "bits are 77, and can be 2, 4, 8"),
+    ("optimize net.onnx -o o.onnx --passes nosuch", "no pass 'nosuch'; there are: cleanup_attention"),
+    ("optimize net.onnx -o o.onnx --level nosuch", "level 'nosuch' is none of exact, tolerant, fused"),
+    ("profile net.onnx --provider Nope", "this ONNX Runtime has no Nope"),
+    # numbers
+    ("tree net.onnx --depth -1", "'--depth'"),
+    ("tree net.onnx --depth x", "'--depth'"),
+    ("profile net.onnx --runs 0", "'--runs'"),
+    ("partition net.onnx 0 -o stages", "a model has one stage or more, not 0"),
+    ("partition net.onnx 99 -o stages", "the model cannot be cut into 99 stages"),
+    # outputs
+    ("optimize net.onnx -o folder.onnx", "folder.onnx: is a folder; name a file in it"),
+    ("optimize net.onnx -o nowhere/o.onnx", "nowhere/o.onnx: its folder does not exist: nowhere"),
+    ("partition net.onnx 2 -o net.onnx", "net.onnx: is a file; name a folder for the stages"),
+    ("partition net.onnx 2 -o .", "is not empty, and no earlier partition"),
+    ("optimize net.onnx", "give a file, and with -o the file to write"),
+    ("view net.onnx --cost nowhere.json -o p.html", "error: nowhere.json: cannot be read"),
+    ("view net.onnx --cost bad.json -o p.html", "error: bad.json: is not JSON"),
+    ("view net.onnx --cost modules.json -o p.html", "modules.json: "),
+    # what to export
+    ("export -o o.onnx", "give one model: a SOURCE or --entry package.module:factory"),
+    ("export --entry nosuch:net -o o.onnx", "No module named 'nosuch'"),
+    ("export --entry {module}:nosuch -o o.onnx", "has no function 'nosuch'"),
+    ("export --entry {module}:number -o o.onnx", "has no function 'number'"),
+    ("export --entry {module}:fails -o o.onnx", "raised RuntimeError: the weights are elsewhere"),
+    ("export --entry {module}:gives_nothing -o o.onnx", "must return (model, example inputs)"),
+    ("export --entry {module} -o o.onnx", "an entry is package.module:factory"),
+    ("nosuch", "No such command 'nosuch'"),
+    ("tree", "Missing argument"),
+    ("tree net.onnx extra", "extra"),
+    ("tree --nosuch net.onnx", "--nosuch"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), WRONG, ids=[str(command)[:60] for command, _ in WRONG])
+def test_a_line_says_what_is_wrong_and_nothing_is_written(
+    folder: Path, capfd: pytest.CaptureFixture[str], command: str | list[str], message: str
+) -> None:
+    typed = command.format(module=f"made_{folder.name}").split() if isinstance(command, str) else command
+    before = contents(folder)
+    status = main(typed)
+    out, error = capfd.readouterr()
+    assert (status, error.count("\n"), out) == (2, 1, ""), error
+    assert error.startswith("htp-export: error: ")
+    assert message in error
+    assert "htp_export_" not in error  # temporary folders
+    assert "\x1b" not in error
+    assert contents(folder) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_files_that_may_not_be_read(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(_square(), tmp_path / "closed.onnx", "closed.data")
+    for name in ("closed.data", "closed.onnx"):
+        (tmp_path / name).chmod(0)
+        assert main(["optimize", str(tmp_path / "closed.onnx"), "-o", str(tmp_path / "o.onnx")]) == 2
+        assert f"{name}: cannot be read" in capsys.readouterr().err
+
+
+def test_a_newer_version_of_the_format_is_read_with_a_warning(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = read_model("net.onnx")
+    model.metadata_props[tags.FORMAT] = "2"
+    write_model(model, tmp_path / "newer.onnx")
+    assert main(["tree", str(tmp_path / "newer.onnx")]) == 0
+    warning = "its tags are of version 2 of the file format, and this htp_export knows version 1"
+    assert warning in capsys.readouterr().err
+    assert len(htp_export.load(tmp_path / "newer.onnx").hierarchy) == 7
+    assert warning in caplog.text
+
+
+@pytest.mark.parametrize("command", ["optimize", "functions", "inline", "splice", "carry", "run"])
+def test_weights_are_shared_on_request(folder: Path, tmp_path: Path, command: str) -> None:
+    write_model(_square(), tmp_path / "net.onnx", "net.onnx.data")
+    write_model(_square(), tmp_path / "part.onnx")
+    net, out = str(tmp_path / "net.onnx"), tmp_path / "out.onnx"
+    if command == "splice":
+        assert main(["extract", net, "layer.0", "-o", str(tmp_path / "part.onnx")]) == 0
+        owned = htp_export.load(tmp_path / "part.onnx").model
+        for value in owned.graph.initializers.values():  # its weights go into the file itself
+            assert value.const_value is not None
+            value.const_value = ir.tensor(value.const_value.numpy().copy(), name=value.name)
+        write_model(owned, tmp_path / "part.onnx")
+    arguments = {
+        "optimize": [net],
+        "functions": [net, "layer.1"],
+        "inline": [net],
+        "splice": [net, "layer.0", str(tmp_path / "part.onnx")],
+        "carry": [net, net],
+        "run": ["onnxscript", net],
+    }
+    assert main([command, *arguments[command], "-o", str(out), "--share-weights"]) == 0
+    model = read_model(out)
+    assert tags.WEIGHTS in model.metadata_props
+    weight = model.graph.initializers["layer.1.fc.weight"].const_value
+    assert isinstance(weight, ir.ExternalTensor)
+    assert weight.location == "net.onnx.data"
+
+
+def test_advice_is_given_in_commands() -> None:
+    assert command_words.in_commands("use htp_export.embed_map(before)") == "use --embed-map of export and run"
+
+
+def test_the_hub_that_cannot_be_reached_is_not_a_model_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from htp_export.huggingface import load_model
+    from htp_export.huggingface import models as hub
+
+    monkeypatch.setattr(hub, "why_unreachable", lambda: "https://hub: no network")
+    with pytest.raises(htp_export.InputError, match=r"the hub cannot be reached \(https://hub: no network\)"):
+        load_model("nobody/nothing-of-the-kind")
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "warned"),
+    [
+        ("fma avx2 sse4", {}, True),
+        ("fma avx2 avx512f", {}, True),
+        ("fma avx2 avx_vnni", {}, False),
+        ("avx2 avx512_vnni", {}, False),
+        ("fma avx2", {"reduce_range": True}, False),
+        ("fma avx2", {"weight_type": "unsigned"}, False),
+        ("asimd", {}, False),
+        (None, {}, False),
+    ],
+)
+def test_quantizing_warns_where_products_saturate(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    flags: str | None,
+    options: dict[str, object],
+    warned: bool,
+) -> None:
+    from onnxruntime.quantization import QuantType
+
+    from htp_export.tools import quantizers
+
+    if flags is not None:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t: none\n")
+    monkeypatch.setattr(quantizers, "_PROCESSORS", tmp_path / "cpuinfo")
+    given = {key: QuantType.QUInt8 if value == "unsigned" else value for key, value in options.items()}
+    htp_export.tools.quantize_dynamic("net.onnx", **given)
+    assert ("this processor has no VNNI" in caplog.text) is warned
