@@ -21,20 +21,45 @@ from typing import Any, NamedTuple
 from htp_export.capture.torch_internals import Ran, State, is_view, reversed_view
 
 
-class Views(NamedTuple):
-    """How a tensor was first made: a chain of view operators on another tensor. torch may erase the nodes later.
+class View(NamedTuple):
+    """One view in the way to a tensor, as it was first made. torch may erase the nodes later.
+
+    Attributes:
+        operator: The view operator; None for one that has several results, since another may stand for it afterwards:
+            ``slice`` for ``split``.
+        call: The call that made the view.
+        number: The number of the node that gives the view.
+        below: The number of the node that gives the tensor under it.
+    """
+
+    operator: Any
+    call: int
+    number: int
+    below: int
+
+
+class Way(NamedTuple):
+    """How a tensor was first made.
 
     Attributes:
         maker: The node of the decomposed graph that made it.
-        targets: The operators, from the last to the first; none for a tensor that is no view.
-        calls: Their calls.
-        below: For each, the number of the node that makes the tensor that it views.
+        views: The views that lead to it, from the last to the first; none for a tensor that is no view.
     """
 
     maker: Any
-    targets: tuple[Any, ...]
-    calls: tuple[int, ...]
-    below: tuple[int, ...]
+    views: tuple[View, ...]
+
+
+class Repeated(NamedTuple):
+    """Nodes that repeat the way to a tensor.
+
+    Attributes:
+        views: For each view, from the last to the first, its nodes: the operator, after the one that picks a result.
+        base: The node that gives the tensor under them.
+    """
+
+    views: list[list[Any]]
+    base: Any
 
 
 class Replays:
@@ -65,7 +90,7 @@ class Replays:
         assign: Callable[[Any, int], None],
     ) -> None:
         self._mark, self._call_of, self._common, self._assign = mark, call_of, common, assign
-        self._first: dict[Any, Views] = {}  # node of the exported graph → how its tensor was first made
+        self._first: dict[Any, Way] = {}  # node of the exported graph → how its tensor was first made
         self.moved: list[tuple[int, int, int]] = []
         self.again: dict[int, list[int]] = {}
         self._written: set[Any] = set()  # nodes that write back
@@ -80,7 +105,7 @@ class Replays:
         made, changed = set(ran.made), {}
         for state in ran.read:
             first = self._first.get(state.node)
-            if first is None or not first.targets or first.maker is state.maker:
+            if first is None or not first.views or first.maker is state.maker:
                 continue
             if not state.changed:
                 self._computed_again(first, state.maker, made)
@@ -91,7 +116,7 @@ class Replays:
                 changed[state.maker] = value
         for state in (*ran.read, *ran.returned):
             if state.maker is not None and state.node not in self._first:
-                self._first[state.node] = self._views(state.maker)
+                self._first[state.node] = self._way(state.maker)
         return changed
 
     def returned(self, outputs: Iterable[tuple[Any, Any]], late: Collection[Any]) -> None:
@@ -106,85 +131,84 @@ class Replays:
             if node in self._first:
                 self._computed_again(self._first[node], again, late)
 
-    def _views(self, maker: Any) -> Views:
+    def _way(self, maker: Any) -> Way:
         views = []
         node = maker
-        while is_view(node) and node not in self._written and _viewed(node) is not None:
-            views.append(node)
-            node = _viewed(node)
-        below = [*views[1:], node] if views else []
-        targets = tuple(view.target for view in views)
-        return Views(maker, targets, tuple(map(self._call_of, views)), tuple(map(self._mark, below)))
+        while is_view(node) and node not in self._written:
+            nodes, below = _step(node)
+            target = nodes[0].target if len(nodes) == 1 else None
+            views.append(View(target, self._call_of(node), self._mark(node), self._mark(below)))
+            node = below
+        return Way(maker, tuple(views))
 
     @staticmethod
-    def _chain(first: Views, again: Any, made: Collection[Any]) -> list[Any]:
-        """The nodes that repeat the first way to a tensor, from ``again`` backwards, and the one below; else nothing.
-
-        All but the one below are among ``made``.
-        """
-        chain = [again]
-        for target in first.targets:
-            if chain[-1] not in made:
+    def _repeated(first: Way, again: Any, made: Collection[Any]) -> Repeated | None:
+        """The nodes among ``made`` that lead to ``again`` on the same way; None if it is another."""
+        found = Repeated([], again)
+        for view in first.views:
+            if found.base not in made:
                 break
-            if chain[-1].target != target or _viewed(chain[-1]) is None:
-                return []
-            chain.append(_viewed(chain[-1]))
-        return chain if len(chain) > 1 else []
+            if not is_view(found.base):
+                return None
+            nodes, below = _step(found.base)
+            if view.operator is not None and [node.target for node in nodes] != [view.operator]:
+                return None
+            found = Repeated([*found.views, nodes], below)
+        return found if found.views else None
 
-    def _computed_again(self, first: Views, again: Any, made: Collection[Any]) -> None:
+    def _computed_again(self, first: Way, again: Any, made: Collection[Any]) -> None:
         """Assign the nodes that repeat the first way to a tensor."""
-        chain = self._chain(first, again, made)
-        if not chain:
+        found = self._repeated(first, again, made)
+        if found is None:
             return
-        *nodes, base = chain
-        same, change = self._mark(base) == first.below[len(nodes) - 1], self._call_of(base)
-        numbers = (self._mark(first.maker), *first.below)
-        for node, number, call in zip(nodes, numbers, first.calls, strict=False):
-            now = call if same else self._common(call, change)
-            self._assign(node, now)
+        same, change = self._mark(found.base) == first.views[len(found.views) - 1].below, self._call_of(found.base)
+        for nodes, view in zip(found.views, first.views, strict=False):
+            call = view.call if same else self._common(view.call, change)
+            for node in nodes:
+                self._assign(node, call)
             if same:
-                self.again.setdefault(number, []).append(self._mark(node))
-            if now != call:
-                self.moved.append((number, call, now))
+                self.again.setdefault(view.number, []).append(self._mark(nodes[0]))
+            if call != view.call:
+                self.moved.append((view.number, view.call, call))
 
-    def _before_change(self, first: Views, made: list[Any]) -> Any:
+    def _before_change(self, first: Way, made: list[Any]) -> Any:
         """The node that computes a view again before the view is changed; None where it was not out of date."""
         for node in made:
-            chain = self._chain(first, node, made)
-            if chain and chain[-1] not in made:
+            found = self._repeated(first, node, made)
+            if found is not None and found.base not in made:
                 return node
         return None
 
-    def _written_back(self, first: Views, state: State, made: Collection[Any]) -> Any:
+    def _written_back(self, first: Way, state: State, made: Collection[Any]) -> Any:
         """Assign the nodes that write the new value of a view into the tensor under it; the node of that value.
 
         Returns:
             None if nothing is written back, or not in the way that is known.
         """
-        chain = self._chain(first, state.maker, made)
-        if not chain or chain[-1] not in made:
+        found = self._repeated(first, state.maker, made)
+        if found is None or found.base not in made:
             return None
-        node, value = chain[-1], None
+        node, value = found.base, None
         call, calls = self._call_of(node), []
-        for target, maker in zip(first.targets, first.calls, strict=True):
-            call = self._common(call, maker)
-            if target is not operator.getitem:  # that is one view with the operator that has several results
-                calls.append(call)
+        for view in first.views:
+            call = self._common(call, view.call)
+            calls.append(call)
         for call in reversed(calls):
             value = reversed_view(node) if node in made else None
             if value is None:
                 break
             self._assign(node, call)
             self._written.add(node)
-            below = _viewed(node)
+            below = node.args[0]
             while below is not value and below in made and is_view(below):  # the views before this one, as they were
                 self._assign(below, call)
-                below = _viewed(below)
+                below = below.args[0]
             node = value
         self._computed_again(first, state.maker, made)
         return value
 
 
-def _viewed(node: Any) -> Any:
-    """The node whose result a view operator reads, its first argument; None where that is no node."""
-    return node.args[0] if node.args and hasattr(node.args[0], "op") else None
+def _step(node: Any) -> tuple[list[Any], Any]:
+    """The nodes of the view that a node gives, and the node that gives the tensor under it."""
+    several = node.args[0]
+    return ([node, several], several.args[0]) if node.target is operator.getitem else ([node], several)

@@ -166,9 +166,15 @@ def ran_since(before: Tracing, node: Any, result: Any) -> Ran:
 
 
 def is_view(node: Any) -> bool:
-    """Whether what a node of a functional FX graph gives is a view of its first argument, or one of several in it."""
+    """Whether what a node of a functional FX graph gives is a view of its first argument.
+
+    So is one of several results of such an operator, which a node of its own picks.
+    """
+    given = node.args[0] if node.args else None
+    if not hasattr(given, "target"):
+        return False
     if node.target is operator.getitem:
-        return True
+        return given.target is not operator.getitem and is_view(given)
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None
 
