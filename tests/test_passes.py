@@ -223,6 +223,23 @@ def test_sizes_taken_elsewhere_keep_their_owners():
     assert same(model, changed, x=array(2, 6))
 
 
+def test_tensors_of_equal_size_are_not_taken_for_one_another():
+    net = Builder(x=["n", 3], z=["n", 4])
+    net.const("first", np.array([0]))
+    net.add("Neg", "x", "h", "embed")
+    net.add("Shape", "h", "h.sizes", "")
+    net.add("Gather", "h.sizes first", "h.size", "")
+    net.add("ConstantOfShape", "h.size", "a", "")
+    net.add("Neg", "z", "g", "block")
+    net.add("Shape", "g", "g.sizes", "block")
+    net.add("Gather", "g.sizes first", "g.size", "block")
+    net.add("ConstantOfShape", "g.size", "b", "block")
+    net.add("Abs", "h", "c", "")
+    changed, _ = passed(net.model("a b c"), "simplify_shape_chains")
+    assert ops(changed).count("Neg") == 1
+    assert owners(changed)["h"] == ("embed",)
+
+
 def test_reshapes_in_a_row_are_one_that_belongs_to_all():
     net = Builder(x=[2, 12])
     net.const("s1", np.int64([2, 3, 4]))
