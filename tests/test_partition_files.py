@@ -233,7 +233,8 @@ def test_command_takes_a_number_and_prints_a_table(model: str, tmp_path: Path, c
 
 def test_command_takes_modules_and_prints_the_manifest(model: str, tmp_path: Path, capsys: Any) -> None:
     assert main(["partition", model, "layer.0", "layer.1", "-o", str(tmp_path / "stages"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "stages" / "manifest.json").read_text())
+    manifest = json.loads((tmp_path / "stages" / "manifest.json").read_text())
+    assert json.loads(capsys.readouterr().out) == {"schema_version": 1, **manifest}
 
 
 @pytest.mark.parametrize(

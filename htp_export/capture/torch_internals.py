@@ -170,8 +170,10 @@ def is_view(node: Any) -> bool:
 
     So is one of several results of such an operator, which a node of its own picks.
     """
+    import torch
+
     given = node.args[0] if node.args else None
-    if not hasattr(given, "target"):
+    if not isinstance(given, torch.fx.Node):
         return False
     if node.target is operator.getitem:
         return given.target is not operator.getitem and is_view(given)
