@@ -69,18 +69,20 @@ def run_pytorch(
 ) -> tuple[dict[str, list[Call]], list[Array]]:
     """Every call of every module, and the results; ``shifted`` (path, call, output) is changed on its way out."""
     calls: dict[str, list[Call]] = defaultdict(list)
-    given: dict[str, list[list[Array]]] = defaultdict(list)
+    running: dict[str, list[int]] = defaultdict(list)  # module → its calls that run, as numbers in order of their begin
 
     def entering(path: str) -> Any:
         def hook(_module: Any, args: Any, kwargs: Any) -> None:
-            given[path].append([copied(leaf) for leaf in leaves([args, kwargs])])  # before anything changes in place
+            running[path].append(len(calls[path]))
+            given = [copied(leaf) for leaf in leaves([args, kwargs])]  # before anything changes in place
+            calls[path].append(Call(given, []))
 
         return hook
 
     def leaving(path: str) -> Any:
         def hook(_module: Any, _args: Any, result: Any) -> None:
-            nth, returned = len(calls[path]), leaves(result)
-            calls[path].append(Call(given[path].pop(), [copied(leaf) for leaf in returned]))
+            nth, returned = running[path].pop(), leaves(result)
+            calls[path][nth].returned.extend(copied(leaf) for leaf in returned)
             if shifted is not None and shifted[:2] == (path, nth):
                 leaf = returned[shifted[2]]
                 leaf.copy_(~leaf if leaf.dtype == torch.bool else leaf + 1)
