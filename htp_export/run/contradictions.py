@@ -21,15 +21,16 @@ __all__ = ["contradictions", "with_contradictions"]
 
 
 def with_contradictions(tagged: TaggedModel, blame: Blame, paths: Collection[str]) -> Blame:
-    """The same, with the modules whose tags contradict the graph.
+    """The same, with the modules whose tags contradict the graph, after those whose values are wrong.
 
     Args:
         tagged: The file.
         blame: Who else is wrong.
         paths: The modules to look at.
     """
-    found = {path: reason for path, reason in contradictions(tagged).items() if path in paths}
-    return replace(blame, modules={**found, **blame.modules}) if found else blame
+    known = blame.modules
+    found = {path: why for path, why in contradictions(tagged).items() if path in paths and path not in known}
+    return replace(blame, modules={**known, **found}) if found else blame
 
 
 def contradictions(tagged: TaggedModel) -> Mapping[str, str]:
