@@ -13,6 +13,7 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.call_tree import Instance, Work
 from htp_export.refating import varying_values
 from htp_export.run.locating import Blame
 from htp_export.tagged import TaggedModel
@@ -37,8 +38,8 @@ def contradictions(tagged: TaggedModel) -> Mapping[str, str]:
     """Module path → what the file says of the module that its graph shows to be wrong.
 
     - A module that is said to be constant, or dead, gives a tensor that the inputs change, and that leads to a result.
-    - A module that is computed gives a tensor that is computed by nodes of other modules alone.
-    - It takes a tensor that is computed by its own nodes, and that it does not give.
+    - A module that is computed gives a tensor that no node in its region computes.
+    - It takes a tensor in a call that nodes of this call compute, and that it does not give.
 
     Modules whose border the export itself found to be another than in PyTorch (``htp.contamination``) are left out.
 
@@ -65,9 +66,9 @@ class _Facts:
         """What is wrong with a module."""
         fate = self._tagged.hierarchy[path].fate
         calls = self._tagged.signatures.get(path, ())
-        taken = self._values([name for call in calls for name in call.inputs.values()])
         given = self._values([name for call in calls for name in call.outputs])
-        new = [value for value in given if value not in taken]
+        taken = [self._values(list(call.inputs.values())) for call in calls]
+        new = [value for value in given if not any(value in each for each in taken)]
         if fate in ("constant", "dead"):
             leads = "depends on the inputs" if fate == "constant" else "leads to a result"
             for value in new:
@@ -75,21 +76,23 @@ class _Facts:
                     yield f"it is said to be {fate}, but {value.name!r}, which it gives back, {leads}"
         elif fate == "computed":
             for value in new:
-                owners = self._makers(value)
-                if not any(tags.is_under(owner, path) for owner in owners):
-                    yield f"{value.name!r}, which it gives back, is computed by {_listed(owners)}"
-            for value in taken:
-                if value not in given and all(tags.is_under(owner, path) for owner in self._makers(value)):
-                    yield f"{value.name!r}, which it is given, is computed by its own nodes"
+                if path not in self._work(value).modules:
+                    owners = _listed(self._work(value).owners)
+                    yield f"{value.name!r}, which it gives back, is computed by {owners}"
+            for number, values in enumerate(taken):
+                inside = Instance(path, number)
+                for value in values:
+                    if value not in given and all(inside in part.running for part in self._work(value).parts):
+                        yield f"{value.name!r}, which it is given, is computed by its own nodes"
 
     def _values(self, names: Sequence[str | None]) -> list[ir.Value]:
         """The tensors of these names that nodes compute from the inputs."""
         found = (self._tagged.values.get(name) for name in dict.fromkeys(names) if name is not None)
-        return [value for value in found if value in self._varying and value is not None and self._makers(value)]
+        return [value for value in found if value in self._varying and value is not None and self._work(value).parts]
 
-    def _makers(self, value: ir.Value) -> tuple[str, ...]:
+    def _work(self, value: ir.Value) -> Work:
         producer = value.producer()
-        return () if producer is None else self._tagged.owners_of(producer)
+        return Work() if producer is None else self._tagged.work_of(producer)
 
 
 def _useful(tagged: TaggedModel) -> set[ir.Value]:
