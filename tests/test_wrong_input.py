@@ -145,7 +145,6 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("tree offset_negative.onnx", "offset_negative.onnx: not an ONNX model"),
     ("tree modules.onnx", "modules.onnx: htp.modules is not a JSON object of module paths"),
     ("tree newer_modules.onnx", "its tags are of version 9 of the file format, and this htp_export knows version 1"),
-    ("tree untagged.onnx", "it has no module tags; export it with htp-export export"),
     ("carry untagged.onnx net.onnx -o o.onnx", "export it with htp-export export"),
     ("carry net.onnx -o o.onnx", "or use --embed-map of export and run"),
     # the second of two
