@@ -278,13 +278,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        # The version is X.Y or X.Y.Z; of X.Y the newest release is meant.
-        pins = {
-            f"torch-{version}": [f"torch=={version}{'' if version.count('.') > 1 else '.*'}"]
-            for version in options.torch
-        }
         found = []
-        for name, pinned in ({"lowest": lower_bounds()} if options.lowest else pins).items():
+        for name, pinned in wanted(options).items():
             environment = Environment(name, folder, pinned)
             for outcome in outcomes(environment, options):
                 found.append(outcome)
