@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from htp_export.run import comparing
-from htp_export.run.comparing import Tolerance, difference
+from htp_export.runtime import comparing
+from htp_export.runtime.comparing import Tolerance, difference
 
 NAN, INF = float("nan"), float("inf")
 

@@ -21,9 +21,9 @@ from torch import nn
 import htp_export
 from htp_export.cli.main import main
 from htp_export.errors import FileError, InputError, UntaggedModelError
-from htp_export.run.feeds import feed_from, inputs_of, random_feed
 from htp_export.run.latency import Profile
-from htp_export.run.trace import KernelKey, read_trace
+from htp_export.runtime.inputs import feed_from, inputs_of, random_feed
+from htp_export.runtime.traces import KernelKey, read_trace
 from htp_export.show.latency import render_profile
 from tests.handmade import branching, encoder, with_function
 from tests.nets import spread

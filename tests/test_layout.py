@@ -40,7 +40,7 @@ ROWS = [
     ["exporter"],
     ["attention"],
     ["huggingface"],
-    ["run.arrays", "run.comparing", "run.feeds", "run.runner"],
+    ["runtime"],
     ["passes"],
     ["provenance"],
     ["tools"],

@@ -442,7 +442,7 @@ def test_what_cannot_be_run_is_said_with_the_module(stack_file):
 
 
 def test_weights_in_memory_are_shared_with_onnx_runtime(tmp_path, monkeypatch):
-    monkeypatch.setattr("htp_export.run.runner._SMALL_BYTES", 63)
+    monkeypatch.setattr("htp_export.runtime.runner._SMALL_BYTES", 63)
     for name in ("lstm", "cond", "conv_bn_relu"):
         model, kwargs = NETS[name].build()
         in_memory = htp_export.load(onnx.load(file_of(model, kwargs, tmp_path)))

@@ -64,7 +64,7 @@ def carry_command(
 
 def _values(file: Path, sizes: Sizes) -> Mapping[str, Any]:
     """What both files are run on."""
-    from htp_export.run.feeds import inputs_of, random_feed
+    from htp_export.runtime.inputs import inputs_of, random_feed
     from htp_export.tagged import load
 
     sizes.check_dims()

@@ -144,7 +144,7 @@ def _check_opset(opset: int | None, *, dynamo: bool) -> None:
 
 def _facts(output: Path, exporter: str, seed: int | None) -> dict[str, Any]:
     """What was exported, and how: inputs, opset, exporter, and the seed of what is random."""
-    from htp_export.run.feeds import inputs_of
+    from htp_export.runtime.inputs import inputs_of
     from htp_export.tagged import load
 
     model = load(output).model

@@ -15,10 +15,10 @@ import onnx_ir as ir
 
 from htp_export.provenance.shapes import Shape
 from htp_export.provenance.sketch import Sketch, base_op
-from htp_export.run.arrays import PORTION_BYTES, Array, ArrayStore, Held
-from htp_export.run.comparing import TOLERANCES
-from htp_export.run.feeds import feed_again, feed_from, inputs_of
-from htp_export.run.runner import Engine, Runner, portions
+from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore, Held
+from htp_export.runtime.comparing import TOLERANCES
+from htp_export.runtime.inputs import feed_again, feed_from, inputs_of
+from htp_export.runtime.runner import Engine, Runner, portions
 
 __all__ = ["equal_values"]
 

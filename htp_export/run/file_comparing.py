@@ -9,15 +9,15 @@ from typing import Any
 from htp_export import tags
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.nested.flatten import read_flat
-from htp_export.run.arrays import PORTION_BYTES, Array, ArrayStore
 from htp_export.run.checking import check_calls
-from htp_export.run.feeds import Feed, feed_again, feed_from, inputs_of, random_feed
 from htp_export.run.file_calls import calls_in_file
 from htp_export.run.locating import blame_by_graph
 from htp_export.run.pairing import pair_call, signature_of
 from htp_export.run.reporting import module_results, tolerance_of
 from htp_export.run.results import NOT_COMPARED, Comparison, ModuleResult
-from htp_export.run.runner import Engine, Runner
+from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
+from htp_export.runtime.inputs import Feed, feed_again, feed_from, inputs_of, random_feed
+from htp_export.runtime.runner import Engine, Runner
 from htp_export.tagged import ModelSource, TaggedModel, name_of
 
 __all__ = ["compare"]

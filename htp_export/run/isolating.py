@@ -11,12 +11,12 @@ from htp_export import tags
 from htp_export.cut_models import cut_model
 from htp_export.cutting import Cut, Cutter
 from htp_export.errors import InputError
-from htp_export.run.arrays import Array, ArrayStore, Held
 from htp_export.run.checking import CheckedCall, Tolerances, check_calls, tensor_values
 from htp_export.run.cutting_together import cut_together
 from htp_export.run.pairing import Pair, PairedCall, pair_call, signature_of
 from htp_export.run.pytorch_calls import ModuleCall
-from htp_export.run.runner import Engine, Runner
+from htp_export.runtime.arrays import Array, ArrayStore, Held
+from htp_export.runtime.runner import Engine, Runner
 from htp_export.tagged import TaggedModel
 
 __all__ = ["check_isolated"]

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from htp_export.call_tree import CallTree, Work
 from htp_export.provenance.optimized import optimized_works
 from htp_export.regions import subgraphs
-from htp_export.run.trace import KernelKey, Trace
+from htp_export.runtime.traces import KernelKey, Trace
 from htp_export.tagged import TaggedModel
 
 __all__ = ["Kernel", "attributed_kernels"]

@@ -15,9 +15,9 @@ from typing import Any
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.hierarchy import ModuleInfo
 from htp_export.nested.flatten import read_flat
-from htp_export.run.feeds import feed_from, inputs_of, random_feed
 from htp_export.run.kernels import Kernel, attributed_kernels
-from htp_export.run.session import Engine, RunnableModel, Session, temporary_folder
+from htp_export.runtime.inputs import feed_from, inputs_of, random_feed
+from htp_export.runtime.sessions import Engine, RunnableModel, Session, temporary_folder
 from htp_export.tables import ModuleTable
 from htp_export.tag_facts import TagFacts, tag_lines
 from htp_export.tagged import ModelSource, TaggedModel, load

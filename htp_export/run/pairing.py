@@ -10,8 +10,8 @@ import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.errors import InputError
-from htp_export.run.arrays import Held
 from htp_export.run.pytorch_calls import ModuleCall
+from htp_export.runtime.arrays import Held
 from htp_export.signatures import Signature
 from htp_export.tagged import Region, TaggedModel
 

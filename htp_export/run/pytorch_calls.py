@@ -13,7 +13,7 @@ from htp_export.capture.calls import arguments_by_name, named_leaves, named_tens
 from htp_export.capture.modules import training_modes_kept
 from htp_export.capture.torch_internals import attention_fast_path_off
 from htp_export.errors import InputError
-from htp_export.run.arrays import ArrayStore, Held, from_torch
+from htp_export.runtime.arrays import ArrayStore, Held, from_torch
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from htp_export.run.comparing import Difference
+from htp_export.runtime.comparing import Difference
 from htp_export.tables import ModuleTable
 from htp_export.tag_facts import TagFacts, tag_lines
 
@@ -208,7 +208,7 @@ class Comparison(ModuleTable):
         """What a person needs, in one line.
 
         Example:
-            >>> from htp_export.run.comparing import difference
+            >>> from htp_export.runtime.comparing import difference
             >>> import numpy as np
             >>> fc = TensorResult("0", "y", difference(np.float32([1]), np.float32([2])))
             >>> call = CallResult(0, "differs", (fc,))

@@ -10,8 +10,8 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.hierarchy import Hierarchy
-from htp_export.run.arrays import Array, from_torch
 from htp_export.run.readers import named_tensors
+from htp_export.runtime.arrays import Array, from_torch
 from htp_export.tagged import TaggedModel
 
 if TYPE_CHECKING:

@@ -11,10 +11,8 @@ import numpy.typing as npt
 from htp_export.capture.calls import arguments_by_name, defaults_of, named_leaves, named_tensors_in
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.nested.flatten import read_flat
-from htp_export.run.arrays import PORTION_BYTES, ArrayStore
 from htp_export.run.checking import check_calls
 from htp_export.run.contradictions import with_contradictions
-from htp_export.run.feeds import feed_from, inputs_of
 from htp_export.run.isolating import check_isolated
 from htp_export.run.locating import blame_by_graph, blame_by_nesting, with_missing_outputs
 from htp_export.run.pairing import pair_call, signature_of, unmatched_calls
@@ -23,8 +21,10 @@ from htp_export.run.pytorch_calls import evaluating, record_calls
 from htp_export.run.readers import parameter_readers
 from htp_export.run.reporting import module_results, tolerance_of
 from htp_export.run.results import Verification
-from htp_export.run.runner import Engine, Runner
 from htp_export.run.same_model import check_same_model, check_same_modules_ran
+from htp_export.runtime.arrays import PORTION_BYTES, ArrayStore
+from htp_export.runtime.inputs import feed_from, inputs_of
+from htp_export.runtime.runner import Engine, Runner
 from htp_export.tagged import ModelSource, TaggedModel, name_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def verify(
             the module where it arises and not in those after it.
         select: Only these modules; see ``TaggedModel.select``.
         tolerances: Selector → absolute and relative tolerance of the outputs of these modules, in the meaning of
-            ``run.comparing.Tolerance``; of several that fit, the last one holds.
+            ``runtime.comparing.Tolerance``; of several that fit, the last one holds.
         portion_bytes: How many bytes of tensors are taken out of one run, and how many of PyTorch's stay in memory;
             what is beyond goes into temporary files.
         providers: ONNX Runtime's execution providers.

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import InputError
-from htp_export.run.arrays import Array, from_torch
+from htp_export.runtime.arrays import Array, from_torch
 
 __all__ = ["Feed", "Input", "feed_again", "feed_from", "inputs_of", "random_feed"]
 

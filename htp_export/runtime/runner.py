@@ -17,7 +17,7 @@ import onnx_ir as ir
 from htp_export import tags
 from htp_export.data_files import check_data
 from htp_export.errors import InputError
-from htp_export.run.arrays import Array, from_ort, to_ort
+from htp_export.runtime.arrays import Array, from_ort, to_ort
 
 __all__ = ["Engine", "Runner", "check_providers", "portions"]
 

@@ -18,10 +18,10 @@ import onnx_ir as ir
 from htp_export.data_files import check_data
 from htp_export.errors import InputError
 from htp_export.files import write_model
-from htp_export.run.arrays import to_ort
-from htp_export.run.feeds import Feed
-from htp_export.run.runner import check_providers
-from htp_export.run.trace import Trace, read_trace
+from htp_export.runtime.arrays import to_ort
+from htp_export.runtime.inputs import Feed
+from htp_export.runtime.runner import check_providers
+from htp_export.runtime.traces import Trace, read_trace
 from htp_export.slots import slots
 
 __all__ = ["Engine", "RunnableModel", "Session", "open_session", "temporary_folder"]

@@ -10,9 +10,9 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.errors import InputError
-from htp_export.run.arrays import from_ort, to_ort
-from htp_export.run.feeds import Input, feed_from
-from htp_export.run.session import Engine, RunnableModel, open_session, temporary_folder
+from htp_export.runtime.arrays import from_ort, to_ort
+from htp_export.runtime.inputs import Input, feed_from
+from htp_export.runtime.sessions import Engine, RunnableModel, open_session, temporary_folder
 from htp_export.surgery.stages import Stage, Tensor
 
 __all__ = ["StageRunner"]

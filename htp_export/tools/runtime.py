@@ -9,7 +9,7 @@ from typing import Any
 
 from htp_export.errors import InputError
 from htp_export.provenance.carrying import Carried
-from htp_export.run.runner import check_providers
+from htp_export.runtime.runner import check_providers
 from htp_export.tagged import ModelSource
 from htp_export.tools.adapting import adapted, library
 

@@ -1,0 +1,1 @@
+"""ONNX Runtime: sessions, arrays and inputs, comparison of values, and traces of the profiler."""
