@@ -6,7 +6,8 @@
     │   ├── UnknownModuleError   a module path that the model does not have
     │   ├── SelectorError        a selector that cannot be read, or that matches nothing
     │   ├── UntaggedModelError   the work needs tags, and the file has none
-    │   └── ModelSourceError     a model cannot be made from what was named (hub id, folder, type, entry)
+    │   ├── ModelSourceError     a model cannot be made from what was named (hub id, folder, type, entry)
+    │   └── OnnxRuntimeError     ONNX Runtime cannot load or run a model
     ├── PassError                a pass of `optimize` failed
     ├── CaptureError             htp_export could not follow an export; a fault of its own, not of the model
     └── TorchChangedError        a private part of torch that htp_export relies on is gone, or is another now
@@ -27,6 +28,7 @@ __all__ = [
     "HtpExportError",
     "InputError",
     "ModelSourceError",
+    "OnnxRuntimeError",
     "PassError",
     "SelectorError",
     "TorchChangedError",
@@ -105,6 +107,24 @@ class ModelSourceError(InputError):
     def __init__(self, source: str, problem: str) -> None:
         super().__init__(f"{source}: {problem}")
         self.source = source
+
+
+class OnnxRuntimeError(InputError):
+    """ONNX Runtime cannot load or run a model.
+
+    Args:
+        model: What to call the model.
+        action: ``load`` or ``run``.
+        problem: What ONNX Runtime says.
+        node: The name of the node at fault; empty where ONNX Runtime names none.
+        modules: The modules that own the node, as far as they are known.
+    """
+
+    def __init__(self, model: str, action: str, problem: str, node: str = "", modules: Iterable[str] = ()) -> None:
+        self.model, self.action, self.problem, self.node = model, action, problem, node
+        self.modules = tuple(modules)
+        where = f" in module {', '.join(map(repr, self.modules))}" if self.modules else ""
+        super().__init__(f"{model}: ONNX Runtime cannot {action} it{where}: {problem}")
 
 
 class TorchChangedError(HtpExportError):

@@ -433,7 +433,7 @@ def test_what_cannot_be_run_is_said_with_the_module(stack_file):
     tagged = htp_export.load(stack_file)
     node = next(node for node in tagged["blocks.2.act"].nodes if node.op_type == "Relu")
     node.op_type = "Relux"
-    with pytest.raises(InputError, match=r"ONNX Runtime cannot run it.*Relux"):
+    with pytest.raises(InputError, match=r"ONNX Runtime cannot load it in module 'blocks.2.act'.*Relux"):
         htp_export.verify(model, tagged, (), kwargs)
     alone = htp_export.verify(model, tagged, (), kwargs, isolated=True)
     assert alone.wrong == ("blocks.2.act",)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import FileError, InputError
-from htp_export.files import write_model
 from htp_export.passes.registry import Level
+from htp_export.runtime.sessions import RunnableModel, Session, as_written, temporary_folder
 
 __all__ = ["TOLERANCE", "OutputCheck"]
 
@@ -77,19 +75,9 @@ def _distance(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> tuple[f
 
 
 def _outputs(model: ir.Model, inputs: Mapping[str, Any]) -> _Arrays:
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
-    # Weights that are constants are packed beforehand, and then sums are rounded in another order.
-    options.add_session_config_entry("session.disable_prepacking", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        write_model(model, path)
-        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        names = [output.name for output in session.get_outputs()]
-        return dict(zip(names, session.run(names, dict(inputs)), strict=True))
+    with temporary_folder() as folder:
+        session = Session(RunnableModel.of(model, "the model", folder), changes=as_written(threads=1))
+        return session.run(inputs)
 
 
 def _random_inputs(model: ir.Model) -> _Arrays:

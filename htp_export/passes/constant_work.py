@@ -17,6 +17,7 @@ from htp_export.passes.editing import Array, bytes_of, is_constant
 from htp_export.passes.sizes import product
 from htp_export.passes.symbolic import Symbolic
 from htp_export.regions import RANDOM, subgraphs
+from htp_export.runtime.sessions import RunnableModel, Session, as_written
 
 __all__ = ["GROWTH", "LEAST_ROOM", "SHARE", "Work", "computed", "find_work", "held_back", "room_left"]
 
@@ -203,8 +204,6 @@ def _tensor(array: Array) -> ir.TensorProtocol:
 
 def _run(model: ir.Model, nodes: Sequence[ir.Node], wanted: Sequence[ir.Value]) -> dict[ir.Value, Array]:
     """What nodes make that need no input, by ONNX Runtime without its own optimisations; tensors only."""
-    import onnxruntime as ort
-
     made = {value for node in nodes for value in node.outputs}
     graph = onnx.GraphProto(name="constants")
     feeds: dict[str, Array] = {}
@@ -224,13 +223,10 @@ def _run(model: ir.Model, nodes: Sequence[ir.Node], wanted: Sequence[ir.Value]) 
     graph.output.extend(onnx.ValueInfoProto(name=str(value.name)) for value in wanted)
     imports = [onnx.helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()]
     proto = onnx.helper.make_model(graph, opset_imports=imports, ir_version=model.ir_version)
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
-    options.add_session_config_entry("session.disable_prepacking", "1")  # nothing is run twice
-    session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    results = session.run([str(value.name) for value in wanted], feeds)
-    return {value: result for value, result in zip(wanted, results, strict=True) if isinstance(result, np.ndarray)}
+    session = Session(RunnableModel(proto.SerializeToString(), "constants"), changes=as_written(threads=1))
+    results = session.run(feeds, [str(value.name) for value in wanted])
+    arrays = ((value, results[str(value.name)]) for value in wanted)
+    return {value: array for value, array in arrays if isinstance(array, np.ndarray)}
 
 
 def _in_memory(tensor: ir.TensorProtocol, array: Array) -> ir.TensorProtocol:

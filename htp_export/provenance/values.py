@@ -18,7 +18,8 @@ from htp_export.provenance.sketch import Sketch, base_op
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore, Held
 from htp_export.runtime.comparing import TOLERANCES
 from htp_export.runtime.inputs import feed_again, feed_from, inputs_of
-from htp_export.runtime.runner import Engine, Runner, portions
+from htp_export.runtime.runner import Runner, portions
+from htp_export.runtime.sessions import SessionSettings
 
 __all__ = ["equal_values"]
 
@@ -133,7 +134,7 @@ def _tensors(
         elif value.kind == "node" and _gives_tensors(sketch.nodes[sketch.maker[index]].op):
             sizes[value.name] = _size(sketch.shape(index), extents)
     largest = max((size for size in sizes.values() if size is not None), default=0)
-    runner = Runner(model, name, Engine())
+    runner = Runner(model, name, SessionSettings())
     for wanted in portions({each: largest if size is None else size for each, size in sizes.items()}, portion_bytes):
         arrays = runner.run(feed, wanted)
         for each in wanted:

@@ -17,7 +17,8 @@ from htp_export.run.reporting import module_results, tolerance_of
 from htp_export.run.results import NOT_COMPARED, Comparison, ModuleResult
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
 from htp_export.runtime.inputs import Feed, feed_again, feed_from, inputs_of, random_feed
-from htp_export.runtime.runner import Engine, Runner
+from htp_export.runtime.runner import Runner
+from htp_export.runtime.sessions import SessionSettings
 from htp_export.tagged import ModelSource, TaggedModel, name_of
 
 __all__ = ["compare"]
@@ -35,7 +36,7 @@ def compare(
     tolerances: Mapping[str, tuple[float, float]] | None = None,
     portion_bytes: int = PORTION_BYTES,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
-    session_entries: Mapping[str, str] | None = None,
+    session_options: Any = None,
 ) -> Comparison:
     """Compare two ONNX files of one model, module by module: before an optimiser and after it, float and quantized.
 
@@ -54,7 +55,8 @@ def compare(
         tolerances: As for ``verify``.
         portion_bytes: As for ``verify``.
         providers: ONNX Runtime's execution providers.
-        session_entries: ONNX Runtime's session configuration entries.
+        session_options: An ``onnxruntime.SessionOptions``: threads, custom operators and so on. The nodes run as they
+            are written, whatever it says of optimisation; what is changed in it is put back.
 
     Returns:
         The result for every module: ``.ok``, ``.first_wrong``, ``.modules[path].max_abs``, ``.modules[path].status``.
@@ -84,12 +86,12 @@ def compare(
     known = inputs_of(ours.model)
     feed = random_feed(known, dims, shapes, seed) if inputs is None else feed_from(known, inputs)
     other_feed = _other_feed(ours, theirs, feed, other)
-    engine = Engine(providers, session_entries or {})
+    settings = SessionSettings(tuple(providers), session_options)
     with ArrayStore.opened(portion_bytes) as store:
-        calls = calls_in_file(ours, feed, Runner(ours.model, one, engine), store, portion_bytes)
+        calls = calls_in_file(ours, feed, Runner(ours.model, one, settings), store, portion_bytes)
         wanted = [call for call in calls if call.path in chosen and call.path in theirs]
         paired = [pair_call(theirs, call) for call in wanted]
-        runner = Runner(theirs.model, other, engine)
+        runner = Runner(theirs.model, other, settings)
         checked = check_calls(theirs, paired, other_feed, runner, portion_bytes, allowed, across_dtypes=True)
     blame = blame_by_graph(theirs, checked)
     results = module_results(ours, chosen, checked, blame, {}, isolated=False)

@@ -16,7 +16,8 @@ from htp_export.run.cutting_together import cut_together
 from htp_export.run.pairing import Pair, PairedCall, pair_call, signature_of
 from htp_export.run.pytorch_calls import ModuleCall
 from htp_export.runtime.arrays import Array, ArrayStore, Held
-from htp_export.runtime.runner import Engine, Runner
+from htp_export.runtime.runner import Runner
+from htp_export.runtime.sessions import SessionSettings
 from htp_export.tagged import TaggedModel
 
 __all__ = ["check_isolated"]
@@ -47,7 +48,7 @@ def check_isolated(
     calls: Sequence[ModuleCall],
     feed: Mapping[str, Array],
     runner: Runner,
-    engine: Engine,
+    settings: SessionSettings,
     store: ArrayStore,
     portion_bytes: int,
     tolerances: Tolerances,
@@ -62,7 +63,7 @@ def check_isolated(
         calls: The calls, in the order in which they ended.
         feed: Inputs of the whole file.
         runner: Runs the whole file.
-        engine: What runs the parts.
+        settings: Where and how the parts run.
         store: Where tensors of the run of the whole file go.
         portion_bytes: How many bytes of them are taken out of one run.
         tolerances: What may differ at a module.
@@ -98,7 +99,7 @@ def check_isolated(
     checked = check_calls(tagged, constant, feed, runner, portion_bytes, tolerances)
     for task in tasks:
         try:
-            checked.append(_run(tagged, task, values, engine, tolerances))
+            checked.append(_run(tagged, task, values, settings, tolerances))
         except InputError as error:
             checked.append(CheckedCall(task.paired, (), (), str(error)))
     ended = {id(call): place for place, call in enumerate(calls)}
@@ -149,12 +150,12 @@ def _fused_task(tagged: TaggedModel, paired: PairedCall, calls: Sequence[PairedC
 
 
 def _run(
-    tagged: TaggedModel, task: _Task, values: Mapping[str, Held], engine: Engine, tolerances: Tolerances
+    tagged: TaggedModel, task: _Task, values: Mapping[str, Held], settings: SessionSettings, tolerances: Tolerances
 ) -> CheckedCall:
     """Run one cut, and compare what leaves it with what the module gave back."""
     path = task.paired.call.path
     part = TaggedModel(cut_model(tagged, task.cut), tagged.hierarchy, tagged.source)
-    runner = Runner(part.model, f"module {path!r} alone", engine, use_up=True)
+    runner = Runner(part.model, f"module {path!r} alone", settings, use_up=True)
     feed = {name: (task.given.get(name) or values[str(value.name)]).array for name, value in task.cut.inputs.items()}
     # The cut has the same tensors, perhaps under other names.
     there = dict(zip(dict.fromkeys(task.cut.outputs.values()), part.model.graph.outputs, strict=True))

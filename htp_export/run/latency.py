@@ -17,7 +17,8 @@ from htp_export.hierarchy import ModuleInfo
 from htp_export.nested.flatten import read_flat
 from htp_export.run.kernels import Kernel, attributed_kernels
 from htp_export.runtime.inputs import feed_from, inputs_of, random_feed
-from htp_export.runtime.sessions import Engine, RunnableModel, Session, temporary_folder
+from htp_export.runtime.profiling import ProfiledSession
+from htp_export.runtime.sessions import RunnableModel, SessionSettings, temporary_folder
 from htp_export.tables import ModuleTable
 from htp_export.tag_facts import TagFacts, tag_lines
 from htp_export.tagged import ModelSource, TaggedModel, load
@@ -195,8 +196,8 @@ def profile(
     """
     if runs < 1 or warmup < 0:
         raise InputError(f"there is nothing to measure in {runs} runs after {warmup} to warm up")
-    engine = Engine(tuple(providers), session_options)
-    engine.check()
+    settings = SessionSettings(tuple(providers), session_options)
+    settings.check()
     given = load(onnx)
     tagged = read_flat(given)  # ONNX Runtime would inline functions under names of its own
     if tagged.source == "none":
@@ -209,7 +210,7 @@ def profile(
             runnable = RunnableModel.of_file(Path(onnx), tagged.model, folder)
         else:
             runnable = RunnableModel.of(tagged.model, tagged.hierarchy.root.simple_class or "model", folder)
-        session = Session(runnable, engine, folder)
+        session = ProfiledSession(runnable, settings, folder)
         session.run(feed, warmup)
         profiled = session.run(feed, runs)
         trace = session.end_profiling(runs)

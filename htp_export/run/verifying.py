@@ -24,7 +24,8 @@ from htp_export.run.results import Verification
 from htp_export.run.same_model import check_same_model, check_same_modules_ran
 from htp_export.runtime.arrays import PORTION_BYTES, ArrayStore
 from htp_export.runtime.inputs import feed_from, inputs_of
-from htp_export.runtime.runner import Engine, Runner
+from htp_export.runtime.runner import Runner
+from htp_export.runtime.sessions import SessionSettings
 from htp_export.tagged import ModelSource, TaggedModel, name_of
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def verify(
     tolerances: Mapping[str, tuple[float, float]] | None = None,
     portion_bytes: int = PORTION_BYTES,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
-    session_entries: Mapping[str, str] | None = None,
+    session_options: Any = None,
 ) -> Verification:
     """Compare a PyTorch model with its ONNX file, module by module.
 
@@ -65,7 +66,8 @@ def verify(
         portion_bytes: How many bytes of tensors are taken out of one run, and how many of PyTorch's stay in memory;
             what is beyond goes into temporary files.
         providers: ONNX Runtime's execution providers.
-        session_entries: ONNX Runtime's session configuration entries.
+        session_options: An ``onnxruntime.SessionOptions``: threads, custom operators and so on. The nodes run as they
+            are written, whatever it says of optimisation; what is changed in it is put back.
 
     Returns:
         The result for every module: ``.ok``, ``.first_wrong``, ``.modules[path].max_abs``, ``.modules[path].status``.
@@ -93,7 +95,7 @@ def verify(
     chosen = set(tagged.paths if select is None else tagged.select(select))
     check_same_model(tagged, model, name)
     feed = feed_of_call(tagged, model, args, kwargs, name)
-    engine = Engine(providers, session_entries or {})
+    settings = SessionSettings(tuple(providers), session_options)
     with ArrayStore.opened(portion_bytes) as store:
 
         def wanted(path: str, number: int, argument: str) -> bool:
@@ -107,9 +109,11 @@ def verify(
             check_same_modules_ran(tagged, model, ran, name)
         unmatched = unmatched_calls(tagged, ran)
         chosen_calls = [call for call in calls if call.path in chosen and call.path not in unmatched]
-        runner = Runner(tagged.model, name, engine)
+        runner = Runner(tagged.model, name, settings)
         if isolated:
-            checked, reasons = check_isolated(tagged, chosen_calls, feed, runner, engine, store, portion_bytes, allowed)
+            checked, reasons = check_isolated(
+                tagged, chosen_calls, feed, runner, settings, store, portion_bytes, allowed
+            )
             blame = blame_by_nesting(checked)
         else:
             paired = [pair_call(tagged, call) for call in chosen_calls if call.path in tagged]

@@ -1,40 +1,103 @@
-"""An ONNX Runtime session that is timed with its profiler and without, and that tells the graph which it runs."""
+"""ONNX Runtime sessions: the one place that makes them, and that says which node and module an error is about."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
+import re
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import onnx
 import onnx_ir as ir
 
+from htp_export import tags
 from htp_export.data_files import check_data
-from htp_export.errors import InputError
+from htp_export.errors import InputError, OnnxRuntimeError
 from htp_export.files import write_model
-from htp_export.runtime.arrays import to_ort
-from htp_export.runtime.inputs import Feed
-from htp_export.runtime.runner import check_providers
-from htp_export.runtime.traces import Trace, read_trace
+from htp_export.runtime.arrays import Array, from_ort, to_ort
 from htp_export.slots import slots
 
-__all__ = ["Engine", "RunnableModel", "Session", "open_session", "temporary_folder"]
+__all__ = [
+    "LARGE_BYTES",
+    "Changes",
+    "RunnableModel",
+    "Session",
+    "SessionSettings",
+    "as_written",
+    "temporary_folder",
+]
 
-_log = logging.getLogger(__name__)
+LARGE_BYTES = 256 << 20
+"""A model with more bytes of weights in memory is written to a file before ONNX Runtime loads it."""
 
-_EXTERNAL_FILE = "session.optimized_model_external_initializers_file_name"
-_EXTERNAL_SIZE = "session.optimized_model_external_initializers_min_size_in_bytes"
+_FATAL = 4  # of ONNX Runtime's levels of logging; what is less is raised
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
-_LARGE_BYTES = 256 << 20
-"""A file of this size has its weights in it; ONNX Runtime would copy them into the graph that it tells."""
+_DEFAULTS = {
+    "session.intra_op.allow_spinning": "1",
+    "session.optimized_model_external_initializers_min_size_in_bytes": "0",
+}
+"""Configuration entries whose default is not the empty text; an entry cannot be removed, only set to its default."""
 
-_FATAL = 4  # of ONNX Runtime's levels of logging: what is less is raised, or about the graphs that it writes
+_NODE_AT_FAULT = re.compile(r"""Name:'([^']*)'|Node \(([^)]*)\) Op|In Node, \("([^"]*)"|in node \(([^)]*)\)""")
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """Where a model runs, and how.
+
+    Attributes:
+        providers: Execution providers, in order of preference, as ``onnxruntime.InferenceSession`` takes them.
+        options: An ``onnxruntime.SessionOptions`` of the user, put back as it was; None for ONNX Runtime's defaults.
+    """
+
+    providers: Sequence[Any] = ("CPUExecutionProvider",)
+    options: Any = None
+
+    def check(self) -> None:
+        """Refuse execution providers that are not available: ONNX Runtime would silently use the CPU instead.
+
+        Raises:
+            InputError: If one is not available.
+        """
+        import onnxruntime
+
+        available = onnxruntime.get_available_providers()
+        for provider in self.providers:
+            name = provider if isinstance(provider, str) else provider[0]
+            if name not in available:
+                raise InputError(f"this ONNX Runtime has no {name}, only {', '.join(available)}")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What one session needs that the user's options do not say.
+
+    Attributes:
+        attributes: Attribute of ``SessionOptions`` → value.
+        entries: Session configuration entry, as in ``SessionOptions.add_session_config_entry`` → value.
+    """
+
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    entries: Mapping[str, str] = field(default_factory=dict)
+
+
+def as_written(*, threads: int | None = None) -> Changes:
+    """Changes for a session that runs the nodes as the file has them, once or a few times.
+
+    Args:
+        threads: How many threads a kernel may use; None leaves it as it is. With one, sums have one order.
+    """
+    import onnxruntime
+
+    attributes: dict[str, Any] = {"graph_optimization_level": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL}
+    if threads is not None:
+        attributes["intra_op_num_threads"] = threads
+    # Prepacking copies weights, which does not pay for one run, and sums those that are constants in another order.
+    # Spinning threads of many sessions slow down each other, and those of torch.
+    return Changes(attributes, {"session.disable_prepacking": "1", "session.intra_op.allow_spinning": "0"})
 
 
 @dataclass(frozen=True)
@@ -45,11 +108,16 @@ class RunnableModel:
         source: A file, or the bytes of one.
         name: What to call it in errors.
         folder: For bytes, where the weights are that are not among them.
+        weights: ``OrtValue``s for initializers, by name, which the source has only the types and shapes of. They share
+            memory; a user's ``SessionOptions`` would keep them, so that they are for sessions without one.
+        model: The same model; errors name modules by the tags of its nodes.
     """
 
     source: Path | bytes
     name: str
     folder: Path | None = None
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    model: ir.Model | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, model: ir.Model, name: str, temporary: Path) -> RunnableModel:
@@ -65,10 +133,11 @@ class RunnableModel:
         check_data(tensors)
         folders = {os.fspath(each.base_dir) for each in tensors if isinstance(each, ir.ExternalTensor)}
         size = sum(each.nbytes for each in tensors if not isinstance(each, ir.ExternalTensor))
-        if len(folders) > 1 or size > _LARGE_BYTES:
+        if len(folders) > 1 or size > LARGE_BYTES:
             write_model(model, temporary / "model.onnx")
-            return cls(temporary / "model.onnx", name)
-        return cls(ir.to_proto(model).SerializeToString(), name, Path(folders.pop()) if folders else None)
+            return cls(temporary / "model.onnx", name, model=model)
+        folder = Path(folders.pop()) if folders else None
+        return cls(ir.to_proto(model).SerializeToString(), name, folder, model=model)
 
     @classmethod
     def of_file(cls, file: Path, model: ir.Model, temporary: Path) -> RunnableModel:
@@ -85,7 +154,7 @@ class RunnableModel:
         external = [slot.tensor for slot in slots(model) if isinstance(slot.tensor, ir.ExternalTensor)]
         check_data(external)
         if all(Path(each.base_dir) == file.parent.absolute() for each in external):
-            return cls(file, os.fspath(file))
+            return cls(file, os.fspath(file), model=model)
         return cls.of(model, os.fspath(file), temporary)
 
     @property
@@ -93,157 +162,169 @@ class RunnableModel:
         """Bytes of the model without external weights."""
         return len(self.source) if isinstance(self.source, bytes) else self.source.stat().st_size
 
+    def failure(self, action: str, error: Exception) -> OnnxRuntimeError:
+        """An error of ONNX Runtime as one of ours, with the node at fault and its modules.
 
-@dataclass(frozen=True)
-class Engine:
-    """What runs a model.
-
-    Attributes:
-        providers: Execution providers, in order of preference, as ``onnxruntime.InferenceSession`` takes them.
-        options: An ``onnxruntime.SessionOptions``, None for ONNX Runtime's defaults; put back as it was.
-    """
-
-    providers: Sequence[Any] = ("CPUExecutionProvider",)
-    options: Any = None
-
-    def check(self) -> None:
-        """Refuse providers that are not there: ONNX Runtime would silently take the CPU instead.
-
-        Raises:
-            InputError: If one is not there.
+        Args:
+            action: ``load`` or ``run``.
+            error: What ONNX Runtime raised.
         """
-        check_providers(self.providers)
+        text = " ".join(str(error).split())
+        if isinstance(self.source, Path):
+            text = text.replace(os.fspath(self.source), self.name)
+        match = _NODE_AT_FAULT.search(text)
+        node = next((name for name in match.groups() if name), "") if match else ""
+        return OnnxRuntimeError(self.name, action, text, node, self._owners(node) if node else ())
+
+    def _owners(self, name: str) -> tuple[str, ...]:
+        nodes = self.model.graph.all_nodes() if self.model is not None else ()
+        return next((tuple(tags.owners_of(node.metadata_props)) for node in nodes if node.name == name), ())
 
 
 class Session:
-    """An ONNX Runtime session under its profiler.
+    """A model that ONNX Runtime has loaded.
 
     Args:
         model: The model.
-        engine: What runs it.
-        temporary: A folder of one's own, for what ONNX Runtime writes.
+        settings: Where and how it runs.
+        changes: What is changed in the options while the session is made.
 
     Attributes:
-        optimized: The graph that it runs, without the values of weights; None where ONNX Runtime cannot tell it, as
-            some execution providers compile their parts.
+        model: The model.
+        inputs: Names of the inputs, those with default values included.
+        outputs: Names of the outputs.
+        providers: The execution providers in use.
 
     Raises:
-        InputError: If ONNX Runtime cannot load the model.
+        OnnxRuntimeError: If ONNX Runtime cannot load the model.
     """
 
-    def __init__(self, model: RunnableModel, engine: Engine, temporary: Path) -> None:
-        self._model = model
-        self._folder = temporary
-        self._session, told = self._open(engine)
-        self.optimized = None if told is None else ir.from_proto(onnx.load(told, load_external_data=False))
+    def __init__(
+        self, model: RunnableModel, settings: SessionSettings | None = None, changes: Changes | None = None
+    ) -> None:
+        self.model = model
+        try:
+            self._session = _load(model, settings or SessionSettings(), changes or Changes())
+        except Exception as error:  # ONNX Runtime's errors share no base but this
+            raise model.failure("load", error) from error
+        self.inputs = tuple(each.name for each in self._session.get_inputs())
+        self.outputs = tuple(each.name for each in self._session.get_outputs())
+        self.providers: tuple[str, ...] = tuple(self._session.get_providers())
+        self._tensors = {each.name for each in self._session.get_outputs() if each.type.startswith("tensor(")}
 
-    @property
-    def providers(self) -> tuple[str, ...]:
-        """The execution providers in use."""
-        return tuple(self._session.get_providers())
+    def run(
+        self,
+        arrays: Mapping[str, Array],
+        outputs: Sequence[str] | None = None,
+        types: Mapping[str, ir.DataType] | None = None,
+    ) -> dict[str, Any]:
+        """Run the model once.
 
-    def run(self, feed: Feed, runs: int) -> list[float]:
-        """Run several times, and tell how long each took, in ms.
+        Args:
+            arrays: Input name → array.
+            outputs: Names of the outputs to compute; None for all.
+            types: Input name → ONNX element type, for those that numpy has not.
+
+        Returns:
+            Output name → array; a list of arrays for a sequence, and None for an optional without value.
 
         Raises:
-            InputError: If ONNX Runtime cannot run it on this.
+            OnnxRuntimeError: If ONNX Runtime cannot run the model.
         """
-        names = [value.name for value in self._session.get_outputs()]
-        try:
-            values = {name: to_ort(array, feed.types.get(name)) for name, array in feed.arrays.items()}
-            times = []
-            for _ in range(runs):
-                start = time.perf_counter()
-                self._session.run_with_ort_values(names, values)
-                times.append((time.perf_counter() - start) * 1000)
-        except Exception as error:  # ONNX Runtime's errors share no base but this
-            raise InputError(
-                f"{self._model.name}: ONNX Runtime cannot run it: {' '.join(str(error).split())}"
-            ) from error
-        return times
-
-    def end_profiling(self, runs: int) -> Trace:
-        """Switch the profiler off, and read what it saw of the last runs."""
-        return read_trace(Path(self._session.end_profiling()), runs)
-
-    def _open(self, engine: Engine) -> tuple[Any, Path | None]:
-        """The session, and the file with its graph.
-
-        The graph comes with those weights that are not in a file already. Where they are too many for a message, they
-        go into a file of their own, which costs time; and where there is no telling the graph, there is none.
-        """
-        attempts = ["within", "beside", "none"] if self._model.size < _LARGE_BYTES else ["beside", "none"]
-        failed: Exception | None = None
-        for attempt in attempts:
-            told = self._folder / f"{attempt}.onnx"
+        names = list(dict.fromkeys(self.outputs if outputs is None else outputs))
+        if not self._tensors.issuperset(names):  # an `OrtValue` gives no values of sequences and optionals
             try:
-                return self._create(engine, told, attempt), told if attempt != "none" else None
-            except Exception as error:  # as above
-                failed = failed or error
-        raise InputError(
-            f"{self._model.name}: ONNX Runtime cannot load it: {' '.join(str(failed).split())}"
-        ) from failed
+                return dict(zip(names, self._session.run(names, dict(arrays)), strict=True))
+            except Exception as error:
+                raise self.model.failure("run", error) from error
+        values = self.run_values(self.values(arrays, types), names)
+        return {name: from_ort(value) for name, value in zip(names, values, strict=True)}
 
-    def _create(self, engine: Engine, told: Path, weights: str) -> Any:
-        options = engine.options
-        entries = {_EXTERNAL_FILE: f"{told.name}.data", _EXTERNAL_SIZE: "1024"} if weights == "beside" else {}
-        attributes = {
-            "enable_profiling": True,
-            "profile_file_prefix": os.fspath(self._folder / "profile"),
-            "optimized_model_filepath": os.fspath(told) if weights != "none" else "",
-            "log_severity_level": max(_FATAL, 0 if options is None else options.log_severity_level),
-        }
-        return _create_session(self._model, engine, attributes, entries)
+    def values(self, arrays: Mapping[str, Array], types: Mapping[str, ir.DataType] | None = None) -> dict[str, Any]:
+        """Arrays as ``OrtValue``s.
+
+        Args:
+            arrays: Input name → array.
+            types: As above.
+
+        Raises:
+            OnnxRuntimeError: If ONNX Runtime has no such type.
+        """
+        try:
+            return {name: to_ort(array, (types or {}).get(name)) for name, array in arrays.items()}
+        except Exception as error:
+            raise self.model.failure("run", error) from error
+
+    def run_values(self, values: Mapping[str, Any], outputs: Sequence[str] | None = None) -> list[Any]:
+        """Run the model once, on and with ONNX Runtime's own values.
+
+        Args:
+            values: Input name → ``OrtValue``.
+            outputs: Names of the outputs to compute; None for all.
+
+        Returns:
+            An ``OrtValue`` for each.
+
+        Raises:
+            OnnxRuntimeError: If ONNX Runtime cannot run the model.
+        """
+        names = list(self.outputs if outputs is None else outputs)
+        try:
+            return list(self._session.run_with_ort_values(names, dict(values)))
+        except Exception as error:
+            raise self.model.failure("run", error) from error
+
+    def end_profiling(self) -> Path:
+        """Switch the profiler off that ``enable_profiling`` switched on; its file."""
+        return Path(self._session.end_profiling())
 
 
-def open_session(model: RunnableModel, engine: Engine) -> Any:
-    """An ``onnxruntime.InferenceSession`` as it is, without a profiler.
-
-    Raises:
-        InputError: If ONNX Runtime cannot load the model.
-    """
-    try:
-        return _create_session(model, engine, {"log_severity_level": _FATAL}, {})
-    except Exception as error:  # ONNX Runtime's errors share no base but this
-        raise InputError(f"{model.name}: ONNX Runtime cannot load it: {' '.join(str(error).split())}") from error
-
-
-def _create_session(model: RunnableModel, engine: Engine, attributes: dict[str, Any], entries: dict[str, str]) -> Any:
+def _load(model: RunnableModel, settings: SessionSettings, changes: Changes) -> Any:
     import onnxruntime
 
+    settings.check()
+    options = settings.options if settings.options is not None else onnxruntime.SessionOptions()
+    if model.weights and settings.options is not None:
+        raise ValueError("a user's SessionOptions would keep these weights")
+    for name, value in model.weights.items():
+        options.add_initializer(name, value)
+    quiet = {"log_severity_level": max(_FATAL, options.log_severity_level)}
+    entries = {_WEIGHTS_FOLDER: os.fspath(model.folder)} if model.folder is not None else {}
+    changes = Changes({**quiet, **changes.attributes}, {**entries, **changes.entries})
     source = model.source if isinstance(model.source, bytes) else os.fspath(model.source)
-    options = engine.options if engine.options is not None else onnxruntime.SessionOptions()
-    if model.folder is not None:
-        entries = {**entries, _WEIGHTS_FOLDER: os.fspath(model.folder)}
-    with _changed(options, attributes, entries):
-        return onnxruntime.InferenceSession(source, options, providers=list(engine.providers))
+    with _changed(options, changes):
+        return onnxruntime.InferenceSession(source, options, providers=list(settings.providers))
 
 
 @contextlib.contextmanager
-def _changed(options: Any, attributes: dict[str, Any], entries: dict[str, str]) -> Iterator[None]:
+def _changed(options: Any, changes: Changes) -> Iterator[None]:
     """Session options with some of them changed; afterwards they are as they were."""
-    before = {name: getattr(options, name) for name in attributes}
-    said = {}
-    for name in entries:
-        try:
-            said[name] = options.get_session_config_entry(name)
-        except RuntimeError:  # it was not set; what is empty says the same
-            said[name] = "0" if name == _EXTERNAL_SIZE else ""
+    before = {name: getattr(options, name) for name in changes.attributes}
+    entries = {name: _entry(options, name) for name in changes.entries}
     try:
-        for name, value in attributes.items():
-            setattr(options, name, value)
-        for name, entry in entries.items():
-            options.add_session_config_entry(name, entry)
+        _set(options, changes.attributes, changes.entries)
         yield
     finally:
-        for name, value in before.items():
-            setattr(options, name, value)
-        for name, entry in said.items():
-            options.add_session_config_entry(name, entry)
+        _set(options, before, entries)
+
+
+def _entry(options: Any, name: str) -> str:
+    """A configuration entry; its default where it was not set."""
+    try:
+        return str(options.get_session_config_entry(name))
+    except RuntimeError:
+        return _DEFAULTS.get(name, "")
+
+
+def _set(options: Any, attributes: Mapping[str, Any], entries: Mapping[str, str]) -> None:
+    for name, value in attributes.items():
+        setattr(options, name, value)
+    for name, entry in entries.items():
+        options.add_session_config_entry(name, entry)
 
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
+    """A folder that is gone afterwards, also where a weight in it is still mapped."""
+    with tempfile.TemporaryDirectory(prefix="htp_export_", ignore_cleanup_errors=True) as folder:
         yield Path(folder)

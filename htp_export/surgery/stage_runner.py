@@ -12,7 +12,7 @@ import onnx_ir as ir
 from htp_export.errors import InputError
 from htp_export.runtime.arrays import from_ort, to_ort
 from htp_export.runtime.inputs import Input, feed_from
-from htp_export.runtime.sessions import Engine, RunnableModel, open_session, temporary_folder
+from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, temporary_folder
 from htp_export.surgery.stages import Stage, Tensor
 
 __all__ = ["StageRunner"]
@@ -46,10 +46,10 @@ class StageRunner:
         keep_loaded: bool,
     ) -> None:
         self._stages, self._inputs, self._outputs = stages, inputs, outputs
-        self._engine = Engine(tuple(providers), session_options)
-        self._engine.check()
+        self._settings = SessionSettings(tuple(providers), session_options)
+        self._settings.check()
         self._keep = keep_loaded
-        self._sessions: dict[int, Any] = {}
+        self._sessions: dict[int, Session] = {}
         self._closing = contextlib.ExitStack()
 
     def __enter__(self) -> StageRunner:
@@ -102,20 +102,17 @@ class StageRunner:
         session = self._sessions.get(number) or self._load(number, stage)
         if self._keep:
             self._sessions[number] = session
-        try:
-            return list(session.run_with_ort_values(list(stage.outputs), dict(given)))
-        except Exception as error:  # ONNX Runtime's errors share no base but this
-            raise InputError(f"stage {number}: ONNX Runtime cannot run it: {' '.join(str(error).split())}") from error
+        return session.run_values(given, list(stage.outputs))
 
-    def _load(self, number: int, stage: Stage) -> Any:
+    def _load(self, number: int, stage: Stage) -> Session:
         name = f"stage {number}"
         if stage.file is not None:
-            return open_session(RunnableModel(stage.file, str(stage.file)), self._engine)
+            return Session(RunnableModel(stage.file, str(stage.file)), self._settings)
         if stage.model is None:
             raise InputError(f"{name} has neither a file nor a model")
         folder = self._closing.enter_context(temporary_folder()) if self._keep else None
         with contextlib.nullcontext(folder) if folder is not None else temporary_folder() as temporary:
-            return open_session(RunnableModel.of(stage.model, name, temporary), self._engine)
+            return Session(RunnableModel.of(stage.model, name, temporary), self._settings)
 
 
 def _input(name: str, tensor: Tensor) -> Input:

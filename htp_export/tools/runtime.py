@@ -9,14 +9,13 @@ from typing import Any
 
 from htp_export.errors import InputError
 from htp_export.provenance.carrying import Carried
-from htp_export.runtime.runner import check_providers
+from htp_export.runtime.sessions import Changes, RunnableModel, Session, SessionSettings
 from htp_export.tagged import ModelSource
 from htp_export.tools.adapting import adapted, library
 
 __all__ = ["onnxruntime", "onnxruntime_transformers"]
 
 _LEVELS = ("basic", "extended", "all")
-_SILENT = 4
 
 
 def onnxruntime(
@@ -38,15 +37,14 @@ def onnxruntime(
     """
     if level not in _LEVELS:
         raise InputError(f"level {level!r} is none of {', '.join(_LEVELS)}")
-    check_providers(providers)
+    settings = SessionSettings(tuple(providers))
+    settings.check()
     tool = library("onnxruntime", None)
 
     def optimize(given: Path, made: Path) -> None:
-        options = tool.SessionOptions()
-        options.graph_optimization_level = getattr(tool.GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}")
-        options.optimized_model_filepath = os.fspath(made)
-        options.log_severity_level = _SILENT
-        tool.InferenceSession(os.fspath(given), options, providers=list(providers))
+        chosen = getattr(tool.GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}")
+        changes = Changes({"graph_optimization_level": chosen, "optimized_model_filepath": os.fspath(made)})
+        Session(RunnableModel(given, "onnxruntime: the model"), settings, changes)
 
     return adapted("onnxruntime", optimize, model, output)
 

@@ -1,0 +1,95 @@
+"""An ONNX Runtime session under its profiler, and the optimised graph that the session runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from htp_export.errors import OnnxRuntimeError
+from htp_export.runtime.inputs import Feed
+from htp_export.runtime.sessions import LARGE_BYTES, Changes, RunnableModel, Session, SessionSettings
+from htp_export.runtime.traces import Trace, read_trace
+
+__all__ = ["ProfiledSession"]
+
+_EXTERNAL_FILE = "session.optimized_model_external_initializers_file_name"
+_EXTERNAL_SIZE = "session.optimized_model_external_initializers_min_size_in_bytes"
+
+
+class ProfiledSession:
+    """A session under ONNX Runtime's profiler.
+
+    Args:
+        model: The model.
+        settings: Where and how it runs.
+        temporary: A folder of one's own, for what ONNX Runtime writes.
+
+    Attributes:
+        optimized: The graph that it runs, without the values of weights; None where ONNX Runtime cannot write it, as
+            some execution providers compile their parts.
+
+    Raises:
+        OnnxRuntimeError: If ONNX Runtime cannot load the model.
+    """
+
+    def __init__(self, model: RunnableModel, settings: SessionSettings, temporary: Path) -> None:
+        self._session, written = _open(model, settings, temporary)
+        self.optimized = None if written is None else ir.from_proto(onnx.load(written, load_external_data=False))
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        """The execution providers in use."""
+        return self._session.providers
+
+    def run(self, feed: Feed, runs: int) -> list[float]:
+        """Run several times.
+
+        Returns:
+            How long each run took, in ms.
+
+        Raises:
+            OnnxRuntimeError: If ONNX Runtime cannot run it on this.
+        """
+        values = self._session.values(feed.arrays, feed.types)
+        times = []
+        for _ in range(runs):
+            start = time.perf_counter()
+            self._session.run_values(values)
+            times.append((time.perf_counter() - start) * 1000)
+        return times
+
+    def end_profiling(self, runs: int) -> Trace:
+        """Switch the profiler off, and read what it saw of the last runs."""
+        return read_trace(self._session.end_profiling(), runs)
+
+
+def _open(model: RunnableModel, settings: SessionSettings, folder: Path) -> tuple[Session, Path | None]:
+    """The session, and the file with its graph.
+
+    The graph comes with those weights that are not in a file already. Where they are too many for a message, they go
+    into a file of their own, which costs time; and where ONNX Runtime cannot write the graph, there is none.
+    """
+    attempts: Sequence[str] = ["within", "beside", "none"] if model.size < LARGE_BYTES else ["beside", "none"]
+    first: OnnxRuntimeError | None = None
+    for attempt in attempts:
+        written = folder / f"{attempt}.onnx"
+        entries = {_EXTERNAL_FILE: f"{written.name}.data", _EXTERNAL_SIZE: "1024"} if attempt == "beside" else {}
+        attributes: dict[str, Any] = {
+            "enable_profiling": True,
+            "profile_file_prefix": os.fspath(folder / "profile"),
+            "optimized_model_filepath": os.fspath(written) if attempt != "none" else "",
+        }
+        try:
+            session = Session(model, settings, Changes(attributes, entries))
+        except OnnxRuntimeError as error:
+            first = first or error
+        else:
+            return session, written if attempt != "none" else None
+    assert first is not None
+    raise first
