@@ -78,9 +78,9 @@ def test_options_of_the_user_are_as_they_were_after_an_error() -> None:
         Session(
             runnable("g (float[2] x) => (y) { y = Relux(x) }"),
             SessionSettings(options=options),
-            Changes({"enable_profiling": True}),
+            Changes({"enable_mem_pattern": False}),
         )
-    assert options.enable_profiling is False
+    assert options.enable_mem_pattern is True
 
 
 def test_sequences_and_narrow_floats_are_given() -> None:
