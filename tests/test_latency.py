@@ -22,7 +22,7 @@ import htp_export
 from htp_export.cli.main import main
 from htp_export.errors import FileError, InputError, UntaggedModelError
 from htp_export.run.latency import Profile
-from htp_export.runtime.inputs import feed_from, inputs_of, random_feed
+from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.traces import KernelKey, read_trace
 from htp_export.show.latency import render_profile
 from tests.handmade import branching, encoder, with_function
@@ -289,7 +289,7 @@ class TestInputs:
         [
             ({"runs": 0}, "0 runs"),
             ({"providers": ["NoSuchProvider"]}, "no NoSuchProvider, only"),
-            ({"dims": {"batch": 2}}, "no size 'batch' open"),
+            ({"dims": {"batch": 2}}, "no open size 'batch', only none"),
             ({"shapes": {"z": [2]}}, "no input 'z'"),
             ({"shapes": {"x": [2, 5]}}, r"is float \[2, 5\]"),
         ],
@@ -300,25 +300,25 @@ class TestInputs:
 
     def test_open_sizes_are_bound_by_name_and_assumptions_are_said(self):
         values = [ir.val("x", ir.DataType.FLOAT16, ["b", "s", 4]), ir.val("ids", ir.DataType.INT64, ["b", None])]
-        wanted = inputs_of(ir.Model(ir.Graph(values, [], nodes=[]), ir_version=10))
-        feed = random_feed(wanted, {"b": 3})
+        wanted = Inputs.of(ir.Model(ir.Graph(values, [], nodes=[]), ir_version=10))
+        feed = wanted.random({"b": 3})
         assert {name: array.shape for name, array in feed.arrays.items()} == {"x": (3, 1, 4), "ids": (3, 1)}
         assert feed.notes == ("size 's' is 1", "size 1 of input 'ids' is 1")
         assert feed.arrays["x"].dtype == np.float16
-        assert set(random_feed(wanted, shapes={"ids": [9, 9], "x": [1, 1, 4]}).arrays["ids"].flat) == {0, 1}
+        assert set(wanted.random(shapes={"ids": [9, 9], "x": [1, 1, 4]}).arrays["ids"].flat) == {0, 1}
 
     def test_bfloat16_runs_from_torch_and_at_random(self):
         text = '<ir_version: 10, opset_import: ["": 20]> g (bfloat16[4] x) => (float[4] y) { y = Cast<to = 1>(x) }'
         model = tagged(text, y="act")
         assert htp_export.profile(model, {"x": torch.ones(4, dtype=torch.bfloat16)}, runs=1).modules["act"].kernels == 1
         assert htp_export.profile(model, runs=1).modules["act"].kernels == 1
-        array = feed_from(inputs_of(model), {"x": torch.tensor([1.5, 2, 3, 4], dtype=torch.bfloat16)}).arrays["x"]
+        array = Inputs.of(model).feed({"x": torch.tensor([1.5, 2, 3, 4], dtype=torch.bfloat16)}).arrays["x"]
         assert array.astype(np.float32).tolist() == [1.5, 2, 3, 4]
 
     def test_no_random_value_can_be_made_of_strings(self):
         value = ir.val("s", ir.DataType.STRING, [2])
         with pytest.raises(InputError, match="'s': no random value"):
-            random_feed(inputs_of(ir.Model(ir.Graph([value], [], nodes=[]), ir_version=10)))
+            Inputs.of(ir.Model(ir.Graph([value], [], nodes=[]), ir_version=10)).random()
 
     def test_a_model_that_cannot_run_is_an_input_error(self):
         text = '<ir_version: 10, opset_import: ["": 20]> g (float[2] x) => (float[3] y) { y = NoSuchOperator(x) }'
@@ -407,7 +407,7 @@ class TestCommandLine:
         ("options", "message"),
         [
             (["--dims", "batch"], "--dims batch: write name=size"),
-            (["--dims", "batch=1"], "no size 'batch' open"),
+            (["--dims", "batch=1"], "no open size 'batch', only none"),
             (["--inputs", "nowhere.npz"], "nowhere.npz: cannot be read"),
             (["--inputs", "pickle.npz"], "pickle.npz: is no .npz file of plain arrays"),
             (["--inputs", "text.npz"], "text.npz: is no .npz file of plain arrays"),

@@ -72,6 +72,11 @@ def test_options_of_the_user_are_as_they_were() -> None:
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "1"  # its default
 
 
+def test_a_session_without_options_of_a_user_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    Session(runnable("g (float[2] x) => (y) { y = Relu(x) }"), changes=as_written())
+    assert capfd.readouterr() == ("", "")  # ONNX Runtime warns of an entry that is set again
+
+
 def test_options_of_the_user_are_as_they_were_after_an_error() -> None:
     options = onnxruntime.SessionOptions()
     with pytest.raises(OnnxRuntimeError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import onnx_ir as ir
 
 from htp_export.analyze.execution import Tensor
 from htp_export.analyze.inference import MOST_ELEMENTS
-from htp_export.errors import InputError
+from htp_export.runtime.inputs import Inputs
 
 __all__ = ["Bindings", "bind"]
 
@@ -57,80 +56,20 @@ def bind(
         ...
         htp_export.errors.InputError: sizes are open: 'batch'; give dims (batch=...), or example inputs
     """
-    wanted = {str(value.name): value for value in model.graph.inputs if value.name not in model.graph.initializers}
-    given: dict[str, tuple[int, ...]] = {}
-    values: dict[str, Any] = {}
-    for name, example in (inputs or {}).items():
-        _check_name("input", name, wanted)
-        array = example if hasattr(example, "shape") else np.asarray(example)
-        given[name] = tuple(int(size) for size in array.shape)
-        values[name] = _small(array)
-    for name, sizes_of in (shapes or {}).items():
-        _check_name("input", name, wanted)
-        given[name] = tuple(int(size) for size in sizes_of)
-    sizes = _sizes(wanted, given, dict(dims or {}))
-    open_sizes: dict[str, None] = {}
+    examples = {
+        name: example if hasattr(example, "shape") else np.asarray(example) for name, example in (inputs or {}).items()
+    }
+    given = {name: tuple(int(size) for size in example.shape) for name, example in examples.items()}
+    wanted = Inputs.of(model)
+    bound = wanted.bind(dims=dims, shapes={**given, **(shapes or {})})
+    bound.check()
     found = {}
-    for name, value in wanted.items():
-        shape = given[name] if name in given else _bound(value, sizes, open_sizes)
-        dtype = value.dtype if isinstance(value.type, ir.TensorType) else None
-        known = values.get(name)
-        found[name] = Tensor(name, dtype, shape, "input", None if known is None or dtype is None else known)
-    if open_sizes:
-        named = [name for name in open_sizes if ":" not in name]
-        example = f"dims ({', '.join(f'{name}=...' for name in named)})" if len(named) == len(open_sizes) else "shapes"
-        raise InputError(f"sizes are open: {', '.join(map(repr, open_sizes))}; give {example}, or example inputs")
-    return Bindings(sizes, found)
-
-
-def _check_name(what: str, name: str, known: Mapping[str, object]) -> None:
-    if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1)
-        hint = f"; do you mean {near[0]!r}?" if near else ""
-        raise InputError(f"the model has no {what} {name!r}, only {', '.join(map(repr, known)) or 'none'}{hint}")
-
-
-def _sizes(
-    wanted: Mapping[str, ir.Value], given: Mapping[str, tuple[int, ...]], dims: dict[str, int]
-) -> dict[str, int]:
-    names = dict.fromkeys(
-        dim.value for value in wanted.values() for dim in value.shape or () if isinstance(dim, ir.SymbolicDim)
-    )
-    for name, size in dims.items():
-        _check_name("open size", name, {str(known): None for known in names if known is not None})
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            raise InputError(f"size {name!r} is a whole number, not {size!r}")
-    for name, shape in given.items():
-        declared = wanted[name].shape
-        if declared is None:
-            continue
-        if len(declared) != len(shape):
-            raise InputError(f"input {name!r} has {len(declared)} dimensions in the model, not {len(shape)}")
-        for dim, size in zip(declared, shape, strict=True):
-            if isinstance(dim, int):
-                expected: int | None = dim
-            else:
-                expected = dims.setdefault(dim.value, size) if dim.value is not None else None
-            if expected is not None and expected != size:
-                named = f"size {dim.value!r}" if isinstance(dim, ir.SymbolicDim) else "a size"
-                raise InputError(f"input {name!r} is {list(shape)}, but {named} of it is {expected}")
-    return dims
-
-
-def _bound(value: ir.Value, sizes: Mapping[str, int], open_sizes: dict[str, None]) -> tuple[int, ...] | None:
-    if value.shape is None:
-        if isinstance(value.type, ir.TensorType):
-            open_sizes[f"{value.name}: all"] = None
-        return None
-    found = []
-    for position, dim in enumerate(value.shape):
-        if isinstance(dim, int):
-            found.append(dim)
-        elif dim.value in sizes:
-            found.append(sizes[str(dim.value)])
-        else:
-            open_sizes[dim.value or f"{value.name}: {position}"] = None
-    return tuple(found)
+    for each in wanted:
+        known = _small(examples[each.name]) if each.name in examples and each.type is not None else None
+        shape = bound.shapes[each.name]
+        sizes = None if shape is None else tuple(size for size in shape if size is not None)  # all are: see above
+        found[each.name] = Tensor(each.name, each.type, sizes, "input", known)
+    return Bindings(bound.sizes, found)
 
 
 def _small(array: Any) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
+from htp_export.runtime.inputs import Inputs
 from htp_export.tagged import TaggedModel
 
 __all__ = ["with_sizes"]
@@ -28,13 +31,14 @@ def with_sizes(tagged: TaggedModel) -> TaggedModel:
         >>> with_sizes(load(ir.Model(graph, ir_version=10))).model.graph.outputs[0].shape
         Shape([1, 8])
     """
-    inputs = [value for value in tagged.model.graph.inputs if not value.is_initializer()]
-    if all(value.shape is None or value.shape.is_static() for value in inputs):
+    shapes = Inputs.of(tagged.model).bind().shapes
+    if all(shape is None or None not in shape for shape in shapes.values()):
         return tagged
     copy = tagged.model.clone()
     for value in copy.graph.inputs:
-        if not value.is_initializer() and value.shape is not None:
-            value.shape = _sizes(value, value.shape)
+        shape = shapes.get(str(value.name))
+        if shape is not None:
+            value.shape = _sizes(value, shape)
     for node in copy.graph.all_nodes():
         for value in node.outputs:
             value.shape = None
@@ -42,11 +46,9 @@ def with_sizes(tagged: TaggedModel) -> TaggedModel:
     return TaggedModel(copy, tagged.hierarchy, tagged.source)
 
 
-def _sizes(value: ir.Value, shape: ir.Shape) -> ir.Shape:
+def _sizes(value: ir.Value, shape: Sequence[int | None]) -> ir.Shape:
     floating = value.dtype is not None and value.dtype.is_floating_point()
     open_size = _LENGTH
     if floating:
         open_size = _SIDE if len(shape) >= 4 else _TIME.get(len(shape), _LENGTH)
-    return ir.Shape(
-        [size if isinstance(size, int) else 1 if place == 0 else open_size for place, size in enumerate(shape)]
-    )
+    return ir.Shape([size if size is not None else 1 if place == 0 else open_size for place, size in enumerate(shape)])

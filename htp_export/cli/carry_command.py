@@ -64,11 +64,11 @@ def carry_command(
 
 def _values(file: Path, sizes: Sizes) -> Mapping[str, Any]:
     """What both files are run on."""
-    from htp_export.runtime.inputs import inputs_of, random_feed
+    from htp_export.runtime.inputs import Inputs
     from htp_export.tagged import load
 
     sizes.check_dims()
-    return sizes.inputs or random_feed(inputs_of(load(file).model), sizes.dims, sizes.shapes).arrays
+    return sizes.inputs or Inputs.of(load(file).model).random(sizes.dims, sizes.shapes).arrays
 
 
 def run_command(

@@ -144,11 +144,11 @@ def _check_opset(opset: int | None, *, dynamo: bool) -> None:
 
 def _facts(output: Path, exporter: str, seed: int | None) -> dict[str, Any]:
     """What was exported, and how: inputs, opset, exporter, and the seed of what is random."""
-    from htp_export.runtime.inputs import inputs_of
+    from htp_export.runtime.inputs import Inputs
     from htp_export.tagged import load
 
     model = load(output).model
-    inputs = {each.name: str(each) for each in inputs_of(model)}
+    inputs = {each.name: str(each) for each in Inputs.of(model)}
     return {"inputs": inputs, "opset": model.opset_imports.get(""), "exporter": exporter, "seed": seed}
 
 

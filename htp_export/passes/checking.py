@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError, InputError
 from htp_export.passes.registry import Level
+from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.sessions import RunnableModel, Session, as_written, temporary_folder
 
 __all__ = ["TOLERANCE", "OutputCheck"]
@@ -26,14 +27,19 @@ class OutputCheck:
 
     Args:
         model: The model as it was.
-        inputs: Its inputs by name; random ones where it is None: floats of a normal distribution, integers 0 and 1.
+        inputs: Its inputs by name; random ones where it is None: floats of a normal distribution, integers 0 and 1, and
+            booleans half of them true.
 
     Raises:
         InputError: If the model cannot be run on the inputs.
     """
 
     def __init__(self, model: ir.Model, inputs: Mapping[str, Any] | None = None) -> None:
-        self._inputs = _random_inputs(model) if inputs is None else {k: np.asarray(v) for k, v in inputs.items()}
+        self._inputs = (
+            dict(Inputs.of(model).random(open_sizes=_SIZES, true=0.5).arrays)
+            if inputs is None
+            else {k: np.asarray(v) for k, v in inputs.items()}
+        )
         try:
             self._expected = _outputs(model, self._inputs)
         except FileError:
@@ -78,21 +84,3 @@ def _outputs(model: ir.Model, inputs: Mapping[str, Any]) -> _Arrays:
     with temporary_folder() as folder:
         session = Session(RunnableModel.of(model, "the model", folder), changes=as_written(threads=1))
         return session.run(inputs)
-
-
-def _random_inputs(model: ir.Model) -> _Arrays:
-    generator, sizes, found = np.random.default_rng(0), dict[str, int](), _Arrays()
-    for value in model.graph.inputs:
-        if value.is_initializer():
-            continue
-        if value.shape is None or value.dtype is None:
-            raise InputError(f"input {value.name!r} has no shape or type; give inputs to verify with")
-        shape = []
-        for dim in value.shape:
-            name = str(dim.value) if isinstance(dim, ir.SymbolicDim) else ""
-            shape.append(dim if isinstance(dim, int) else sizes.setdefault(name, _SIZES[len(sizes) % len(_SIZES)]))
-        dtype = value.dtype.numpy()
-        floating = value.dtype.is_floating_point()
-        drawn = generator.standard_normal(shape) if floating else generator.integers(0, 2, shape)
-        found[str(value.name)] = drawn.astype(dtype)
-    return found

@@ -17,7 +17,7 @@ from htp_export.provenance.shapes import Shape
 from htp_export.provenance.sketch import Sketch, base_op
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore, Held
 from htp_export.runtime.comparing import TOLERANCES
-from htp_export.runtime.inputs import feed_again, feed_from, inputs_of
+from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.runner import Runner, portions
 from htp_export.runtime.sessions import SessionSettings
 
@@ -51,8 +51,8 @@ def equal_values(
     Raises:
         InputError: If the inputs are not those of the models, or ONNX Runtime cannot run one of them.
     """
-    feed = feed_from(inputs_of(before[0]), inputs)
-    again = feed_again(inputs_of(after[0]), feed.arrays)
+    feed = Inputs.of(before[0]).feed(inputs)
+    again = Inputs.of(after[0]).feed_again(feed.arrays)
     with ArrayStore.opened(portion_bytes) as store:
         known: dict[Kind, _Known] = {}
         for index, array in _tensors(*before, feed.arrays, "the model before", portion_bytes):
@@ -125,7 +125,7 @@ def _tensors(
 ) -> Iterator[tuple[int, Array]]:
     """The values of a model's tensors, with their places in its sketch, each once."""
     sizes: dict[str, int | None] = {}
-    extents = _extents(model, feed)
+    extents = Inputs.of(model).bind(shapes={name: array.shape for name, array in feed.items()}).sizes
     for index, value in enumerate(sketch.values):
         if value.scope or not value.name or not sketch.live[index]:
             continue
@@ -144,16 +144,6 @@ def _tensors(
 def _gives_tensors(op: str) -> bool:
     """Whether an operator gives tensors; sequences and optionals have no values to compare."""
     return not base_op(op).startswith(("Sequence", "SplitToSequence", "Optional"))
-
-
-def _extents(model: ir.Model, feed: Mapping[str, Array]) -> dict[str, int]:
-    """Name of a size → how large it is on these inputs."""
-    found: dict[str, int] = {}
-    for value in model.graph.inputs:
-        if value.shape is not None and value.name in feed:
-            sizes = zip(value.shape, feed[str(value.name)].shape, strict=False)
-            found.update((str(dim.value), size) for dim, size in sizes if isinstance(dim, ir.SymbolicDim))
-    return found
 
 
 def _size(shape: Shape, extents: Mapping[str, int]) -> int | None:

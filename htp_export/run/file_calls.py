@@ -12,7 +12,7 @@ from htp_export.run.checking import tensor_values
 from htp_export.run.pairing import leaving_tensors, signature_of
 from htp_export.run.pytorch_calls import ModuleCall
 from htp_export.runtime.arrays import Array, ArrayStore, Held
-from htp_export.runtime.inputs import Feed
+from htp_export.runtime.inputs import Feed, Inputs
 from htp_export.runtime.runner import Runner
 from htp_export.tagged import TaggedModel
 
@@ -90,12 +90,7 @@ def _results(tagged: TaggedModel, path: str, number: int) -> list[ir.Value | Non
 
 def _sizes(tagged: TaggedModel, feed: Feed) -> Callable[[ir.Value], int]:
     """Bytes of a tensor, as far as its type and shape are known from those of the inputs."""
-    dims: dict[str, int] = {}
-    for value in tagged.model.graph.inputs:
-        if value.shape is not None and value.name in feed.arrays:
-            for dim, extent in zip(value.shape, feed.arrays[str(value.name)].shape, strict=False):
-                if not isinstance(dim, int) and dim.value is not None:
-                    dims[dim.value] = extent
+    dims = Inputs.of(tagged.model).bind(shapes={name: array.shape for name, array in feed.arrays.items()}).sizes
 
     def size(value: ir.Value) -> int:
         typed = tagged.typed.get(str(value.name), value)

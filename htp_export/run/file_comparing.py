@@ -16,7 +16,7 @@ from htp_export.run.pairing import pair_call, signature_of
 from htp_export.run.reporting import module_results, tolerance_of
 from htp_export.run.results import NOT_COMPARED, Comparison, ModuleResult
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
-from htp_export.runtime.inputs import Feed, feed_again, feed_from, inputs_of, random_feed
+from htp_export.runtime.inputs import Feed, Inputs
 from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings
 from htp_export.tagged import ModelSource, TaggedModel, name_of
@@ -83,8 +83,8 @@ def compare(
     _check_one_model(ours, theirs, one, other)
     allowed = tolerance_of(ours, tolerances or {})
     chosen = set(ours.paths if select is None else ours.select(select))
-    known = inputs_of(ours.model)
-    feed = random_feed(known, dims, shapes, seed) if inputs is None else feed_from(known, inputs)
+    known = Inputs.of(ours.model)
+    feed = known.random(dims, shapes, seed) if inputs is None else known.feed(inputs)
     other_feed = _other_feed(ours, theirs, feed, other)
     settings = SessionSettings(tuple(providers), session_options)
     with ArrayStore.opened(portion_bytes) as store:
@@ -123,11 +123,10 @@ def _other_feed(ours: TaggedModel, theirs: TaggedModel, feed: Feed, name: str) -
     if signature is not None and other_signature is not None:
         pairs = ((tensor, other_signature.inputs.get(argument)) for argument, tensor in signature.inputs.items())
         renamed = {tensor: other for tensor, other in pairs if tensor is not None and other is not None}
-    known = inputs_of(theirs.model)
-    names = {each.name for each in known}
-    given = {each if each in names else renamed.get(each, each): array for each, array in feed.arrays.items()}
+    known = Inputs.of(theirs.model)
+    given = {each if each in known else renamed.get(each, each): array for each, array in feed.arrays.items()}
     try:
-        return dict(feed_again(known, given).arrays)
+        return dict(known.feed_again(given).arrays)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
 

@@ -16,7 +16,7 @@ from htp_export.errors import InputError, UntaggedModelError
 from htp_export.hierarchy import ModuleInfo
 from htp_export.nested.flatten import read_flat
 from htp_export.run.kernels import Kernel, attributed_kernels
-from htp_export.runtime.inputs import feed_from, inputs_of, random_feed
+from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.profiling import ProfiledSession
 from htp_export.runtime.sessions import RunnableModel, SessionSettings, temporary_folder
 from htp_export.tables import ModuleTable
@@ -203,8 +203,8 @@ def profile(
     if tagged.source == "none":
         tagged.select("**")  # says what is missing
         raise UntaggedModelError("the model has no module tags")
-    wanted = inputs_of(tagged.model)
-    feed = random_feed(wanted, dims, shapes) if inputs is None else feed_from(wanted, inputs)
+    wanted = Inputs.of(tagged.model)
+    feed = wanted.random(dims, shapes) if inputs is None else wanted.feed(inputs)
     with temporary_folder() as folder:
         if isinstance(onnx, str | os.PathLike) and tagged.model is given.model:
             runnable = RunnableModel.of_file(Path(onnx), tagged.model, folder)

@@ -23,7 +23,7 @@ from htp_export.run.reporting import module_results, tolerance_of
 from htp_export.run.results import Verification
 from htp_export.run.same_model import check_same_model, check_same_modules_ran
 from htp_export.runtime.arrays import PORTION_BYTES, ArrayStore
-from htp_export.runtime.inputs import feed_from, inputs_of
+from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings
 from htp_export.tagged import ModelSource, TaggedModel, name_of
@@ -150,7 +150,7 @@ def feed_of_call(
     Raises:
         InputError: If the call has not the inputs that the file takes, or they have other types or shapes.
     """
-    inputs = inputs_of(tagged.model)
+    inputs = Inputs.of(tagged.model)
     call = arguments_by_name(model.forward, tuple(args), kwargs)
     given: dict[str, Any] = dict(named_tensors_in(call))
     signature = signature_of(tagged, "", 0)
@@ -163,7 +163,7 @@ def feed_of_call(
             raise InputError(f"{name}: takes {len(inputs)} inputs, and the call has {len(given)} tensors")
         names = dict(zip(names, given, strict=True))
     try:
-        return dict(feed_from(inputs, {key: given[argument] for key, argument in names.items()}).arrays)
+        return dict(inputs.feed({key: given[argument] for key, argument in names.items()}).arrays)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
 

@@ -1,10 +1,11 @@
-"""What an ONNX Runtime session is fed: inputs as given, checked, or random ones made from the model's input types."""
+"""Inputs of a model: sizes for the dimensions that it leaves open, and arrays, as given or random, that fit."""
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,9 @@ import onnx_ir as ir
 from htp_export.errors import InputError
 from htp_export.runtime.arrays import Array, from_torch
 
-__all__ = ["Feed", "Input", "feed_again", "feed_from", "inputs_of", "random_feed"]
+__all__ = ["Bound", "Feed", "Input", "Inputs"]
+
+Shape = tuple[int | str | None, ...]
 
 
 @dataclass(frozen=True)
@@ -23,19 +26,53 @@ class Input:
 
     Attributes:
         name: Its name.
-        type: Its element type; None where it is no tensor.
+        type: Its element type; None where it is not known, or the input is no tensor.
         shape: Sizes, names of sizes, or None for sizes without a name; None where even their number is not known.
+        tensor: Whether it is a tensor.
     """
 
     name: str
     type: ir.DataType | None
-    shape: tuple[int | str | None, ...] | None
+    shape: Shape | None
+    tensor: bool = True
 
     def __str__(self) -> str:
         shape = (
             "any shape" if self.shape is None else f"[{', '.join('?' if d is None else str(d) for d in self.shape)}]"
         )
         return f"{self.type.name.lower() if self.type is not None else 'no tensor'} {shape}"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The inputs of a model with numbers for the sizes that it leaves open, as far as these are given.
+
+    Attributes:
+        sizes: Name of an open size → size.
+        shapes: Input name → shape, None in place of a size that stays open; None where the number of sizes does.
+        open: What stays open: names of sizes, ``x: 1`` for a size without a name, ``x: all`` for a whole shape.
+        conflicts: What contradicts the model, or itself.
+    """
+
+    sizes: Mapping[str, int]
+    shapes: Mapping[str, tuple[int | None, ...] | None]
+    open: tuple[str, ...]
+    conflicts: tuple[str, ...]
+
+    def check(self) -> None:
+        """Refuse inputs whose sizes contradict each other, or are not all known.
+
+        Raises:
+            InputError: If there is a contradiction, or a size stays open.
+        """
+        if self.conflicts:
+            raise InputError(self.conflicts[0])
+        if self.open:
+            named = [name for name in self.open if ":" not in name]
+            example = (
+                f"dims ({', '.join(f'{name}=...' for name in named)})" if len(named) == len(self.open) else "shapes"
+            )
+            raise InputError(f"sizes are open: {', '.join(map(repr, self.open))}; give {example}, or example inputs")
 
 
 @dataclass(frozen=True)
@@ -53,138 +90,221 @@ class Feed:
     notes: tuple[str, ...] = ()
 
 
-def inputs_of(model: ir.Model) -> list[Input]:
+class Inputs:
     """The inputs that a model must be given: those that have no value of their own.
+
+    Args:
+        inputs: The inputs, in order.
 
     Example:
         >>> x = ir.val("x", ir.DataType.FLOAT, ["batch", 4])
-        >>> [str(each) for each in inputs_of(ir.Model(ir.Graph([x], [], nodes=[]), ir_version=10))]
-        ['float [batch, 4]']
-    """
-    found = []
-    for value in model.graph.inputs:
-        if value.name in model.graph.initializers:
-            continue
-        tensor = isinstance(value.type, ir.TensorType) and value.type.dtype != ir.DataType.UNDEFINED
-        shape = None
-        if value.shape is not None:
-            shape = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
-        found.append(Input(str(value.name), value.dtype if tensor else None, shape))
-    return found
-
-
-def feed_from(inputs: Sequence[Input], given: Mapping[str, Any]) -> Feed:
-    """The given inputs as arrays.
-
-    Args:
-        inputs: The inputs of the model.
-        given: Input name → numpy array, torch tensor, or nested lists of numbers.
-
-    Raises:
-        InputError: If one is missing or unknown, or its type or shape is not the model's; it says which, and what the
-            model wants.
-
-    Example:
-        >>> x = Input("x", ir.DataType.FLOAT, ("batch", 4))
-        >>> feed_from([x], {"x": np.ones((2, 3), np.float32)})
+        >>> inputs = Inputs.of(ir.Model(ir.Graph([x], [], nodes=[]), ir_version=10))
+        >>> [str(each) for each in inputs], inputs.bind(dims={"batch": 2}).shapes
+        (['float [batch, 4]'], {'x': (2, 4)})
+        >>> inputs.feed({"x": np.ones((2, 3), np.float32)})
         Traceback (most recent call last):
         ...
         htp_export.errors.InputError: input 'x': is float [2, 3], and the model wants float [batch, 4]
     """
-    if not isinstance(given, Mapping):
-        raise InputError(f"inputs are a dict of name → array, not {type(given).__name__}")
-    known = {each.name: each for each in inputs}
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"; do you mean {near[0]!r}?" if near else ""
-            raise InputError(f"the model has no input {name!r}, only {', '.join(map(repr, known))}{hint}")
-    missing = [f"{name!r} ({each})" for name, each in known.items() if name not in given]
-    if missing:
-        raise InputError(f"no value for input {', '.join(missing)}")
-    arrays = {name: _array(each, given[name]) for name, each in known.items()}
-    for name, each in known.items():
-        _check(each, arrays[name])
-    return Feed(arrays, _types(inputs))
+
+    def __init__(self, inputs: Iterable[Input]) -> None:
+        self._inputs = tuple(inputs)
+        self._by_name = {each.name: each for each in self._inputs}
+
+    @classmethod
+    def of(cls, model: ir.Model) -> Inputs:
+        """The inputs of a model."""
+        return cls(_input(value) for value in model.graph.inputs if value.name not in model.graph.initializers)
+
+    def __iter__(self) -> Iterator[Input]:
+        return iter(self._inputs)
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def bind(
+        self, *, dims: Mapping[str, int] | None = None, shapes: Mapping[str, Sequence[int]] | None = None
+    ) -> Bound:
+        """Give numbers to the sizes that the model leaves open.
+
+        Args:
+            dims: Name of an open size → size.
+            shapes: Input name → its whole shape, as wanted or as an example has it. A name in its place in the model
+                has the size wherever it stands.
+
+        Raises:
+            InputError: If the model has no such size or input, or a size is no whole number.
+        """
+        sizes = dict(dims or {})
+        names = dict.fromkeys(dim for each in self for dim in each.shape or () if isinstance(dim, str))
+        for name, size in sizes.items():
+            _check_name("open size", name, names)
+            if not _is_size(size):
+                raise InputError(f"size {name!r} is a whole number, not {size!r}")
+        given = {name: self._given_shape(name, shape) for name, shape in (shapes or {}).items()}
+        conflicts = [text for name, shape in given.items() for text in _match(self._by_name[name], shape, sizes)]
+        found: dict[str, tuple[int | None, ...] | None] = {}
+        open_sizes: dict[str, None] = {}
+        for each in self:
+            if each.name in given:
+                found[each.name] = given[each.name]
+            elif each.shape is None:
+                found[each.name] = None
+                open_sizes.update({f"{each.name}: all": None} if each.tensor else {})
+            else:
+                shape = tuple(sizes.get(dim) if isinstance(dim, str) else dim for dim in each.shape)
+                found[each.name] = shape
+                stays = ((k, dim) for k, dim in enumerate(each.shape) if shape[k] is None)
+                open_sizes.update({dim if isinstance(dim, str) else f"{each.name}: {k}": None for k, dim in stays})
+        return Bound(sizes, found, tuple(open_sizes), tuple(conflicts))
+
+    def feed(self, given: Mapping[str, Any]) -> Feed:
+        """The given inputs as arrays.
+
+        Args:
+            given: Input name → numpy array, torch tensor, or nested lists of numbers.
+
+        Raises:
+            InputError: If one is missing or unknown, or its type or shape is not the model's; it says which, and what
+                the model wants.
+        """
+        if not isinstance(given, Mapping):
+            raise InputError(f"inputs are a dict of name → array, not {type(given).__name__}")
+        for name in given:
+            _check_name("input", name, self._by_name)
+        missing = [f"{name!r} ({each})" for name, each in self._by_name.items() if name not in given]
+        if missing:
+            raise InputError(f"no value for input {', '.join(missing)}")
+        arrays = {each.name: _array(each, given[each.name]) for each in self}
+        for each in self:
+            _check(each, arrays[each.name])
+        return Feed(arrays, self._types)
+
+    def feed_again(self, given: Mapping[str, Array]) -> Feed:
+        """What another file of a model is fed: the same arrays, in the width that its own floats have.
+
+        Args:
+            given: Input name → array. Inputs of other names have those at their places, if there are as many.
+
+        Raises:
+            InputError: If there is no array for an input, or not of its type or shape.
+
+        Example:
+            >>> x = Input("x_half", ir.DataType.FLOAT16, ("batch", 4))
+            >>> Inputs([x]).feed_again({"x": np.ones((2, 4), np.float32)}).arrays["x_half"].dtype
+            dtype('float16')
+        """
+        places = list(given.values()) if len(given) == len(self) else []
+        found = {}
+        for place, each in enumerate(self):
+            array = given.get(each.name, places[place] if places else None)
+            if array is None:
+                raise InputError(f"takes an input {each.name!r}, and the other file has none of that name")
+            wanted = each.type.numpy() if each.type is not None and each.type.is_floating_point() else array.dtype
+            found[each.name] = array.astype(wanted) if array.dtype != wanted and _is_float(array) else array
+        return self.feed(found)
+
+    def random(
+        self,
+        dims: Mapping[str, int] | None = None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        seed: int = 0,
+        *,
+        open_sizes: Sequence[int] = (1,),
+        true: float = 1.0,
+    ) -> Feed:
+        """Random inputs: floats are normal, integers 0 or 1, which every vocabulary has.
+
+        Args:
+            dims: Name of a size that the model leaves open → size.
+            shapes: Input name → its whole shape.
+            seed: Of the values.
+            open_sizes: What sizes are that are not given, one after another; a note says so. Sizes of one name are
+                equal, and so are those without a name.
+            true: The part of booleans that is true.
+
+        Raises:
+            InputError: If an input is no tensor of numbers or its number of dimensions is unknown, or if ``dims`` or
+                ``shapes`` do not fit the model.
+
+        Example:
+            >>> x = Inputs([Input("x", ir.DataType.FLOAT, ("batch", 4))])
+            >>> x.random({"batch": 2}).arrays["x"].shape, x.random().notes
+            ((2, 4), ("size 'batch' is 1",))
+        """
+        bound = self.bind(dims=dims, shapes=shapes)
+        sizes, assumed = itertools.cycle(open_sizes), dict[str, int]()
+        generator = np.random.default_rng(seed)
+        arrays: dict[str, Array] = {}
+        notes: dict[str, None] = {}
+        for each in self:
+            known = bound.shapes[each.name]
+            if known is None:
+                raise InputError(f"input {each.name!r}: the model does not tell its shape; give inputs, or its shape")
+            shape = []
+            for place, size in enumerate(known):
+                if size is None:
+                    name = each.shape[place] if each.shape is not None else None
+                    key = name if isinstance(name, str) else ""
+                    size = assumed[key] if key in assumed else assumed.setdefault(key, next(sizes))
+                    notes[f"size {name!r} is {size}" if key else f"size {place} of input {each.name!r} is {size}"] = (
+                        None
+                    )
+                shape.append(size)
+            arrays[each.name] = _random(each, shape, generator, true)
+            _check(each, arrays[each.name])
+        return Feed(arrays, self._types, tuple(notes))
+
+    @property
+    def _types(self) -> dict[str, ir.DataType]:
+        return {each.name: each.type for each in self if each.type is not None}
+
+    def _given_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        _check_name("input", name, self._by_name)
+        if not isinstance(shape, Sequence) or not all(map(_is_size, shape)):
+            raise InputError(f"input {name!r}: a shape is a list of whole numbers, not {shape!r}")
+        return tuple(int(size) for size in shape)
 
 
-def feed_again(inputs: Sequence[Input], given: Mapping[str, Array]) -> Feed:
-    """What another file of a model is fed: the same arrays, in the width that its own floats have.
+def _input(value: ir.Value) -> Input:
+    tensor = isinstance(value.type, ir.TensorType)
+    known = tensor and value.dtype != ir.DataType.UNDEFINED
+    shape = None
+    if value.shape is not None:
+        shape = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
+    return Input(str(value.name), value.dtype if known else None, shape, tensor)
 
-    Args:
-        inputs: The inputs of the other file.
-        given: Input name → array. Inputs of other names have those at their places, if there are as many.
 
-    Raises:
-        InputError: If there is no array for an input, or not of its type or shape.
+def _check_name(what: str, name: str, known: Mapping[str, object]) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=1)
+        hint = f"; do you mean {near[0]!r}?" if near else ""
+        raise InputError(f"the model has no {what} {name!r}, only {', '.join(map(repr, known)) or 'none'}{hint}")
 
-    Example:
-        >>> x = Input("x_half", ir.DataType.FLOAT16, ("batch", 4))
-        >>> feed_again([x], {"x": np.ones((2, 4), np.float32)}).arrays["x_half"].dtype
-        dtype('float16')
-    """
-    places = list(given.values()) if len(given) == len(inputs) else []
-    found = {}
-    for place, each in enumerate(inputs):
-        array = given.get(each.name, places[place] if places else None)
-        if array is None:
-            raise InputError(f"takes an input {each.name!r}, and the other file has none of that name")
-        wanted = each.type.numpy() if each.type is not None and each.type.is_floating_point() else array.dtype
-        found[each.name] = array.astype(wanted) if array.dtype != wanted and _is_float(array) else array
-    return feed_from(inputs, found)
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, int | np.integer) and not isinstance(size, bool) and int(size) >= 0
+
+
+def _match(wanted: Input, shape: tuple[int, ...], sizes: dict[str, int]) -> Iterator[str]:
+    """What of a shape contradicts the model, or sizes that are known; sizes that were not known are added."""
+    if wanted.shape is None:
+        return
+    if len(wanted.shape) != len(shape):
+        yield f"input {wanted.name!r} has {len(wanted.shape)} dimensions in the model, not {len(shape)}"
+        return
+    for dim, size in zip(wanted.shape, shape, strict=True):
+        expected = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
+        if expected is not None and expected != size:
+            named = f"size {dim!r}" if isinstance(dim, str) else "a size"
+            yield f"input {wanted.name!r} is {list(shape)}, but {named} of it is {expected}"
 
 
 def _is_float(array: Array) -> bool:
     return str(array.dtype).startswith(("float", "bfloat"))
-
-
-def random_feed(
-    inputs: Sequence[Input],
-    dims: Mapping[str, int] | None = None,
-    shapes: Mapping[str, Sequence[int]] | None = None,
-    seed: int = 0,
-) -> Feed:
-    """Random inputs: floats are normal, integers 0 or 1, which every vocabulary has, booleans true.
-
-    Args:
-        inputs: The inputs of the model.
-        dims: Name of a size that the model leaves open → size. Those that are not given are 1, and a note says so.
-        shapes: Input name → its whole shape.
-        seed: Of the values.
-
-    Raises:
-        InputError: If an input is no tensor of numbers or its number of dimensions is unknown, or if ``dims`` or
-            ``shapes`` do not fit the model.
-
-    Example:
-        >>> x = Input("x", ir.DataType.FLOAT, ("batch", 4))
-        >>> feed = random_feed([x], {"batch": 2})
-        >>> feed.arrays["x"].shape, random_feed([x]).notes
-        ((2, 4), ("size 'batch' is 1",))
-    """
-    dims, shapes = dict(dims or {}), dict(shapes or {})
-    open_sizes = {dim for each in inputs for dim in each.shape or () if isinstance(dim, str)}
-    for name, size in dims.items():
-        if name not in open_sizes:
-            known = ", ".join(map(repr, sorted(open_sizes))) or "none"
-            raise InputError(f"the model leaves no size {name!r} open; there is {known}")
-        if not isinstance(size, int) or size < 0:
-            raise InputError(f"size {name!r} is a whole number, not {size!r}")
-    for name in shapes.keys() - {each.name for each in inputs}:
-        raise InputError(f"the model has no input {name!r}, only {', '.join(repr(each.name) for each in inputs)}")
-    generator = np.random.default_rng(seed)
-    arrays: dict[str, Array] = {}
-    notes: list[str] = []
-    for each in inputs:
-        shape, assumed = _shape(each, dims, shapes.get(each.name))
-        notes += assumed
-        arrays[each.name] = _random(each, shape, generator)
-        _check(each, arrays[each.name])
-    return Feed(arrays, _types(inputs), tuple(dict.fromkeys(notes)))
-
-
-def _types(inputs: Sequence[Input]) -> dict[str, ir.DataType]:
-    return {each.name: each.type for each in inputs if each.type is not None}
 
 
 def _array(wanted: Input, value: Any) -> Array:
@@ -219,33 +339,14 @@ def _type_name(array: Array) -> str:
         return str(array.dtype)
 
 
-def _shape(wanted: Input, dims: Mapping[str, int], given: Sequence[int] | None) -> tuple[list[int], list[str]]:
-    if given is not None:
-        if not isinstance(given, Sequence) or not all(isinstance(size, int) and size >= 0 for size in given):
-            raise InputError(f"input {wanted.name!r}: a shape is a list of whole numbers, not {given!r}")
-        return list(given), []
-    if wanted.shape is None:
-        raise InputError(f"input {wanted.name!r}: the model does not tell its shape; give inputs, or its shape")
-    shape, notes = [], []
-    for position, dim in enumerate(wanted.shape):
-        if isinstance(dim, int):
-            shape.append(dim)
-        elif dim is not None and dim in dims:
-            shape.append(dims[dim])
-        else:
-            shape.append(1)
-            notes.append(f"size {dim!r} is 1" if dim else f"size {position} of input {wanted.name!r} is 1")
-    return shape, notes
-
-
-def _random(wanted: Input, shape: Sequence[int], generator: np.random.Generator) -> Array:
+def _random(wanted: Input, shape: Sequence[int], generator: np.random.Generator, true: float) -> Array:
     kind = wanted.type
     if kind is None or kind == ir.DataType.STRING:
         raise InputError(f"input {wanted.name!r}: no random value can be made of {wanted}; give inputs")
     if kind == ir.DataType.BOOL:
-        return np.ones(shape, dtype=bool)
+        return np.asarray(generator.random(shape) < true)
     if kind.is_floating_point():
         if math.prod(shape) == 0:
             return np.zeros(shape, dtype=kind.numpy())
         return np.asarray(generator.standard_normal(shape, dtype=np.float32)).astype(kind.numpy())
-    return generator.integers(0, 2, shape).astype(kind.numpy())
+    return np.asarray(generator.integers(0, 2, shape)).astype(kind.numpy())

@@ -292,17 +292,17 @@ def _load(model: RunnableModel, settings: SessionSettings, changes: Changes) -> 
     entries = {_WEIGHTS_FOLDER: os.fspath(model.folder)} if model.folder is not None else {}
     changes = Changes({**quiet, **changes.attributes}, {**entries, **changes.entries})
     source = model.source if isinstance(model.source, bytes) else os.fspath(model.source)
-    with _changed(options, changes):
+    with _put_back(options, changes) if settings.options is not None else contextlib.nullcontext():
+        _set(options, changes.attributes, changes.entries)
         return onnxruntime.InferenceSession(source, options, providers=list(settings.providers))
 
 
 @contextlib.contextmanager
-def _changed(options: Any, changes: Changes) -> Iterator[None]:
-    """Session options with some of them changed; afterwards they are as they were."""
+def _put_back(options: Any, changes: Changes) -> Iterator[None]:
+    """Session options that are as they were afterwards. ONNX Runtime warns of each entry that is set again."""
     before = {name: getattr(options, name) for name in changes.attributes}
     entries = {name: _entry(options, name) for name in changes.entries}
     try:
-        _set(options, changes.attributes, changes.entries)
         yield
     finally:
         _set(options, before, entries)

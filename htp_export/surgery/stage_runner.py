@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.runtime.arrays import from_ort, to_ort
-from htp_export.runtime.inputs import Input, feed_from
+from htp_export.runtime.inputs import Input, Inputs
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, temporary_folder
 from htp_export.surgery.stages import Stage, Tensor
 
@@ -77,8 +77,7 @@ class StageRunner:
         Raises:
             InputError: If the inputs are not those of the model, or ONNX Runtime cannot load or run a stage.
         """
-        wanted = [_input(name, tensor) for name, tensor in self._inputs.items()]
-        feed = feed_from(wanted, inputs)
+        feed = Inputs(_input(name, tensor) for name, tensor in self._inputs.items()).feed(inputs)
         values: dict[tuple[int | None, str], Any] = {
             (None, name): to_ort(array, feed.types.get(name)) for name, array in feed.arrays.items()
         }

@@ -1,0 +1,61 @@
+"""Inputs of a model: open sizes are bound once, contradictions and what stays open are said, random arrays fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from htp_export.errors import InputError
+from htp_export.runtime.inputs import Inputs
+
+
+def inputs(**shapes: list[int | str | None] | None) -> Inputs:
+    values = [ir.val(name, ir.DataType.FLOAT, shape) for name, shape in shapes.items()]
+    return Inputs.of(ir.Model(ir.Graph(values, [], nodes=[]), ir_version=10))
+
+
+def test_a_size_of_one_name_is_the_same_wherever_it_stands() -> None:
+    bound = inputs(x=["batch", 4], mask=["batch", "length"]).bind(shapes={"x": (3, 4)}, dims={"length": 7})
+    assert bound.sizes == {"batch": 3, "length": 7}
+    assert bound.shapes == {"x": (3, 4), "mask": (3, 7)}
+    assert (bound.open, bound.conflicts) == ((), ())
+    bound.check()
+
+
+def test_what_stays_open_is_named() -> None:
+    bound = inputs(x=["batch", None], y=None, z=["batch", 2]).bind()
+    assert bound.shapes == {"x": (None, None), "y": None, "z": (None, 2)}
+    assert bound.open == ("batch", "x: 1", "y: all")
+    with pytest.raises(InputError, match=r"sizes are open: 'batch', 'x: 1', 'y: all'; give shapes, or example inputs"):
+        bound.check()
+
+
+def test_contradictions_are_said_and_do_not_hinder_who_does_not_ask() -> None:
+    bound = inputs(x=["batch", 4], y=["batch"]).bind(shapes={"x": (2, 5), "y": (3,)})
+    assert bound.conflicts == (
+        "input 'x' is [2, 5], but a size of it is 4",
+        "input 'y' is [3], but size 'batch' of it is 2",
+    )
+    with pytest.raises(InputError, match="a size of it is 4"):
+        bound.check()
+
+
+@pytest.mark.parametrize("size", [-1, True, 2.0, "2"])
+def test_a_size_is_a_whole_number(size: object) -> None:
+    with pytest.raises(InputError, match="whole number"):
+        inputs(x=["batch"]).bind(dims={"batch": size})  # type: ignore[dict-item]
+    with pytest.raises(InputError, match="list of whole numbers"):
+        inputs(x=["batch"]).bind(shapes={"x": [size]})  # type: ignore[list-item]
+
+
+def test_open_sizes_of_random_inputs_differ_by_name() -> None:
+    feed = inputs(x=["batch", "length"], y=["length", "batch"]).random(open_sizes=(2, 8))
+    assert {name: array.shape for name, array in feed.arrays.items()} == {"x": (2, 8), "y": (8, 2)}
+    assert feed.notes == ("size 'batch' is 2", "size 'length' is 8")
+
+
+def test_booleans_are_true_as_often_as_asked_for() -> None:
+    given = Inputs.of(ir.Model(ir.Graph([ir.val("m", ir.DataType.BOOL, [999])], [], nodes=[]), ir_version=10))
+    assert given.random().arrays["m"].all()
+    assert 400 < np.count_nonzero(given.random(true=0.5).arrays["m"]) < 600
