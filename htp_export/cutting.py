@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.errors import InputError
+from htp_export.model.operators import SIZES_ONLY
 from htp_export.regions import Region
 from htp_export.signatures import Signature
 from htp_export.tagged import TaggedModel
@@ -224,7 +225,7 @@ class Cutter:
             if node is None or node in cone:
                 continue
             cone[node] = None
-            source = node.inputs[0] if node.op_type in ("Shape", "Size") else None
+            source = node.inputs[0] if node.op_type in SIZES_ONLY else None
             if source is not None and source in inputs:
                 used.add(source)
             elif node.op_type == "Shape" and not all(map(self._constant, node.inputs)):
@@ -253,7 +254,7 @@ class Cutter:
             node = current.producer()
             if current in self._only_sizes:
                 stack.pop()
-            elif self._constant(current) or (node is not None and node.op_type in ("Shape", "Size")):
+            elif self._constant(current) or (node is not None and node.op_type in SIZES_ONLY):
                 self._only_sizes[stack.pop()] = True
             elif node is None or node in self._index.bodies or node.graph is not self._tagged.model.graph:
                 self._only_sizes[stack.pop()] = False

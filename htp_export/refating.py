@@ -17,6 +17,7 @@ from htp_export import tags
 from htp_export.call_tree import CallTree, Work
 from htp_export.crossings import fused_with
 from htp_export.hierarchy import Hierarchy
+from htp_export.model.operators import SIZES_ONLY
 from htp_export.regions import all_nodes
 from htp_export.signatures import Signature
 
@@ -24,7 +25,6 @@ __all__ = ["Borders", "refate", "varying_values"]
 
 _Paths = tuple[str, ...]
 _NOBODY = Work()
-_SIZES_ONLY = ("Shape", "Size")
 
 
 class Borders:
@@ -176,7 +176,7 @@ def varying_values(model: ir.Model, nodes: Sequence[ir.Node]) -> set[ir.Value]:
     for node in nodes:
         # A node that holds bodies stands before their nodes: what it makes may depend on whatever they read.
         bodies = any(attribute.type in _GRAPHS for attribute in node.attributes.data.values())
-        if bodies or (node.op_type not in _SIZES_ONLY and any(value in live for value in node.inputs)):
+        if bodies or (node.op_type not in SIZES_ONLY and any(value in live for value in node.inputs)):
             live.update(node.outputs)
     return live
 

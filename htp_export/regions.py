@@ -15,13 +15,9 @@ import onnx_ir as ir
 from htp_export.call_tree import CallTree, Instance, Work
 from htp_export.errors import InputError
 from htp_export.hierarchy import Hierarchy, ModuleInfo
+from htp_export.model.operators import RANDOM
 
-__all__ = ["RANDOM", "GraphIndex", "Region", "all_nodes", "subgraphs"]
-
-RANDOM = frozenset(
-    ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
-)
-"""Without inputs, or with constant ones, these still give other values in every run."""
+__all__ = ["GraphIndex", "Region", "all_nodes", "subgraphs"]
 
 
 def all_nodes(model: ir.Model) -> Iterator[ir.Node]:

@@ -13,7 +13,7 @@ import pytest
 import htp_export
 from htp_export.errors import FileError, InputError, UntaggedModelError
 from htp_export.hierarchy import ModuleInfo
-from htp_export.provenance.operators import ends_in, resembles
+from htp_export.model.operators import ends_in, resembles
 from htp_export.provenance.sketch import draw
 from tests.exporting import exported_net, metadata
 from tests.handmade import branching, encoder, model, tagged_node, value, weight, with_function

@@ -16,6 +16,7 @@ PACKAGE = Path(htp_export.__file__).parent
 # earlier one by their own names. Within a row there are no cycles.
 ROWS = [
     ["errors"],
+    ["model"],
     ["tags"],
     ["hierarchy", "parameters", "signatures"],
     [

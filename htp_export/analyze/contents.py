@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from htp_export import tags
-from htp_export.analyze.facts import constant_tensor, is_standard
+from htp_export.analyze.facts import constant_tensor
+from htp_export.model.operators import is_standard
 from htp_export.tagged import TaggedModel
 
 __all__ = ["Contents", "ModuleContents", "contents_of", "dtype_name", "tied_parameters"]

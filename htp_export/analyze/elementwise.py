@@ -153,7 +153,7 @@ _PER_INPUT: Mapping[str, int] = {
 }
 
 # These move, select, reshape or convert elements.
-_MOVING = _names("""
+_WITHOUT_ARITHMETIC = _names("""
     BitCast Cast CastLike CenterCropPad Compress Concat ConcatFromSequence Constant ConstantOfShape DepthToSpace
     Dropout Expand EyeLike Flatten Gather GatherElements GatherND Identity NonZero OneHot Optional
     OptionalGetElement OptionalHasElement Pad Reshape ReverseSequence Scatter SequenceAt SequenceConstruct
@@ -179,7 +179,7 @@ _CONTRIB_PER_OUTPUT: Mapping[str, int] = {
 FORMULAS: Mapping[tuple[str, str], Formula] = {
     **{("", op): _per_output(count) for op, count in _PER_OUTPUT.items()},
     **{("", op): _per_input(count) for op, count in _PER_INPUT.items()},
-    **{("", op): _nothing for op in _MOVING},
+    **{("", op): _nothing for op in _WITHOUT_ARITHMETIC},
     **{("", op): _each_further_input for op in ("Max", "Min", "Sum", "Mean")},
     **{("", op): _pool for op in ("AveragePool", "MaxPool", "LpPool")},
     **{("", op): _scatter for op in ("ScatterElements", "ScatterND")},

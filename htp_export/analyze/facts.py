@@ -12,9 +12,10 @@ import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.errors import FileError
+from htp_export.model.operators import is_standard
 from htp_export.tagged import TaggedModel
 
-__all__ = ["Array", "GraphFacts", "constant_tensor", "is_standard"]
+__all__ = ["Array", "GraphFacts", "constant_tensor"]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -160,11 +161,6 @@ class GraphFacts:
             is_input = source.is_graph_input() and source.graph is self.tagged.model.graph
             return None if is_input else source.const_value
         return constant_tensor(value)
-
-
-def is_standard(node: ir.Node, *ops: str) -> bool:
-    """Whether a node computes an operator of ONNX itself, and one of ``ops`` where any are named."""
-    return node.domain in ("", "ai.onnx") and (not ops or node.op_type in ops)
 
 
 def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from htp_export.analyze import attention_work, elementwise, products, selection_work
 from htp_export.analyze.execution import Step, UnknownShapeError
 from htp_export.analyze.work import NOTHING, Formula, Work
+from htp_export.model.operators import CONTROL_FLOW
 
 __all__ = ["counted_operators", "work_of"]
 
@@ -20,7 +21,6 @@ _FORMULAS: Mapping[tuple[str, str], Formula] = {
     **attention_work.FORMULAS,
     **selection_work.FORMULAS,
 }
-_HOLDERS = frozenset(("If", "Loop", "Scan"))
 
 
 def counted_operators() -> dict[str, list[str]]:
@@ -47,7 +47,7 @@ def work_of(step: Step) -> Work | None:
         >>> work_of(Step(ir.node("MatMul", [ir.val("a"), ir.val("b")]), (), (a, b), (c,)))
         Work(macs=30, other=0)
     """
-    if step.op[0] == "" and step.op[1] in _HOLDERS:
+    if step.op[0] == "" and step.op[1] in CONTROL_FLOW:
         return NOTHING if step.trips_known else None
     formula = _FORMULAS.get(step.op)
     if formula is None:

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from htp_export.analyze.execution import Tensor
+from htp_export.model.operators import RANDOM
 
 __all__ = ["MOST_ELEMENTS", "evaluate", "infer", "node_proto"]
 
@@ -29,9 +30,7 @@ TypeAndShape: TypeAlias = tuple[ir.DataType | None, tuple[int, ...] | None]
 
 # What these make may be far larger than what they read.
 _GROWING = frozenset(("ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneHot", "Resize", "Upsample", "EyeLike"))
-_NOT_EVALUATED = frozenset(
-    ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Dropout")
-)
+_NOT_EVALUATED = RANDOM | {"Dropout"}
 
 
 def node_proto(

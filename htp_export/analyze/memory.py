@@ -17,14 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from htp_export.analyze.execution import Body, Run, Step, Tensor
+from htp_export.model.operators import CONTROL_FLOW, RESHAPING, SIZES_ONLY
 
 __all__ = ["Timeline", "traffic"]
 
 _Bytes: TypeAlias = npt.NDArray[np.int64]
 
-_NO_TRAFFIC = frozenset(
-    ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Constant", "Shape", "Size", "If", "Loop", "Scan")
-)
+_NO_TRAFFIC = RESHAPING | SIZES_ONLY | CONTROL_FLOW | {"Constant", "Identity"}
 # Of the first input, only what is picked is read.
 _PICKING = frozenset(("Gather", "GatherElements", "GatherND", "Slice", "Compress"))
 

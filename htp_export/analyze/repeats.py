@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.analyze.facts import GraphFacts, is_standard
+from htp_export.analyze.facts import GraphFacts
 from htp_export.analyze.mechanisms.streams import Streams
 from htp_export.analyze.structure import Hasher
+from htp_export.model.operators import SIZES_ONLY, is_standard
 
 __all__ = ["holds_weights", "repeated_pieces"]
 
@@ -66,7 +67,7 @@ def _between(facts: GraphFacts, start: ir.Value) -> list[ir.Node]:
     reached = {start}
     ahead: list[ir.Node] = []
     for node in graph:
-        if not is_standard(node, "Shape", "Size") and any(value in reached for value in node.inputs):
+        if not is_standard(node, *SIZES_ONLY) and any(value in reached for value in node.inputs):
             ahead.append(node)
             reached.update(node.outputs)
     useful: set[ir.Node] = set()

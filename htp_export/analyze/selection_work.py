@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from htp_export.analyze.attention_work import SOFTMAX
 from htp_export.analyze.execution import Step, UnknownShapeError
 from htp_export.analyze.work import NOTHING, Formula, Work
+from htp_export.model.operators import RANDOM
 
 __all__ = ["FORMULAS"]
 
@@ -138,8 +139,6 @@ def _distances(step: Step) -> Work:
     return Work(0, 3 * math.prod(step.output_shape()) * step.shape(0)[-1])
 
 
-_RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
-
 FORMULAS: Mapping[tuple[str, str], Formula] = {
     ("", "TopK"): _top_k,
     ("", "Unique"): _sort,
@@ -147,9 +146,9 @@ FORMULAS: Mapping[tuple[str, str], Formula] = {
     ("", "RoiAlign"): _roi_align,
     ("", "STFT"): _stft,
     ("", "AffineGrid"): _affine_grid,
+    **{("", op): _per_output(1) for op in RANDOM},
     ("", "Multinomial"): _multinomial,
     ("", "Det"): _determinant,
-    **{("", op): _per_output(1) for op in _RANDOM},
     ("", "Bernoulli"): _per_output(2),  # a random number and its comparison
     ("", "HannWindow"): _per_output(5),
     ("", "HammingWindow"): _per_output(5),

@@ -17,13 +17,13 @@ from htp_export.analyze.bindings import Bindings
 from htp_export.analyze.contrib_shapes import contrib_shape
 from htp_export.analyze.execution import Body, Run, Step, Tensor, UnknownShapeError
 from htp_export.analyze.inference import MOST_ELEMENTS, evaluate, infer, node_proto
+from htp_export.model.operators import CONTROL_FLOW, RESHAPING
 from htp_export.tagged import TaggedModel
 
 __all__ = ["run_by_shapes"]
 
 # ONNX Runtime gives the output of these the memory of the input.
-_VIEWS = frozenset(("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
-_CONTROL = frozenset(("If", "Loop", "Scan"))
+_VIEWS = RESHAPING | {"Identity"}
 _CONSTANT_VALUES = ("value_int", "value_ints", "value_float", "value_floats")
 
 
@@ -56,7 +56,7 @@ class _Runner:
         graph = tagged.model.graph
         # Where the file says all shapes, and how often everything runs, nothing has to be worked out.
         self._infer = bool(tagged.model.functions) or any(
-            node.op_type in _CONTROL or any(self._written(value).shape is None for value in node.outputs)
+            node.op_type in CONTROL_FLOW or any(self._written(value).shape is None for value in node.outputs)
             for node in graph.all_nodes()
         )
 
@@ -87,7 +87,7 @@ class _Runner:
             self._call(function, node, inputs, attributes)
             return
         bare = Step(node, self._owners(node), inputs, (), attributes)
-        if node.op_type in _CONTROL and bare.op[0] == "":
+        if node.op_type in CONTROL_FLOW and bare.op[0] == "":
             made, bodies, trips_known = _Control(self, bare).run()
             outputs = [self._best(value, tensor) for value, tensor in zip(node.outputs, made, strict=False)]
             outputs += [self._written(value) for value in node.outputs[len(outputs) :]]

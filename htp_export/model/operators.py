@@ -1,4 +1,7 @@
-"""What kinds of operators there are, as far as telling whose work a node does depends on it."""
+"""Kinds of operators: what each of them does to the values and shapes that it reads.
+
+Sets that say the same thing stand here once. A set for one purpose only stands where it is used, and is made of these.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +9,80 @@ import functools
 import re
 
 import onnx
+import onnx_ir as ir
 
-from htp_export.provenance.sketch import base_op
-
-__all__ = ["COMMUTATIVE", "IN_PLACE", "RANDOM", "ends_in", "moves", "resembles"]
-
-COMMUTATIVE = frozenset(("Add", "Mul", "And", "Or", "Xor", "Equal", "Max", "Min", "Sum"))
+__all__ = [
+    "COMMUTATIVE",
+    "CONTROL_FLOW",
+    "IN_PLACE",
+    "LAYOUT",
+    "RANDOM",
+    "RESHAPING",
+    "SIZES_ONLY",
+    "base_op",
+    "ends_in",
+    "is_standard",
+    "moves",
+    "resembles",
+]
 
 RANDOM = frozenset(
     ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
 )
+"""Without inputs, or with constant ones, these still give other values in every run."""
 
-# They change where or how exactly a tensor is kept, and leave every number in its place.
+SIZES_ONLY = frozenset(("Shape", "Size"))
+"""They read the sizes of a tensor, and none of its values."""
+
+CONTROL_FLOW = frozenset(("If", "Loop", "Scan"))
+"""They run subgraphs."""
+
+RESHAPING = frozenset(("Reshape", "Flatten", "Squeeze", "Unsqueeze"))
+"""They give back the same elements in the same order, in another shape."""
+
+LAYOUT = RESHAPING | {"Transpose", "Expand"}
+"""They give back the same elements in another shape or order, or repeated."""
+
+COMMUTATIVE = frozenset(("Add", "Mul", "And", "Or", "Xor", "Equal", "Max", "Min", "Sum"))
+"""Their inputs may change places."""
+
 IN_PLACE = frozenset(
     ("Identity", "Cast", "CastLike", "MemcpyToHost", "MemcpyFromHost", "QuantizeLinear", "DequantizeLinear")
 )
+"""They change where or how exactly a tensor is kept, and leave every number in its place."""
 
-# They give back the numbers that they are given, in another place, layout, shape or precision.
-_MOVING = frozenset(
-    (
-        *("Identity", "Cast", "CastLike", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand"),
-        *("MemcpyToHost", "MemcpyFromHost", "ReorderInput", "ReorderOutput", "Dropout"),
-        *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"),
-        *("Constant", "Shape", "Size"),
-    )
+_MOVING = (
+    LAYOUT
+    | IN_PLACE
+    | {"ReorderInput", "ReorderOutput", "Dropout", "DynamicQuantizeLinear"}
+    | {"Constant"}
+    | SIZES_ONLY
 )
+"""They give back the numbers that they are given, in another place, layout, shape or precision."""
 
-_VIEWING = frozenset(("Slice", "Split", "Concat", "Gather", "Pad", "Tile"))
+_SELECTING = frozenset(("Slice", "Split", "Concat", "Gather", "Pad", "Tile"))
+"""They give back some of the numbers that they are given, or repeat some."""
+
+
+def base_op(op: str) -> str:
+    """The operator without its domain.
+
+    Example:
+        >>> base_op("com.microsoft.nchwc::Conv"), base_op("Conv")
+        ('Conv', 'Conv')
+    """
+    return op.rpartition("::")[2]
+
+
+def is_standard(node: ir.Node | None, *op_types: str) -> bool:
+    """Whether a node is there and computes an operator of ONNX itself, and one of ``op_types`` where any are named.
+
+    Example:
+        >>> relu, theirs = ir.node("Relu", [ir.val("x")]), ir.node("Relu", [ir.val("x")], domain="com.microsoft")
+        >>> is_standard(relu), is_standard(relu, "Relu", "Tanh"), is_standard(relu, "Tanh"), is_standard(theirs)
+        (True, True, False, False)
+    """
+    return node is not None and node.domain == "" and (not op_types or node.op_type in op_types)
 
 
 def moves(op: str, views: bool = False) -> bool:
@@ -43,7 +93,7 @@ def moves(op: str, views: bool = False) -> bool:
         (True, True, False, True)
     """
     base = base_op(op)
-    return base in _MOVING or (views and base in _VIEWING)
+    return base in _MOVING or (views and base in _SELECTING)
 
 
 # --- operators that do the work of others, by their names ---------------------------------------------

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.model.operators import is_standard
 from htp_export.passes.editing import (
     Array,
     add_constant,
     constant_array,
     is_boundary,
-    is_standard,
     only_reader,
     remove_unused,
     replace,

@@ -21,7 +21,6 @@ __all__ = [
     "constant_array",
     "is_boundary",
     "is_constant",
-    "is_standard",
     "only_reader",
     "register_constants",
     "release",
@@ -29,11 +28,6 @@ __all__ = [
     "replace",
     "stand_in",
 ]
-
-
-def is_standard(node: ir.Node | None, *op_types: str) -> bool:
-    """Whether a node is there, and of one of some ONNX operators."""
-    return node is not None and node.domain == "" and node.op_type in op_types
 
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export.passes.editing import is_boundary, is_standard, remove_unused
+from htp_export.model.operators import is_standard
+from htp_export.passes.editing import is_boundary, remove_unused
 from htp_export.passes.registry import register
 from htp_export.passes.shape_rules import ELEMENTWISE, broadcast
 from htp_export.passes.symbolic import Symbolic

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.passes.editing import constant_array, is_standard, stand_in
+from htp_export.model.operators import RESHAPING, is_standard
+from htp_export.passes.editing import constant_array, stand_in
 from htp_export.passes.registry import register
 from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["EliminateIdentityOps"]
 
-_IF_SHAPE_STAYS = frozenset(("Expand", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Tile"))
+_IF_SHAPE_STAYS = RESHAPING | {"Expand", "Tile"}
 """These change nothing but the shape, or repeat elements: where the shape stays, so does everything."""
 
 _NEUTRAL = {"Mul": 1, "Div": 1, "Sub": 0, "Pow": 1}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.passes.editing import constant_array, is_boundary, is_standard, remove_unused, stand_in
+from htp_export.model.operators import is_standard
+from htp_export.passes.editing import constant_array, is_boundary, remove_unused, stand_in
 from htp_export.passes.registry import register
 
 __all__ = ["EliminateNanGuards"]

@@ -5,16 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
+from htp_export.model.operators import RESHAPING, is_standard
 from htp_export.passes.constant_work import GROWTH, Work, computed, find_work, room_left
-from htp_export.passes.editing import (
-    add_initializer,
-    bytes_of,
-    is_constant,
-    is_standard,
-    release,
-    remove_unused,
-    stand_in,
-)
+from htp_export.passes.editing import add_initializer, bytes_of, is_constant, release, remove_unused, stand_in
 from htp_export.passes.registry import register
 from htp_export.passes.symbolic import Symbolic
 from htp_export.regions import subgraphs
@@ -24,7 +17,7 @@ __all__ = ["FoldConstants"]
 _SMALL = 1 << 14
 """Of constants with more elements, views are made where that is possible."""
 
-_VIEWS = ("Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+_VIEWS = RESHAPING | {"Transpose"}
 
 
 @register("fold_constants", level="exact")

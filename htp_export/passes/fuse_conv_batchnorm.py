@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.passes.editing import add_initializer, is_constant, is_standard, only_reader, remove_unused, replace
+from htp_export.model.operators import is_standard
+from htp_export.passes.editing import add_initializer, is_constant, only_reader, remove_unused, replace
 from htp_export.passes.registry import register
 
 __all__ = ["FuseConvBatchnorm"]

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.passes.editing import add_constant, is_standard, only_reader, register_constants, remove_unused, replace
+from htp_export.model.operators import is_standard
+from htp_export.passes.editing import add_constant, only_reader, register_constants, remove_unused, replace
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
 from htp_export.passes.symbolic import Symbolic

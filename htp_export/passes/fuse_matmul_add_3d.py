@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.passes.editing import add_constant, is_constant, is_standard, remove_unused, replace
+from htp_export.model.operators import is_standard
+from htp_export.passes.editing import add_constant, is_constant, remove_unused, replace
 from htp_export.passes.fuse_matmul_add import product_and_bias
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export.passes.editing import constant_array, is_standard, only_reader, remove_unused, replace
+from htp_export.model.operators import is_standard
+from htp_export.passes.editing import constant_array, only_reader, remove_unused, replace
 from htp_export.passes.registry import register
 from htp_export.passes.symbolic import Symbolic
 

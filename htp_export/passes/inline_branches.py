@@ -6,7 +6,8 @@ import itertools
 
 import onnx_ir as ir
 
-from htp_export.passes.editing import is_standard, release, remove_unused, stand_in
+from htp_export.model.operators import is_standard
+from htp_export.passes.editing import release, remove_unused, stand_in
 from htp_export.passes.registry import register
 from htp_export.passes.symbolic import Symbolic
 

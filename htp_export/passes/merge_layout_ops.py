@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.passes.editing import add_constant, is_boundary, is_standard, only_reader, remove_unused, replace
+from htp_export.model.operators import is_standard
+from htp_export.passes.editing import add_constant, is_boundary, only_reader, remove_unused, replace
 from htp_export.passes.eliminate_redundant_transposes import permutation
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.passes.editing import add_constant, add_initializer, is_standard, remove_unused, replace
+from htp_export.model.operators import is_standard
+from htp_export.passes.editing import add_constant, add_initializer, remove_unused, replace
 from htp_export.passes.fuse_matmul_add import product_and_bias
 from htp_export.passes.registry import register
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.passes.editing import add_constant, is_boundary, is_standard, only_reader, remove_unused, replace
+from htp_export.model.operators import is_standard
+from htp_export.passes.editing import add_constant, is_boundary, only_reader, remove_unused, replace
 from htp_export.passes.registry import register
 from htp_export.passes.shape_rules import axes_of, normalized
 from htp_export.passes.symbolic import Symbolic

@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.passes.editing import add_constant, is_boundary, is_standard, remove_unused, replace
+from htp_export.model.operators import RESHAPING, is_standard
+from htp_export.passes.editing import add_constant, is_boundary, remove_unused, replace
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
 from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["MergeReshapes"]
-
-_VIEWS = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")
 
 
 @register("merge_reshapes", level="exact")
@@ -23,10 +22,10 @@ class MergeReshapes(ir.passes.InPlacePass):
         known: Symbolic | None = None
         modified = False
         for node in model.graph:
-            if not is_standard(node, *_VIEWS) or node.inputs[0] is None:
+            if not is_standard(node, *RESHAPING) or node.inputs[0] is None:
                 continue
             first = node.inputs[0].producer()
-            if first is None or not is_standard(first, *_VIEWS) or first.inputs[0] is None:
+            if first is None or not is_standard(first, *RESHAPING) or first.inputs[0] is None:
                 continue
             known = known or Symbolic(model.graph)
             modified |= _merge(model.graph, first, node, known)
@@ -52,5 +51,5 @@ def _goes(node: ir.Node) -> bool:
     """Whether a node is needed no more once all those that only change the shape read past it."""
     value = node.outputs[0]
     return not (value.is_graph_output() or is_boundary(value)) and all(
-        is_standard(use.node, *_VIEWS) for use in value.uses()
+        is_standard(use.node, *RESHAPING) for use in value.uses()
     )

@@ -23,11 +23,11 @@ import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.call_tree import CallTree
+from htp_export.model.operators import SIZES_ONLY
 
 __all__ = ["Difference", "Snapshot", "merge_tags"]
 
 _Slots = Sequence[ir.Value | None]
-_SIZES_ONLY = ("Shape", "Size")
 """What these read is not the same where they give the same."""
 
 
@@ -160,7 +160,7 @@ class Difference:
         """The values of old that depend on values of the model's inputs."""
         live: set[ir.Value] = set(self.before.inputs)
         for node, seen in self.before.nodes.items():
-            if node.op_type not in _SIZES_ONLY and any(value in live for value in seen.inputs):
+            if node.op_type not in SIZES_ONLY and any(value in live for value in seen.inputs):
                 live.update(seen.outputs)
         return frozenset(live)
 
@@ -256,7 +256,7 @@ def _twins(difference: Difference, old: ir.Value, new: ir.Value) -> Iterator[tup
         seen.add(gone)
         yield gone, kept
         one, other = difference.before.nodes[gone], difference.after.nodes[kept]
-        if (gone.domain, gone.op_type) == (kept.domain, kept.op_type) and gone.op_type not in _SIZES_ONLY:
+        if (gone.domain, gone.op_type) == (kept.domain, kept.op_type) and gone.op_type not in SIZES_ONLY:
             queue.extend(
                 (a, b)
                 for a, b in zip(one.inputs, other.inputs, strict=False)

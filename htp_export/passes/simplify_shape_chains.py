@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.passes.editing import add_constant, is_standard, only_reader, remove_unused, replace, stand_in
+from htp_export.model.operators import is_standard
+from htp_export.passes.editing import add_constant, only_reader, remove_unused, replace, stand_in
 from htp_export.passes.known import Contents
 from htp_export.passes.registry import register
 from htp_export.passes.sizes import Dim

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 
+from htp_export.model.operators import base_op, ends_in, moves, resembles
 from htp_export.provenance.backwards import go_backwards
 from htp_export.provenance.numbering import Numbering, repeats
-from htp_export.provenance.operators import ends_in, moves, resembles
 from htp_export.provenance.shapes import Shape
-from htp_export.provenance.sketch import NOTHING, Sketch, SketchNode, base_op
+from htp_export.provenance.sketch import NOTHING, Sketch, SketchNode
 
 __all__ = ["Alignment"]
 

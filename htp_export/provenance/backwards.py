@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from htp_export.provenance.operators import COMMUTATIVE, IN_PLACE, moves
-from htp_export.provenance.sketch import NOTHING, SketchNode, base_op
+from htp_export.model.operators import COMMUTATIVE, IN_PLACE, base_op, moves
+from htp_export.provenance.sketch import NOTHING, SketchNode
 
 if TYPE_CHECKING:
     from htp_export.provenance.alignment import Alignment

@@ -7,13 +7,13 @@ is found however it is called now. What only passes on what it is given makes no
 
 from __future__ import annotations
 
-from htp_export.provenance.operators import COMMUTATIVE, RANDOM
+from htp_export.model.operators import COMMUTATIVE, RANDOM, RESHAPING
 from htp_export.provenance.sketch import NOTHING, Sketch, SketchNode
 
 __all__ = ["Numbering", "repeats"]
 
 # Without effect where they give back the shape and element type that they were given.
-_KEEPS_ORDER = frozenset(("Reshape", "Cast", "Expand", "Squeeze", "Unsqueeze", "Flatten", "CastLike"))
+_KEEPS_ORDER = RESHAPING | {"Cast", "CastLike", "Expand"}
 
 Key = tuple[object, ...]
 

@@ -16,13 +16,13 @@ from functools import cached_property
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.model.operators import SIZES_ONLY
 from htp_export.provenance.shapes import Shape, infer_shapes
 
-__all__ = ["NOTHING", "Sketch", "SketchNode", "SketchValue", "base_op", "draw"]
+__all__ = ["NOTHING", "Sketch", "SketchNode", "SketchValue", "draw"]
 
 NOTHING = -1  # no tensor, no node
 _SMALL_BYTES = 256  # constants up to this size are compared by what is in them
-_SIZES = frozenset(("Shape", "Size"))
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class Sketch:
         """Value → whether it depends on the values of the model's inputs; sizes of tensors do not count."""
         found = [value.kind == "input" for value in self.values]
         for node in self.nodes:
-            if node.op in _SIZES:
+            if node.op in SIZES_ONLY:
                 continue
             if any(found[value] for value in node.reads if value != NOTHING):
                 for value in node.outputs:
@@ -162,16 +162,6 @@ class Sketch:
         if len(found) > 1:
             found = [value for value in found if self.values[value].scope == scope] or found
         return found[0] if len(found) == 1 else NOTHING
-
-
-def base_op(op: str) -> str:
-    """The operator without its domain.
-
-    Example:
-        >>> base_op("com.microsoft.nchwc::Conv"), base_op("Conv")
-        ('Conv', 'Conv')
-    """
-    return op.rpartition("::")[2]
 
 
 def draw(model: ir.Model, functions: Iterable[ir.Function] = ()) -> tuple[Sketch, list[ir.Node]]:

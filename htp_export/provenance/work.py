@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from htp_export.model.operators import LAYOUT, base_op, moves
 from htp_export.provenance.alignment import Alignment
-from htp_export.provenance.operators import moves
-from htp_export.provenance.sketch import NOTHING, SketchNode, base_op
+from htp_export.provenance.sketch import NOTHING, SketchNode
 
 __all__ = ["Work", "divide"]
 
 _REPEATED = 40  # nodes that one node is believed to compute once more
-_RESHAPING = frozenset(("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand"))
 _SHARED: frozenset[int] = frozenset()
 
 
@@ -137,7 +136,7 @@ class _Division:
         nodes = self.before.nodes
         if len(part) < 2 or not any(nodes[n].op == node.op and nodes[n].attributes == node.attributes for n in part):
             return part
-        return tuple(n for n in part if base_op(nodes[n].op) not in _RESHAPING or nodes[n].op == node.op)
+        return tuple(n for n in part if base_op(nodes[n].op) not in LAYOUT or nodes[n].op == node.op)
 
     def _reason(self, node: SketchNode, part: tuple[int, ...]) -> str:
         """By its tensors' names where one node is that node; by what lies between its tensors otherwise."""
@@ -152,7 +151,7 @@ class _Division:
     def _moved(self, index: int, node: SketchNode, part: tuple[int, ...], open_ended: bool) -> Work:
         """A node that only moves numbers: those before that moved them, if it is of their kind."""
         base = base_op(node.op)
-        kinds = _RESHAPING if base in _RESHAPING else frozenset((base,))
+        kinds = LAYOUT if base in LAYOUT else frozenset((base,))
         moved = tuple(n for n in part if base_op(self.before.nodes[n].op) in kinds)
         if not moved and not open_ended and part and all(moves(self.before.nodes[n].op, views=True) for n in part):
             moved = part

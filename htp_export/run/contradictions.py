@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.call_tree import Instance, Work
+from htp_export.model.operators import SIZES_ONLY
 from htp_export.refating import varying_values
 from htp_export.run.locating import Blame
 from htp_export.tagged import TaggedModel
@@ -99,7 +100,7 @@ def _useful(tagged: TaggedModel) -> set[ir.Value]:
     """The tensors of the main graph whose values, and not their sizes alone, lead to a result of the model."""
     useful = set(tagged.model.graph.outputs)
     for node in reversed(tagged.model.graph):
-        if node.op_type not in ("Shape", "Size") and any(value in useful for value in node.outputs):
+        if node.op_type not in SIZES_ONLY and any(value in useful for value in node.outputs):
             useful.update(value for value in node.inputs if value is not None)
             useful.update(tagged.index.captured(node))
     return useful

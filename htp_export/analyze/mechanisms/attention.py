@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export.analyze.facts import GraphFacts, is_standard
+from htp_export.analyze.facts import GraphFacts
 from htp_export.analyze.mechanisms.masks import CausalMasks
 from htp_export.analyze.mechanisms.streams import Streams
 from htp_export.analyze.patterns.attention import MaskUse, attention_steps
+from htp_export.model.operators import is_standard
 
 __all__ = ["Attention", "attentions_of"]
 

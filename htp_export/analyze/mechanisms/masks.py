@@ -8,9 +8,10 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.analyze.facts import Array, GraphFacts, is_standard
+from htp_export.analyze.facts import Array, GraphFacts
 from htp_export.analyze.patterns.attention import MaskUse
 from htp_export.errors import FileError
+from htp_export.model.operators import SIZES_ONLY, is_standard
 
 __all__ = ["CausalMasks"]
 
@@ -191,7 +192,7 @@ def _sizes(facts: GraphFacts, node: ir.Node) -> Array | None:
     """What ``Shape``, ``Size`` or ``ConstantOfShape`` gives, where that is known without looking further."""
     if is_standard(node, "ConstantOfShape"):
         return _filled(facts, node)
-    sizes = _static(facts, node.inputs[0]) if is_standard(node, "Shape", "Size") else None
+    sizes = _static(facts, node.inputs[0]) if is_standard(node, *SIZES_ONLY) else None
     if sizes is None:
         return None
     if node.op_type == "Size":

@@ -8,18 +8,17 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export.analyze.facts import GraphFacts, is_standard
+from htp_export.analyze.facts import GraphFacts
 from htp_export.analyze.mechanisms.masks import CausalMasks
 from htp_export.analyze.patterns.attention import MaskUse
+from htp_export.model.operators import LAYOUT, is_standard
 
 __all__ = ["linear_recurrences", "recurrent_operators", "unrolled_loops"]
 
 _CELLS = ("LSTM", "GRU", "RNN")
 _SHORTEST = 4  # steps that an unrolled loop has at least
 
-_MOVING = frozenset((
-    "Cast", "Expand", "Gather", "Identity", "Pad", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"
-))  # fmt: skip
+_BETWEEN_STEPS = (LAYOUT - {"Flatten"}) | {"Cast", "Gather", "Identity", "Pad", "Slice", "Split"}
 _ELEMENTWISE = frozenset(("Add", "Clip", "Div", "Exp", "Min", "Mul", "Neg", "Sub", "Trilu", "Where"))
 _SUMMING = ("Einsum", "Gemm", "MatMul")
 
@@ -158,7 +157,7 @@ def linear_recurrences(facts: GraphFacts, masks: CausalMasks) -> list[ir.Value]:
         whole = so_far.between and so_far.lower and so_far.shares
         if whole and (node.op_type in _SUMMING or (node.op_type == "ReduceSum" and so_far.mixed)):
             found[so_far.decays] = None
-        elif is_standard(node) and node.op_type in _MOVING | _ELEMENTWISE:
+        elif is_standard(node) and node.op_type in _BETWEEN_STEPS | _ELEMENTWISE:
             after = _one_step(facts, masks, node, so_far, {value for value, _ in inputs})
             known.update(dict.fromkeys(node.outputs, after))
     return list(found)
@@ -171,7 +170,9 @@ def _summed(facts: GraphFacts, node: ir.Node) -> dict[ir.Value, _Decayed]:
         return {}
     while value is not None and (maker := value.producer()) is not None:
         masked = is_standard(maker, "Trilu", "Where")
-        if not masked and not (is_standard(maker, "CumSum") or (is_standard(maker) and maker.op_type in _MOVING)):
+        if not masked and not (
+            is_standard(maker, "CumSum") or (is_standard(maker) and maker.op_type in _BETWEEN_STEPS)
+        ):
             break
         between = between or masked  # each column sums from another step on
         varying = [given for given in maker.inputs if given is not None and not facts.is_constant(given)]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export.analyze.facts import GraphFacts, is_standard
+from htp_export.analyze.facts import GraphFacts
+from htp_export.model.operators import SIZES_ONLY, is_standard
 
 __all__ = ["Stream", "Streams"]
 
@@ -80,7 +81,7 @@ class Streams:
 def _reach(facts: GraphFacts, starts: Mapping[ir.Value, int]) -> dict[ir.Value, int]:
     reach = dict(starts)
     for node in facts.nodes:
-        if is_standard(node, "Shape", "Size"):
+        if is_standard(node, *SIZES_ONLY):
             continue
         found = 0
         for value in (*node.inputs, *facts.tagged.index.captured(node)):
@@ -132,7 +133,7 @@ def _what_follows(facts: GraphFacts, value: ir.Value) -> tuple[bool, ir.Node | N
                 convolution = node
             if is_standard(node, "MatMul", "Gemm") and use.idx == 0 and current in split:
                 in_patches = in_patches or facts.is_constant(node.inputs[1])
-            if node.op_type in _MIXING or is_standard(node, "Shape", "Size") or _counts(facts, node, current):
+            if node.op_type in _MIXING or is_standard(node, *SIZES_ONLY) or _counts(facts, node, current):
                 continue
             splits = is_standard(node, "Reshape") and _splits_space(facts, current, node.outputs[0])
             for output in node.outputs:

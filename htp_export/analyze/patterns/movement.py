@@ -8,10 +8,10 @@ import onnx_ir as ir
 
 from htp_export.analyze.facts import GraphFacts
 from htp_export.analyze.finding import Match
+from htp_export.model.operators import RESHAPING
 
 __all__ = ["casts", "identities", "reshapes", "transposes"]
 
-_VIEWS = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")
 _IN_BETWEEN = "what lies between is read elsewhere"
 
 
@@ -71,15 +71,15 @@ def _axes(perm: Sequence[int]) -> str:
 
 def reshapes(facts: GraphFacts) -> Iterator[Match]:
     """A ``Reshape`` to the shape that is there, and views in a row."""
-    for node in facts.nodes_of(*_VIEWS):
+    for node in facts.nodes_of(*sorted(RESHAPING)):
         given, result = facts.shape(node.inputs[0]), facts.shape(node.outputs[0])
         if given is not None and given == result and None not in given:
             yield Match("identity_reshape", (node,), f"{node.op_type} to {_sizes(given)}")
             continue
-        first = facts.maker(node.inputs[0], *_VIEWS)
+        first = facts.maker(node.inputs[0], *RESHAPING)
         if first is None or facts.is_constant(first.inputs[0]):
             continue
-        alone = all(use.node.op_type in _VIEWS for use in first.outputs[0].uses())
+        alone = all(use.node.op_type in RESHAPING for use in first.outputs[0].uses())
         blocked = "" if alone and not first.outputs[0].is_graph_output() else _IN_BETWEEN
         free = 2 if result is None else sum(not isinstance(size, int) for size in result)
         if not blocked and free > 1 and not _kept(facts.shape(first.inputs[0]), result):

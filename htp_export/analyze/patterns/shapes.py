@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from htp_export.analyze.facts import GraphFacts, is_standard
+from htp_export.analyze.facts import GraphFacts
 from htp_export.analyze.finding import Match
 from htp_export.analyze.patterns.groups import connected
+from htp_export.model.operators import SIZES_ONLY, is_standard
 
 __all__ = ["shape_chains"]
 
@@ -44,7 +45,7 @@ def _nodes_on_sizes(facts: GraphFacts) -> set[ir.Node]:
     chain: set[ir.Node] = set()
     sizes: set[ir.Value] = set()
     for node in facts.nodes:
-        starts = is_standard(node, "Shape", "Size")
+        starts = is_standard(node, *SIZES_ONLY)
         if not starts:
             if not is_standard(node) or node.op_type not in _ON_SIZES:
                 continue
@@ -63,7 +64,7 @@ def _kept(facts: GraphFacts, nodes: tuple[ir.Node, ...], fed: set[str], chain: s
     """Why a chain stays, or the empty string."""
     if any(node.graph is not facts.tagged.model.graph for node in nodes):
         return "it lies in a subgraph or function"
-    sources = [node.inputs[0] for node in nodes if node.op_type in ("Shape", "Size")]
+    sources = [node.inputs[0] for node in nodes if node.op_type in SIZES_ONLY]
     fixed = all(isinstance(size, int) for value in sources for size in (facts.shape(value) or (None,)))
     reads_others = any(
         maker in chain and maker not in nodes

@@ -1,0 +1,46 @@
+"""Kinds of operators: each set holds standard operators only, and stands in one place."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+import htp_export
+from htp_export.model import operators
+from htp_export.model.operators import CONTROL_FLOW, LAYOUT, RANDOM, RESHAPING, SIZES_ONLY, base_op, is_standard, moves
+
+
+@pytest.mark.parametrize("kind", [RANDOM, SIZES_ONLY, CONTROL_FLOW, LAYOUT, RESHAPING, operators.COMMUTATIVE])
+def test_a_kind_has_operators_of_onnx_only(kind: frozenset[str]) -> None:
+    assert kind <= operators._standard()
+
+
+def test_kinds_within_kinds() -> None:
+    assert RESHAPING < LAYOUT
+    assert all(moves(op) for op in LAYOUT | SIZES_ONLY)
+    assert RANDOM.isdisjoint(LAYOUT | operators.IN_PLACE)
+
+
+def test_an_operator_of_another_domain_is_not_onnxs() -> None:
+    theirs = ir.node("Gelu", [ir.val("x")], domain="com.microsoft")
+    written_out = ir.node("Gelu", [ir.val("x")], domain="ai.onnx")
+    assert [is_standard(node, "Gelu") for node in (theirs, written_out, None)] == [False, True, False]
+    assert base_op("com.microsoft::Gelu") == "Gelu"
+
+
+def test_a_set_that_a_kind_names_is_not_written_again() -> None:
+    """`capture` is apart: it knows torch's operators, and ONNX's only by what its exporters write."""
+    kinds = {kind for name in operators.__all__ if isinstance(kind := getattr(operators, name), frozenset)}
+    package, again = Path(htp_export.__file__).parent, []
+    for path in sorted(package.rglob("*.py")):
+        if path.name == "operators.py" or "capture" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Set | ast.Tuple | ast.List) and len(node.elts) > 1:
+                names = [each.value for each in node.elts if isinstance(each, ast.Constant)]
+                if len(names) == len(node.elts) and frozenset(names) in kinds:
+                    again.append(f"{path.relative_to(package)}:{node.lineno}")
+    assert again == []
