@@ -17,11 +17,11 @@ from htp_export import tags
 from htp_export.call_tree import CallTree, Work
 from htp_export.crossings import fused_with
 from htp_export.hierarchy import Hierarchy
-from htp_export.model.operators import SIZES_ONLY
+from htp_export.model.dependence import input_dependent_values
 from htp_export.regions import all_nodes
 from htp_export.signatures import Signature
 
-__all__ = ["Borders", "refate", "varying_values"]
+__all__ = ["Borders", "refate"]
 
 _Paths = tuple[str, ...]
 _NOBODY = Work()
@@ -66,7 +66,7 @@ class Borders:
         }
         results = [value for value in model.graph.outputs if value.name]
         self.known.setdefault("", set()).update(str(value.name) for value in (*model.graph.inputs, *results))
-        self._live = varying_values(model, nodes)
+        self._live = input_dependent_values(model, nodes)
         self._crossings: dict[tuple[Work, Work], tuple[_Paths, _Paths]] = {}
         self._edges = list(self._find_edges(works, results))
         self.regions = {path for work in set(works.values()) for path in work.modules}
@@ -166,19 +166,3 @@ def refate(
         elif module.fate == "computed" and path not in borders.regions:
             fates[path] = "identity" if borders.given.get(path) else "constant"
     return hierarchy.with_results(fates=fates, fused_with=together)
-
-
-def varying_values(model: ir.Model, nodes: Sequence[ir.Node]) -> set[ir.Value]:
-    """The values that depend on values of the model's inputs, not on their sizes alone."""
-    live = {value for value in model.graph.inputs if not value.is_initializer()}
-    for function in model.functions.values():
-        live.update(function.inputs)
-    for node in nodes:
-        # A node that holds bodies stands before their nodes: what it makes may depend on whatever they read.
-        bodies = any(attribute.type in _GRAPHS for attribute in node.attributes.data.values())
-        if bodies or (node.op_type not in SIZES_ONLY and any(value in live for value in node.inputs)):
-            live.update(node.outputs)
-    return live
-
-
-_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from htp_export.analyze.facts import GraphFacts
 from htp_export.analyze.mechanisms.streams import Streams
 from htp_export.analyze.structure import Hasher
-from htp_export.model.operators import SIZES_ONLY, is_standard
+from htp_export.model.dependence import dependence, reads_and_results
 
 __all__ = ["holds_weights", "repeated_pieces"]
 
@@ -64,12 +64,9 @@ def _chain(facts: GraphFacts, start: ir.Value) -> list[tuple[ir.Node, ...]]:
 def _between(facts: GraphFacts, start: ir.Value) -> list[ir.Node]:
     """The nodes on ways from a value to the outputs of the graph, in order; sizes lead nowhere."""
     graph = facts.tagged.model.graph
-    reached = {start}
-    ahead: list[ir.Node] = []
-    for node in graph:
-        if not is_standard(node, *SIZES_ONLY) and any(value in reached for value in node.inputs):
-            ahead.append(node)
-            reached.update(node.outputs)
+    starts: dict[ir.Value | None, int] = {start: 1}
+    reached = dependence(reads_and_results(graph), starts)
+    ahead = [node for node in graph if any(value in reached for value in node.outputs)]
     useful: set[ir.Node] = set()
     for node in reversed(ahead):
         leaves = any(value.is_graph_output() for value in node.outputs)

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 
 from htp_export.capture.calls import NO_CALL
 from htp_export.capture.record import Key, Node, Operation, Record
+from htp_export.model.dependence import dependence
 
 
 def varying(steps: list[Operation] | list[Node], inputs: set[Key]) -> set[Key]:
     """The tensors whose values depend on the values of ``inputs``; sizes of tensors do not count as their values."""
-    live = set(inputs)
-    for step in steps:
-        if not step.shape_only and not live.isdisjoint(step.inputs):
-            live.update(step.outputs)
-    return live
+    reading = ((step.inputs, step.outputs) for step in steps if not step.shape_only)
+    return set(dependence(reading, dict.fromkeys(inputs, 1)))
 
 
 def needed(operations: list[Operation], outputs: list[Key], *, values_only: bool = False) -> list[bool]:

@@ -23,7 +23,8 @@ import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.call_tree import CallTree
-from htp_export.model.operators import SIZES_ONLY
+from htp_export.model.dependence import dependence
+from htp_export.model.operators import SIZES_ONLY, is_standard
 
 __all__ = ["Difference", "Snapshot", "merge_tags"]
 
@@ -158,11 +159,13 @@ class Difference:
     @cached_property
     def live_values(self) -> frozenset[ir.Value]:
         """The values of old that depend on values of the model's inputs."""
-        live: set[ir.Value] = set(self.before.inputs)
-        for node, seen in self.before.nodes.items():
-            if node.op_type not in SIZES_ONLY and any(value in live for value in seen.inputs):
-                live.update(seen.outputs)
-        return frozenset(live)
+        steps = (
+            (seen.inputs, seen.outputs)
+            for node, seen in self.before.nodes.items()
+            if not is_standard(node, *SIZES_ONLY)
+        )
+        starts: Mapping[ir.Value | None, int] = dict.fromkeys(self.before.inputs, 1)
+        return frozenset(value for value in dependence(steps, starts) if value is not None)
 
     @cached_property
     def _removed(self) -> dict[ir.Node, _Seen]:

@@ -16,6 +16,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from htp_export import tags
+from htp_export.model.dependence import dependence
 from htp_export.model.operators import SIZES_ONLY
 from htp_export.provenance.shapes import Shape, infer_shapes
 
@@ -137,15 +138,14 @@ class Sketch:
     @cached_property
     def live(self) -> list[bool]:
         """Value → whether it depends on the values of the model's inputs; sizes of tensors do not count."""
-        found = [value.kind == "input" for value in self.values]
-        for node in self.nodes:
-            if node.op in SIZES_ONLY:
-                continue
-            if any(found[value] for value in node.reads if value != NOTHING):
-                for value in node.outputs:
-                    if value != NOTHING:
-                        found[value] = True
-        return found
+        starts = {index: 1 for index, value in enumerate(self.values) if value.kind == "input"}
+        steps = (
+            (node.reads, [value for value in node.outputs if value != NOTHING])
+            for node in self.nodes
+            if node.op not in SIZES_ONLY
+        )
+        found = dependence(steps, starts)
+        return [index in found for index in range(len(self.values))]
 
     @cached_property
     def by_name(self) -> dict[str, list[int]]:

@@ -14,8 +14,8 @@ import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.call_tree import Instance, Work
+from htp_export.model.dependence import input_dependent_values
 from htp_export.model.operators import SIZES_ONLY
-from htp_export.refating import varying_values
 from htp_export.run.locating import Blame
 from htp_export.tagged import TaggedModel
 
@@ -60,7 +60,7 @@ class _Facts:
 
     def __init__(self, tagged: TaggedModel) -> None:
         self._tagged = tagged
-        self._varying = varying_values(tagged.model, tagged.nodes)
+        self._varying = input_dependent_values(tagged.model, tagged.nodes)
         self._useful = _useful(tagged)
 
     def reasons(self, path: str) -> Iterator[str]:

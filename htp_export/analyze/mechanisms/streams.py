@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from htp_export.analyze.facts import GraphFacts
+from htp_export.model.dependence import dependence, reads_and_results
 from htp_export.model.operators import SIZES_ONLY, is_standard
 
 __all__ = ["Stream", "Streams"]
@@ -62,7 +62,8 @@ class Streams:
         graph = facts.tagged.model.graph
         inputs = [value for value in graph.inputs if not value.is_initializer()]
         self.all = [_stream(facts, value) for value in inputs]
-        self._reach = _reach(facts, {stream.value: 1 << k for k, stream in enumerate(self.data)})
+        starts: dict[ir.Value | None, int] = {stream.value: 1 << k for k, stream in enumerate(self.data)}
+        self._reach = dependence(reads_and_results(facts.nodes), starts)
 
     @property
     def data(self) -> list[Stream]:
@@ -76,21 +77,6 @@ class Streams:
     def reaching(self, value: ir.Value | None) -> int:
         """The data inputs that a value is computed from, one bit each; sizes alone do not count."""
         return 0 if value is None else self._reach.get(value, 0)
-
-
-def _reach(facts: GraphFacts, starts: Mapping[ir.Value, int]) -> dict[ir.Value, int]:
-    reach = dict(starts)
-    for node in facts.nodes:
-        if is_standard(node, *SIZES_ONLY):
-            continue
-        found = 0
-        for value in (*node.inputs, *facts.tagged.index.captured(node)):
-            if value is not None:
-                found |= reach.get(value, 0)
-        if found:
-            for value in node.outputs:
-                reach[value] = found
-    return reach
 
 
 def _stream(facts: GraphFacts, value: ir.Value) -> Stream:
