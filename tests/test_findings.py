@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import numpy as np
@@ -16,6 +15,7 @@ import htp_export
 from htp_export.analyze.finding import KINDS, Forensics
 from htp_export.cli.main import main
 from htp_export.errors import FileError, SelectorError, UntaggedModelError
+from htp_export.passes.registry import available
 from tests.exporting import exported
 from tests.nets import spread
 from tests.written import weight, written
@@ -405,10 +405,7 @@ def test_what_is_no_model_is_an_error(tmp_path):
         htp_export.forensics(tmp_path / "m.onnx")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("htp_export.passes") is None, reason="there are no passes yet")
 def test_every_pass_that_fixes_something_is_there():
-    from htp_export.passes.registry import available
-
     assert {kind.fixed_by for kind in KINDS.values() if kind.fixed_by} <= set(available())
 
 

@@ -18,6 +18,7 @@ from htp_export.cli import main as program
 from htp_export.cli.main import main
 from htp_export.cli.view_command import view_command
 from tests import faults
+from tests.permissions import bound_by_permissions
 
 HEAVY = ("torch", "numpy", "onnx", "onnx_ir", "onnxruntime", "transformers", "rich")
 FACTORY = """
@@ -185,12 +186,11 @@ class TestErrors:
         assert main(["fingerprint", "net.onnx"]) == 130
         assert capsys.readouterr().err == "htp-export: error: interrupted\n"
 
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-    def test_a_folder_that_may_not_be_written_is_refused_before_the_export(self, folder, capsys):
-        closed = folder / "closed"
-        closed.mkdir(0o500)
-        assert main(["export", "--entry", "nowhere:net", "-o", str(closed / "x.onnx")]) == 2
-        assert "no permission to write" in capsys.readouterr().err
+    def test_a_folder_that_may_not_be_written_is_refused_before_the_export(self, folder):
+        (folder / "closed").mkdir(0o500)
+        run = bound_by_permissions(folder, "export", "--entry", "nowhere:net", "-o", "closed/x.onnx")
+        assert run.returncode == 2
+        assert "no permission to write" in run.stderr
 
     def test_permissions_are_looked_at_before_the_export(self, folder, capsys, monkeypatch):
         monkeypatch.setattr(os, "access", lambda path, mode: not (mode & os.W_OK))

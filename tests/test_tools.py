@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -29,12 +28,9 @@ from tests.truth import inexact, owners_of, untagged
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of the tools, to their own developers
 ]
-needs = {
-    name: pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
-    for name in ("onnxslim", "onnxsim", "onnxoptimizer")
-}
+PACKAGES = ("onnxslim", "onnxsim", "onnxoptimizer")
 FLOAT_TOOLS = [
-    *(pytest.param(name, {}, id=name, marks=needs[name]) for name in needs),
+    *(pytest.param(name, {}, id=name) for name in PACKAGES),
     pytest.param("onnxscript", {}, id="onnxscript"),
     *(
         pytest.param("onnxruntime", {"level": level}, id=f"onnxruntime-{level}")
@@ -127,7 +123,7 @@ def bare(name: str) -> Any:
 @pytest.mark.parametrize(
     "tool",
     [
-        *(pytest.param(lambda *files, name=name: bare(name)(*files), id=name, marks=needs[name]) for name in needs),
+        *(pytest.param(lambda *files, name=name: bare(name)(*files), id=name) for name in PACKAGES),
         pytest.param(lambda *files: bare("onnx.version_converter")(*files), id="version_converter"),
         *(pytest.param(onnxruntime_at(level), id=f"onnxruntime-{level}") for level in ("BASIC", "EXTENDED", "ALL")),
     ],
@@ -213,7 +209,6 @@ class Scaled(nn.Module):
         return (self.scale * self.fc(x.sin())).permute(0, 2, 1).tanh()
 
 
-@needs["onnxslim"]
 def test_a_name_that_was_taken_over_is_seen_through_a_transposition(tmp_path):
     path = tmp_path / "model.onnx"
     exported(Scaled().eval(), {"x": torch.randn(2, 3, 6)}, "dynamo", tmp_path)
@@ -281,7 +276,6 @@ def test_weights_that_a_quantizer_transposes_may_have_notes(exporter, tmp_path):
     assert {name: dict(value.metadata_props) for name, value in kept.items()} == notes
 
 
-@needs["onnxslim"]
 def test_tools_work_on_files_with_external_data(attention, tmp_path):
     loaded = htp_export.load(attention[2])
     loaded.save(tmp_path / "model.onnx", external_data="weights.bin")

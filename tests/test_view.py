@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from model_explorer_onnx.main import ONNXAdapter
 
 import htp_export
 from htp_export.analyze.equal_modules import call_signature
@@ -25,6 +26,7 @@ from htp_export.parameters import Held, parameters_to_json
 from htp_export.show.levels import parents
 from htp_export.show.model_explorer import application
 from htp_export.show.model_explorer.graphs import graph_of
+from htp_export.show.model_explorer.main import HtpExportAdapter
 from htp_export.show.model_explorer.overlays import dtype_overlay, overlay_of
 from htp_export.show.netron import netron_attachment
 from htp_export.show.page.document import asset
@@ -240,9 +242,6 @@ def expected_layers(file) -> set[str]:
 
 
 def test_model_explorers_adapter_draws_the_modules_that_have_nodes_as_layers(exported_file):
-    pytest.importorskip("model_explorer")
-    from htp_export.show.model_explorer.main import HtpExportAdapter
-
     assert layers_in(HtpExportAdapter(), exported_file) == expected_layers(exported_file)
     [graph] = HtpExportAdapter().convert(str(exported_file), {})["graphs"]
     some = next(iter(expected_layers(exported_file)))
@@ -252,9 +251,8 @@ def test_model_explorers_adapter_draws_the_modules_that_have_nodes_as_layers(exp
 
 
 def test_an_adapter_that_knows_nothing_of_our_tags_draws_the_same_layers(exported_file):
-    foreign = pytest.importorskip("model_explorer_onnx.main")
     root = onnx.load(str(exported_file), load_external_data=False).graph.name
-    found = {space.removeprefix(f"{root}/") for space in layers_in(foreign.ONNXAdapter(), exported_file)} - {root}
+    found = {space.removeprefix(f"{root}/") for space in layers_in(ONNXAdapter(), exported_file)} - {root}
     assert found == expected_layers(exported_file)
 
 
@@ -372,7 +370,6 @@ def test_an_untagged_model_says_in_a_notebook_how_to_tag_it():
 
 
 def test_tables_go_to_pandas():
-    pytest.importorskip("pandas")
     frame = tree_rows(load(handmade.encoder())).to_pandas()
     assert frame.loc["layer.0", "nodes"] == 4
     assert frame.index.name == "module"

@@ -37,8 +37,6 @@ def stored(page: Page, pane: str, width: int, theme: str):
     [pytest.param(*each, marks=[pytest.mark.slow] if each[0] == "graph" else []) for each in screens.SCREENS],
 )
 def test_the_page_looks_as_it_did(page, encoder, tmp_path, pane, width, theme):
-    if pane == "graph":
-        pytest.importorskip("model_explorer")
     screens.take(page, encoder, pane, width, theme, tmp_path / "taken.png")
     assert page.said == []
     taken = page.pixels((tmp_path / "taken.png").read_bytes())
