@@ -1,10 +1,18 @@
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from tests.exporting import SharedFiles
+
 # Before huggingface_hub is imported: a test that names no model on purpose must not look for it on the hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Before torch is imported: the nets are small, and there is a process of pytest for each core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+MOST_PROCESSES = 8  # each takes one to two GB
 
 # The tests whose results depend on how the installed torch exports. `pytest -m torch` runs them alone.
 TORCH = {
@@ -24,6 +32,44 @@ TORCH = {
     "test_verify",
     "test_verify_faults",
 }
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """The processes of `-n auto`, the default: one for each core for all tests, none besides for some of them."""
+    if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return None  # pytest-xdist reads it
+    option = config.option
+    named = config.args_source is pytest.Config.ArgsSource.ARGS
+    some = named and not all(Path(word).is_dir() for word in config.args)
+    if some or option.keyword or option.lf or option.collectonly or option.capture == "no":
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_PROCESSES)
+
+
+@pytest.fixture(scope="session")
+def translations() -> dict[object, object]:
+    """Torch's translations of operators, as far as an export has asked for them."""
+    return {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def translations_read_once(translations: dict[object, object]) -> Iterator[None]:
+    """Torch reads its translations of all operators anew for every export, which takes longer than most nets do."""
+    from htp_export.capture.patches import TRANSLATIONS
+    from htp_export.capture.running import translations_read, value_in
+
+    with TRANSLATIONS.held(), value_in(translations_read, translations):
+        yield
+
+
+@pytest.fixture(scope="session")
+def shared_files(tmp_path_factory: pytest.TempPathFactory) -> "SharedFiles":
+    from tests.exporting import SharedFiles
+
+    folder = tmp_path_factory.getbasetemp()
+    own = "PYTEST_XDIST_WORKER" in os.environ  # its folder lies in that of the whole run
+    return SharedFiles((folder.parent if own else folder) / "shared")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

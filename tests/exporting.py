@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +31,34 @@ def exported_net(name: str, exporter: str, folder: Path, **options: Any) -> onnx
 
 def metadata(node: onnx.NodeProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in node.metadata_props}
+
+
+class SharedFiles:
+    """Files that many tests read and none may change, each exported once for all processes of a test run.
+
+    Tests that change how torch exports, or that ignore warnings of exports, use ``exported_net``: what they export is
+    not for others.
+
+    Args:
+        folder: Where the files are kept; every process of the run has the same.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def net(self, name: str, exporter: str) -> Path:
+        """The tagged file of a net of the registry."""
+        made = self._folder / f"{name}-{exporter}"
+        if not made.exists():
+            self._folder.mkdir(exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self._folder) as parent:
+                own = Path(parent) / "made"
+                own.mkdir()
+                exported_net(name, exporter, own)
+                with contextlib.suppress(OSError):  # where another process was first, its files are taken
+                    own.rename(made)
+        return made / "model.onnx"
+
+    def read(self, name: str, exporter: str) -> onnx.ModelProto:
+        """The same, read by onnx; it may be changed."""
+        return onnx.load(str(self.net(name, exporter)))

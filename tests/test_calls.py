@@ -23,7 +23,7 @@ from htp_export.errors import InputError
 from htp_export.hierarchy import Hierarchy, ModuleInfo
 from htp_export.tagged import TaggedModel
 from tests import handmade
-from tests.exporting import exported, exported_net
+from tests.exporting import SharedFiles, exported
 from tests.nets import EXPORTERS, NETS, spread, x
 from tests.test_cutting import run_file
 from tests.truth import Opened, equal
@@ -39,18 +39,9 @@ def made(name: str) -> nn.Module:
     return NETS[name].build()[0]
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], onnx.ModelProto]:
-    known: dict[tuple[str, str], onnx.ModelProto] = {}
-
-    def file(name: str, exporter: str) -> onnx.ModelProto:
-        if (name, exporter) not in known:
-            known[name, exporter] = exported_net(name, exporter, tmp_path_factory.mktemp(name))
-        copy = onnx.ModelProto()
-        copy.CopyFrom(known[name, exporter])
-        return copy
-
-    return file
+@pytest.fixture
+def files(shared_files: SharedFiles) -> Callable[[str, str], onnx.ModelProto]:
+    return shared_files.read
 
 
 class Ran:

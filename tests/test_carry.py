@@ -108,8 +108,8 @@ def test_nodes_are_known_by_what_they_compute_when_every_name_is_another():
     assert list(found.values()) == list(owners(before).values())
 
 
-def test_calls_of_a_module_stay_apart(tmp_path):
-    exported = ir.from_proto(exported_net("called_twice", "dynamo", tmp_path))
+def test_calls_of_a_module_stay_apart(shared_files):
+    exported = ir.from_proto(shared_files.read("called_twice", "dynamo"))
     result = htp_export.carry(exported, stripped(exported))
     calls = [(n.metadata_props["htp.module"], n.metadata_props.get("htp.call")) for n in result.model.graph]
     assert calls == [(n.metadata_props["htp.module"], n.metadata_props.get("htp.call")) for n in exported.graph]
@@ -528,8 +528,8 @@ def test_a_map_is_taken_off_by_what_changes_tags():
     assert "htp.map" not in htp_export.splice(htp_export.embed_map(encoder()), "layer.0.fc", part).model.metadata_props
 
 
-def test_what_the_modules_of_pytorch_hold_is_still_said(tmp_path):
-    exported = ir.from_proto(exported_net("siblings", "dynamo", tmp_path))
+def test_what_the_modules_of_pytorch_hold_is_still_said(shared_files):
+    exported = ir.from_proto(shared_files.read("siblings", "dynamo"))
     held = exported.metadata_props["htp.parameters"]
     mapped = stripped(htp_export.embed_map(exported))
     assert htp_export.carry(exported, stripped(exported)).model.metadata_props["htp.parameters"] == held

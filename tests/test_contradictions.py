@@ -10,16 +10,16 @@ import pytest
 
 import htp_export
 from htp_export.run.contradictions import contradictions
-from tests.exporting import exported_net
+from tests.exporting import SharedFiles
 from tests.nets import NETS
 from tests.test_exactness import declare, retag
 
 NET = "view_after_a_change"  # a convolution, a change in place, a view, a linear layer
 
 
-@pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelProto:
-    return exported_net(NET, "dynamo", tmp_path_factory.mktemp("right"))
+@pytest.fixture
+def right(shared_files: SharedFiles) -> onnx.ModelProto:
+    return shared_files.read(NET, "dynamo")
 
 
 def wrong(right: onnx.ModelProto, op_type: str, owner: str, path: str = "", fate: str = "") -> onnx.ModelProto:
@@ -98,6 +98,6 @@ def test_a_file_without_signatures_shows_nothing(right: onnx.ModelProto, tmp_pat
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("name", ["zeros_of_the_same_size", "input_beside_something_new", "loop_of_three", "cells"])
 def test_what_is_read_for_its_size_given_on_or_given_back_again_is_no_contradiction(
-    name: str, exporter: str, tmp_path: Path
+    name: str, exporter: str, shared_files: SharedFiles
 ) -> None:
-    assert contradictions(htp_export.load(exported_net(name, exporter, tmp_path))) == {}
+    assert contradictions(htp_export.load(shared_files.read(name, exporter))) == {}

@@ -18,6 +18,7 @@ import htp_export
 from htp_export.cutting import cut
 from htp_export.errors import FileError, InputError, UnknownModuleError, UntaggedModelError
 from tests import handmade
+from tests.exporting import SharedFiles
 from tests.nets import EXPORTERS, NETS, spread, x
 from tests.truth import equal, run_pytorch
 from tools.compare_models import MODELS, build
@@ -85,10 +86,11 @@ def wrong_parts(
 
 
 @pytest.mark.parametrize(("name", "exporter"), CASES)
-def test_every_computed_module_gives_alone_what_pytorch_gives(name: str, exporter: str, tmp_path: Path) -> None:
-    model, kwargs = NETS[name].build()
-    file = exported_to(tmp_path / "net.onnx", model, kwargs, exporter, **NETS[name].export_options(exporter))
-    assert wrong_parts(model, kwargs, file, tmp_path / "part.onnx") == []
+def test_every_computed_module_gives_alone_what_pytorch_gives(
+    name: str, exporter: str, shared_files: SharedFiles, tmp_path: Path
+) -> None:
+    file = shared_files.net(name, exporter)
+    assert wrong_parts(*NETS[name].build(), file, tmp_path / "part.onnx") == []
 
 
 @pytest.mark.parametrize(("name", "exporter"), [*itertools.product(MODELS, EXPORTERS)])

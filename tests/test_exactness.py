@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.exporting import exported, exported_net
+from tests.exporting import SharedFiles, exported, exported_net
 from tests.nets import EXPORTERS, NETS, Net, spread, x
 from tests.truth import inexact, nodes_of, owners_of, tree_of, untagged
 
@@ -48,8 +48,10 @@ def different_facts(net: Net, exporter: str, file: onnx.ModelProto) -> list[Any]
 
 
 @pytest.mark.parametrize(("net", "exporter"), cases())
-def test_every_module_is_exact_and_agrees_with_what_is_known_of_it(net: Net, exporter: str, tmp_path: Path) -> None:
-    file = exported_net(net.name, exporter, tmp_path)
+def test_every_module_is_exact_and_agrees_with_what_is_known_of_it(
+    net: Net, exporter: str, shared_files: SharedFiles
+) -> None:
+    file = shared_files.read(net.name, exporter)
     model, kwargs = net.build()
     assert (inexact(model, kwargs, file), different_facts(net, exporter, file)) == ([], [])
 
@@ -202,14 +204,14 @@ def declare(file: onnx.ModelProto, path: str, fate: str, others: tuple[str, ...]
     entry.value = json.dumps(tree)
 
 
-def test_the_judge_sees_a_node_that_is_given_to_another_module(tmp_path: Path) -> None:
-    file = exported_net("siblings", "dynamo", tmp_path)
+def test_the_judge_sees_a_node_that_is_given_to_another_module(shared_files: SharedFiles) -> None:
+    file = shared_files.read("siblings", "dynamo")
     retag(file, "Tanh", "second")
     assert [path for path, _ in inexact(*NETS["siblings"].build(), file)] == ["second"]
 
 
-def test_the_judge_sees_an_untagged_node_and_a_swapped_pair(tmp_path: Path) -> None:
-    file = exported_net("siblings", "dynamo", tmp_path)
+def test_the_judge_sees_an_untagged_node_and_a_swapped_pair(shared_files: SharedFiles) -> None:
+    file = shared_files.read("siblings", "dynamo")
     retag(file, "Gemm", "second", 0)
     retag(file, "Gemm", "first", 1)
     del file.graph.node[-1].metadata_props[:]
@@ -231,7 +233,9 @@ def test_the_judge_sees_an_untagged_node_and_a_swapped_pair(tmp_path: Path) -> N
         ("dead_branch_and_unused_module", "dead.0", "uncalled", ()),
     ],
 )
-def test_the_judge_sees_a_false_fate(net: str, path: str, fate: str, others: tuple[str, ...], tmp_path: Path) -> None:
-    file = exported_net(net, "dynamo", tmp_path)
+def test_the_judge_sees_a_false_fate(
+    net: str, path: str, fate: str, others: tuple[str, ...], shared_files: SharedFiles
+) -> None:
+    file = shared_files.read(net, "dynamo")
     declare(file, path, fate, others)
     assert [where for where, _ in inexact(*NETS[net].build(), file)] == [path]

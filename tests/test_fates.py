@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import htp_export
-from tests.exporting import exported, exported_net, metadata
+from tests.exporting import SharedFiles, exported, exported_net, metadata
 from tests.nets import EXPORTERS, NETS, spread, x
 from tests.truth import nodes_of, owners_of, tree_of
 
@@ -32,8 +32,8 @@ def of_type(file: onnx.ModelProto, op_type: str) -> list[dict[str, str]]:
 
 
 @BOTH
-def test_a_module_with_nodes_is_computed_and_says_its_class_and_calls(exporter: str, tmp_path: Path) -> None:
-    tree = tree_of(exported_net("siblings", exporter, tmp_path))
+def test_a_module_with_nodes_is_computed_and_says_its_class_and_calls(exporter: str, shared_files: SharedFiles) -> None:
+    tree = tree_of(shared_files.read("siblings", exporter))
     linear = {"class": "torch.nn.modules.linear.Linear", "calls": 1, "fate": "computed"}
     assert tree == {
         "": {"class": "tests.nets.Siblings", "calls": 1, "fate": "computed"},
@@ -43,22 +43,20 @@ def test_a_module_with_nodes_is_computed_and_says_its_class_and_calls(exporter: 
 
 
 @BOTH
-def test_modules_are_listed_in_the_order_of_named_modules(exporter: str, tmp_path: Path) -> None:
+def test_modules_are_listed_in_the_order_of_named_modules(exporter: str, shared_files: SharedFiles) -> None:
     model, _ = NETS["nested_sequentials"].build()
-    assert list(tree_of(exported_net("nested_sequentials", exporter, tmp_path))) == [
-        p for p, _ in model.named_modules()
-    ]
+    assert list(tree_of(shared_files.read("nested_sequentials", exporter))) == [p for p, _ in model.named_modules()]
 
 
 @BOTH
-def test_dropout_and_identity_are_identities_with_one_call_each(exporter: str, tmp_path: Path) -> None:
-    tree = tree_of(exported_net("dropout_and_identity", exporter, tmp_path))
+def test_dropout_and_identity_are_identities_with_one_call_each(exporter: str, shared_files: SharedFiles) -> None:
+    tree = tree_of(shared_files.read("dropout_and_identity", exporter))
     assert [(tree[path]["fate"], tree[path]["calls"]) for path in "12"] == [("identity", 1)] * 2
 
 
 @BOTH
-def test_conv_and_batchnorm_are_fused_with_each_other_and_relu_is_not(exporter: str, tmp_path: Path) -> None:
-    tree = tree_of(exported_net("conv_bn_relu", exporter, tmp_path))
+def test_conv_and_batchnorm_are_fused_with_each_other_and_relu_is_not(exporter: str, shared_files: SharedFiles) -> None:
+    tree = tree_of(shared_files.read("conv_bn_relu", exporter))
     assert [(tree[path]["fate"], tree[path].get("with")) for path in "0123"] == [
         ("fused", ["1"]),
         ("fused", ["0"]),
@@ -68,8 +66,10 @@ def test_conv_and_batchnorm_are_fused_with_each_other_and_relu_is_not(exporter: 
 
 
 @BOTH
-def test_transposes_that_cancel_are_fused_though_no_node_is_left_of_them(exporter: str, tmp_path: Path) -> None:
-    file = exported_net("transposes_that_cancel", exporter, tmp_path)
+def test_transposes_that_cancel_are_fused_though_no_node_is_left_of_them(
+    exporter: str, shared_files: SharedFiles
+) -> None:
+    file = shared_files.read("transposes_that_cancel", exporter)
     assert [node.op_type for node in nodes_of(file) if node.op_type == "Transpose"] == []
     tree = tree_of(file)
     assert tree["there"]["fate"] == tree["back"]["fate"] == "fused"
@@ -77,15 +77,15 @@ def test_transposes_that_cancel_are_fused_though_no_node_is_left_of_them(exporte
     assert "there" in tree["back"]["with"]
 
 
-def test_what_depends_on_no_input_is_constant_where_it_is_folded(tmp_path: Path) -> None:
-    file = exported_net("scale_folded_away", "dynamo", tmp_path)
+def test_what_depends_on_no_input_is_constant_where_it_is_folded(shared_files: SharedFiles) -> None:
+    file = shared_files.read("scale_folded_away", "dynamo")
     assert fates(file)["scale"] == "constant"
     assert not any("scale" in owners_of(node) for node in nodes_of(file) if node.op_type != "Constant")
 
 
 @BOTH
-def test_dead_and_uncalled_modules_are_told_apart(exporter: str, tmp_path: Path) -> None:
-    tree = tree_of(exported_net("dead_branch_and_unused_module", exporter, tmp_path))
+def test_dead_and_uncalled_modules_are_told_apart(exporter: str, shared_files: SharedFiles) -> None:
+    tree = tree_of(shared_files.read("dead_branch_and_unused_module", exporter))
     assert {path: (entry["fate"], entry["calls"]) for path, entry in tree.items()} == {
         "": ("computed", 1),
         "main": ("computed", 1),
@@ -97,14 +97,14 @@ def test_dead_and_uncalled_modules_are_told_apart(exporter: str, tmp_path: Path)
 
 
 @BOTH
-def test_a_container_that_is_never_called_is_uncalled(exporter: str, tmp_path: Path) -> None:
-    file = exported_net("mask_made_in_every_layer", exporter, tmp_path)
+def test_a_container_that_is_never_called_is_uncalled(exporter: str, shared_files: SharedFiles) -> None:
+    file = shared_files.read("mask_made_in_every_layer", exporter)
     assert (fates(file)["layers"], tree_of(file)["layers"]["calls"]) == ("uncalled", 0)
 
 
 @BOTH
-def test_a_module_with_two_names_is_listed_under_the_first(exporter: str, tmp_path: Path) -> None:
-    tree = tree_of(exported_net("two_names", exporter, tmp_path))
+def test_a_module_with_two_names_is_listed_under_the_first(exporter: str, shared_files: SharedFiles) -> None:
+    tree = tree_of(shared_files.read("two_names", exporter))
     assert list(tree) == ["", "one"]
     assert tree["one"]["calls"] == 2
 
@@ -113,24 +113,26 @@ def test_a_module_with_two_names_is_listed_under_the_first(exporter: str, tmp_pa
 
 
 @BOTH
-def test_each_call_of_a_repeated_module_has_its_number(exporter: str, tmp_path: Path) -> None:
-    file = exported_net("loop_of_three", exporter, tmp_path)
+def test_each_call_of_a_repeated_module_has_its_number(exporter: str, shared_files: SharedFiles) -> None:
+    file = shared_files.read("loop_of_three", exporter)
     assert tree_of(file)["block"]["calls"] == tree_of(file)["block.0"]["calls"] == 3
     assert [said["htp.call"] for said in of_type(file, "Gemm")] == ["0", "1", "2"]
     assert [said["htp.call"] for said in of_type(file, "Tanh")] == ["0", "1", "2"]
 
 
 @BOTH
-def test_modules_that_run_once_have_no_call_number(exporter: str, tmp_path: Path) -> None:
-    file = exported_net("called_twice", exporter, tmp_path)
+def test_modules_that_run_once_have_no_call_number(exporter: str, shared_files: SharedFiles) -> None:
+    file = shared_files.read("called_twice", exporter)
     assert [said.get("htp.call") for said in of_type(file, "Gemm")] == ["0", "1"]
     assert [said.get("htp.call") for said in of_type(file, "Tanh")] == [None]
-    assert all("htp.call" not in metadata(node) for node in nodes_of(exported_net("siblings", exporter, tmp_path)))
+    assert all("htp.call" not in metadata(node) for node in nodes_of(shared_files.read("siblings", exporter)))
 
 
 @BOTH
-def test_work_that_was_merged_has_all_its_owners_in_order_of_execution(exporter: str, tmp_path: Path) -> None:
-    file = exported_net("mask_made_in_every_layer", exporter, tmp_path)
+def test_work_that_was_merged_has_all_its_owners_in_order_of_execution(
+    exporter: str, shared_files: SharedFiles
+) -> None:
+    file = shared_files.read("mask_made_in_every_layer", exporter)
     (cast,) = of_type(file, "Cast")
     assert json.loads(cast["htp.owners"]) == ["layers.0", "layers.1", "layers.2"]
     assert cast["htp.module"] == cast["namespace"] == "layers"
@@ -155,15 +157,15 @@ def test_order_of_execution_is_not_order_of_registration(exporter: str, tmp_path
 
 
 @BOTH
-def test_a_merged_node_is_fused_and_a_plain_one_has_its_scope(exporter: str, tmp_path: Path) -> None:
-    first, second = of_type(exported_net("conv_bn_relu", exporter, tmp_path), "Conv")
+def test_a_merged_node_is_fused_and_a_plain_one_has_its_scope(exporter: str, shared_files: SharedFiles) -> None:
+    first, second = of_type(shared_files.read("conv_bn_relu", exporter), "Conv")
     assert (json.loads(first["htp.owners"]), first["htp.module"], first["htp.reason"]) == (["0", "1"], "", "fused")
     assert (second["htp.module"], second["htp.reason"], "htp.owners" in second) == ("3", "scope", False)
 
 
 @BOTH
-def test_the_second_holder_of_a_module_owns_its_work_too(exporter: str, tmp_path: Path) -> None:
-    file = exported_net("two_parents", exporter, tmp_path)
+def test_the_second_holder_of_a_module_owns_its_work_too(exporter: str, shared_files: SharedFiles) -> None:
+    file = shared_files.read("two_parents", exporter)
     assert [set(owners_of(node)) for node in nodes_of(file) if node.op_type == "Gemm"] == [
         {"left.shared"},
         {"left.shared", "right"},
@@ -171,14 +173,16 @@ def test_the_second_holder_of_a_module_owns_its_work_too(exporter: str, tmp_path
 
 
 @BOTH
-def test_the_second_holder_stands_before_what_it_holds(exporter: str, tmp_path: Path) -> None:
-    second = of_type(exported_net("two_parents", exporter, tmp_path), "Gemm")[1]
+def test_the_second_holder_stands_before_what_it_holds(exporter: str, shared_files: SharedFiles) -> None:
+    second = of_type(shared_files.read("two_parents", exporter), "Gemm")[1]
     assert json.loads(second["htp.owners"]) == ["right", "left.shared"]
 
 
 @BOTH
-def test_a_repeated_module_with_a_second_holder_keeps_its_call_numbers(exporter: str, tmp_path: Path) -> None:
-    calls = [said.get("htp.call") for said in of_type(exported_net("two_parents", exporter, tmp_path), "Gemm")]
+def test_a_repeated_module_with_a_second_holder_keeps_its_call_numbers(
+    exporter: str, shared_files: SharedFiles
+) -> None:
+    calls = [said.get("htp.call") for said in of_type(shared_files.read("two_parents", exporter), "Gemm")]
     assert calls == ["0", "1"]
 
 
@@ -222,22 +226,22 @@ def test_nodes_in_branches_of_an_exported_program_belong_to_the_modules_of_their
     assert [said["htp.module"] for said in of_type(file, "Sub")] == ["choose"]
 
 
-def test_calls_in_branches_are_counted_with_those_outside(tmp_path: Path) -> None:
-    file = exported_net("outside_and_in_a_branch", "dynamo", tmp_path)
+def test_calls_in_branches_are_counted_with_those_outside(shared_files: SharedFiles) -> None:
+    file = shared_files.read("outside_and_in_a_branch", "dynamo")
     assert tree_of(file)["block"]["calls"] == tree_of(file)["block.rest.1"]["calls"] == 3
     assert [said["htp.call"] for said in of_type(file, "Sin")] == ["0", "1", "1", "2"]
 
 
-def test_a_module_that_runs_in_either_branch_runs_once(tmp_path: Path) -> None:
-    tree = tree_of(exported_net("modules_in_branches", "dynamo", tmp_path))
+def test_a_module_that_runs_in_either_branch_runs_once(shared_files: SharedFiles) -> None:
+    tree = tree_of(shared_files.read("modules_in_branches", "dynamo"))
     assert {path: tree[path]["calls"] for path in ("block", "act", "both", "both.fc")} == {
         "block": 1, "act": 1, "both": 2, "both.fc": 2,
     }  # fmt: skip
 
 
 @BOTH
-def test_a_graph_module_has_the_class_that_was_traced(exporter: str, tmp_path: Path) -> None:
-    file = exported_net("graph_module_as_the_model", exporter, tmp_path)
+def test_a_graph_module_has_the_class_that_was_traced(exporter: str, shared_files: SharedFiles) -> None:
+    file = shared_files.read("graph_module_as_the_model", exporter)
     assert file.graph.name == "ForNested"
     assert htp_export.load(file)["inner"].info.simple_class == "Traced"
 
@@ -258,8 +262,8 @@ REASONS = {"scope", "shared", "fused", "flow", "parameters"}
 
 @BOTH
 @pytest.mark.parametrize("name", SEVERAL)
-def test_every_node_keeps_to_the_format(name: str, exporter: str, tmp_path: Path) -> None:
-    file = exported_net(name, exporter, tmp_path)
+def test_every_node_keeps_to_the_format(name: str, exporter: str, shared_files: SharedFiles) -> None:
+    file = shared_files.read(name, exporter)
     tree = tree_of(file)
     for node in nodes_of(file):
         said = metadata(node)
@@ -278,8 +282,10 @@ def test_every_node_keeps_to_the_format(name: str, exporter: str, tmp_path: Path
 
 
 @BOTH
-def test_names_with_slashes_and_semicolons_are_one_level_of_the_namespace(exporter: str, tmp_path: Path) -> None:
-    spaces = [said["namespace"] for said in of_type(exported_net("odd_keys", exporter, tmp_path), "Gemm")]
+def test_names_with_slashes_and_semicolons_are_one_level_of_the_namespace(
+    exporter: str, shared_files: SharedFiles
+) -> None:
+    spaces = [said["namespace"] for said in of_type(shared_files.read("odd_keys", exporter), "Gemm")]
     assert spaces == [
         "by_name.a", "by_name.a%2Fb", "by_name.a-b", "by_name.a::b", "by_name.a%3Bb", "by_name.a b",
         "by_name.ä%252F", "by_name.a",
@@ -287,18 +293,18 @@ def test_names_with_slashes_and_semicolons_are_one_level_of_the_namespace(export
 
 
 @BOTH
-def test_the_namespace_has_one_level_for_each_module_that_runs(exporter: str, tmp_path: Path) -> None:
-    nested = exported_net("nested_sequentials", exporter, tmp_path)
+def test_the_namespace_has_one_level_for_each_module_that_runs(exporter: str, shared_files: SharedFiles) -> None:
+    nested = shared_files.read("nested_sequentials", exporter)
     assert [said["namespace"] for said in of_type(nested, "Gemm")] == ["0/0/0/0", "1"]
-    layers = exported_net("mask_made_in_every_layer", exporter, tmp_path)
+    layers = shared_files.read("mask_made_in_every_layer", exporter)
     fcs = [metadata(node) for node in nodes_of(layers) if node.op_type in ("Gemm", "MatMul")]
     assert [said["namespace"] for said in fcs] == [f"layers.{i}/fc" for i in range(3)]
 
 
 @BOTH
 @pytest.mark.parametrize("name", SEVERAL)
-def test_the_model_keeps_to_the_format(name: str, exporter: str, tmp_path: Path) -> None:
-    file = exported_net(name, exporter, tmp_path)
+def test_the_model_keeps_to_the_format(name: str, exporter: str, shared_files: SharedFiles) -> None:
+    file = shared_files.read(name, exporter)
     model, _ = NETS[name].build()
     assert file.ir_version >= 10
     assert file.graph.name == type(model).__name__
@@ -312,8 +318,8 @@ def test_the_model_keeps_to_the_format(name: str, exporter: str, tmp_path: Path)
         assert ("with" in entry) == (entry["fate"] == "fused")
 
 
-def test_torch_keeps_its_own_keys_under_dynamo(tmp_path: Path) -> None:
-    file = exported_net("siblings", "dynamo", tmp_path)
+def test_torch_keeps_its_own_keys_under_dynamo(shared_files: SharedFiles) -> None:
+    file = shared_files.read("siblings", "dynamo")
     assert all(metadata(node)["pkg.torch.onnx.name_scopes"] for node in file.graph.node)
     assert all("pkg.torch.onnx.fx_node" in metadata(node) for node in file.graph.node)
 
@@ -338,8 +344,8 @@ def test_what_is_written_loads_as_a_tagged_model_of_its_own_tags(exporter: str, 
 
 
 @BOTH
-def test_metadata_is_under_150_bytes_a_node_on_average(exporter: str, tmp_path: Path) -> None:
-    file = exported_net("transformer_encoder", exporter, tmp_path)
+def test_metadata_is_under_150_bytes_a_node_on_average(exporter: str, shared_files: SharedFiles) -> None:
+    file = shared_files.read("transformer_encoder", exporter)
     ours = ("htp.module", "htp.owners", "htp.call", "htp.calls", "htp.reason", "namespace")
     sizes = [sum(entry.ByteSize() + 2 for entry in node.metadata_props if entry.key in ours) for node in nodes_of(file)]
     assert sum(sizes) / len(sizes) < 150

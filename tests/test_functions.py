@@ -14,7 +14,7 @@ from htp_export.cli.main import main
 from htp_export.errors import InputError, SelectorError, UntaggedModelError
 from htp_export.hierarchy import ModuleInfo
 from tests import handmade
-from tests.exporting import exported, exported_net
+from tests.exporting import exported
 from tests.handmade import tagged_node, value
 from tests.nets import NETS, spread
 
@@ -177,8 +177,8 @@ def test_constants_in_attributes_tell_bodies_apart():
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
-def test_every_call_of_a_module_is_a_call_of_its_function(exporter, tmp_path):
-    flat = exported_net("loop_of_three", exporter, tmp_path)
+def test_every_call_of_a_module_is_a_call_of_its_function(exporter, shared_files):
+    flat = shared_files.read("loop_of_three", exporter)
     nested = htp_export.functions(flat, "**")
     assert [(node.name, node.op_type, node.metadata_props.get("htp.call")) for node in nested.model.graph][::2] == [
         ("block", "Sequential", "0"),
@@ -264,8 +264,8 @@ def test_modules_below_one_that_stays_flat_are_still_made():
     assert dict(nested.modules) == {"a.x": "htp::Any", "a.y": "htp::Any"}
 
 
-def test_module_that_also_runs_inside_another_keeps_what_it_did_at_its_own_place(tmp_path):
-    flat = exported_net("two_parents", "dynamo", tmp_path)
+def test_module_that_also_runs_inside_another_keeps_what_it_did_at_its_own_place(shared_files):
+    flat = shared_files.read("two_parents", "dynamo")
     nested = htp_export.functions(flat, "**")
     assert set(nested.modules) == {"left", "left.shared", "right"}
     assert same_file(htp_export.inline(nested).model, flat)
@@ -294,8 +294,8 @@ def test_inline_gives_the_flat_file_to_the_last_bit(bert, exporter, select):
         ("tied_weights", "torchscript"),
     ],
 )
-def test_nets_compute_the_same_and_come_back(name, exporter, tmp_path):
-    flat = exported_net(name, exporter, tmp_path)
+def test_nets_compute_the_same_and_come_back(name, exporter, shared_files):
+    flat = shared_files.read(name, exporter)
     feeds = arrays(NETS[name].build()[1])
     nested = htp_export.functions(flat, "**")
     assert equal(run(nested.model, feeds), run(flat, feeds))
@@ -410,8 +410,8 @@ def test_result_says_what_was_left_flat_and_why():
     assert str(nested).splitlines()[-1] == "left flat: 3 of 7 modules"
 
 
-def test_module_whose_nodes_are_all_shared_is_flat(tmp_path):
-    flat = exported_net("equal_siblings", "dynamo", tmp_path)
+def test_module_whose_nodes_are_all_shared_is_flat(shared_files):
+    flat = shared_files.read("equal_siblings", "dynamo")
     with pytest.raises(InputError, match="first: all its nodes are shared with other modules"):
         htp_export.functions(flat, "first")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -15,7 +13,7 @@ from htp_export.call_tree import CallTree
 from htp_export.crossings import OUTSIDE, Crossings
 from htp_export.hierarchy import Hierarchy, ModuleInfo
 from htp_export.refating import Borders
-from tests.exporting import exported_net
+from tests.exporting import SharedFiles
 from tests.graphs import Builder
 from tests.nets import EXPORTERS, NETS
 from tests.truth import equal, inexact, nodes_of
@@ -113,8 +111,10 @@ def test_modules_taken_together_are_no_blocks_of_each_other() -> None:
 
 
 @BOTH
-def test_repair_leaves_no_contamination_where_merged_work_feeds_two_blocks(exporter: str, tmp_path: Path) -> None:
-    file = exported_net("merged_work_read_in_both_blocks", exporter, tmp_path)
+def test_repair_leaves_no_contamination_where_merged_work_feeds_two_blocks(
+    exporter: str, shared_files: SharedFiles
+) -> None:
+    file = shared_files.read("merged_work_read_in_both_blocks", exporter)
     found = htp_export.contamination(file)
     assert found.after == []
     assert "htp.contamination" not in {entry.key for entry in file.metadata_props}
@@ -123,9 +123,9 @@ def test_repair_leaves_no_contamination_where_merged_work_feeds_two_blocks(expor
 
 @BOTH
 def test_merged_work_that_another_module_reads_is_contamination_and_is_seen_by_the_judge(
-    exporter: str, tmp_path: Path
+    exporter: str, shared_files: SharedFiles
 ) -> None:
-    file = exported_net("merged_work_read_in_both_blocks", exporter, tmp_path)
+    file = shared_files.read("merged_work_read_in_both_blocks", exporter)
     model, kwargs = NETS["merged_work_read_in_both_blocks"].build()
     last = file.graph.node[-1]
     for entry in last.metadata_props:
@@ -138,8 +138,8 @@ def test_merged_work_that_another_module_reads_is_contamination_and_is_seen_by_t
 
 
 @BOTH
-def test_a_gain_is_cut_out_with_its_own_result_alone(exporter: str, tmp_path: Path) -> None:
-    file = exported_net("merged_work_read_in_both_blocks", exporter, tmp_path)
+def test_a_gain_is_cut_out_with_its_own_result_alone(exporter: str, shared_files: SharedFiles) -> None:
+    file = shared_files.read("merged_work_read_in_both_blocks", exporter)
     kept = [entry for entry in file.metadata_props if entry.key != tags.SIGNATURES]
     bare = onnx.ModelProto()
     bare.CopyFrom(file)

@@ -13,7 +13,7 @@ from torch import nn
 
 import htp_export
 from htp_export.signatures import Signature, signatures_from_json, signatures_to_json
-from tests.exporting import exported, exported_net
+from tests.exporting import SharedFiles, exported, exported_net
 from tests.nets import EXPORTERS, NETS, spread, x
 from tests.truth import equal, evaluate, leaves, run_pytorch, with_branches_taken
 
@@ -45,9 +45,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "exporter"), CASES)
 def test_every_tensor_that_a_signature_names_has_the_value_that_pytorch_saw(
-    name: str, exporter: str, tmp_path: Path
+    name: str, exporter: str, shared_files: SharedFiles
 ) -> None:
-    file = exported_net(name, exporter, tmp_path)
+    file = shared_files.read(name, exporter)
     model, kwargs = NETS[name].build()
     calls, _ = run_pytorch(model, kwargs)
     values, wrong = values_of(file, kwargs), []

@@ -37,6 +37,11 @@ WITH_SIGNATURES = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def translations_read_once() -> None:
+    """Nothing of torch is patched here while no export runs, unlike in other tests."""
+
+
 def is_ours(what: Any) -> bool:
     """Whether htp_export defines it; ``__module__`` does not say so, as `functools.wraps` copies that."""
     where = getattr(what, "__globals__", None)

@@ -98,10 +98,15 @@ CASES = [
 ]
 
 
+def test_the_modules_said_to_run_in_branches_are_modules_of_their_nets():
+    for name, paths in IN_BRANCHES.items():
+        assert set(paths) <= dict(NETS[name].build()[0].named_modules()).keys()
+
+
 @pytest.mark.parametrize(("name", "exporter"), CASES)
-def test_what_was_exported_agrees_as_a_whole_and_each_module_alone(tmp_path, name, exporter):
+def test_what_was_exported_agrees_as_a_whole_and_each_module_alone(shared_files, name, exporter):
     model, kwargs = NETS[name].build()
-    path = file_of(model, kwargs, tmp_path, exporter, **NETS[name].export_options(exporter))
+    path = shared_files.net(name, exporter)
     for isolated in (False, True):
         result = htp_export.verify(model, path, (), kwargs, isolated=isolated)
         assert result.ok, str(result)
