@@ -46,7 +46,12 @@ CASES = [
     if exporter not in net.skip and "hook" not in name and name != "calls_itself"
 ]
 
-
+# Architectures that every run tries; the others are tried with -m slow.
+QUICK = ("BERT-base", "GPT-2", "ResNet-50", "CLIP")
+ARCHITECTURES = [
+    pytest.param(name, exporter, id=f"{name}-{exporter}", marks=() if name in QUICK else pytest.mark.slow)
+    for name, exporter in itertools.product(MODELS, EXPORTERS)
+]
 # Models whose modules are given sizes, or masks that only a trace makes.
 WITH_SIZES = ("CLIP", "DETR", "SegFormer-B0", "Swin-T", "Wav2Vec2-base", "YOLOS-tiny")
 
@@ -93,7 +98,7 @@ def test_every_computed_module_gives_alone_what_pytorch_gives(
     assert wrong_parts(*NETS[name].build(), file, tmp_path / "part.onnx") == []
 
 
-@pytest.mark.parametrize(("name", "exporter"), [*itertools.product(MODELS, EXPORTERS)])
+@pytest.mark.parametrize(("name", "exporter"), ARCHITECTURES)
 def test_so_does_every_computed_module_of_real_architectures(name: str, exporter: str, tmp_path: Path) -> None:
     model, kwargs = build(name, "small")
     file = exported_to(tmp_path / "model.onnx", model, kwargs, exporter)

@@ -70,6 +70,7 @@ def test_every_node_of_an_encoder_is_tagged(exporter: Any, tmp_path: Path) -> No
     assert set(found) <= set(tree_of(file))
 
 
+@pytest.mark.slow
 def test_every_node_of_both_parts_of_a_generating_model_is_tagged(exporter: Any, tmp_path: Path) -> None:
     with htp_export.tagging():
         exported = exporter.export_for_generation(

@@ -292,24 +292,24 @@ def chain(length: int) -> ir.Model:
     return handmade.model([first], nodes, [weight], modules)
 
 
-def test_a_page_of_20000_nodes_opens_in_three_seconds_and_scrolls(page, tmp_path):
+def test_a_page_of_20000_nodes_draws_no_more_rows_than_can_be_seen(page, tmp_path):
     file = tmp_path / "large.html"
     htp_export.view(chain(20_000), file)
     start(page, file)
     page.run("document.getElementById('repeats').click()")
-    loaded = "performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd"
-    assert page.run(loaded) < 3000
+    assert page.run("document.getElementsByTagName('*').length") < 2000
     page.run(
         "document.getElementById('unfold').click(), htp.table.state.rows.filter((row) => row.depth === 4).slice(0, 5)"
         ".forEach((row) => htp.table.toggle(row.item)), 0"
     )
-    took: Any = page.run(
-        "(() => { const from = performance.now(); for (let k = 0; k < 50; k++) { "
-        "document.getElementById('table').scrollTop += 999; "
-        "document.getElementById('table').dispatchEvent(new Event('scroll')); } "
-        "return (performance.now() - from) / 50; })()"
+    drawn: Any = page.run(
+        "(async () => { const table = document.getElementById('table'); let drawn = 0;"
+        "new MutationObserver((records) => records.forEach((record) => record.addedNodes.forEach((node) => {"
+        "drawn += node.classList?.contains('row') ? 1 : 0; }))).observe(table, { childList: true, subtree: true });"
+        "for (let k = 0; k < 50; k++) { table.scrollTop += 999; table.dispatchEvent(new Event('scroll'));"
+        "await new Promise((done) => setTimeout(done)); } return drawn; })()"
     )
-    assert took < 100
+    assert 50 <= drawn < 50 * 100
     assert page.run("document.querySelectorAll('.row').length") < 100
     page.run(
         "search = document.getElementById('search'), search.value = 'v19999', search.dispatchEvent(new Event('input'))"
