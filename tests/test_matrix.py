@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,18 @@ def test_what_follows_two_dashes_goes_to_pytest() -> None:
     options = matrix.parsed(["--lowest", "--", "-m", "torch", "tests/test_drop_in.py"])
     assert options.pytest == ["-m", "torch", "tests/test_drop_in.py"]
     assert list(matrix.wanted(options)) == ["lowest"]
+
+
+def test_an_option_of_dynamo_is_on_in_the_process_that_runs_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import config
+
+    given = []
+    monkeypatch.setattr(config, "verbose", False)
+    monkeypatch.setattr(pytest, "main", lambda words: given.append((words, config.verbose)))
+    monkeypatch.setattr(sys, "argv", ["-c", "verbose", "-m", "torch"])
+    with pytest.raises(SystemExit):
+        exec(matrix.WITH_SETTING, {})
+    assert given == [(["-m", "torch", "-n", "0"], True)]
 
 
 def test_a_report_is_counted_and_an_expected_failure_is_no_skip(tmp_path: Path) -> None:

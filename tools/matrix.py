@@ -50,7 +50,7 @@ if not hasattr(config, name):
     sys.exit(0)
 setattr(config, name, True)
 import pytest
-sys.exit(pytest.main(arguments))
+sys.exit(pytest.main([*arguments, "-n", "0"]))  # other processes would not have the option
 """
 
 
