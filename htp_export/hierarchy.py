@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from htp_export import tags
+from htp_export.module_paths import module_paths
 
 if TYPE_CHECKING:
     import torch
@@ -27,11 +28,12 @@ class ModuleInfo:
     """One module of the tree.
 
     Attributes:
-        path: Its name in ``named_modules()``; ``""`` for the root.
+        path: Its name in ``named_modules()``, made unique where an earlier module has that name; ``""`` for the root.
         class_name: Its fully qualified class, ``torch.nn.modules.linear.Linear``; ``""`` where it is not known.
         calls: How many times its ``forward`` ran during the export.
         fate: What became of it, one of ``FATES``.
         fused_with: For ``fused``, the paths of the modules that it was merged with.
+        torch_name: Its name in ``named_modules()``, where that is another one than the path; else None.
     """
 
     path: str
@@ -39,6 +41,7 @@ class ModuleInfo:
     calls: int = 0
     fate: str = "uncalled"
     fused_with: tuple[str, ...] = ()
+    torch_name: str | None = field(default=None, repr=False)
 
     @property
     def simple_class(self) -> str:
@@ -79,14 +82,18 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         """The tree of a PyTorch model before it ran: no calls, every fate ``uncalled``.
 
         Args:
-            module: The model. A module of it that has several names is listed under the first.
+            module: The model. A module of it that has several names is listed under the first; of several modules that
+                have one name, each has a path of its own, see ``ModuleInfo.torch_name``.
 
         Example:
             >>> import torch
             >>> list(Hierarchy.from_module(torch.nn.Sequential(torch.nn.ReLU())).classes.items())
             [('', 'torch.nn.modules.container.Sequential'), ('0', 'torch.nn.modules.activation.ReLU')]
         """
-        return cls(ModuleInfo(path, _class_name(child)) for path, child in module.named_modules())
+        return cls(
+            ModuleInfo(path, _class_name(child), torch_name=None if name == path else name)
+            for path, name, child in module_paths(module)
+        )
 
     @classmethod
     def from_classes(cls, classes: Mapping[str, str]) -> Hierarchy:
@@ -139,6 +146,8 @@ class Hierarchy(Mapping[str, ModuleInfo]):
             entries[module.path] = {"class": module.class_name, "calls": module.calls, "fate": module.fate}
             if module.fate == "fused":
                 entries[module.path]["with"] = list(module.fused_with)
+            if module.torch_name is not None:
+                entries[module.path]["name"] = module.torch_name
         return json.dumps(entries, separators=(",", ":"))
 
     def with_results(
@@ -260,7 +269,7 @@ def _module_from_json(path: str, entry: object) -> ModuleInfo:
     if not isinstance(entry, dict):
         raise ValueError(f"{tags.MODULES}: module {path!r} is not a JSON object")  # noqa: TRY004 - it is a bad value
     class_name, calls, fate = entry.get("class"), entry.get("calls"), entry.get("fate")
-    merged = entry.get("with", [])
+    merged, torch_name = entry.get("with", []), entry.get("name")
     if not isinstance(class_name, str):
         problem = f"'class' is not a string: {class_name!r}"
     elif not isinstance(calls, int) or isinstance(calls, bool) or calls < 0:
@@ -269,8 +278,10 @@ def _module_from_json(path: str, entry: object) -> ModuleInfo:
         problem = f"'fate' is none of {', '.join(FATES)}: {fate!r}"
     elif not isinstance(merged, list) or not all(isinstance(other, str) for other in merged):
         problem = f"'with' is not a list of module paths: {merged!r}"
+    elif not (torch_name is None or isinstance(torch_name, str)):
+        problem = f"'name' is not a string: {torch_name!r}"
     else:
-        return ModuleInfo(path, class_name, calls, fate, tuple(merged) if fate == "fused" else ())
+        return ModuleInfo(path, class_name, calls, fate, tuple(merged) if fate == "fused" else (), torch_name)
     raise ValueError(f"{tags.MODULES}: module {path!r}: {problem}")
 
 

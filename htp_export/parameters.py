@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from htp_export import tags
+from htp_export.module_paths import module_paths
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +45,7 @@ def parameters_of(model: nn.Module) -> dict[str, Held]:
 
     first: dict[int, str] = {}
     found = {}
-    for path, module in model.named_modules():
+    for path, _, module in module_paths(model):
         shapes, tied = {}, {}
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if isinstance(parameter, UninitializedParameter):

@@ -18,7 +18,7 @@ ROWS = [
     ["errors"],
     ["model"],
     ["tags"],
-    ["hierarchy", "parameters", "signatures"],
+    ["hierarchy", "module_paths", "parameters", "signatures"],
     [
         "call_tree",
         "command_words",

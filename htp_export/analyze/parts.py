@@ -16,6 +16,7 @@ from htp_export.analyze.node_facts import NodeEntry
 from htp_export.capture.patches import translations_read_once
 from htp_export.exporter import export
 from htp_export.hierarchy import Hierarchy
+from htp_export.module_paths import module_paths
 from htp_export.tagged import load
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class _Parts:
         self._model = model
         self._options = options
         self._tree = Hierarchy.from_module(model)
+        self._modules = {path: module for path, _, module in module_paths(model)}
         self._calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._counts: dict[str, int] = {}
         self._failures: dict[str, str] = {}
@@ -123,7 +125,7 @@ class _Parts:
         hooks = []
         try:
             for path in self._tree:
-                hook = self._model.get_submodule(path).register_forward_pre_hook(self._noter(path), with_kwargs=True)
+                hook = self._modules[path].register_forward_pre_hook(self._noter(path), with_kwargs=True)
                 hooks.append(hook)
             yield
         finally:
@@ -149,7 +151,7 @@ class _Parts:
 
     def _part(self, path: str) -> Inventory | str:
         """A module exported alone, or why that failed; of modules that are alike, the first is exported."""
-        module, (args, kwargs) = self._model.get_submodule(path), self._calls[path]
+        module, (args, kwargs) = self._modules[path], self._calls[path]
         alike = call_signature(module, args, kwargs)
         if alike not in self._tried:
             try:

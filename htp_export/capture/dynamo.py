@@ -11,19 +11,21 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capture.bodies import Bodies
+from htp_export.capture.body_functions import bodies_of_node, every_node
 from htp_export.capture.calls import NO_CALL, CallLog, Passing, arguments_by_name
 from htp_export.capture.decomposition import CALL, Decomposition, Places, Result
 from htp_export.capture.guarded import Guarded
-from htp_export.capture.record import Node, Operation, Record
+from htp_export.capture.record import FLOW, PARAMETERS, SCOPE, Node, Operation, Record
 from htp_export.capture.reshapes import equal_tensors
 from htp_export.capture.torch_internals import (
     bodies_run_in_place,
     changes_of,
     fx_node_of,
+    without_export_root,
 )
 from htp_export.regions import subgraphs
 
@@ -53,13 +55,14 @@ class DynamoCapture(Guarded):
     ) -> None:
         self.log = CallLog()
         self.aliases = aliases
+        self._path_by_id = path_by_id
         self._bodies = Bodies(path_by_id)
         self.classes: dict[str, str] = {}
         self._path_of = path_of
         self._root_name: str | None = None
         self._tracer: Any = None
-        self._by_name: dict[tuple[str, int], int] = {}
-        self._name_counts: collections.Counter[str] = collections.Counter()
+        self._scoped: dict[tuple[str, int], int] = {}  # module path and which of its scopes → call
+        self._scope_counts: collections.Counter[str] = collections.Counter()
         self._made_something: set[int] = set()
         self._nodes_before: list[int] = []  # for each running call, how many FX nodes there were when it began
         self._marked = 0  # how many FX nodes there were when a module last began or returned
@@ -94,16 +97,16 @@ class DynamoCapture(Guarded):
         if not self.log.stack or tracer is not self._tracer:  # a new attempt at tracing starts from nothing
             self.log, self._root_name, self._tracer = CallLog(), name, tracer
             self._bodies.clear()
-            self._by_name.clear()
-            self._name_counts.clear()
+            self._scoped.clear()
+            self._scope_counts.clear()
             self._made_something.clear()
             self._nodes_before.clear()
             self._marked = 0
         self._mark(tracer)
         index = self.log.enter(path)
         if name is not None:
-            self._by_name[name, self._name_counts[name]] = index
-            self._name_counts[name] += 1
+            self._scoped[path, self._scope_counts[path]] = index
+            self._scope_counts[path] += 1
         arguments = arguments_by_name(module.forward, args, kwargs)
         self.log.give(arguments, functools.partial(self._result_of, tracer=tracer))
         self._nodes_before.append(len(tracer.graph.nodes))
@@ -171,9 +174,9 @@ class DynamoCapture(Guarded):
             Operation(
                 self._call_of(node.meta.get("node")), _reads(node), tuple(node.outputs), node.op_type in SHAPE_OPERATORS
             )
-            for node in all_nodes(model.graph)
+            for node in every_node(model.graph)
         ]
-        self._equal = equal_tensors(all_nodes(model.graph))
+        self._equal = equal_tensors(every_node(model.graph))
         self._inputs, self._outputs = list(model.graph.inputs), list(model.graph.outputs)
         self._stamp_bodies(model)
         self._passed = {
@@ -187,14 +190,20 @@ class DynamoCapture(Guarded):
     def _stamp_bodies(self, model: ir.Model) -> None:
         """Write its call on each node of a body; torch makes a function of each body, and inlines it later."""
         for node in model.graph:
-            functions = list(_functions_called(node, model.functions))
-            nodes = [inner for function in functions for inner in all_nodes(function)]
-            traces = {inner: inner.metadata_props.get(_STACK_TRACE) for inner in nodes}
-            known = self._bodies.calls(self._call_of(node.meta.get("node")), traces.values()) if nodes else {}
-            for inner, trace in traces.items():
-                call = known.get(trace or "", self._call_of(inner.meta.get("node")))
-                if call != NO_CALL:
-                    inner.metadata_props[_STAMP] = str(call)  # outlives inlining, which copies nodes
+            holder = self._call_of(node.meta.get("node"))
+            bodies = list(bodies_of_node(node, model.functions))
+            traces = [inner.metadata_props.get(_STACK_TRACE) for body in bodies for inner in body.nodes]
+            known = self._bodies.calls(holder, traces) if traces else {}
+            for body in bodies:
+                for inner in body.nodes:
+                    call, evidence = known.get(inner.metadata_props.get(_STACK_TRACE) or "", NO_CALL), SCOPE
+                    call = self._call_of(inner.meta.get("node")) if call == NO_CALL else call
+                    if call == NO_CALL:
+                        call, evidence = self._call_by_parameters(body.parameters(inner)), PARAMETERS
+                    if call == NO_CALL and inner.meta.get("node") is not None:  # constants belong to their consumers
+                        call, evidence = holder, FLOW
+                    if call != NO_CALL:
+                        inner.metadata_props[_STAMP] = f"{call} {evidence}"  # outlives inlining, which copies nodes
 
     def _value_of(self, result: Result | None, *, read: bool = False) -> Any:
         """The value of the first ONNX graph that holds the result of a node of the traced FX graph, or None."""
@@ -221,22 +230,24 @@ class DynamoCapture(Guarded):
 
     def _call_of_scope(self, key: str, name: str, cls: Any, parent: int) -> int:
         path, nth = self._read_scope(key, name)
-        full = path if self._root_name is None else f"{self._root_name}.{path}" if path else self._root_name
-        found = self._by_name.get((full, nth))
+        found = self._scoped.get((path, nth))
         if found is None:  # no Python call was seen: torch.export's strict mode, or an ExportedProgram
-            module = self.aliases.get(path, path)
-            self.classes.setdefault(module, cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}")
-            found = self._by_name[full, nth] = self.log.add(module, parent)
+            self.classes.setdefault(path, cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}")
+            found = self._scoped[path, nth] = self.log.add(path, parent)
         return found
 
     def _read_scope(self, key: str, name: str) -> tuple[str, int]:
-        """The module's name and which of its calls: torch writes the second as ``name@1``, in the key or in both."""
-        if self._root_name is not None and name not in self.aliases:  # in bodies torch leaves its own root's name
-            name = name.removeprefix(self._root_name).removeprefix(".")
-        _, at, count = key.rpartition("@")
-        if not at or not count.isdigit() or (name in self.aliases and key.endswith(name)):
-            return name, 0
-        return name.removesuffix(f"@{count}") if name not in self.aliases else name, int(count)
+        """The module's path and which of its calls: torch writes the second as ``name@1``, in the key or in both."""
+        if name not in self.aliases:
+            name = without_export_root(name, self._root_name)
+        first, at, count = key.rpartition("@")
+        again = bool(at) and count.isdigit() and not (name in self.aliases and key.endswith(name))
+        nth = int(count) if again else 0
+        module = first if again else key  # in strict mode, the id of the module; the name is how Dynamo reached it
+        if module.isdecimal() and int(module) in self._path_by_id:
+            return self._path_by_id[int(module)], nth
+        name = name.removesuffix(f"@{count}") if again and name not in self.aliases else name
+        return self.aliases.get(name, name), nth
 
     # --- while it is optimised --------------------------------------------------------------------
 
@@ -254,14 +265,14 @@ class DynamoCapture(Guarded):
             last = self._last(value, ())
             if last.name in named:
                 self.replaced(last, named[last.name])
+        _copy_stamps(self._graph, named)
         self._graph = model.graph
 
-    def _call_by_parameters(self, node: ir.Node) -> int:
-        """The call of a node in a branch or loop body, where torch loses all scopes: that of its parameters' module.
+    def _call_by_parameters(self, names: Iterable[str]) -> int:
+        """The call of work in a branch or loop body, where torch loses all scopes: that of its parameters' module.
 
         A module that ran in bodies alone has no call yet; it gets one.
         """
-        names = [value.name for value in node.inputs if value is not None and value.name and value.is_initializer()]
         holders = {name.rpartition(".")[0] for name in names if name in self._parameters}
         paths = {self.aliases.get(name, name) for name in holders}
         if len(paths) != 1:
@@ -309,35 +320,34 @@ class DynamoCapture(Guarded):
         for node, described in zip(nodes, record.nodes, strict=True):
             stamp = node.metadata_props.pop(_STAMP, None)
             if stamp is not None:
-                described.hint = int(stamp)
-            elif node.graph is not model.graph:
-                described.hint, described.evidence = self._call_by_parameters(node), "parameters"
+                call, _, described.evidence = stamp.partition(" ")
+                described.hint = int(call)
         return record, nodes
 
     @staticmethod
     def withdraw(model: ir.Model) -> None:
         """Take out of a model what was written into it for `finish`."""
         for graph in (model.graph, *model.functions.values()):
-            for node in all_nodes(graph):
+            for node in every_node(graph):
                 node.metadata_props.pop(_STAMP, None)
 
 
-def _functions_called(node: ir.Node, functions: Mapping[Any, ir.Function]) -> Iterator[ir.Function]:
-    """The functions that the bodies of a node call, and those that these call."""
-    for body in subgraphs(node):
-        for inner in all_nodes(body):
-            function = functions.get(inner.op_identifier())
-            if function is not None:
-                yield function
-                for each in function:
-                    yield from _functions_called(each, functions)
+def _copy_stamps(graph: ir.Graph, named: Mapping[str | None, ir.Value]) -> None:
+    """Write the calls of a graph's nodes on the nodes that make tensors of the same names, which have no metadata."""
+    for node in every_node(graph):
+        if _STAMP in node.metadata_props:
+            for output in node.outputs:
+                value = named.get(output.name)
+                producer = None if value is None else value.producer()
+                if producer is not None:
+                    producer.metadata_props[_STAMP] = node.metadata_props[_STAMP]
 
 
 def describe(model: ir.Model, record: Record) -> tuple[list[ir.Node], Record]:
     """Every node of a model, and the record with the exported graph filled in: nodes, inputs, outputs."""
-    nodes = list(all_nodes(model.graph))
+    nodes = list(every_node(model.graph))
     for function in model.functions.values():
-        nodes.extend(all_nodes(function))
+        nodes.extend(every_node(function))
     record.nodes = [
         Node(_reads(node), tuple(node.outputs), shape_only=node.op_type in SHAPE_OPERATORS) for node in nodes
     ]
@@ -346,18 +356,10 @@ def describe(model: ir.Model, record: Record) -> tuple[list[ir.Node], Record]:
     return nodes, record
 
 
-def all_nodes(graph: Any) -> Iterator[ir.Node]:
-    """Nodes of a graph or function, those of a node's bodies before the node: producers before consumers."""
-    for node in graph:
-        for body in subgraphs(node):
-            yield from all_nodes(body)
-        yield node
-
-
 def _values(graph: ir.Graph) -> Iterator[ir.Value]:
     yield from graph.inputs
     yield from graph.initializers.values()
-    for node in all_nodes(graph):
+    for node in every_node(graph):
         yield from node.outputs
 
 

@@ -7,7 +7,7 @@ of a traced graph, are only listed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -188,6 +188,19 @@ def numbers_of_outputs(node: Any) -> tuple[int, ...]:
     # By index: the bindings make a new iterator type for each list, at thirty times the cost of one access.
     count = node.outputsSize()
     return (node.output().unique(),) if count == 1 else tuple([node.outputsAt(k).unique() for k in range(count)])
+
+
+def nodes_of(block: Any) -> Iterator[Any]:
+    """Every node of a graph or block, those inside its blocks before the node."""
+    for node in block.nodes():
+        for inner in node.blocks():
+            yield from nodes_of(inner)
+        yield node
+
+
+def autograd_functions(nodes: Iterable[Any]) -> list[tuple[str, tuple[int, ...]]]:
+    """The class name and the numbers of the outputs of each node that calls an ``autograd.Function``, in order."""
+    return [(node.pyname(), numbers_of_outputs(node)) for node in nodes if node.kind() == "prim::PythonOp"]
 
 
 @cache

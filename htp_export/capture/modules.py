@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from htp_export.hierarchy import Hierarchy
+from htp_export.module_paths import module_paths
 from htp_export.parameters import Held, parameters_of
 
 
@@ -28,12 +29,14 @@ class ModuleNames:
         self._model = model if isinstance(model, torch.nn.Module) else None
         self.by_id: dict[int, str] = {}
         self._seen: list[Any] = []  # kept, so that their ids are nobody else's
-        for name, module in self._named(remove_duplicate=False):
-            self.aliases[name] = self.by_id[id(module)] = self.paths.setdefault(id(module.__dict__), name)
+        for path, module in self._named():
+            self.by_id[id(module)] = self.paths.setdefault(id(module.__dict__), path)
             self._seen.append(module)
+        for name, module in () if self._model is None else self._model.named_modules(remove_duplicate=False):
+            self.aliases.setdefault(name, self.by_id[id(module)])
 
-    def _named(self, *, remove_duplicate: bool = True) -> Iterable[tuple[str, Any]]:
-        return () if self._model is None else self._model.named_modules(remove_duplicate=remove_duplicate)
+    def _named(self) -> Iterable[tuple[str, Any]]:
+        return () if self._model is None else ((path, module) for path, _, module in module_paths(self._model))
 
     @property
     def hierarchy(self) -> Hierarchy | None:

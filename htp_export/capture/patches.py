@@ -135,6 +135,19 @@ def _run_symbolic(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def _run_symbolic_method(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(graph: Any, name: str, *rest: Any) -> Any:
+        result = original(graph, name, *rest)
+        capture = script_capture.get()
+        if capture is not None:
+            following = "following the translation of an autograd.Function"
+            capture.step(following, capture.translated_function, name, result)
+        return result
+
+    return wrapper
+
+
 def _serialize(original: Callable[..., Any]) -> Callable[..., Any]:
     """Leave the weights out of the bytes that torch makes: they are put in when the file is written.
 
@@ -339,6 +352,7 @@ TORCHSCRIPT = Patches(
     Patch(_SCRIPT, "_trace_and_get_graph_from_model", _traced),
     Patch(_SCRIPT, "_create_jit_graph", _created),
     Patch(_SCRIPT, "_run_symbolic_function", _run_symbolic),
+    Patch(_SCRIPT, "_run_symbolic_method", _run_symbolic_method),
     Patch(_SCRIPT, "_C", ScriptPasses),
     Patch(_SCRIPT_PROTO, "_add_onnxscript_fn", _add_functions),
     Patch(_SCRIPT_PROTO, "_export_file", _export_file),

@@ -14,6 +14,11 @@ from htp_export.capture.calls import NO_CALL, CallLog, Passing
 
 Key = Hashable
 
+# The evidence of which module a node belongs to.
+SCOPE = "scope"
+PARAMETERS = "parameters"
+FLOW = "flow"
+
 
 @dataclass(slots=True)
 class Operation:
@@ -40,14 +45,14 @@ class Node:
         inputs: Keys of the tensors it reads, those that its bodies return included.
         outputs: Keys of the tensors it makes.
         hint: Index of the call that other evidence names, or ``NO_CALL``.
-        evidence: Which evidence that is: ``scope`` or ``parameters``.
+        evidence: Which evidence that is: ``scope``, ``parameters`` or ``flow``.
         shape_only: As in `Operation`.
     """
 
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
     hint: int = NO_CALL
-    evidence: str = "scope"
+    evidence: str = SCOPE
     shape_only: bool = False
 
 

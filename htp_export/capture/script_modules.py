@@ -7,10 +7,12 @@ and the same for every call. Parameters that an operation reads tell containers 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from htp_export import tags
 from htp_export.capture.calls import CallLog
+from htp_export.capture.jit_graph import CONSTANTS, Reading, nodes_of
 
 _PART = re.compile(r"([^.()]+)\([^()]*\)")
 
@@ -28,6 +30,19 @@ class ScriptCalls:
         self._paths = list(paths)
         self._running: list[tuple[str, str, int]] = [("", "", log.enter(""))]  # name, path, call
         log.stack.pop()
+
+    def of_graph(self, graph: Any, reading: Reading, parameters: Mapping[int, str]) -> Iterator[int]:
+        """The call of each step of a graph that was inlined, also of those in branches and loop bodies.
+
+        Args:
+            graph: The graph.
+            reading: The same, as it was read.
+            parameters: Number of a graph input that is a parameter → its name.
+        """
+        nodes = (node for node in nodes_of(graph) if node.kind() not in CONSTANTS)
+        for node, step in zip(nodes, reading.steps, strict=True):
+            held = [parameters[number] for number in step.inputs if number in parameters]
+            yield self.call_of(node.getModuleHierarchy(), held)
 
     def call_of(self, hierarchy: str, parameters: Sequence[str]) -> int:
         """The call of one operation.

@@ -533,6 +533,19 @@ def called_by_export(module: Any) -> Any:
     return inner if isinstance(inner, torch.fx.GraphModule) else module
 
 
+def without_export_root(name: str, root: str | None) -> str:
+    """A module's name in a scope, without the name of the wrapper in which ``torch.export`` traces the model.
+
+    torch takes it off the names in the main graph, and leaves it in branches and loop bodies.
+
+    Args:
+        name: The name, ``_export_root.layer.0``.
+        root: The model's own name in the trace; None where the trace was not seen, and has the usual one.
+    """
+    root = "_export_root" if root is None else root
+    return "" if name == root else name.removeprefix(f"{root}.")
+
+
 def outputs_of(output: Any) -> list[Any]:
     """What the ``output`` node of an FX graph returns, one after the other: nodes, and None for all else."""
     import torch

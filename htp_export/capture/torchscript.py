@@ -8,7 +8,6 @@ which value stands in its place. Nothing of the graph is changed here, so that t
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +16,15 @@ import onnx
 from htp_export.capture.calls import NO_CALL, CallLog, Passing
 from htp_export.capture.guarded import Guarded
 from htp_export.capture.jit_calls import Matched, TracedNode, match_by_inputs, match_by_scope, place_between
-from htp_export.capture.jit_graph import CONSTANTS, Reading, numbers_of_inputs, numbers_of_outputs, read
+from htp_export.capture.jit_graph import (
+    CONSTANTS,
+    Reading,
+    autograd_functions,
+    nodes_of,
+    numbers_of_inputs,
+    numbers_of_outputs,
+    read,
+)
 from htp_export.capture.jit_rewriting import follow
 from htp_export.capture.record import Key, Node, Operation, Record
 from htp_export.capture.root_call import Choice, GivenCall, RootCall, choose
@@ -99,6 +106,7 @@ class TorchScriptCapture(Guarded):
         self._last = Reading()
         self._stages: list[dict[Any, int]] = []
         self._translation: dict[int, int] = {}
+        self._functions: list[tuple[str, tuple[int, ...]]] = []  # those that are not translated yet
         self._graph: Any = None
 
     @property
@@ -264,6 +272,7 @@ class TorchScriptCapture(Guarded):
 
     def before_translation(self, graph: Any) -> None:
         """Note what became of the traced graph before it is translated into another."""
+        self._functions = autograd_functions(nodes_of(graph))
         if self._first:
             now = read(graph, self._user_inputs)
             self._last = self._versions.settle(self._operations, self._outputs, self._first, now)
@@ -278,23 +287,28 @@ class TorchScriptCapture(Guarded):
         self._user_inputs = len(names) - len(parameters)
         self._first = self._last = reading = read(graph, self._user_inputs)
         self._outputs = [*reading.outputs]
-        calls = ScriptCalls(self.log, self._paths)
-        nodes = (node for node in graph.nodes() if node.kind() not in CONSTANTS)
-        steps = iter(reading.steps)
-        for node, size in zip(nodes, reading.sizes, strict=True):
-            for step in itertools.islice(steps, size):
-                held = [parameters[number] for number in step.inputs if number in parameters]
-                call = calls.call_of(node.getModuleHierarchy(), held)
-                self._operations.append(Operation(call, step.inputs, step.outputs, step.kind in SHAPE_KINDS))
+        calls = ScriptCalls(self.log, self._paths).of_graph(graph, reading, parameters)
+        for step, call in zip(reading.steps, calls, strict=True):
+            self._operations.append(Operation(call, step.inputs, step.outputs, step.kind in SHAPE_KINDS))
 
     def translated_node(self, node: Any, result: Any) -> None:
         """Note which tensors of the new graph stand for those of one traced node."""
+        self._translated(numbers_of_outputs(node), result)
+
+    def translated_function(self, name: str, result: Any) -> None:
+        """Note the same of an ``autograd.Function`` with a translation of its own: torch does not say of which node."""
+        called = next((place for place, (known, _) in enumerate(self._functions) if known == name), None)
+        if called is not None:
+            _, outputs = self._functions.pop(called)
+            self._translated(outputs, result)
+
+    def _translated(self, outputs: tuple[int, ...], result: Any) -> None:
         results = result if isinstance(result, (tuple, list)) else (result,)
-        for place, value in zip(range(node.outputsSize()), results, strict=False):
+        for output, value in zip(outputs, results, strict=False):
             if hasattr(value, "unique"):
                 # A quantized tensor is a tuple: the tensor, its scale and its zero point.
                 made = value.node().inputsAt(0) if value.node().kind() == "prim::TupleConstruct" else value
-                self._translation[node.outputsAt(place).unique()] = made.unique()
+                self._translation[output] = made.unique()
 
     def translated(self, graph: Any) -> None:
         """Note the ONNX graph as it was translated."""
@@ -333,7 +347,7 @@ class TorchScriptCapture(Guarded):
             for step, node in zip(steps, nodes, strict=True):
                 names.update(zip(step.outputs, node.output, strict=True))
         elif self._graph is not None:  # the file has other nodes than the graph: modules exported as functions
-            for node in _nodes(self._graph):
+            for node in nodes_of(self._graph):
                 names.update((value.unique(), value.debugName()) for value in node.outputs())
         return names
 
@@ -407,13 +421,6 @@ class TorchScriptCapture(Guarded):
         record.graph_inputs = {name for name in file.inputs if name not in file.initializers}
         record.graph_outputs = set(file.outputs)
         return record, protos
-
-
-def _nodes(graph: Any) -> Iterator[Any]:
-    for node in graph.nodes():
-        for block in node.blocks():
-            yield from _nodes(block)
-        yield node
 
 
 def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:

@@ -13,13 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from htp_export.capture.calls import NO_CALL, CallLog
-from htp_export.capture.record import Key, Node, Operation, Record
+from htp_export.capture.record import FLOW, SCOPE, Key, Node, Operation, Record
 from htp_export.owners.flow import Flow, place_strays
 
-SCOPE = "scope"
 SHARED = "shared"
 FUSED = "fused"
-FLOW = "flow"
 
 Calls = frozenset[int]
 _NOBODY: Calls = frozenset()

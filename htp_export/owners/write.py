@@ -87,8 +87,8 @@ def model_metadata(
 def _with_calls(hierarchy: Hierarchy, log: CallLog) -> Hierarchy:
     """The module tree with how often each module ran; modules that ran and are not in it are added."""
     paths = dict.fromkeys((*hierarchy, *(call.path for call in log.calls)))
-    classes = hierarchy.classes
-    return Hierarchy([ModuleInfo(path, classes.get(path, ""), log.count(path)) for path in paths])
+    known = (hierarchy.get(path) or ModuleInfo(path, "") for path in paths)
+    return Hierarchy([replace(module, calls=log.count(module.path)) for module in known])
 
 
 def _signatures(record: Record) -> dict[str, list[Signature]]:

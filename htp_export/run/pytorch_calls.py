@@ -13,6 +13,7 @@ from htp_export.capture.calls import arguments_by_name, named_leaves, named_tens
 from htp_export.capture.modules import training_modes_kept
 from htp_export.capture.torch_internals import attention_fast_path_off
 from htp_export.errors import InputError
+from htp_export.module_paths import module_paths
 from htp_export.runtime.arrays import ArrayStore, Held, from_torch
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def record_calls(
     recorder = _Recorder(store, wanted)
     handles: list[Any] = []
     try:
-        for path, module in model.named_modules():
+        for path, _, module in module_paths(model):
             with contextlib.suppress(RuntimeError):  # scripted modules take no hooks; they have no calls of their own
                 handles += recorder.watch(path, module)
         try:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from htp_export import tags
+from htp_export.module_paths import module_paths
 
 if TYPE_CHECKING:
     import torch
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["named_tensors", "parameter_readers"]
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer under each of its names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+def named_tensors(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer under each of its names; with ``recurse=False``, only those of the module itself."""
+    yield from model.named_parameters(recurse=recurse, remove_duplicate=False)
+    yield from model.named_buffers(recurse=recurse, remove_duplicate=False)
 
 
 @contextlib.contextmanager
@@ -50,9 +50,11 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
     names: defaultdict[int, list[str]] = defaultdict(list)
     for name, tensor in named_tensors(model):
         names[id(tensor)].append(name)
-    found: dict[int, set[str]] = {
-        key: {tags.parent_path(name) or "" for name in listed} for key, listed in names.items()
-    }
+    found: dict[int, set[str]] = {key: set() for key in names}
+    modules = module_paths(model)
+    for path, _, module in modules:
+        for _, tensor in named_tensors(module, recurse=False):
+            found[id(tensor)].add(path)
     running: list[str] = []
 
     class Watch(TorchFunctionMode):
@@ -64,7 +66,7 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
             return func(*args, **(kwargs or {}))
 
     handles = []
-    for path, module in model.named_modules():
+    for path, _, module in modules:
 
         def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
             if not torch.compiler.is_compiling():

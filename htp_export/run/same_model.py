@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.hierarchy import Hierarchy
+from htp_export.module_paths import module_paths
 from htp_export.run.readers import named_tensors
 from htp_export.runtime.arrays import Array, from_torch
 from htp_export.tagged import TaggedModel
@@ -69,7 +70,7 @@ def check_same_modules_ran(tagged: TaggedModel, model: nn.Module, ran: Mapping[s
     Raises:
         InputError: If there is one.
     """
-    modules = dict(model.named_modules())
+    modules = {path: module for path, _, module in module_paths(model)}
     for path in ran:
         if path not in tagged.hierarchy and any(True for _ in modules[path].parameters(recurse=False)):
             _refuse(name, model, f"the model's module {path!r} ran, and the file has none")

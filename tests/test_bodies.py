@@ -1,0 +1,174 @@
+"""Owners in branches and loop bodies, and of ``autograd.Function``s that have an ONNX translation of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from tests.exporting import exported
+from tests.nets import spread, x
+from tests.truth import nodes_of, owners_of, tree_of
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.act = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Tanh()
+
+
+class Branches(Holder):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def high(x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.act(self.a(x.sin()))
+            return y.exp()
+
+        def low(x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.b(x.unsqueeze(0))
+            return y.squeeze(0)
+
+        return torch.cond(x.sum() > 0, high, low, (x,))  # type: ignore[no-any-return]
+
+
+class Loops(Holder):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def again(step: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return step < 3
+
+        def body(step: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return step + 1, self.act(self.b(x.unsqueeze(0)).squeeze(0).sin())
+
+        from torch._higher_order_ops import while_loop
+
+        result: torch.Tensor = while_loop(again, body, (torch.tensor(0), x))[1]
+        return result
+
+
+def built(make: type[nn.Module]) -> nn.Module:
+    return spread(make()).eval()
+
+
+def owners_by_type(file: onnx.ModelProto, *types: str) -> dict[str, list[tuple[str, ...]]]:
+    return {kind: [owners_of(node) for node in nodes_of(file) if node.op_type == kind] for kind in types}
+
+
+def fates(file: onnx.ModelProto) -> dict[str, str]:
+    return {path: entry["fate"] for path, entry in tree_of(file).items()}
+
+
+BRANCHES = {"Gemm": [("a",)], "MatMul": [("b",)], "Tanh": [("act",)], "Sin": [("",)], "Exp": [("",)]}
+LOOPS = {"MatMul": [("b",)], "Tanh": [("act",)], "Sin": [("",)], "Add": [("",)]}
+
+
+# Below opset 18 the graph is read back from bytes, without metadata.
+@pytest.mark.parametrize("options", [{}, {"opset_version": 16}, {"optimize": False}], ids=["as_is", "opset_16", "raw"])
+@pytest.mark.parametrize(("make", "owners"), [(Branches, BRANCHES), (Loops, LOOPS)])
+def test_modules_with_and_without_parameters_own_their_nodes_in_bodies(
+    make: type[nn.Module], owners: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    file = exported(built(make), {"x": x(2, 4)}, "dynamo", tmp_path, **options)
+    assert owners_by_type(file, *owners) == owners
+    assert fates(file)["b"] == fates(file)["act"] == "computed"
+
+
+@pytest.mark.parametrize(("make", "owners"), [(Branches, BRANCHES), (Loops, LOOPS)])
+def test_the_bodies_of_a_program_exported_in_strict_mode_have_the_paths_of_the_model(
+    make: type[nn.Module], owners: dict[str, Any], tmp_path: Path
+) -> None:
+    program = torch.export.export(built(make), (x(2, 4),), strict=True)
+    htp_export.export(program, (), tmp_path / "m.onnx", verbose=False)
+    file = onnx.load(tmp_path / "m.onnx")
+    assert owners_by_type(file, *owners) == owners
+    assert "_export_root" not in tree_of(file)
+
+
+@pytest.mark.parametrize(("make", "owners"), [(Branches, BRANCHES), (Loops, LOOPS)])
+def test_in_bodies_of_an_exported_program_parameters_tell_their_module_and_all_else_is_the_holders(
+    make: type[nn.Module], owners: dict[str, Any], tmp_path: Path
+) -> None:
+    program = torch.export.export(built(make), (x(2, 4),))
+    htp_export.export(program, (), tmp_path / "m.onnx", verbose=False)
+    file = onnx.load(tmp_path / "m.onnx")
+    assert owners_by_type(file, *owners) == {**owners, "Tanh": [("",)]}  # torch keeps no record of what runs there
+
+
+class Scripted(Holder):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.act(self.a(x)) if bool(x.sum() > 0) else self.b(x.sin())
+        for _ in range(x.size(0)):
+            y = self.act(self.b(y)).exp()
+        return y
+
+
+def test_the_modules_of_a_scripted_model_own_their_nodes_in_branches_and_loops(tmp_path: Path) -> None:
+    model = torch.jit.script(built(Scripted))
+    file = exported(model, {"x": x(2, 4)}, "torchscript", tmp_path)
+    assert owners_by_type(file, "Gemm", "MatMul", "Tanh", "Sin", "Exp", "If", "Loop") == {
+        "Gemm": [("a",)],
+        "MatMul": [("b",), ("b",)],
+        "Tanh": [("act",), ("act",)],
+        "Sin": [("",)],
+        "Exp": [("",)],
+        "If": [("",)],
+        "Loop": [("",)],
+    }
+    assert set(fates(file).values()) == {"computed"}
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * 2.0
+
+    @staticmethod
+    def symbolic(graph: Any, x: Any) -> Any:
+        return graph.op("Mul", graph.op("Sin", x), graph.op("Constant", value_t=torch.tensor(2.0)))
+
+
+class Waves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def symbolic(graph: Any, x: Any) -> Any:
+        return graph.op("Sin", x), graph.op("Cos", x)
+
+
+class Function(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Doubled.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class AppliesFunctions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.function, self.b, self.again, self.c = (
+            nn.Linear(4, 4),
+            Function(),
+            nn.Linear(4, 4),
+            Function(),
+            nn.Linear(4, 4),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = Waves.apply(self.again(self.b(self.function(self.a(x)))))  # type: ignore[no-untyped-call]
+        result: torch.Tensor = self.c(one).tanh() + other
+        return result
+
+
+def test_a_function_with_a_translation_of_its_own_belongs_to_the_module_that_applies_it(tmp_path: Path) -> None:
+    file = exported(built(AppliesFunctions), {"x": x(2, 4)}, "torchscript", tmp_path)
+    assert owners_by_type(file, "Gemm", "Sin", "Mul", "Cos", "Tanh") == {
+        "Gemm": [("a",), ("b",), ("c",)],
+        "Sin": [("function",), ("again",), ("",)],
+        "Mul": [("function",), ("again",)],
+        "Cos": [("",)],
+        "Tanh": [("",)],
+    }
+    assert set(fates(file).values()) == {"computed"}

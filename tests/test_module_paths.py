@@ -1,0 +1,141 @@
+"""Modules that have one name in ``named_modules()``: each has a path of its own, and the file says its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.errors import HtpExportError
+from htp_export.hierarchy import Hierarchy, ModuleInfo
+from htp_export.module_paths import module_paths
+from htp_export.parameters import parameters_of
+from tests.exporting import exported
+from tests.nets import EXPORTERS, spread, x
+from tests.truth import nodes_of, owners_of
+
+BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
+
+
+class EmptyName(nn.Module):
+    """Holds a module under the empty name, which has the name of the root, and one inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules[""] = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first: Any = self._modules[""]
+        result: torch.Tensor = self.fc(first(x).sin())
+        return result
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.b(x).sin()
+        return result
+
+
+class NameWithADot(nn.Module):
+    """Holds ``a``, with ``b`` inside, beside a module without parameters that is called ``a.b``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Inner()
+        self._modules["a.b"] = nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other: Any = self._modules["a.b"]
+        result: torch.Tensor = other(self.a(x)).cos()
+        return result
+
+
+def built(kind: type[nn.Module]) -> nn.Module:
+    return spread(kind()).eval()
+
+
+def modules_of(file: onnx.ModelProto) -> dict[str, Any]:
+    entries = {entry.key: entry.value for entry in file.metadata_props}
+    return dict(json.loads(entries["htp.modules"]))
+
+
+def owners_by_type(file: onnx.ModelProto) -> list[tuple[str, tuple[str, ...]]]:
+    return [(node.op_type, owners_of(node)) for node in nodes_of(file) if node.op_type != "Constant"]
+
+
+@BOTH
+def test_a_module_with_the_name_of_the_root_has_a_path_of_its_own(exporter: str, tmp_path: Path) -> None:
+    file = exported(built(EmptyName), {"x": x(2, 4)}, exporter, tmp_path)
+    assert owners_by_type(file) == [("Gemm", ("#2.0",)), ("Sigmoid", ("#2.1",)), ("Sin", ("",)), ("Gemm", ("fc",))]
+    tree = modules_of(file)
+    assert {path: entry["fate"] for path, entry in tree.items()} == dict.fromkeys(tree, "computed")
+    assert {path: entry.get("name") for path, entry in tree.items()} == {
+        "": None,
+        "#2": "",
+        "#2.0": "0",
+        "#2.1": "1",
+        "fc": None,
+    }
+
+
+@BOTH
+def test_a_name_with_a_dot_beside_the_same_name_in_two_steps_has_a_path_of_its_own(
+    exporter: str, tmp_path: Path
+) -> None:
+    file = exported(built(NameWithADot), {"x": x(2, 4)}, exporter, tmp_path)
+    assert owners_by_type(file) == [("Gemm", ("a.b",)), ("Sin", ("a",)), ("Tanh", ("a.b#2",)), ("Cos", ("",))]
+    tagged = htp_export.load(file)
+    assert tagged.hierarchy["a.b#2"] == ModuleInfo(
+        "a.b#2", "torch.nn.modules.activation.Tanh", 1, "computed", torch_name="a.b"
+    )
+    assert [node.op_type for node in tagged["a"].nodes] == ["Gemm", "Sin"]  # the root called the other one
+    assert Hierarchy.from_json(tagged.hierarchy.to_json()) == tagged.hierarchy
+
+
+@BOTH
+@pytest.mark.parametrize("kind", [EmptyName, NameWithADot])
+def test_verify_finds_modules_that_have_one_name(kind: type[nn.Module], exporter: str, tmp_path: Path) -> None:
+    model = built(kind)
+    exported(model, {"x": x(2, 4)}, exporter, tmp_path)
+    report = htp_export.verify(model, tmp_path / "model.onnx", (x(2, 4),))
+    every = {path: "agrees" for path, _, _ in module_paths(model)}
+    assert {path: result.status for path, result in report.modules.items()} == every
+    assert report.misplaced == ()
+
+
+def test_parameters_are_listed_under_the_path_of_the_module_that_holds_them() -> None:
+    assert {path: dict(held.shapes) for path, held in parameters_of(EmptyName()).items()} == {
+        "#2.0": {"weight": (4, 4), "bias": (4,)},
+        "fc": {"weight": (4, 4), "bias": (4,)},
+    }
+
+
+def test_the_paths_of_modules_that_have_several_names_are_the_first_of_them() -> None:
+    model, shared = nn.Module(), nn.Sequential(nn.ReLU())
+    model.one, model.two = shared, shared
+    model._modules["one.0"] = nn.ReLU()
+    model._modules["one.0#2"] = nn.ReLU()
+    assert [(path, name) for path, name, _ in module_paths(model)] == [
+        ("", ""),
+        ("one", "one"),
+        ("one.0", "one.0"),
+        ("one.0#2", "one.0"),
+        ("one.0#2#2", "one.0#2"),
+    ]
+
+
+def test_a_name_that_is_no_string_is_refused() -> None:
+    text = '{"": {"class": "net.Net", "calls": 1, "fate": "computed", "name": 3}}'
+    with pytest.raises((ValueError, HtpExportError), match="'name' is not a string: 3"):
+        Hierarchy.from_json(text)
