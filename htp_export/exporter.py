@@ -14,15 +14,16 @@ from torch.onnx import OperatorExportTypes, TrainingMode
 from htp_export.capture import patches, running, torch_internals
 from htp_export.capture.dynamo import DynamoCapture
 from htp_export.capture.guarded import export_untagged, seam
-from htp_export.capture.modules import ModuleNames, training_modes_kept
+from htp_export.capture.modules import ModuleNames, keep_training_modes
 from htp_export.capture.patching import Patches
 from htp_export.capture.root_call import first_line
-from htp_export.capture.running import Exporter, value_in
+from htp_export.capture.running import Exporter
 from htp_export.capture.torchscript import TorchScriptCapture
 from htp_export.errors import CaptureError, TorchChangedError
-from htp_export.garbage import no_collection
+from htp_export.garbage import hold_collection
 from htp_export.hierarchy import Hierarchy, ModuleInfo
 from htp_export.owners.write import make_tags
+from htp_export.restoring import Changes, set_variable
 from htp_export.wire import SerializedModel
 
 __all__ = ["export", "tagging"]
@@ -123,37 +124,45 @@ def export(
     exporter = running.wanted() or _Exporter()
     # All of it alone, not the trace only: torch reads its translations first, which parses sources, and CPython 3.11's
     # parser fails now and then where two threads do that ("AST constructor recursion depth mismatch").
-    with running.alone(), contextlib.ExitStack() as watching, value_in(running.exporter, exporter):
-        _enter(watching, entry, exporter)
-        return torch.onnx.export(
-            model,
-            args,
-            f,
-            kwargs=kwargs,
-            verbose=verbose,
-            input_names=input_names,
-            output_names=output_names,
-            opset_version=opset_version,
-            dynamo=dynamo,
-            external_data=external_data,
-            dynamic_shapes=dynamic_shapes,
-            custom_translation_table=custom_translation_table,
-            report=report,
-            optimize=optimize,
-            verify=verify,
-            profile=profile,
-            dump_exported_program=dump_exported_program,
-            artifacts_dir=artifacts_dir,
-            export_params=export_params,
-            keep_initializers_as_inputs=keep_initializers_as_inputs,
-            dynamic_axes=dynamic_axes,
-            training=training,
-            operator_export_type=operator_export_type,
-            do_constant_folding=do_constant_folding,
-            custom_opsets=custom_opsets,
-            export_modules_as_functions=export_modules_as_functions,
-            autograd_inlining=autograd_inlining,
-        )
+    changes = Changes()
+    try:
+        try:
+            running.wait_alone(changes)
+            _watch(changes, entry, exporter)
+            set_variable(changes, running.exporter, exporter)
+            return torch.onnx.export(
+                model,
+                args,
+                f,
+                kwargs=kwargs,
+                verbose=verbose,
+                input_names=input_names,
+                output_names=output_names,
+                opset_version=opset_version,
+                dynamo=dynamo,
+                external_data=external_data,
+                dynamic_shapes=dynamic_shapes,
+                custom_translation_table=custom_translation_table,
+                report=report,
+                optimize=optimize,
+                verify=verify,
+                profile=profile,
+                dump_exported_program=dump_exported_program,
+                artifacts_dir=artifacts_dir,
+                export_params=export_params,
+                keep_initializers_as_inputs=keep_initializers_as_inputs,
+                dynamic_axes=dynamic_axes,
+                training=training,
+                operator_export_type=operator_export_type,
+                do_constant_folding=do_constant_folding,
+                custom_opsets=custom_opsets,
+                export_modules_as_functions=export_modules_as_functions,
+                autograd_inlining=autograd_inlining,
+            )
+        finally:
+            changes.take_back()
+    finally:
+        changes.take_back()
 
 
 @contextlib.contextmanager
@@ -181,21 +190,24 @@ def tagging(*, strict: bool = True) -> Iterator[None]:
         >>> program.model.metadata_props["htp.version"]
         '1'
     """
-    exporter = _Exporter(strict)
-    with contextlib.ExitStack() as watching:
-        for entry in (patches.DYNAMO_ENTRY, patches.TORCHSCRIPT_ENTRY):
-            _enter(watching, entry, exporter)
+    exporter, changes = _Exporter(strict), Changes()
+    try:
         try:
-            with value_in(running.exporter, exporter):
-                yield
+            for entry in (patches.DYNAMO_ENTRY, patches.TORCHSCRIPT_ENTRY):
+                _watch(changes, entry, exporter)
+            set_variable(changes, running.exporter, exporter)
+            changes.will_undo(exporter.end)  # for tasks that were begun inside, and go on
+            yield
         finally:
-            exporter.ended = True  # for tasks that were begun inside, and go on
+            changes.take_back()
+    finally:
+        changes.take_back()
 
 
-def _enter(watching: contextlib.ExitStack, entry: Patches, exporter: Exporter) -> None:
+def _watch(changes: Changes, entry: Patches, exporter: Exporter) -> None:
     """Watch one of torch's exporters, if it can be watched."""
     try:
-        watching.enter_context(entry.held())
+        entry.hold(changes)
     except TorchChangedError as fault:
         if exporter.strict:
             raise
@@ -213,25 +225,42 @@ class _Exporter:
         self.strict = strict
         self.ended = False
 
+    def end(self) -> None:
+        self.ended = True
+
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
         return self._run(export, functools.partial(_Dynamo, model))
 
     def torchscript(self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool) -> Any:
         return self._run(export, functools.partial(_TorchScript, model, args, names_inputs))
 
-    def _run(self, export: Callable[[], Any], begin: Callable[[], _Dynamo | _TorchScript]) -> Any:
-        with running.alone(), contextlib.ExitStack() as watching:
+    def _run(self, export: Callable[[], Any], begin: Callable[[Changes], _Dynamo | _TorchScript]) -> Any:
+        changes = Changes()
+        try:
             try:
-                with seam("reading the names of the model's modules and parameters"):
-                    watched = begin()
-                watching.enter_context(watched.patches.held())
-            except (CaptureError, TorchChangedError) as fault:
-                if self.strict:
-                    raise
-                export_untagged(fault)
-                return export()
-            watched.capture.strict = self.strict
-            return watched.run(export)
+                running.wait_alone(changes)
+                watched = self._begun(begin, changes)
+                return export() if watched is None else watched.run(export)
+            finally:
+                changes.take_back()
+        finally:
+            changes.take_back()
+
+    def _begun(
+        self, begin: Callable[[Changes], _Dynamo | _TorchScript], changes: Changes
+    ) -> _Dynamo | _TorchScript | None:
+        """An export that is about to run, watched; None if it cannot be watched, and goes on without tags."""
+        try:
+            with seam("reading the names of the model's modules and parameters"):
+                watched = begin(changes)
+            watched.patches.hold(changes)
+        except (CaptureError, TorchChangedError) as fault:
+            if self.strict:
+                raise
+            export_untagged(fault)
+            return None
+        watched.capture.strict = self.strict
+        return watched
 
 
 class _Dynamo:
@@ -239,20 +268,27 @@ class _Dynamo:
 
     patches = patches.DYNAMO
 
-    def __init__(self, model: Any) -> None:
-        with no_collection(kept=True):
-            self.names = ModuleNames(model)
-            self.capture = DynamoCapture(self.names.path_now, self.names.aliases, self.names.by_id)
+    def __init__(self, model: Any, changes: Changes) -> None:
+        self._changes, reading = changes, changes.inner()
+        hold_collection(reading, kept=True)
+        self.names = ModuleNames(model)
+        self.capture = DynamoCapture(self.names.path_now, self.names.aliases, self.names.by_id)
+        reading.take_back()
 
     def run(self, export: Callable[[], Any]) -> Any:
         capture = self.capture
-        with value_in(running.dynamo_capture, capture), _named_failure(capture):
-            program = export()
-        with no_collection(kept=True):
-            capture.step("tagging the nodes of the program", self._tag, program)
-            if capture.fault is not None:
-                capture.withdraw(program.model)
-                capture.give_up()
+        capture.changes = self._changes.inner()
+        try:
+            set_variable(capture.changes, running.dynamo_capture, capture)
+            with _named_failure(capture):
+                program = export()
+        finally:
+            capture.changes.take_back()
+        hold_collection(self._changes, kept=True)
+        capture.step("tagging the nodes of the program", self._tag, program)
+        if capture.fault is not None:
+            capture.withdraw(program.model)
+            capture.give_up()
         return program
 
     def _tag(self, program: Any) -> None:
@@ -275,7 +311,8 @@ class _TorchScript:
 
     patches = patches.TORCHSCRIPT
 
-    def __init__(self, model: Any, args: Any, names_inputs: bool) -> None:
+    def __init__(self, model: Any, args: Any, names_inputs: bool, changes: Changes) -> None:
+        self._changes = changes
         self.model, self.args, self.names_inputs = model, args, names_inputs
         self.capture = self._new_capture()
 
@@ -287,35 +324,39 @@ class _TorchScript:
 
     def run(self, export: Callable[[], Any]) -> Any:
         """Export with the call that torch makes; once more, with the call as given, where torch refuses it."""
-        with torch_internals.attention_fast_path_off(), training_modes_kept(self.model), no_collection():
-            try:
-                return self._attempt(export)
-            except (Warning, CaptureError):  # a warning that the user made an error, or a fault of ours
+        torch_internals.turn_attention_fast_path_off(self._changes)
+        keep_training_modes(self._changes, self.model)
+        hold_collection(self._changes)
+        try:
+            return self._attempt(export)
+        except (Warning, CaptureError):  # a warning that the user made an error, or a fault of ours
+            raise
+        except Exception as error:
+            choice = self.capture.choice
+            if choice is None or choice.before is None:
                 raise
-            except Exception as error:
-                choice = self.capture.choice
-                if choice is None or choice.before is None:
-                    raise
-                refusal, before = error, choice.before
-            before.put_back()
-            strict = self.capture.strict
-            self.capture = self._new_capture(first_line(refusal))
-            self.capture.strict = strict
-            try:
-                return self._attempt(export)
-            except CaptureError:
-                raise
-            except Exception as error:
-                refusal.add_note(f"htp_export: called as the arguments were given, it fails too: {first_line(error)}")
-                raise refusal from error
+            refusal, before = error, choice.before
+        before.put_back()
+        strict = self.capture.strict
+        self.capture = self._new_capture(first_line(refusal))
+        self.capture.strict = strict
+        try:
+            return self._attempt(export)
+        except CaptureError:
+            raise
+        except Exception as error:
+            refusal.add_note(f"htp_export: called as the arguments were given, it fails too: {first_line(error)}")
+            raise refusal from error
 
     def _attempt(self, export: Callable[[], Any]) -> Any:
         capture = self.capture
-        capture.tag = self._tagged
+        capture.tag, capture.changes = self._tagged, self._changes.inner()
         try:
-            with value_in(running.script_capture, capture), contextlib.closing(capture), _named_failure(capture):
+            set_variable(capture.changes, running.script_capture, capture)
+            with _named_failure(capture):
                 return export()
         finally:
+            capture.changes.take_back()
             capture.tag = capture.whole = None  # they hold the weights, and each other
 
     def _tagged(self, file: SerializedModel) -> Iterable[bytes | memoryview]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Iterator
 
-__all__ = ["no_collection"]
+from htp_export.restoring import Changes, restored
+
+__all__ = ["hold_collection", "no_collection"]
 
 
-@contextlib.contextmanager
-def no_collection(*, kept: bool = False) -> Iterator[None]:
+def no_collection(*, kept: bool = False) -> contextlib.AbstractContextManager[None]:
     """Hold back the collector: what is made for a moment, or for good, would set off whole collections.
 
     One of them walks every object of the process, a quarter of a second with transformers loaded. A trace of an export
@@ -20,13 +21,24 @@ def no_collection(*, kept: bool = False) -> Iterator[None]:
         kept: Whether what is made inside stays. Then it counts as old afterwards: it is not looked through soon, nor
             taken for growth that calls for a whole collection.
     """
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
+    return restored(functools.partial(hold_collection, kept=kept))
+
+
+def hold_collection(changes: Changes, *, kept: bool = False) -> None:
+    """Hold back the collector until the changes are taken back.
+
+    Args:
+        changes: Where that is noted.
+        kept: As in `no_collection`.
+    """
+    running, kept = gc.isenabled(), kept and not gc.get_freeze_count()
+
+    def go_on() -> None:
         if running:
-            if kept and not gc.get_freeze_count():
+            if kept:
                 gc.freeze()
                 gc.unfreeze()  # into the oldest generation
             gc.enable()
+
+    changes.will_undo(go_on)
+    gc.disable()

@@ -65,7 +65,7 @@ DYNAMO = [
     (DynamoCapture, "enter", "a module is called"),
     (DynamoCapture, "leave", "a module returns"),
     (DynamoCapture, "exported", "reading the exported program"),
-    (dynamo_patches, "bodies_watched", "bodies of the exported program"),
+    (dynamo_patches, "watch_bodies", "bodies of the exported program"),
     (dynamo_patches, "fx_tracing", "the FX trace"),
     (dynamo_patches, "ran_since", "through its decomposition"),
     (Decomposition, "ran", "through its decomposition"),

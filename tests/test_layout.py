@@ -17,6 +17,7 @@ PACKAGE = Path(htp_export.__file__).parent
 ROWS = [
     ["errors"],
     ["model"],
+    ["restoring"],
     ["tags"],
     ["hierarchy", "module_paths", "parameters", "signatures"],
     [

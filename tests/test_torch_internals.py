@@ -17,8 +17,9 @@ import htp_export
 from htp_export.capture import dynamo_patches, patches, torch_internals
 from htp_export.capture.patches import DYNAMO, TORCHSCRIPT
 from htp_export.capture.patching import Patch, Patches
-from htp_export.capture.running import script_capture, value_in
+from htp_export.capture.running import script_capture
 from htp_export.errors import TorchChangedError
+from htp_export.restoring import restored, set_variable
 from htp_export.wire import SerializedModel, Weight
 
 EVERY = [patch for group in patches.EVERY for patch in group.patches]
@@ -129,7 +130,7 @@ def test_the_tracer_takes_numbers_as_tensors_and_refuses_objects() -> None:
 def test_autocasts_cache_is_as_it_was_after_a_failure(enabled: bool) -> None:
     torch.set_autocast_cache_enabled(enabled)
     try:
-        with contextlib.suppress(ArithmeticError), torch_internals.autocast_cache_kept():
+        with contextlib.suppress(ArithmeticError), restored(torch_internals.keep_autocast_cache):
             torch.set_autocast_cache_enabled(not enabled)
             raise ArithmeticError
         assert torch.is_autocast_cache_enabled() is enabled
@@ -164,7 +165,7 @@ def test_lists_of_a_node_are_the_same_while_they_are_patched() -> None:
     before = lists()
     with TORCHSCRIPT.held():
         assert lists() == before  # in a thread that exports nothing
-        with value_in(script_capture, object()):
+        with restored(lambda changes: set_variable(changes, script_capture, object())):
             assert lists() == before
     assert lists() == before
     assert sum(map(len, before)) > 15

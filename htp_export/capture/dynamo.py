@@ -53,6 +53,7 @@ class DynamoCapture(Guarded):
     def __init__(
         self, path_of: Callable[[Any], str | None], aliases: dict[str, str], path_by_id: Mapping[int, str]
     ) -> None:
+        super().__init__()
         self.log = CallLog()
         self.aliases = aliases
         self._path_by_id = path_by_id

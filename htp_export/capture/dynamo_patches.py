@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capture.running import dynamo_capture, translations_read, wanted
-from htp_export.capture.torch_internals import bodies_watched, called_by_export, fx_tracing, ran_since
+from htp_export.capture.torch_internals import called_by_export, fx_tracing, ran_since, watch_bodies
+from htp_export.restoring import Changes
 
 if TYPE_CHECKING:
     from htp_export.capture.dynamo import DynamoCapture
@@ -60,20 +60,22 @@ def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
         capture = dynamo_capture.get()
         if capture is None:
             return original(exported_program, *args, **kwargs)
-        with contextlib.ExitStack() as watching:
+        changes = capture.changes.inner()
+        try:
             capture.step("reading the exported program", capture.exported, exported_program)
-            watch = functools.partial(_watch_bodies, capture, exported_program, watching)
+            watch = functools.partial(_watch_bodies, capture, exported_program, changes)
             capture.step("preparing to watch the bodies of the exported program", watch)
             prepared = original(exported_program, *args, **kwargs)
+        finally:
+            changes.take_back()
         capture.step("reading the decomposed program", capture.decomposition.finish, prepared)
         return prepared
 
     return wrapper
 
 
-def _watch_bodies(capture: DynamoCapture, exported_program: Any, watching: contextlib.ExitStack) -> None:
-    watched = functools.partial(_run_watched, capture)
-    watching.enter_context(bodies_watched(exported_program.graph_module, watched))
+def _watch_bodies(capture: DynamoCapture, exported_program: Any, changes: Changes) -> None:
+    watch_bodies(changes, exported_program.graph_module, functools.partial(_run_watched, capture))
 
 
 def run_node(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from htp_export.errors import CaptureError, HtpExportError, UntaggedExportWarning
+from htp_export.restoring import Changes
 
 __all__ = ["Guarded", "export_untagged", "seam"]
 
@@ -49,10 +50,13 @@ class Guarded:
     Attributes:
         strict: Whether a fault ends the export; else the model is exported without tags.
         fault: What the first step that failed said; None while all is well.
+        changes: What the capture changed outside of itself; whoever runs the export takes it back.
     """
 
-    strict: bool = True
-    fault: CaptureError | None = None
+    def __init__(self) -> None:
+        self.strict = True
+        self.fault: CaptureError | None = None
+        self.changes = Changes()
 
     def step(self, name: str, do: Callable[..., _Result], *args: Any) -> _Result | None:
         """Run a step, unless one before it failed.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from htp_export.hierarchy import Hierarchy
 from htp_export.module_paths import module_paths
 from htp_export.parameters import Held, parameters_of
+from htp_export.restoring import Changes
 
 
 class ModuleNames:
@@ -63,17 +63,17 @@ class ModuleNames:
         return self.paths[key]
 
 
-@contextlib.contextmanager
-def training_modes_kept(model: Any) -> Iterator[None]:
+def keep_training_modes(changes: Changes, model: Any) -> None:
     """Give every module its own training mode back: torch's TorchScript exporter sets the root's on all of them."""
     import torch
 
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
     modules = [module for module in modules if hasattr(module, "training")]  # a frozen one has no mode any more
     modes = [module.training for module in modules]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for module, mode in zip(modules, modes, strict=True):
             if module.training != mode:
                 module.training = mode
+
+    changes.will_undo(put_back)

@@ -23,9 +23,10 @@ from htp_export.capture.calls import arguments_by_name
 from htp_export.capture.jit_graph import may_have_blocks
 from htp_export.capture.patching import Patch, Patches
 from htp_export.capture.root_call import RootCall
-from htp_export.capture.running import script_capture, translations_read, value_in, wanted
+from htp_export.capture.running import script_capture, translations_read, wanted
 from htp_export.capture.weights import stand_ins, stored
 from htp_export.errors import CaptureError
+from htp_export.restoring import Changes, restored, set_variable
 from htp_export.wire import Weight
 
 _CORE = "torch.onnx._internal.exporter._core"
@@ -366,8 +367,11 @@ TORCHSCRIPT = Patches(
 EVERY = (DYNAMO_ENTRY, TORCHSCRIPT_ENTRY, DYNAMO, TRANSLATIONS, TORCHSCRIPT)
 
 
-@contextlib.contextmanager
-def translations_read_once() -> Iterator[None]:
+def translations_read_once() -> contextlib.AbstractContextManager[None]:
     """Read torch's translations of operators once for all exports inside: translations that come later are not seen."""
-    with TRANSLATIONS.held(), value_in(translations_read, {}):
-        yield
+
+    def make(changes: Changes) -> None:
+        TRANSLATIONS.hold(changes)
+        set_variable(changes, translations_read, {})
+
+    return restored(make)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from htp_export.errors import TorchChangedError
+from htp_export.restoring import Changes, locked, restored
 
 
 @dataclass(frozen=True)
@@ -52,42 +53,60 @@ class Patches:
     def __init__(self, *patches: Patch) -> None:
         self.patches = patches
         self._lock = threading.RLock()
-        self._users = 0
+        self._users: set[object] = set()
         self._undo: list[Callable[[], None]] = []
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the patches in place.
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the patches in place inside a ``with`` block.
 
         Raises:
             TorchChangedError: A place is gone, or cannot be wrapped; none of the patches is in.
         """
-        with self._lock:
-            if self._users == 0:
-                self._put_in()
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    self._take_out()
+        return restored(self.hold)
+
+    def hold(self, changes: Changes) -> None:
+        """Hold the patches in place until the changes are taken back.
+
+        Args:
+            changes: Where that is noted.
+
+        Raises:
+            TorchChangedError: As in `held`.
+        """
+        user = object()
+        changes.will_undo(lambda: locked(self._lock, functools.partial(self._leave, user)))
+        locked(self._lock, functools.partial(self._enter, user))
+
+    def _enter(self, user: object) -> None:
+        if not self._users:
+            self._take_out()  # what another thread has put in, whose interrupt came before it was a user
+            self._put_in()
+        self._users.add(user)
+
+    def _leave(self, user: object) -> None:
+        self._users.discard(user)
+        if not self._users:
+            self._take_out()
 
     def _put_in(self) -> None:
-        """All of them, or none: wrappers are made first, as a wrapper may not fit what is there."""
+        """All of them, or none: wrappers are made first, as a wrapper may not fit what is there.
+
+        What an interrupt leaves in place is taken out by `_leave`.
+        """
         places = [patch.find() for patch in self.patches]
         wrapped = [patch.wrapped(original) for patch, (_, _, original) in zip(self.patches, places, strict=True)]
         try:
             for patch, (owner, name, original), wrapper in zip(self.patches, places, wrapped, strict=True):
                 own = vars(owner).get(name, original)  # a static method is not what getattr gives
                 with patch.problems("cannot be replaced"):
-                    setattr(owner, name, wrapper)
+                    setattr(owner, name, own)  # fails where nothing can be replaced: then there is nothing to undo
                 self._undo.append(functools.partial(setattr, owner, name, own))
-        except BaseException:
+                setattr(owner, name, wrapper)
+        except Exception:
             self._take_out()
             raise
 
     def _take_out(self) -> None:
         while self._undo:
-            self._undo.pop()()
+            self._undo[-1]()
+            self._undo.pop()

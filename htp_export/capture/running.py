@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar, Token
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
+
+from htp_export.restoring import Changes, locked
 
 if TYPE_CHECKING:
     from htp_export.capture.dynamo import DynamoCapture
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
-_one_at_a_time = threading.RLock()
+_PAUSE = 0.005  # seconds
 
 
 class Exporter(Protocol):
@@ -50,27 +53,43 @@ def wanted() -> Exporter | None:
     return None if found is None or found.ended else found
 
 
-@contextlib.contextmanager
-def value_in(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """Set a variable, and put back what it was."""
-    token: Token[Any] = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
+class _OneAtATime:
+    """Lets one thread export at a time; that thread may begin exports inside exports."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread = 0
+        self._exports: set[object] = set()  # those of the thread, each inside the one before
+
+    def enter(self, export: object) -> None:
+        """Begin an export as soon as no other thread is at one."""
+        begin = functools.partial(self._begin, export)
+        if not locked(self._lock, begin):
+            _log.info("waiting until the export in another thread is over")
+            while not locked(self._lock, begin):
+                time.sleep(_PAUSE)
+
+    def _begin(self, export: object) -> bool:
+        if self._exports and self._thread != threading.get_ident():
+            return False
+        self._thread = threading.get_ident()
+        self._exports.add(export)
+        return True
+
+    def leave(self, export: object) -> None:
+        """End an export, if it began."""
+        self._exports.discard(export)
 
 
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Wait until no other thread exports with tags, and keep others waiting.
+_ONE_AT_A_TIME = _OneAtATime()
+
+
+def wait_alone(changes: Changes) -> None:
+    """Wait until no other thread exports with tags, and keep others waiting until the changes are taken back.
 
     Torch's tracers change classes and variables of the whole process while they run (``Module.__call__``,
     ``torch.jit._trace._trace_module_map``): of two that run at once, each would see modules that the other one runs.
     """
-    if not _one_at_a_time.acquire(blocking=False):
-        _log.info("waiting until the export in another thread is over")
-        _one_at_a_time.acquire()
-    try:
-        yield
-    finally:
-        _one_at_a_time.release()
+    export = object()
+    changes.will_undo(functools.partial(_ONE_AT_A_TIME.leave, export))
+    _ONE_AT_A_TIME.enter(export)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from htp_export.capture.calls import tensors_in
+from htp_export.restoring import Changes, locked, restored
 
 
 def bodies_run_in_place(module: Any) -> Iterator[Any]:
@@ -205,12 +206,12 @@ def changes_of(tensor: Any) -> int:
         return 0
 
 
-@contextlib.contextmanager
-def bodies_watched(module: Any, watched: Callable[[Callable[[], Any], Any, Any], Any]) -> Iterator[None]:
+def watch_bodies(changes: Changes, module: Any, watched: Callable[[Callable[[], Any], Any, Any], Any]) -> None:
     """Watch bodies run while torch decomposes an exported graph: it dissolves them, and their nodes lose their scopes.
 
     Args:
-        module: The exported graph module; its bodies get their own code back afterwards.
+        changes: When they are taken back, the bodies get their own code back.
+        module: The exported graph module.
         watched: Called for each node of a body with what runs it, with what runs the body, and with the node; gives
             what the first gives.
     """
@@ -223,11 +224,9 @@ def bodies_watched(module: Any, watched: Callable[[Callable[[], Any], Any, Any],
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             return watched(lambda: getattr(self, n.op)(n.target, args, kwargs), self, n)
 
-    with contextlib.ExitStack() as changed:
-        for body in bodies_run_in_place(module):
-            body.forward = Watched(body).run
-            changed.callback(delattr, body, "forward")
-        yield
+    for body in bodies_run_in_place(module):
+        changes.will_undo(functools.partial(vars(body).pop, "forward", None))
+        body.forward = Watched(body).run
 
 
 @functools.cache
@@ -264,25 +263,29 @@ class _FastPath:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users = 0
+        self._users: set[object] = set()
         self._before = True
 
-    @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
+    def turn_off(self, user: object) -> None:
+        locked(self._lock, functools.partial(self._turn_off, user))
+
+    def leave(self, user: object) -> None:
+        locked(self._lock, functools.partial(self._leave, user))
+
+    def _turn_off(self, user: object) -> None:
         from torch.backends import mha
 
-        with self._lock:
-            if self._users == 0:
-                self._before = mha.get_fastpath_enabled()
-                mha.set_fastpath_enabled(False)
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    mha.set_fastpath_enabled(self._before)
+        if not self._users:
+            self._before = mha.get_fastpath_enabled()
+        self._users.add(user)
+        mha.set_fastpath_enabled(False)
+
+    def _leave(self, user: object) -> None:
+        from torch.backends import mha
+
+        if self._users == {user}:
+            mha.set_fastpath_enabled(self._before)
+        self._users.discard(user)
 
 
 _FAST_PATH = _FastPath()
@@ -290,7 +293,14 @@ _FAST_PATH = _FastPath()
 
 def attention_fast_path_off() -> contextlib.AbstractContextManager[None]:
     """Run ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` in their plain form, which ONNX can express."""
-    return _FAST_PATH.off()
+    return restored(turn_attention_fast_path_off)
+
+
+def turn_attention_fast_path_off(changes: Changes) -> None:
+    """The same, until the changes are taken back."""
+    user = object()
+    changes.will_undo(functools.partial(_FAST_PATH.leave, user))
+    _FAST_PATH.turn_off(user)
 
 
 def exported_by_dynamo_alone() -> tuple[type, ...]:
@@ -333,16 +343,11 @@ def numbers_as_tensors(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return changed
 
 
-@contextlib.contextmanager
-def autocast_cache_kept() -> Iterator[None]:
+def keep_autocast_cache(changes: Changes) -> None:
     """Leave autocast's cache as it is: torch turns it off while it traces, and leaves it off where that fails."""
     import torch
 
-    enabled = torch.is_autocast_cache_enabled()
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
+    changes.will_undo(functools.partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()))
 
 
 def state_names(model: Any) -> frozenset[str]:
@@ -459,33 +464,32 @@ def next_number() -> int:
     return number
 
 
-def run_after_hooks(module: Any, finish: Callable[[Any], Any]) -> Callable[[], None] | None:
+def run_after_hooks(changes: Changes, module: Any, finish: Callable[[Any], Any]) -> bool:
     """Run something once, when the user's forward hooks on a module have run, with what the module gives back then.
 
     It is asked for while the module's ``forward`` runs.
 
     Args:
+        changes: When they are taken back, nothing is left to be run.
         module: The module.
         finish: Gets what the module gives back, and gives back what it is to give back.
 
     Returns:
-        What takes it out again; None where there are no hooks, so that it would not run.
+        Whether there are hooks; else it would not run.
     """
     from torch.nn.modules import module as modules
 
     hooks, key = module._forward_hooks, object()
     if not (hooks or modules._global_forward_hooks):
-        return None
+        return False
 
     def last(_module: Any, _args: Any, returned: Any) -> Any:
         hooks.pop(key, None)
         return finish(returned)
 
-    def take_out() -> None:
-        hooks.pop(key, None)
-
+    changes.will_undo(functools.partial(hooks.pop, key, None))
     hooks[key] = last
-    return take_out
+    return True
 
 
 def is_script_method(forward: Any) -> bool:

@@ -30,9 +30,9 @@ from htp_export.capture.record import Key, Node, Operation, Record
 from htp_export.capture.root_call import Choice, GivenCall, RootCall, choose
 from htp_export.capture.script_modules import ScriptCalls
 from htp_export.capture.torch_internals import (
-    autocast_cache_kept,
     is_listed,
     is_script_method,
+    keep_autocast_cache,
     next_number,
     out_of_place,
     run_after_hooks,
@@ -77,6 +77,7 @@ class TorchScriptCapture(Guarded):
         names_inputs: bool,
         refusal: str,
     ) -> None:
+        super().__init__()
         self.log = CallLog()
         self.tag: Callable[[SerializedModel], Iterable[bytes | memoryview]] | None = None
         self._file: SerializedModel | None = None
@@ -94,7 +95,6 @@ class TorchScriptCapture(Guarded):
         self._has_root_scope = True
         self._unscoped: set[int] = set()  # calls that have no scope
         self._between: dict[int, list[int]] = {}  # call → the numbers between which what has its caller's scope is its
-        self._waiting: list[Callable[[], None]] = []  # takes out what waits for hooks that did not run, on error
         self._traced_nodes: list[TracedNode] = []
         self._traced_inputs: list[int] = []
         self._numbers: dict[int, int] = {}  # number while tracing → number in the traced graph
@@ -165,18 +165,11 @@ class TorchScriptCapture(Guarded):
             self.step("noting that a module returns", self.leave, state, arguments, returned)
             return None if changed is None else changed(returned)
 
-        take_out = run_after_hooks(module, after_hooks)
-        if take_out is None:
+        if not run_after_hooks(self.changes, module, after_hooks):
             self.leave(state, arguments, result)
             return False
-        self._waiting.append(take_out)
         self._between.setdefault(self.log.stack[-1], [next_number()])
         return True
-
-    def close(self) -> None:
-        """Take out what still waits for hooks: an error came before."""
-        for take_out in self._waiting:
-            take_out()
 
     def leave(self, state: Any, arguments: dict[str, Any], result: Any) -> None:
         """Note that the innermost running module returns."""
@@ -222,8 +215,12 @@ class TorchScriptCapture(Guarded):
         """Trace the model: called as torch formats the arguments, or as they were given where that failed."""
         given = GivenCall(model, self._args, in_signature_order=self._names_inputs)
         self.choice = choose(model, formatted, given, self._refusal)
-        with autocast_cache_kept():
+        changes = self.changes.inner()
+        try:
+            keep_autocast_cache(changes)
             result = run(self.choice.call.traced)
+        finally:
+            changes.take_back()
         self.choice = self.choice.after_trace
         return result
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capture.calls import arguments_by_name, named_leaves, named_tensors_in
-from htp_export.capture.modules import training_modes_kept
-from htp_export.capture.torch_internals import attention_fast_path_off
+from htp_export.capture.modules import keep_training_modes
+from htp_export.capture.torch_internals import turn_attention_fast_path_off
 from htp_export.errors import InputError
 from htp_export.module_paths import module_paths
 from htp_export.runtime.arrays import ArrayStore, Held, from_torch
+from htp_export.restoring import Changes
 
 if TYPE_CHECKING:
     import torch
@@ -50,9 +52,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode without gradients and without fused attention kernels; afterwards all is as it was."""
     import torch
 
-    with training_modes_kept(model), attention_fast_path_off(), torch.no_grad():
-        model.eval()
-        yield
+    changes = Changes()
+    try:
+        try:
+            keep_training_modes(changes, model)
+            turn_attention_fast_path_off(changes)
+            changes.will_undo(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+            torch.set_grad_enabled(False)
+            model.eval()
+            yield
+        finally:
+            changes.take_back()
+    finally:
+        changes.take_back()
 
 
 def record_calls(
