@@ -76,6 +76,32 @@ def test_modules_with_and_without_parameters_own_their_nodes_in_bodies(
     assert fates(file)["b"] == fates(file)["act"] == "computed"
 
 
+class ReadsWithoutACall(Holder):
+    """The root itself computes with the weights of a module that never runs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def high(x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.a.weight, self.a.bias)
+
+        return torch.cond(x.sum() > 0, high, lambda x: x.sin(), (x,))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("make", "path"), [(Branches, "a"), (Branches, "b"), (Loops, "b"), (ReadsWithoutACall, None)])
+def test_verify_notices_a_parameter_in_a_body_that_another_module_reads(
+    make: type[nn.Module], path: str | None, tmp_path: Path
+) -> None:
+    model = built(make)
+    file = exported(model, {"x": x(2, 4)}, "dynamo", tmp_path)
+    right = htp_export.verify(model, file, (x(2, 4),))
+    assert (right.ok, right.misplaced) == (True, ())
+    moved = [entry for node in nodes_of(file) for entry in node.metadata_props if entry.value == path]
+    for entry in moved:
+        entry.value = ""
+    wrong = htp_export.verify(model, file, (x(2, 4),))
+    held = {None: set(), "a": {"a.weight", "a.bias"}, "b": {"b.weight"}}
+    assert ({line.split()[0] for line in wrong.misplaced}, wrong.ok) == (held[path], path is None)
+
+
 @pytest.mark.parametrize(("make", "owners"), [(Branches, BRANCHES), (Loops, LOOPS)])
 def test_the_bodies_of_a_program_exported_in_strict_mode_have_the_paths_of_the_model(
     make: type[nn.Module], owners: dict[str, Any], tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -89,6 +91,27 @@ def test_exports_in_two_threads_wait_for_each_other(exporters: tuple[str, str], 
         assert [tagged.hierarchy[path].calls for path in ("", f"{name}.0", f"{name}.1")] == [1, 2, 2]
         assert [node.op_type for node in tagged[""].own_nodes if node.op_type != "Constant"] == ["Mul"]
         assert [node.op_type for node in tagged[f"{name}.1"].nodes] == ["Relu", "Relu"]
+
+
+def test_torchscript_exports_of_four_threads_all_succeed() -> None:
+    """Torch's own do not: one that begins while another is running fails."""
+    files = [io.BytesIO() for _ in range(4)]
+    args = (torch.ones(1, 3, 4),)
+    layers = [nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval() for _ in files]
+
+    def export(place: int) -> None:
+        for _ in range(3):
+            files[place].seek(0)
+            if place % 2:
+                htp_export.export(layers[place], args, files[place], dynamo=False, verbose=False)
+            else:
+                with htp_export.tagging():
+                    torch.onnx.export(layers[place], args, files[place], dynamo=False, verbose=False)
+
+    assert in_threads(*(functools.partial(export, place) for place in range(4))) == []
+    trees = [list(htp_export.load(onnx.load_from_string(file.getvalue())).paths) for file in files]
+    assert trees == [[path for path, _ in layer.named_modules()] for layer in layers]
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_a_thread_that_exports_nothing_is_left_alone() -> None:

@@ -57,10 +57,17 @@ def bodies_of(module: Any) -> dict[Any, list[Any]]:
 
     found: dict[Any, list[Any]] = {}
     for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if has_bodies(node.target):
             given = [getattr(module, each.target, None) for each in node.all_input_nodes if each.op == "get_attr"]
             found[node] = [body for body in given if isinstance(body, torch.fx.GraphModule)]
     return found
+
+
+def has_bodies(function: Any) -> bool:
+    """Whether a function that torch runs may take branches or loop bodies: ``torch.cond``, ``while_loop``, ``scan``."""
+    import torch
+
+    return isinstance(function, torch._ops.HigherOrderOperator)
 
 
 def is_choice(node: Any) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from htp_export.capture.torch_internals import has_bodies
 from htp_export.module_paths import module_paths
 
 if TYPE_CHECKING:
@@ -23,15 +24,22 @@ def named_tensors(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[s
 
 
 @contextlib.contextmanager
-def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]]:
+def parameter_readers(
+    model: nn.Module, called: Collection[str] = frozenset()
+) -> Iterator[Mapping[str, frozenset[str]]]:
     """Watch what runs inside the block; afterwards tell which modules each parameter and buffer belongs to.
 
     A parameter belongs to the module that holds it, and to the one whose ``forward`` was the innermost that gave it to
     an operation: ``nn.MultiheadAttention`` reads the weight of its ``out_proj``, which never runs. A tensor held under
     several names belongs to the modules of all of them.
 
+    ``torch.cond`` and loops are compiled, so that nobody sees what runs in them. A parameter that is given to one is
+    read by the module that has the branch or loop, unless the module that holds it is known to have run, and ran
+    nowhere else.
+
     Args:
         model: The model. Its hooks are gone again after the block.
+        called: The modules that are known to have run, in branches and loops too.
 
     Yields:
         Name of every parameter and buffer → module paths; complete once the block is left.
@@ -55,14 +63,18 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
     for path, _, module in modules:
         for _, tensor in named_tensors(module, recurse=False):
             found[id(tensor)].add(path)
+    held = {key: frozenset(paths) for key, paths in found.items()}
+    in_bodies: defaultdict[int, set[str]] = defaultdict(set)
     running: list[str] = []
+    ran: set[str] = set()
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if running and not torch.compiler.is_compiling():  # what is traced has no values
+                readers = in_bodies if has_bodies(func) else found
                 for tensor in _leaves((*args, *(kwargs or {}).values())):
                     if id(tensor) in found:
-                        found[id(tensor)].add(running[-1])
+                        readers[id(tensor)].add(running[-1])
             return func(*args, **(kwargs or {}))
 
     handles = []
@@ -71,6 +83,7 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
         def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
             if not torch.compiler.is_compiling():
                 running.append(path)
+                ran.add(path)
 
         def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
             if not torch.compiler.is_compiling():
@@ -85,6 +98,9 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
     finally:
         for handle in handles:
             handle.remove()
+    for key, paths in in_bodies.items():
+        if (held[key] & set(called)) <= ran:
+            found[key].update(paths)
     readers.update({name: frozenset(found[key]) for key, listed in names.items() for name in listed})
 
 
