@@ -16,6 +16,14 @@ from htp_export.capture.torch_internals import out_of_place, written
 
 CONSTANTS = frozenset({"prim::Constant", "onnx::Constant"})
 CONTROL_FLOW = frozenset({"onnx::If", "onnx::Loop", "onnx::Scan"})
+# Operations on shapes alone: traced as integers, ONNX's own, and those that fill a tensor as large as another.
+SHAPE_KINDS = frozenset(
+    {
+        *("aten::size", "aten::dim", "aten::numel", "aten::len", "onnx::Shape", "onnx::Size"),
+        *("aten::zeros_like", "aten::ones_like", "aten::empty_like"),
+        *("aten::new_zeros", "aten::new_ones", "aten::new_empty"),
+    }
+)
 _LISTS = frozenset(f"prim::{kind}" for kind in ("ListConstruct", "ListUnpack", "TupleConstruct", "TupleUnpack"))
 _NO_BLOCKS = CONSTANTS | _LISTS | {"prim::GetAttr", "prim::NumToTensor"}
 _PLAIN = frozenset({"i", "is", "f", "fs", "s", "ss"})  # numbers and words: types of attributes

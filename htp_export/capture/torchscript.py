@@ -8,7 +8,7 @@ which value stands in its place. Nothing of the graph is changed here, so that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import onnx
@@ -18,14 +18,16 @@ from htp_export.capture.guarded import Guarded
 from htp_export.capture.jit_calls import Matched, TracedNode, match_by_inputs, match_by_scope, place_between
 from htp_export.capture.jit_graph import (
     CONSTANTS,
+    SHAPE_KINDS,
     Reading,
-    autograd_functions,
     nodes_of,
     numbers_of_inputs,
     numbers_of_outputs,
     read,
 )
 from htp_export.capture.jit_rewriting import follow
+from htp_export.capture.jit_translation import Translation
+from htp_export.capture.protos import bodies_of_proto, every_proto
 from htp_export.capture.record import Key, Node, Operation, Record
 from htp_export.capture.root_call import Choice, GivenCall, RootCall, choose
 from htp_export.capture.script_modules import ScriptCalls
@@ -40,15 +42,6 @@ from htp_export.capture.torch_internals import (
 )
 from htp_export.capture.versions import Versions
 from htp_export.wire import SerializedModel, Weight
-
-# Operations on shapes alone: traced as integers, ONNX's own, and those that fill a tensor as large as another.
-SHAPE_KINDS = frozenset(
-    {
-        *("aten::size", "aten::dim", "aten::numel", "aten::len", "onnx::Shape", "onnx::Size"),
-        *("aten::zeros_like", "aten::ones_like", "aten::empty_like"),
-        *("aten::new_zeros", "aten::new_ones", "aten::new_empty"),
-    }
-)
 
 
 class TorchScriptCapture(Guarded):
@@ -105,8 +98,7 @@ class TorchScriptCapture(Guarded):
         self._first: Reading | None = None
         self._last = Reading()
         self._stages: list[dict[Any, int]] = []
-        self._translation: dict[int, int] = {}
-        self._functions: list[tuple[str, tuple[int, ...]]] = []  # those that are not translated yet
+        self._translation = Translation()
         self._graph: Any = None
 
     @property
@@ -269,7 +261,7 @@ class TorchScriptCapture(Guarded):
 
     def before_translation(self, graph: Any) -> None:
         """Note what became of the traced graph before it is translated into another."""
-        self._functions = autograd_functions(nodes_of(graph))
+        self._translation.begin(graph)
         if self._first:
             now = read(graph, self._user_inputs)
             self._last = self._versions.settle(self._operations, self._outputs, self._first, now)
@@ -290,33 +282,19 @@ class TorchScriptCapture(Guarded):
 
     def translated_node(self, node: Any, result: Any) -> None:
         """Note which tensors of the new graph stand for those of one traced node."""
-        self._translated(numbers_of_outputs(node), result)
+        self._translation.node(node, result)
 
     def translated_function(self, name: str, result: Any) -> None:
-        """Note the same of an ``autograd.Function`` with a translation of its own: torch does not say of which node."""
-        called = next((place for place, (known, _) in enumerate(self._functions) if known == name), None)
-        if called is not None:
-            _, outputs = self._functions.pop(called)
-            self._translated(outputs, result)
-
-    def _translated(self, outputs: tuple[int, ...], result: Any) -> None:
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        for output, value in zip(outputs, results, strict=False):
-            if hasattr(value, "unique"):
-                # A quantized tensor is a tuple: the tensor, its scale and its zero point.
-                made = value.node().inputsAt(0) if value.node().kind() == "prim::TupleConstruct" else value
-                self._translation[output] = made.unique()
+        """Note which tensors of the new graph stand for those of an ``autograd.Function``."""
+        self._translation.function(name, result)
 
     def translated(self, graph: Any) -> None:
         """Note the ONNX graph as it was translated."""
         if not self._first:
             return
-        for step in self._last.steps:  # a block that was dissolved: torch.autograd.Function
-            for output, inner in zip(step.outputs, step.returned, strict=bool(step.returned)):
-                if output not in self._translation and inner in self._translation:
-                    self._translation[output] = self._translation[inner]
+        self._translation.through_blocks(self._last.steps)
         now = read(graph, self._user_inputs)
-        self._stages.append({**self._translation, **dict(zip(self._last.inputs, now.inputs, strict=True))})
+        self._stages.append({**self._translation.numbers, **dict(zip(self._last.inputs, now.inputs, strict=True))})
         self._last = now
 
     def renumbered(self, before: Any, after: Any) -> None:
@@ -353,7 +331,7 @@ class TorchScriptCapture(Guarded):
     def has_only_standard_nodes(self, model_bytes: bytes) -> bool:
         """Whether no node is of a custom domain, which torch would have to look up."""
         self._file = SerializedModel(model_bytes, self.weights)
-        return not self._file.functions and not any(node.domain for node in _protos(self._file.nodes))
+        return not self._file.functions and not any(node.domain for node in every_proto(self._file.nodes))
 
     def tagged(self, model_bytes: bytes) -> Iterable[bytes | memoryview]:
         """The file with tags, in pieces to be written one after the other."""
@@ -397,13 +375,13 @@ class TorchScriptCapture(Guarded):
             )
         if self._first:
             record.inputs, record.outputs = set(self._first.inputs), self._outputs
-        protos = list(_protos(file.nodes))
+        protos = list(every_proto(file.nodes))
         names = self._names(protos, file.inputs)
         for function in file.functions:
-            protos.extend(_protos(function.node))
+            protos.extend(every_proto(function.node))
         for proto in protos:
             reads = [name for name in proto.input if name]
-            for body in _bodies(proto):
+            for body in bodies_of_proto(proto):
                 reads.extend(output.name for output in body.output)
             shape_only = proto.op_type in ("Shape", "Size")
             record.nodes.append(Node(tuple(reads), tuple(proto.output), shape_only=shape_only))
@@ -418,19 +396,3 @@ class TorchScriptCapture(Guarded):
         record.graph_inputs = {name for name in file.inputs if name not in file.initializers}
         record.graph_outputs = set(file.outputs)
         return record, protos
-
-
-def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            yield attribute.g
-        elif attribute.type == onnx.AttributeProto.GRAPHS:
-            yield from attribute.graphs
-
-
-def _protos(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Nodes, those of a node's bodies before the node: producers before consumers."""
-    for node in nodes:
-        for body in _bodies(node):
-            yield from _protos(body.node)
-        yield node
