@@ -98,7 +98,10 @@ TEN = (
 DYNAMIC = {"x": {0: torch.export.Dim.DYNAMIC}}
 CASES = [Case(net, exporter) for net in TEN for exporter in EXPORTERS]
 CASES += [
-    *(Case(net, "dynamo") for net in ("cond", "modules_in_branches", "graph_module_as_the_model", "changes_of_views")),
+    *(
+        Case(net, "dynamo")
+        for net in ("cond", "modules_in_branches", "graph_module_as_the_model", "changes_of_views", "picks_twice")
+    ),
     Case("siblings", "dynamo", {"dynamic_shapes": DYNAMIC}, "dynamic_shapes"),
     Case("siblings", "dynamo", {"input_names": ["in"], "output_names": ["out"]}, "names"),
     Case("conv_bn_relu", "dynamo", {"optimize": False}, "not_optimised"),

@@ -11,6 +11,7 @@ import itertools
 import operator
 import re
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -227,13 +228,39 @@ def watch_bodies(changes: Changes, module: Any, watched: Callable[[Callable[[], 
     class Watched(torch.fx.Interpreter):
         """Runs a body node by node, as its own code does."""
 
+        def __init__(self, body: torch.fx.GraphModule) -> None:
+            super().__init__(body)
+            self._file = file_of_code(body) or ""
+            self._lines = _lines_of_nodes(body)
+
         def run_node(self, n: torch.fx.Node) -> Any:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
+            if n.op == "call_function" and n.name in self._lines:
+                call = _calling_from(self._file, self._lines[n.name])
+                return watched(lambda: call(n.target, args, kwargs), self, n)
             return watched(lambda: getattr(self, n.op)(n.target, args, kwargs), self, n)
 
     for body in bodies_run_in_place(module):
+        interpreter = Watched(body)
         changes.will_undo(functools.partial(vars(body).pop, "forward", None))
-        body.forward = Watched(body).run
+        body.forward = interpreter.run
+
+
+def _lines_of_nodes(module: Any) -> dict[str, int]:
+    """Name of a node of a graph module → its line in the code that FX made of the graph."""
+    lines = enumerate(module.code.splitlines(), 1)
+    found = [(match.group(1), line) for line, text in lines if (match := re.match(r"\s+(\w+)\b[^=\n]* = ", text))]
+    return dict(reversed(found))  # the first line of each name
+
+
+def _calling_from(file: str, line: int) -> Callable[[Any, Any, Any], Any]:
+    """Call a function from a ``forward`` at a line of a file, as torch sees it, which writes the place on each node."""
+
+    def call(target: Any, args: Any, kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    code = call.__code__.replace(co_name="forward", co_filename=file, co_firstlineno=line - 1)
+    return types.FunctionType(code, {})
 
 
 @functools.cache
