@@ -6,9 +6,11 @@ the model's name is a symbolic link, in the folder of the file that it leads to.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from collections.abc import Iterable, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import FileError
+from htp_export.filesystem import Identity
 from htp_export.slots import Slot
 from htp_export.stored import write_values
 
@@ -23,6 +26,7 @@ __all__ = ["DataFile", "DataTensor", "check_data", "find_data", "place_data"]
 
 _FICLONE = 0x40049409  # of Linux: <linux/fs.h>; file systems that share blocks copy a file at once
 _MOSTLY = 0.9  # of a file has to be in use for a copy of all of it
+_CHUNK_BYTES = 1 << 20
 
 
 class DataFile:
@@ -32,38 +36,67 @@ class DataFile:
         path: The file; it need not be there yet.
         model: The ONNX file that names it.
         shown: What errors call it; its path where it is None.
-        state: Its size, and when it was written, in ns; as it is now where it is None.
+        state: Which file it is; the one that is there now where it is None.
     """
 
-    def __init__(
-        self, path: Path, model: Path, shown: Path | None = None, state: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, path: Path, model: Path, shown: Path | None = None, state: Identity | None = None) -> None:
         self.path, self.model, self._shown = path, model, shown or path
         self.needed = 0
-        self._state = state if state is not None else _state(path)
+        self._state = state
+        if state is None:
+            self.note()
+
+    def note(self) -> None:
+        """Note which file it is, as it is there now."""
+        self._state = None
+        with contextlib.suppress(OSError):
+            if self.path.is_file():
+                with self.path.open("rb") as file:
+                    self._state = Identity.of(os.fstat(file.fileno()))
 
     def need(self, tensor: ir.ExternalTensor) -> None:
         """Note that a tensor lies there."""
         self.needed = max(self.needed, (tensor.offset or 0) + (tensor.length or tensor.nbytes))
 
     def check(self) -> None:
-        """Refuse a file that is not there, is too short, or was changed since the model was read.
+        """Refuse a file that is not there, is too short, or is not the one that was there when the model was read.
 
         Raises:
             FileError: If it is one of these; it names the file, and the model that needs it.
         """
+        with self.opened():
+            pass
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[IO[bytes]]:
+        """The file, open, and checked before and after it is read.
+
+        Raises:
+            FileError: As `check`; or if the file was written to meanwhile.
+        """
         try:
-            with self.path.open("rb") as file:
-                found = os.fstat(file.fileno())
+            if not stat.S_ISREG(self.path.stat().st_mode) and not self.path.is_dir():  # a pipe would be waited for
+                raise OSError(errno.EINVAL, "it is no plain file")
+            file = self.path.open("rb", buffering=0)
         except FileNotFoundError:
-            raise FileError(self._shown, f"is missing: weights of {self.model} lie in this file") from None
+            replaced = " (it was there when the model was read; load the model again)" if self._state else ""
+            raise FileError(self._shown, f"is missing: weights of {self.model} lie in this file{replaced}") from None
         except OSError as error:
             problem = f"cannot be read, and weights of {self.model} lie in it: {error.strerror or error}"
             raise FileError(self._shown, problem) from error
+        with file:
+            self._check(file)
+            yield file
+            self._check(file)
+
+    def _check(self, file: IO[bytes]) -> None:
+        found = os.fstat(file.fileno())
         if found.st_size < self.needed:
             problem = f"is too short: it has {found.st_size:,} bytes, and the weights of {self.model} take "
             raise FileError(self._shown, f"{problem}{self.needed:,}")
-        if self._state is not None and self._state != (found.st_size, found.st_mtime_ns):
+        if self._state is None:  # it was not there when the model was read
+            self._state = Identity.of(found)
+        if self._state != Identity.of(found):
             raise FileError(self._shown, f"was changed after {self.model} was read; load the model again")
 
 
@@ -121,7 +154,15 @@ class DataTensor(ir.ExternalTensor):
 
     def tofile(self, file: IO[bytes]) -> None:
         """Copy the values to another file, a part at a time."""
-        self._opened().tofile(file)
+        left = self.length or self.nbytes
+        with self._file.opened() as source:
+            source.seek(self.offset or 0)
+            while left:
+                part = source.read(min(left, _CHUNK_BYTES))
+                if not part:
+                    raise FileError(self._file.path, f"cannot be read: it ends within tensor {self.name!r}")
+                file.write(part)
+                left -= len(part)
 
     def release(self) -> None:
         """Close the file."""
@@ -130,13 +171,16 @@ class DataTensor(ir.ExternalTensor):
             self._plain = None
 
     def _opened(self) -> ir.ExternalTensor:
-        """The same tensor for onnx_ir, which checks nothing of one without a folder."""
+        """The same tensor for onnx_ir, which checks nothing of one without a folder; mapped from the file."""
+        self._file.check()
         if self._plain is None:
-            self._file.check()
             shape = ir.Shape(self.shape.numpy())
-            self._plain = ir.ExternalTensor(
+            plain = ir.ExternalTensor(
                 self.path, self.offset, self.length, self.dtype, shape=shape, name=self.name or ""
             )
+            plain.numpy()
+            self._file.check()  # it was opened by its name again
+            self._plain = plain
         return self._plain
 
 
@@ -211,8 +255,7 @@ def place_data(slots: Sequence[Slot], stream: IO[bytes], data: Path, model: Path
                 write_values(slot.tensor, stream)
                 places[key] = (start, stream.tell() - start)
     stream.flush()
-    written = os.fstat(stream.fileno())
-    file = DataFile(data.absolute(), model, data, (written.st_size, written.st_mtime_ns))
+    file = DataFile(data.absolute(), model, data, Identity.of(os.fstat(stream.fileno())))
     return [_external(slot.tensor, places[_place(slot.tensor)], file) for slot in slots]
 
 
@@ -240,11 +283,10 @@ def _clone(slots: Sequence[Slot], stream: IO[bytes]) -> dict[object, tuple[int, 
     places: dict[object, tuple[int, int]] = {
         _place(tensor): (tensor.offset or 0, tensor.length or tensor.nbytes) for tensor in tensors
     }
-    tensors[0].file.check()
     try:
         import fcntl
 
-        with Path(sources.pop()).open("rb") as source:
+        with tensors[0].file.opened() as source:
             if sum(length for _, length in places.values()) < _MOSTLY * os.fstat(source.fileno()).st_size:
                 return None
             fcntl.ioctl(stream.fileno(), _FICLONE, source.fileno())
@@ -256,11 +298,3 @@ def _clone(slots: Sequence[Slot], stream: IO[bytes]) -> dict[object, tuple[int, 
         raise
     stream.seek(0, os.SEEK_END)
     return places
-
-
-def _state(path: Path) -> tuple[int, int] | None:
-    try:
-        state = path.stat()
-    except OSError:
-        return None
-    return state.st_size, state.st_mtime_ns

@@ -18,6 +18,7 @@ from htp_export.capture.modules import ModuleNames, keep_training_modes
 from htp_export.capture.patching import Patches
 from htp_export.capture.root_call import first_line
 from htp_export.capture.running import Exporter
+from htp_export.capture.saving import save_whole
 from htp_export.capture.torchscript import TorchScriptCapture
 from htp_export.errors import CaptureError, TorchChangedError
 from htp_export.garbage import hold_collection
@@ -289,6 +290,8 @@ class _Dynamo:
         if capture.fault is not None:
             capture.withdraw(program.model)
             capture.give_up()
+        else:
+            save_whole(program)
         return program
 
     def _tag(self, program: Any) -> None:

@@ -1,34 +1,44 @@
 """ONNX files, read without their weights and written whole.
 
 External data stays external: reading opens no data file, and writing streams it, tensor by tensor, into a file that
-belongs to the new model alone, unless it is asked to share one (`sharing`). Large weights within the ONNX file stay
-there too, until they are asked for, and are written one at a time (`stored`). Everything is written to a temporary name
-beside its target and renamed; a failure leaves what was there. What is written is a copy of the model that shares its
-tensors: other threads can read the model meanwhile.
+belongs to the new model alone, unless it is asked to share one (`data_notes`). Large weights within the ONNX file stay
+there too, until they are asked for, and are written one at a time (`stored`). Everything is written into a work folder
+beside its target and renamed (`replacing`); a failure leaves what was there. What is written is a copy of the model
+that shares its tensors: other threads can read the model meanwhile.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import onnx
 import onnx_ir as ir
 
-from htp_export import tags
 from htp_export.data_files import DataFile, DataTensor, check_data, find_data, place_data
+from htp_export.data_notes import Place, check_notes, describe_own, describe_shared, put_notes, shared_files
+from htp_export.data_plan import DataPlan, plan_data
 from htp_export.errors import FileError
-from htp_export.replacing import beside, replace_together
-from htp_export.sharing import check_shared, describe_shared, shared_files
+from htp_export.filesystem import is_special
+from htp_export.replacing import Move, real_path, replace_file, work_folder
 from htp_export.slots import Slot, slots
 from htp_export.stored import Marks, read_hollow, write_filled
 
-__all__ = ["external_files", "has_external_data", "model_from_proto", "own_files", "read_model", "write_model"]
-
-_SMALL_BYTES = 256
-"""Tensors up to this size stay in the ONNX file, as onnx and onnx_ir have it: shape inference reads them."""
+__all__ = [
+    "external_files",
+    "has_external_data",
+    "in_safe_order",
+    "is_protobuf",
+    "model_from_proto",
+    "own_files",
+    "places_of",
+    "read_model",
+    "write_model",
+]
 
 _LARGE_BYTES = 1_800_000_000
 """Models with more in them get external data; protobuf refuses messages of 2 GiB."""
@@ -66,6 +76,7 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
 def _find_weights(model: ir.Model, file: Path) -> None:
     """Let external tensors lie where their files are; a model that shares them is held against what they were."""
     found: dict[str, tuple[Path, str, DataFile]] = {}
+    placed: dict[str, list[ir.ExternalTensor]] = {}
     for slot in list(slots(model)):
         tensor = slot.tensor
         if not isinstance(tensor, ir.ExternalTensor):
@@ -77,14 +88,19 @@ def _find_weights(model: ir.Model, file: Path) -> None:
             found[location] = (folder, name, DataFile(folder / name, file, shown))
         folder, name, data = found[location]
         slot.put(DataTensor(tensor, data, folder, name))
-    check_shared(
-        file, model.metadata_props.get(tags.WEIGHTS), {location: data.path for location, (*_, data) in found.items()}
-    )
+        placed.setdefault(location, []).append(tensor)
+    files = {location: data.path for location, (*_, data) in found.items()}
+    check_notes(file, model.metadata_props, files, lambda location: places_of(placed[location]))
+
+
+def places_of(tensors: Iterable[ir.ExternalTensor]) -> list[Place]:
+    """What `data_notes` has to know of the tensors in a data file."""
+    return [(tensor.offset or 0, tensor.length or tensor.nbytes) for tensor in tensors]
 
 
 def _parse(file: Path) -> ir.Model | None:
     """The model; None for what protobuf can read, but is not one."""
-    hollow = read_hollow(file) if _is_protobuf(file) else None
+    hollow = read_hollow(file) if is_protobuf(file) else None
     proto = onnx.load(file, load_external_data=False) if hollow is None else hollow.proto
     if not proto.ir_version or not proto.HasField("graph"):
         return None
@@ -99,7 +115,7 @@ def _parse(file: Path) -> ir.Model | None:
     return model
 
 
-def _is_protobuf(file: Path) -> bool:
+def is_protobuf(file: Path) -> bool:
     """Whether an extension says protobuf, or nothing."""
     return onnx.serialization.registry.get_format_from_file_extension(file.suffix) in ("protobuf", None)
 
@@ -136,19 +152,25 @@ def _is_in_order(graph: ir.Graph) -> bool:
 
 
 def write_model(
-    model: ir.Model, path: str | os.PathLike[str], external_data: str | None = None, *, share_weights: bool = False
+    model: ir.Model,
+    path: str | os.PathLike[str],
+    external_data: str | Literal[True] | None = None,
+    *,
+    share_weights: bool = False,
 ) -> None:
     """Write an ONNX file whole, and its external data.
 
-    The file has its weights for itself. What is external is streamed into ``<name>.data`` beside it, unless it lies
-    there already or ``path`` is the file that it belongs to. Weights in memory go into the file, unless together they
-    are too large for one.
+    The file has its weights for itself. What is external is streamed into ``<name>.data`` beside it, or, if there is
+    such a file, into ``<name>.<serial>.data``, unless ``path`` is the file that it belongs to. Weights in memory go
+    into the file, unless together they are too large for one.
 
     Args:
         model: The model; left as it was, except that weights whose file is overwritten are read from the new one, and
             that nodes that stand in no order in which they can run are put in one.
-        path: The file to write; its extension says the format, as in ``onnx.save``.
-        external_data: Name of a file beside ``path`` that takes all weights of more than 256 bytes.
+        path: The file to write; its extension says the format, as in ``onnx.save``. A symbolic link is followed; a
+            device or a pipe is written to, with all weights.
+        external_data: Name of a file beside ``path`` that takes all weights of more than 256 bytes; True for a name
+            that is chosen as above.
         share_weights: Leave external weights where they are, in the file of another model in the same folder. Its size
             and contents are written down, and a model whose weights were changed meanwhile is not read any more.
 
@@ -157,133 +179,123 @@ def write_model(
             be shared; what was there is untouched.
     """
     target = Path(path)
-    if external_data is not None and (Path(external_data).name != external_data or external_data == target.name):
+    if isinstance(external_data, str) and (Path(external_data).name != external_data or external_data == target.name):
         raise FileError(target, f"external data goes into another file in the same folder, not {external_data!r}")
     if external_data is not None and share_weights:
         raise FileError(target, "its weights are either written to external data or shared with another file")
     if target.is_dir():
         raise FileError(target, "is a folder")
+    if is_special(target) and (isinstance(external_data, str) or share_weights):
+        raise FileError(target, "is no plain file; no weights can lie beside it")
     with _ONE_AT_A_TIME:
         if any(slot.external and _same_file(slot.path, target) for slot in slots(model)):
             raise FileError(target, "holds the weights of this model; write the model under another name")
-        data = target.with_name(external_data or f"{target.name}.data")
-        new_file, new_data = beside(target), beside(data)
         try:
             copy = _copied(model)
             places = list(zip(slots(model), slots(copy), strict=True))
-            tensors = [slot for slot, _ in places]
-            plan = _plan(tensors, target, data, own_file=external_data is not None, share=share_weights)
-            moved = _write_beside(copy, places, new_file, new_data, plan)
-            replace_together([*([(new_data, data)] if moved else ()), (new_file, target)])
+            if is_special(target):
+                _write_whole(copy, places, target)
+                return
+            target = real_path(target)
+            choose = functools.partial(
+                plan_data, [slot for slot, _ in places], target, external_data, own_files(target),
+                most_inside=_LARGE_BYTES, share=share_weights,
+            )  # fmt: skip
+            try:
+                moved = _write_files(copy, places, choose())
+            except FileExistsError:  # another process has just taken the name of the data file
+                moved = _write_files(copy, places, choose(serial=True))
         except FileError:
             raise
         except Exception as error:  # whatever it was, the caller's files are as they were
-            said = "; ".join((_without(error, new_file, new_data), *getattr(error, "__notes__", ())))
+            said = "; ".join((_without_work_folder(error), *getattr(error, "__notes__", ())))
             raise FileError(target, f"cannot be written: {said}") from error
-        finally:
-            new_data.unlink(missing_ok=True)
-            new_file.unlink(missing_ok=True)
-        if any(slot.external and _same_file(slot.path, data) for slot, _ in moved):
-            for slot, tensor in moved:
-                slot.put(tensor)
+        for slot, tensor in moved:
+            slot.put(tensor)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Where the weights of a model go.
-
-    Attributes:
-        target: The ONNX file to write.
-        data: Its file of weights.
-        moving: The places in the model whose tensors go there.
-        staying: The other places with external tensors → the names of their files from the folder of the target.
-        shared: The files among these that are not the target's own, by these names.
-    """
-
-    target: Path
-    data: Path
-    moving: list[Slot]
-    staying: list[tuple[Slot, str]]
-    shared: dict[str, Path]
-
-
-def _plan(places: list[Slot], target: Path, data: Path, *, own_file: bool, share: bool) -> _Plan:
-    """Decide it: all external tensors move, or none of them.
-
-    Raises:
-        FileError: If weights are to be shared that lie in another folder.
-    """
-    movable = [slot for slot in places if slot.tensor.dtype != ir.DataType.STRING]
-    external = [slot for slot in movable if slot.external]
-    large = [slot for slot in movable if slot.initializer and not slot.external and slot.tensor.nbytes > _SMALL_BYTES]
-    if own_file:
-        return _Plan(target, data, [*external, *large], [], {})
-    if sum({id(slot.tensor): slot.tensor.nbytes for slot in large}.values()) <= _LARGE_BYTES:
-        large = []
-    home = target.parent.resolve()
-    names = {path: _name_from(home, Path(path)) for path in {slot.path for slot in external}}
-    if share:
-        for path, name in names.items():
-            if name is None:
-                raise FileError(target, f"cannot share the weights in {path}, as they lie in another folder")
-    own = {data.resolve()} if share else {data.resolve(), *own_files(target)}
-    stays = all(name is not None and (share or Path(path).resolve() in own) for path, name in names.items())
-    if not stays or (large and any(_same_file(path, data) for path in names)):
-        return _Plan(target, data, [*external, *large], [], {})
-    shared = {name: Path(path) for path, name in names.items() if name and Path(path).resolve() not in own}
-    return _Plan(target, data, large, [(slot, names[slot.path] or "") for slot in external], shared)
-
-
-def _name_from(home: Path, file: Path) -> str | None:
-    """The name of a data file from a folder in which it lies; None if it lies elsewhere, or there by a link alone."""
-    folder = file.parent.resolve()
-    return (folder / file.name).relative_to(home).as_posix() if folder.is_relative_to(home) else None
+def _write_whole(copy: ir.Model, places: list[tuple[Slot, Slot]], target: Path) -> None:
+    """Write a model to a device or a pipe, with all its weights."""
+    for slot, same in places:
+        if slot.external:
+            tensor, shape = slot.tensor, ir.Shape(slot.tensor.shape.numpy())
+            same.put(ir.LazyTensor(lambda tensor=tensor: tensor, tensor.dtype, shape, name=tensor.name))  # type: ignore[misc]
+    put_notes(copy.metadata_props, {})
+    with replace_file(target) as new:
+        _write(copy, new)
 
 
 def own_files(target: Path) -> set[Path]:
     """The data files of an ONNX file, resolved, less those that it shares with others; none where it cannot be read."""
-    if not target.exists():
+    if not target.is_file():
         return set()
     try:
         there = read_model(target)
-        shared = shared_files(target, there.metadata_props.get(tags.WEIGHTS))
+        shared = shared_files(target, there.metadata_props)
     except FileError:
         return set()
     others = {(target.parent / name).resolve() for name in shared}
     return {file.resolve() for file in external_files(there)} - others
 
 
-def _write_beside(
-    copy: ir.Model, places: list[tuple[Slot, Slot]], new_file: Path, new_data: Path, plan: _Plan
-) -> list[tuple[Slot, ir.ExternalTensor]]:
+def _write_files(copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan) -> list[tuple[Slot, DataTensor]]:
     """Write a model, and a file with the weights that need a new place.
 
     Args:
         copy: A copy of the model that nobody else needs.
         places: Each place of a tensor in the model, with the same place in the copy.
-        new_file: The ONNX file.
-        new_data: The file of weights.
-        plan: Which weights go there.
+        plan: Where weights go.
 
     Returns:
-        The places in the model whose tensors are in the file of weights, with the tensors that these are there; none
-        where no such file was written.
+        The places in the model whose tensors were in a file that is gone now, with the same tensors where they are.
     """
-    moved: list[tuple[Slot, ir.ExternalTensor]] = []
-    if plan.moving:
-        with new_data.open("xb") as stream:
-            moved = list(zip(plan.moving, place_data(plan.moving, stream, plan.data, plan.target), strict=True))
     copies = {id(slot): same for slot, same in places}
-    for slot, tensor in moved:
-        copies[id(slot)].put(tensor)
+    with work_folder(plan.target) as work:
+        new_file, new_data = work.new / plan.target.name, work.new / plan.data.name
+        moved: list[tuple[Slot, DataTensor]] = []
+        if plan.moving:
+            with new_data.open("xb") as stream:
+                moved = list(zip(plan.moving, place_data(plan.moving, stream, plan.data, plan.target), strict=True))
+        for slot, tensor in moved:
+            copies[id(slot)].put(tensor)
+        for slot, name in plan.staying:
+            copies[id(slot)].put(_named(slot.tensor, name))
+        own, shared = _notes_of_staying(plan)
+        if moved:
+            own[plan.data.name] = describe_own(new_data, places_of(tensor for _, tensor in moved), plan.data)
+        put_notes(copy.metadata_props, own, shared)
+        _write(copy, new_file)
+        gone = {plan.data.resolve(), *plan.obsolete}
+        data = [Move(new_data, plan.data, plan.free, like=plan.target)] if moved else []
+        work.commit(in_safe_order(Move(new_file, plan.target), data), plan.obsolete)
+    if moved and plan.data.is_symlink():  # it may have been copied to another file system
+        moved[0][1].file.note()
+    return moved if any(slot.external and Path(slot.path).resolve() in gone for slot, _ in moved) else []
+
+
+def in_safe_order(model: Move, data: Sequence[Move]) -> list[Move]:
+    """The order in which no pair of two files is a wrong one without being known as such.
+
+    Data files come before a model that is new, and under names that are free: then the rename of the model switches
+    from the old ones to the new ones. Others come after the model, as it says of itself that it does not fit the data
+    that they replace (`data_notes`); of the old model, nobody can know what it says.
+    """
+    first = [move for move in data if not os.path.lexists(move.target) or not os.path.lexists(model.target)]
+    return [*first, model, *(move for move in data if move not in first)]
+
+
+def _notes_of_staying(plan: DataPlan) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """What is said of the data files that stay where they are: of the model's own, and of those of other models."""
+    check_data(slot.tensor for slot, _ in plan.staying)
+    tensors: dict[str, list[ir.ExternalTensor]] = {}
     for slot, name in plan.staying:
-        copies[id(slot)].put(_named(slot.tensor, name))
-    copy.metadata_props.pop(tags.WEIGHTS, None)
-    if plan.shared:
-        check_data(slot.tensor for slot, _ in plan.staying)
-        copy.metadata_props[tags.WEIGHTS] = describe_shared(plan.shared)
-    _write(copy, new_file)
-    return moved
+        if isinstance(slot.tensor, ir.ExternalTensor):
+            tensors.setdefault(name, []).append(slot.tensor)
+    files = {name: Path(there[0].path) for name, there in tensors.items()}
+    own = {
+        name: describe_own(files[name], places_of(there)) for name, there in tensors.items() if name not in plan.shared
+    }
+    return own, {name: describe_shared(files[name]) for name in plan.shared}
 
 
 def _named(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
@@ -295,11 +307,11 @@ def _named(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
     return ir.ExternalTensor(name, tensor.offset, tensor.length, tensor.dtype, shape=shape, **about)  # type: ignore[arg-type]
 
 
-def _without(error: Exception, *temporary: Path) -> str:
-    """What an error says, without temporary names."""
+def _without_work_folder(error: Exception) -> str:
+    """What an error says, without names that nobody knows."""
     if not isinstance(error, OSError) or error.strerror is None:
         return _first_line(error)
-    named = error.filename is not None and Path(os.fsdecode(error.filename)) not in temporary
+    named = error.filename is not None and "/.htp-" not in Path(os.fsdecode(error.filename)).as_posix()
     return f"{error.filename}: {error.strerror}" if named else error.strerror
 
 
@@ -328,7 +340,7 @@ def _copied(model: ir.Model) -> ir.Model:
 def _write(copy: ir.Model, file: Path) -> None:
     """Write the ONNX file itself, weights in it one at a time, of a copy that nobody else needs."""
     _say_once(copy)
-    if not _is_protobuf(file):
+    if not is_protobuf(file):
         onnx.save_model(ir.to_proto(copy), file)
         return
     marks, marked = Marks(), list[ir.TensorProtocol]()

@@ -37,6 +37,7 @@ CONTAMINATION = "htp.contamination"
 FUNCTIONS = "htp.functions"
 MAP = "htp.map"
 WEIGHTS = "htp.weights"  # of the file, not of the model: it is there where a file shares the weights of another
+DATA = "htp.data"  # of the file, too: what is in its own data files
 MODEL_KEYS = (FORMAT, MODULES, CALLERS, SIGNATURES, PARAMETERS, CONTAMINATION, FUNCTIONS, MAP)
 
 

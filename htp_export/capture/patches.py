@@ -13,7 +13,6 @@ import functools
 import importlib
 import inspect
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from htp_export.capture.root_call import RootCall
 from htp_export.capture.running import script_capture, translations_read, wanted
 from htp_export.capture.weights import stand_ins, stored
 from htp_export.errors import CaptureError
+from htp_export.replacing import replace_file
 from htp_export.restoring import Changes, restored, set_variable
 from htp_export.wire import Weight
 
@@ -247,15 +247,9 @@ def _write(f: Any, chunks: Iterable[bytes | memoryview]) -> None:
         for chunk in chunks:
             f.write(chunk)
         return
-    target = Path(f)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        with beside.open("wb") as opened:
-            for chunk in chunks:
-                opened.write(chunk)
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replace_file(Path(f)) as new, new.open("wb") as opened:
+        for chunk in chunks:
+            opened.write(chunk)
 
 
 def _listed(original: Callable[..., Any]) -> Callable[..., Any]:

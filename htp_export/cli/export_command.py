@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ from htp_export.cli.outputs import check_output, show_written, written_files
 from htp_export.cli.sources import Call
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show, warning_line
 from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning
-from htp_export.replacing import replace_together
+from htp_export.filesystem import is_special
 
 if TYPE_CHECKING:
     from htp_export.analyze.tree import ModuleTree
@@ -114,16 +113,35 @@ def export_command(
         # With one example, exporters take the batch for a constant.
         call = wanted.call(batch=2 if "batch" in axes else 1)
     options = _Options(dynamo, opset, axes, external_data)
-    with steps.step("exporting"):
-        untagged = _export(call, output, options, strict=not allow_untagged, with_map=with_map)
+    with _readable(output) as file:
+        with steps.step("exporting"):
+            untagged = _export(call, file, options, strict=not allow_untagged, with_map=with_map)
+            if untagged is not None:
+                warning_line(untagged)
+            tree = _tree(call, file)
+        exporter = "dynamo" if dynamo else "TorchScript"
+        facts = _facts(file, exporter, seed if random_weights or entry else None)
         if untagged is not None:
-            warning_line(untagged)
-        tree = _tree(call, output)
-    exporter = "dynamo" if dynamo else "TorchScript"
-    facts = _facts(output, exporter, seed if random_weights or entry else None)
-    if untagged is not None:
-        facts["untagged"] = untagged
-    _report(call, output, tree, facts, steps, verify=verify, as_json=as_json, quiet=quiet)
+            facts["untagged"] = untagged
+        if file != output:
+            _copy_to_special(file, output)
+        _report(call, file, output, tree, facts, steps, verify=verify, as_json=as_json, quiet=quiet)
+
+
+@contextlib.contextmanager
+def _readable(output: Path) -> Iterator[Path]:
+    """The file to export to: the output, or a temporary file if the output is a device or a pipe."""
+    if not is_special(output):
+        yield output
+        return
+    with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
+        yield Path(folder) / "model.onnx"
+
+
+def _copy_to_special(file: Path, output: Path) -> None:
+    from htp_export.files import read_model, write_model
+
+    write_model(read_model(file), output)
 
 
 def _check_opset(opset: int | None, *, dynamo: bool) -> None:
@@ -155,10 +173,11 @@ def _facts(output: Path, exporter: str, seed: int | None) -> dict[str, Any]:
 def _export(call: Call, output: Path, options: _Options, *, strict: bool, with_map: bool) -> str | None:
     """Write the file; why it has no tags, where it has none."""
     from htp_export.exporter import export, tagging
+    from htp_export.placing import written_whole
     from htp_export.provenance.carrying import embed_map
 
     arguments = options.for_torch(call)
-    with _written_whole(output) as target, _said_untagged() as said:
+    with written_whole(output) as target, _said_untagged() as said:
         try:
             with tagging(strict=strict):
                 export(call.model, call.args, target, kwargs=call.kwargs or None, **arguments)
@@ -213,19 +232,6 @@ def _export_failed(error: Exception) -> str:
     return "\n".join((f"the export failed: {type(cause).__name__}: {message}", *(f"  {note}" for note in notes)))
 
 
-@contextlib.contextmanager
-def _written_whole(output: Path) -> Iterator[Path]:
-    """A path to write to in place of ``output``; once all went well, everything beside it moves there."""
-    folder = Path(tempfile.mkdtemp(prefix=f".{output.stem}.", dir=output.parent))
-    try:
-        yield folder / output.name
-        # The ONNX file last: what stood under its name is there until its weights are.
-        written = sorted(folder.iterdir(), key=lambda path: path.name == output.name)
-        replace_together([(each, output.parent / each.name) for each in written])
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _tree(call: Call, output: Path) -> ModuleTree:
     """The module tree of the file, with the FLOPs of one run on the example inputs."""
     from htp_export.analyze.costing import cost
@@ -243,6 +249,7 @@ def _tree(call: Call, output: Path) -> ModuleTree:
 
 def _report(
     call: Call,
+    file: Path,
     output: Path,
     tree: ModuleTree,
     facts: dict[str, Any],
@@ -264,7 +271,7 @@ def _report(
 
         with steps.step("verifying"):
             try:
-                result = check(call.model, output, call.args, call.kwargs)
+                result = check(call.model, file, call.args, call.kwargs)
             except InputError as error:  # the file is written; what fails is the check
                 raise CheckFailed(str(error)) from error
     if as_json and not quiet:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from htp_export.cli.terminal import show
 from htp_export.errors import FileError, InputError
+from htp_export.filesystem import is_special, why_not_writable
 from htp_export.show.numbers import bytes_text
 from htp_export.show.text_file import check_name
 
@@ -18,7 +19,7 @@ def check_output(output: Path, inputs: Iterable[Path] = (), *, in_place: bool = 
     """Refuse an output that cannot be written, or that is one of the files that the command reads.
 
     Args:
-        output: The file to write. The weights of a model are written to ``<output>.data``.
+        output: The file to write, a device or a pipe. The weights of a model are written to ``<output>.data``.
         inputs: The files that are read: ONNX files, results.
         in_place: Whether the user asked to write over an input.
         page: Whether it is a page or text; these are not written to names that models have.
@@ -26,6 +27,10 @@ def check_output(output: Path, inputs: Iterable[Path] = (), *, in_place: bool = 
     Raises:
         FileError: If the file cannot be written.
     """
+    if is_special(output):
+        if not os.access(output, os.W_OK):
+            raise FileError(output, "cannot be written: permission denied")
+        return
     check_folder(output.parent, output)
     if output.is_dir():
         raise FileError(output, "is a folder; name a file in it")
@@ -51,10 +56,13 @@ def check_folder(folder: Path, output: Path) -> None:
     Raises:
         FileError: If it is such a folder.
     """
-    if not folder.is_dir():
+    error = why_not_writable(folder)
+    if isinstance(error, FileNotFoundError):
         raise FileError(output, f"its folder does not exist: {folder}")
-    if not os.access(folder, os.W_OK | os.X_OK):
+    if isinstance(error, PermissionError):
         raise FileError(output, f"cannot be written: no permission to write in the folder {folder}")
+    if error is not None:
+        raise FileError(output, f"cannot be written in the folder {folder}: {error.strerror}")
 
 
 def _weights_of(file: Path) -> set[Path]:

@@ -15,8 +15,8 @@ from htp_export.capture.modules import keep_training_modes
 from htp_export.capture.torch_internals import turn_attention_fast_path_off
 from htp_export.errors import InputError
 from htp_export.module_paths import module_paths
-from htp_export.runtime.arrays import ArrayStore, Held, from_torch
 from htp_export.restoring import Changes
+from htp_export.runtime.arrays import ArrayStore, Held, from_torch
 
 if TYPE_CHECKING:
     import torch

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from htp_export.errors import FileError
+from htp_export.replacing import replace_file
 
 __all__ = ["check_name", "write_text"]
 
@@ -36,10 +36,8 @@ def write_text(path: Path, text: str) -> None:
         FileError: If it cannot be written, or has the name of a model; what was there is untouched.
     """
     check_name(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        with replace_file(path) as new:
+            new.write_text(text, encoding="utf-8")
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise FileError(path, f"cannot be written: {error.strerror or error}") from error

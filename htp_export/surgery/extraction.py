@@ -98,8 +98,7 @@ def extract(
     arguments = tagged.signatures[path][call].inputs if call < len(tagged.signatures.get(path, ())) else ()
     outside = tuple(name for name in part.inputs if name not in arguments) if path else ()
     if output is not None:
-        external = f"{Path(output).name}.data" if has_external_data(made) else None
-        write_model(made, output, external)
+        write_model(made, output, True if has_external_data(made) else None)
     return Extraction(
         made,
         path,

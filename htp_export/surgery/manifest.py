@@ -96,7 +96,7 @@ class _Reader:
             _count(entry["nodes"]),
             _count(entry["parameter_bytes"]),
             self._file(entry["file"]),
-            files=tuple(self._file(name).name for name in entry["files"]),
+            files=tuple(self._file(name).relative_to(self._folder).as_posix() for name in entry["files"]),
         )
 
     def _file(self, name: Any) -> Path:

@@ -14,7 +14,7 @@ _TYPES = frozenset(("FLOAT", "FLOAT16", "DOUBLE", "BOOL", "STRING", *_WHOLE_NUMB
 """What ONNX Runtime gives as numpy arrays, which Ray sends."""
 
 
-def write_application(partition: Partition, folder: Path) -> None:
+def write_application(partition: Partition, folder: Path) -> Partition:
     """Write ``serve_app.py`` and ``serve.yaml`` into the folder of the stages.
 
     The program is the same for every model: it reads the manifest. The configuration has a deployment for each stage,
@@ -23,6 +23,9 @@ def write_application(partition: Partition, folder: Path) -> None:
     Args:
         partition: The stages, written.
         folder: Their folder.
+
+    Returns:
+        The stages as they are.
 
     Raises:
         InputError: If a tensor that crosses has a type that numpy does not have.
@@ -34,6 +37,7 @@ def write_application(partition: Partition, folder: Path) -> None:
     program = Path(__file__).with_name("ray_application.py").read_text(encoding="utf-8")
     (folder / "serve_app.py").write_text(program, encoding="utf-8")
     (folder / "serve.yaml").write_text(_configuration(len(partition.stages)), encoding="utf-8")
+    return partition
 
 
 def _configuration(stages: int) -> str:

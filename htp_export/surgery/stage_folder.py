@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from htp_export.errors import FileError, HtpExportError
 from htp_export.files import has_external_data, write_model
+from htp_export.replacing import Move, work_folder
 from htp_export.surgery.manifest import MANIFEST, load_partition
 from htp_export.surgery.partitions import Partition
 from htp_export.surgery.stages import Stage
@@ -40,13 +38,14 @@ def check_folder(folder: Path) -> None:
         raise FileError(folder, f"holds {others[0]!r}, which is not of the partition there; name another folder")
 
 
-def write_folder(partition: Partition, folder: Path, extras: Callable[[Partition, Path], None]) -> Partition:
+def write_folder(partition: Partition, folder: Path, extras: Callable[[Partition, Path], Partition]) -> Partition:
     """Write stages and their manifest.
 
     Args:
         partition: The stages, with their models.
         folder: Where to; an earlier partition there is replaced.
-        extras: Writes what else goes there, into the folder as it is given; the stages are there already.
+        extras: Writes what else goes there, into the folder as it is given; the stages are there already. Gives the
+            stages with the files that they have then.
 
     Returns:
         The same stages, with their files in place of their models.
@@ -57,18 +56,21 @@ def write_folder(partition: Partition, folder: Path, extras: Callable[[Partition
     check_folder(folder)
     try:
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with _new_folder(folder) as new:
+        with work_folder(folder) as work:
+            new = work.new / folder.absolute().name
+            new.mkdir()
             stages = tuple(_write_stage(stage, number, new) for number, stage in enumerate(partition.stages))
             written = replace(partition, stages=stages, folder=new)
-            extras(written, new)
+            written = extras(written, new)
             written = replace(written, files=tuple(sorted(_files(new))))
             text = json.dumps(written.to_dict(), indent=2, ensure_ascii=False)
             (new / MANIFEST).write_text(text + "\n", encoding="utf-8")
+            work.commit([Move(new, folder)])
     except HtpExportError:
         raise
     except OSError as error:
         raise FileError(folder, f"cannot be written: {error.strerror or error}") from error
-    stages = tuple(replace(stage, file=folder / stage.files[0]) for stage in stages)
+    stages = tuple(replace(stage, file=folder / stage.files[0]) for stage in written.stages)
     return replace(written, stages=stages, folder=folder)
 
 
@@ -77,32 +79,10 @@ def _write_stage(stage: Stage, number: int, folder: Path) -> Stage:
     if stage.model is None:
         raise ValueError(f"stage {number} has no model to write")
     file = folder / f"stage{number}.onnx"
-    write_model(stage.model, file, f"{file.name}.data" if has_external_data(stage.model) else None)
+    write_model(stage.model, file, True if has_external_data(stage.model) else None)
     others = sorted(name for name in _files(folder) if name.startswith(f"{file.name}."))
     return replace(stage, file=file, model=None, files=(file.name, *others))
 
 
 def _files(folder: Path) -> Iterator[str]:
     return (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
-
-
-@contextlib.contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside another one, which takes its place at the end, and is gone where something fails."""
-    target = folder.absolute()
-    new = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}")
-    old = target.with_name(f"{new.name}.old")
-    new.mkdir()
-    try:
-        yield new
-        if target.exists():
-            target.rename(old)
-        try:
-            new.rename(target)
-        except OSError:
-            if old.exists():
-                old.rename(target)
-            raise
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)

@@ -53,7 +53,7 @@ class Stage:
         parameter_bytes: Bytes of its initializers, without the constants that stages before it have too.
         file: Where it was written; None if it was not.
         model: The model; None where it was written.
-        files: Names of all its files, in the folder of ``file``.
+        files: All its files, ``file`` first, by their paths in the folder of that.
     """
 
     modules: tuple[str, ...]

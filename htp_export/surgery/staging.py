@@ -98,12 +98,12 @@ def partition(
     return made if output is None else write_folder(made, Path(output), extras)
 
 
-def _extras(serve: str | None) -> Callable[[Partition, Path], None]:
+def _extras(serve: str | None) -> Callable[[Partition, Path], Partition]:
     """What writes the configuration of an engine."""
     from htp_export.surgery import ray_files, triton
 
-    writers: dict[str | None, Callable[[Partition, Path], None]] = {
-        None: lambda partition, folder: None,
+    writers: dict[str | None, Callable[[Partition, Path], Partition]] = {
+        None: lambda partition, folder: partition,
         "triton": triton.write_repository,
         "ray": ray_files.write_application,
     }

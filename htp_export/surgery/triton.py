@@ -11,9 +11,11 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from htp_export.errors import InputError
+from htp_export.files import read_model, write_model
 from htp_export.surgery.partitions import Partition
 from htp_export.surgery.stages import Stage, Tensor
 
@@ -32,8 +34,11 @@ _TYPES = {
 }
 
 
-def write_repository(partition: Partition, folder: Path) -> None:
-    """Write a model repository, ``triton/``, into the folder of the stages; their files are linked, not copied.
+def write_repository(partition: Partition, folder: Path) -> Partition:
+    """Write a model repository, ``triton/``, into the folder of the stages.
+
+    A stage's data file moves there, and the stage refers to it: it is there once, and not under two names, as onnx
+    reads no data from a file with several hard links. An ONNX file alone is linked.
 
     Shapes are whole, ``max_batch_size`` is 0, and sizes that are not fixed are -1.
 
@@ -41,17 +46,19 @@ def write_repository(partition: Partition, folder: Path) -> None:
         partition: The stages, written.
         folder: Their folder.
 
+    Returns:
+        The stages with the names that their files have now.
+
     Raises:
         InputError: If a tensor has a type that Triton does not have, or its number of dimensions is not known.
     """
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", partition.name) or "model"
     steps = [f"{name}_stage{number}" for number in range(len(partition.stages))]
+    stages = []
     for step, stage in zip(steps, partition.stages, strict=True):
         version = folder / REPOSITORY / step / "1"
         version.mkdir(parents=True)
-        for file in stage.files:
-            target = "model.onnx" if file == stage.files[0] else file  # the model names its external data
-            _link(folder / file, version / target)
+        stages.append(_share(stage, folder, version))
         ends = [_tensor("input", key, tensor, scalar=True) for key, tensor in stage.inputs.items()]
         ends += [_tensor("output", key, tensor, scalar=True) for key, tensor in stage.outputs.items()]
         _write(version.parent, step, 'backend: "onnxruntime"', ends)
@@ -65,6 +72,7 @@ def write_repository(partition: Partition, folder: Path) -> None:
         for key, (stage, made) in partition.outputs.items()
     ]
     _write(version.parent, name, 'platform: "ensemble"', [*ends, _scheduling(partition, steps)])
+    return replace(partition, stages=tuple(stages))
 
 
 def _write(folder: Path, name: str, runs: str, parts: Iterable[str]) -> None:
@@ -113,9 +121,18 @@ def _quoted(text: str) -> str:
     return f'"{"".join(plain)}"'
 
 
-def _link(file: Path, target: Path) -> None:
-    """The same file under another name; a copy where the file system has no links."""
-    try:
-        os.link(file, target)
-    except OSError:
-        shutil.copyfile(file, target)
+def _share(stage: Stage, folder: Path, version: Path) -> Stage:
+    """Put a stage into the repository; its data, if there is any, is only there."""
+    name, *data = stage.files
+    model = version / "model.onnx"
+    if not data:
+        try:
+            os.link(folder / name, model)
+        except OSError:  # no file system has to have links
+            shutil.copyfile(folder / name, model)
+        return stage
+    (folder / name).rename(model)
+    for file in data:
+        (folder / file).rename(version / file)  # the name by which the model knows it
+    write_model(read_model(model), folder / name, share_weights=True)
+    return replace(stage, files=(name, *((version / file).relative_to(folder).as_posix() for file in data)))

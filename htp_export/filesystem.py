@@ -1,0 +1,215 @@
+"""What file systems and operating systems do differently: identity, locks, links, modes, and flushing to disk.
+
+Everything that does not work in the same way on Linux, macOS and Windows is here and nowhere else;
+``docs/compatibility.md`` lists what was tested where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = [
+    "Identity",
+    "Lock",
+    "is_special",
+    "keep_owner_and_mode",
+    "place_new",
+    "remove",
+    "sync_file",
+    "sync_folder",
+    "why_not_writable",
+]
+
+_FOREIGN_LOCK_SECONDS = 24 * 3600
+"""Where files cannot be locked, a lock file of this age was left by a process that was killed."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What tells whether a file is still the same one, with the same contents.
+
+    Attributes:
+        device: The file system.
+        number: The file's number in it (inode).
+        size: Bytes.
+        written_ns: When it was last written, in ns.
+    """
+
+    device: int
+    number: int
+    size: int
+    written_ns: int
+
+    @classmethod
+    def of(cls, state: os.stat_result) -> Identity:
+        """The identity of an open file, or of the file at a path; of a folder, size and time do not count."""
+        if stat.S_ISDIR(state.st_mode):
+            return cls(state.st_dev, state.st_ino, 0, 0)
+        return cls(state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
+
+    @classmethod
+    def at(cls, path: Path) -> Identity | None:
+        """The identity of what is at a path; None if nothing is. Links are not followed."""
+        try:
+            return cls.of(os.lstat(path))
+        except OSError:
+            return None
+
+
+def removes_open_files() -> bool:
+    """Whether a file that is open can be removed: not on Windows."""
+    return fcntl is not None
+
+
+class Lock:
+    """A lock file that is held by one process, and is free as soon as the process ends, however it ends.
+
+    Args:
+        descriptor: The open lock file.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+
+    @classmethod
+    def new(cls, path: Path) -> Lock | None:
+        """Make a lock file and hold it; None if another process removed it, or its folder, at that moment."""
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+        except FileNotFoundError:
+            return None
+        return cls._held(descriptor, path, unlocked_is_ours=True)
+
+    @classmethod
+    def left(cls, path: Path) -> Lock | None:
+        """Take the lock of a process that ended; None if there is no such lock, or its process still runs."""
+        try:
+            if fcntl is None:  # a process that has it open keeps it
+                path.unlink()
+                return cls.new(path)
+            descriptor = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+        except OSError:
+            return None
+        return cls._held(descriptor, path, unlocked_is_ours=False)
+
+    @classmethod
+    def _held(cls, descriptor: int, path: Path, *, unlocked_is_ours: bool) -> Lock | None:
+        lock = cls(descriptor)
+        try:
+            if fcntl is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.release()
+            return None
+        except OSError:  # a file system without locks
+            if not unlocked_is_ours and time.time() - os.fstat(descriptor).st_mtime < _FOREIGN_LOCK_SECONDS:
+                lock.release()
+                return None
+        if Identity.at(path) != Identity.of(os.fstat(descriptor)):
+            lock.release()
+            return None
+        return lock
+
+    def release(self) -> None:
+        """Let it go."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def is_special(path: Path) -> bool:
+    """Whether a path is a device, a pipe or a socket: written to, never replaced."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def place_new(new: Path, target: Path) -> None:
+    """Rename a file to a name that is free.
+
+    Raises:
+        FileExistsError: If the name was taken meanwhile.
+    """
+    try:
+        os.link(new, target)  # renaming replaces what is there, but for Windows
+    except FileExistsError:
+        raise
+    except OSError:  # no file system has to have links
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, "File exists", os.fspath(target)) from None
+        os.replace(new, target)  # noqa: PTH105 - as below
+    else:
+        new.unlink()
+
+
+def keep_owner_and_mode(new: Path, old: os.stat_result) -> None:
+    """Give a new file the owner, the group and the mode of the one whose place it takes, as far as that is allowed."""
+    mode = stat.S_IMODE(old.st_mode)
+    if hasattr(os, "chown"):
+        now = new.stat()
+        if (now.st_uid, now.st_gid) != (old.st_uid, old.st_gid):
+            try:
+                os.chown(new, old.st_uid, old.st_gid)
+            except OSError:
+                try:
+                    os.chown(new, -1, old.st_gid)
+                except OSError:  # another group than before may do what everybody may
+                    mode = mode & ~0o070 | (mode & 0o007) << 3
+    with contextlib.suppress(OSError):  # file systems without modes
+        new.chmod(mode)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file is on the disk.
+
+    Raises:
+        OSError: If it could not be written, as on a disk that is full.
+    """
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk, where a folder can be waited for (not on Windows)."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove(path: Path) -> bool:
+    """Remove a file; False if it cannot be removed, as on Windows where a process has it open or mapped."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def why_not_writable(folder: Path) -> OSError | None:
+    """The error that making a file in a folder would end in; None if it can be made."""
+    try:
+        if not folder.is_dir():
+            return FileNotFoundError(errno.ENOENT, "its folder does not exist", os.fspath(folder))
+        if os.access(folder, os.W_OK | os.X_OK):
+            return None
+        if hasattr(os, "statvfs") and os.statvfs(folder).f_flag & os.ST_RDONLY:
+            return OSError(errno.EROFS, "Read-only file system", os.fspath(folder))
+    except OSError as error:
+        return error
+    return PermissionError(errno.EACCES, "no permission to write in the folder", os.fspath(folder))
