@@ -169,7 +169,7 @@ def _is_note(facts: Mapping[str, Any], kinds: Mapping[str, type]) -> bool:
 
 
 def _serial(file: Path, places: Iterable[Place], size: int, differs: int | None = None) -> str:
-    """A digest of samples of the first ``size`` bytes: blocks at equal distances, the beginnings of tensors, a block."""
+    """A digest of samples of the first ``size`` bytes: blocks at equal distances, beginnings of tensors, a block."""
     last = max(size - _BLOCK_BYTES, 0)
     parts = {(last * number // (_BLOCKS - 1), min(_BLOCK_BYTES, size)) for number in range(_BLOCKS)}
     parts |= {(at, min(length, _TENSOR_BYTES)) for at, length in places}
@@ -195,7 +195,8 @@ def _first_difference(one: Path, other: Path) -> int | None:
             opposite = second.read(len(chunk))
             if chunk != opposite:
                 bounds = [*range(0, len(chunk), _BLOCK_BYTES), len(chunk)]
-                return at + next(start for start, end in pairwise(bounds) if chunk[start:end] != opposite[start:end])
+                same = (chunk[start:end] == opposite[start:end] for start, end in pairwise(bounds))
+                return at + _BLOCK_BYTES * list(same).index(False)
             at += len(chunk)
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,9 +13,10 @@ from typing import Literal
 import onnx_ir as ir
 
 from htp_export.errors import FileError
+from htp_export.replacing import Move
 from htp_export.slots import Slot
 
-__all__ = ["DataPlan", "is_named_by_us", "name_from", "plan_data"]
+__all__ = ["DataPlan", "in_safe_order", "is_named_by_us", "name_from", "plan_data"]
 
 _SMALL_BYTES = 256
 """Tensors up to this size stay in the ONNX file, as onnx and onnx_ir have it: shape inference reads them."""
@@ -123,3 +124,14 @@ def name_from(home: Path, file: Path) -> str | None:
     """The name of a data file from a folder in which it lies; None if it lies elsewhere, or there by a link alone."""
     folder = file.parent.resolve()
     return (folder / file.name).relative_to(home).as_posix() if folder.is_relative_to(home) else None
+
+
+def in_safe_order(model: Move, data: Sequence[Move]) -> list[Move]:
+    """The order in which no pair of two files is a wrong one without being known as such.
+
+    Data files come before a model that is new, and under names that are free: then the rename of the model switches
+    from the old ones to the new ones. Others come after the model, as it says of itself that it does not fit the data
+    that they replace (`data_notes`); of the old model, nobody can know what it says.
+    """
+    first = [move for move in data if not os.path.lexists(move.target) or not os.path.lexists(model.target)]
+    return [*first, model, *(move for move in data if move not in first)]

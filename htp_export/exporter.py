@@ -18,7 +18,7 @@ from htp_export.capture.modules import ModuleNames, keep_training_modes
 from htp_export.capture.patching import Patches
 from htp_export.capture.root_call import first_line
 from htp_export.capture.running import Exporter
-from htp_export.capture.saving import save_whole
+from htp_export.capture.saving import check_writable, save_whole
 from htp_export.capture.torchscript import TorchScriptCapture
 from htp_export.errors import CaptureError, TorchChangedError
 from htp_export.garbage import hold_collection
@@ -107,6 +107,7 @@ def export(
         The ``ONNXProgram`` under ``dynamo=True``, None under ``dynamo=False``.
 
     Raises:
+        OSError: The file cannot be written in its folder; raised before the model runs.
         Exception: Whatever ``torch.onnx.export`` raises, with a note that names the module that was running. No file
             is left that was not there before.
         CaptureError: htp_export failed to follow the export, a fault of its own. Inside `tagging` with ``strict=False``
@@ -120,6 +121,8 @@ def export(
         >>> [(node.op_type, node.metadata_props["htp.module"]) for node in program.model.graph]
         [('Gemm', '0'), ('Relu', '1')]
     """
+    if isinstance(f, str | os.PathLike):
+        check_writable(f)
     uses_dynamo = dynamo is True or isinstance(model, torch_internals.exported_by_dynamo_alone())
     entry = patches.DYNAMO_ENTRY if uses_dynamo else patches.TORCHSCRIPT_ENTRY
     exporter = running.wanted() or _Exporter()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,17 +21,17 @@ import onnx_ir as ir
 
 from htp_export.data_files import DataFile, DataTensor, check_data, find_data, place_data
 from htp_export.data_notes import Place, check_notes, describe_own, describe_shared, put_notes, shared_files
-from htp_export.data_plan import DataPlan, plan_data
+from htp_export.data_plan import DataPlan, in_safe_order, plan_data
 from htp_export.errors import FileError
-from htp_export.filesystem import is_special
+from htp_export.filesystem import is_special, why_not_writable
 from htp_export.replacing import Move, real_path, replace_file, work_folder
 from htp_export.slots import Slot, slots
 from htp_export.stored import Marks, read_hollow, write_filled
 
 __all__ = [
+    "check_target",
     "external_files",
     "has_external_data",
-    "in_safe_order",
     "is_protobuf",
     "model_from_proto",
     "own_files",
@@ -151,6 +151,25 @@ def _is_in_order(graph: ir.Graph) -> bool:
     return True
 
 
+def check_target(path: str | os.PathLike[str] | None) -> None:
+    """Refuse a file that cannot be written, before the work that would be lost.
+
+    Args:
+        path: The file; None where nothing is to be written.
+
+    Raises:
+        FileError: If its folder does not exist, or no file can be made there.
+    """
+    target = Path(path) if path is not None else None
+    if target is None or is_special(target):
+        return
+    if target.is_dir():
+        raise FileError(target, "is a folder")
+    error = why_not_writable(target.absolute().parent)
+    if error is not None:
+        raise FileError(target, f"cannot be written: {error.filename}: {error.strerror}") from error
+
+
 def write_model(
     model: ir.Model,
     path: str | os.PathLike[str],
@@ -183,8 +202,7 @@ def write_model(
         raise FileError(target, f"external data goes into another file in the same folder, not {external_data!r}")
     if external_data is not None and share_weights:
         raise FileError(target, "its weights are either written to external data or shared with another file")
-    if target.is_dir():
-        raise FileError(target, "is a folder")
+    check_target(target)
     if is_special(target) and (isinstance(external_data, str) or share_weights):
         raise FileError(target, "is no plain file; no weights can lie beside it")
     with _ONE_AT_A_TIME:
@@ -271,17 +289,6 @@ def _write_files(copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan
     if moved and plan.data.is_symlink():  # it may have been copied to another file system
         moved[0][1].file.note()
     return moved if any(slot.external and Path(slot.path).resolve() in gone for slot, _ in moved) else []
-
-
-def in_safe_order(model: Move, data: Sequence[Move]) -> list[Move]:
-    """The order in which no pair of two files is a wrong one without being known as such.
-
-    Data files come before a model that is new, and under names that are free: then the rename of the model switches
-    from the old ones to the new ones. Others come after the model, as it says of itself that it does not fit the data
-    that they replace (`data_notes`); of the old model, nobody can know what it says.
-    """
-    first = [move for move in data if not os.path.lexists(move.target) or not os.path.lexists(model.target)]
-    return [*first, model, *(move for move in data if move not in first)]
 
 
 def _notes_of_staying(plan: DataPlan) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:

@@ -14,8 +14,8 @@ import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.data_notes import describe_own, put_notes
-from htp_export.data_plan import is_named_by_us
-from htp_export.files import in_safe_order, is_protobuf, own_files, places_of, read_model, write_model
+from htp_export.data_plan import in_safe_order, is_named_by_us
+from htp_export.files import is_protobuf, own_files, places_of, read_model, write_model
 from htp_export.filesystem import is_special
 from htp_export.replacing import Move, work_folder
 from htp_export.slots import slots

@@ -8,11 +8,30 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
+from htp_export.filesystem import is_special, why_not_writable
 from htp_export.placing import written_whole
 
-__all__ = ["save_whole"]
+__all__ = ["check_writable", "save_whole"]
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise, before the model runs, what writing a file would end in.
+
+    Raises:
+        OSError: If its folder does not exist, or no file can be made there.
+    """
+    file = Path(path)
+    error = None if is_special(file) else why_not_writable(file.absolute().parent)
+    if error is not None and not _only_itself_writable(file):
+        raise error
+
+
+def _only_itself_writable(file: Path) -> bool:
+    """Whether a file can be written over, while its folder takes no other: then torch writes it."""
+    return file.is_file() and why_not_writable(file.absolute().parent) is not None and os.access(file, os.W_OK)
 
 
 _MARK = "_htp_export_saves_whole"
@@ -20,8 +39,9 @@ _MARK = "_htp_export_saves_whole"
 
 def save_whole(program: Any) -> None:
     """Let ``program.save`` write a model and its data together; `torch.onnx.export` saves by that method, too."""
-    if not hasattr(type(program), _MARK):
-        program.__class__ = _saved_whole(type(program))
+    program_class: Any = type(program)
+    if not hasattr(program_class, _MARK):
+        program.__class__ = _saved_whole(program_class)
 
 
 @functools.cache
@@ -30,7 +50,7 @@ def _saved_whole(program_class: Any) -> Any:
 
     @functools.wraps(original)
     def save(self: Any, destination: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(destination, str | os.PathLike):
+        if not isinstance(destination, str | os.PathLike) or _only_itself_writable(Path(destination)):
             original(self, destination, *args, **kwargs)
             return
         with written_whole(destination) as new:

@@ -14,7 +14,7 @@ from onnx_ir.passes.common import InlinePass
 from htp_export import tags
 from htp_export.call_tree import CallTree
 from htp_export.errors import InputError
-from htp_export.files import write_model
+from htp_export.files import check_target, write_model
 from htp_export.hierarchy import Hierarchy
 from htp_export.names import rename, unused_name
 from htp_export.nested.records import DOMAIN, Expectations, Instance, Record, Records, entry_of, restore
@@ -89,6 +89,7 @@ def inline(onnx: ModelSource, output: str | os.PathLike[str] | None = None, *, s
         >>> print(result)
         1 calls of 1 functions inlined: 1 nodes
     """
+    check_target(output)
     inlined = _inlined(load(onnx), others=True)
     if output is not None:
         write_model(inlined.model, output, share_weights=share_weights)

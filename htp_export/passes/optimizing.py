@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from htp_export.files import write_model
+from htp_export.files import check_target, write_model
 from htp_export.nested.flatten import read_flat
 from htp_export.passes.checking import OutputCheck
 from htp_export.passes.pipeline import Pipeline
@@ -64,6 +64,7 @@ def optimize(
         >>> result.nodes_after <= result.nodes_before, result.max_abs <= 1e-5
         (True, True)
     """
+    check_target(output)
     chosen = choose(passes, level)
     original = read_flat(model, others=False).model
     nodes_before = sum(1 for _ in all_nodes(original))

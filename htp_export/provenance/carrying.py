@@ -16,7 +16,7 @@ import onnx_ir as ir
 from htp_export import tags
 from htp_export.call_tree import CallTree
 from htp_export.errors import InputError, UntaggedModelError
-from htp_export.files import write_model
+from htp_export.files import check_target, write_model
 from htp_export.garbage import no_collection
 from htp_export.hierarchy import Hierarchy
 from htp_export.provenance.alignment import Alignment
@@ -142,6 +142,7 @@ def carry_in_place(
     """`carry` onto a model that may be changed."""
     if before is None and inputs is not None:
         raise InputError("to find tensors by their values, the model before has to run too: carry(before, after, ...)")
+    check_target(output)
     result = _carried(_from_map(after) if before is None else _from_model(before), after, inputs)
     if output is not None:
         write_model(after, output, share_weights=share_weights)
@@ -175,6 +176,7 @@ def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) 
         >>> carry(mapped).recovered
         {'tensor': 2}
     """
+    check_target(output)
     mapped = tagged_model(model)
     mapped.metadata_props[tags.MAP] = map_to_text(_drawn(mapped))
     if output is not None:

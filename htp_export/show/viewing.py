@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 from htp_export.analyze.inventory import Inventory, take_inventory
 from htp_export.analyze.measures import Measure, measures_of
 from htp_export.errors import FileError, InputError
+from htp_export.files import check_target
 from htp_export.json_file import read_json
 from htp_export.nested.flatten import read_flat
 from htp_export.show.levels import parents
@@ -137,6 +138,7 @@ def view(
     path = None if output is None else Path(output)
     if path is not None:
         check_name(path)
+        check_target(path)
     measures = read_results(results)
     if _is_module(model):
         from htp_export.analyze.parts import inventory_of_module

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from htp_export.cut_models import cut_model
 from htp_export.cutting import cut
-from htp_export.files import has_external_data, write_model
+from htp_export.files import check_target, has_external_data, write_model
 from htp_export.nested.flatten import read_flat
 from htp_export.tagged import ModelSource
 
@@ -92,6 +92,7 @@ def extract(
           in   input: FLOAT[2,4]
           out  linear: FLOAT[2,3]
     """
+    check_target(output)
     tagged = read_flat(model, others=False)
     part = cut(tagged, path, call)
     made = cut_model(tagged, part)

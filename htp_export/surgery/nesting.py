@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.errors import InputError, UntaggedModelError
-from htp_export.files import write_model
+from htp_export.files import check_target, write_model
 from htp_export.hierarchy import ModuleInfo
 from htp_export.names import unused_name
 from htp_export.nested.flatten import dissolve
@@ -133,6 +133,7 @@ def functions(
         >>> dict(nested.modules), [node.op_type for node in nested.model.graph], dict(nested.skipped)
         ({'0': 'htp::Sequential', '1': 'htp::Sequential'}, ['Sequential', 'Sequential'], {'': 'it is the graph itself'})
     """
+    check_target(output)
     tagged = load(onnx)
     selected = tagged.select(select)
     if tagged.source != "htp":

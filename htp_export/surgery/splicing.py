@@ -14,7 +14,7 @@ from htp_export import tags
 from htp_export.call_tree import Instance
 from htp_export.cutting import Cut, Cutter
 from htp_export.errors import InputError
-from htp_export.files import write_model
+from htp_export.files import check_target, write_model
 from htp_export.nested.flatten import read_flat
 from htp_export.surgery.grafts import Graft, placed_paths, weight_key
 from htp_export.surgery.spliced_calls import SplicedCalls
@@ -104,6 +104,7 @@ def splice(
         >>> [node.op_type for node in htp_export.splice(program, "1", other).model.graph]
         ['Gemm', 'Sigmoid']
     """
+    check_target(output)
     source, given = read_flat(model, others=False), load(replacement)
     if given.model is source.model:
         raise InputError("a model cannot be put into itself; give a replacement that was cut out of it")

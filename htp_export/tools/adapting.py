@@ -16,7 +16,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import HtpExportError, InputError
-from htp_export.files import model_from_proto, read_model, write_model
+from htp_export.files import check_target, model_from_proto, read_model, write_model
 from htp_export.provenance.carrying import Carried, carry_in_place, tagged_model
 from htp_export.tagged import ModelSource, model_of
 
@@ -58,6 +58,7 @@ def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike
         HtpExportError: The tool failed; its own error is the cause.
         FileError: A file cannot be read or written.
     """
+    check_target(output)
     before = tagged_model(model)
     names, notes = _name_nodes(before), _take_notes(before)
     with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
