@@ -60,6 +60,8 @@ def state(folder: Path) -> str:
     """What can be read of the outputs: a digest of all weights; ``refused`` if htp_export refuses them."""
     files = sorted(folder.glob("stages/*.onnx")) or [folder / "out.onnx"]
     digest = hashlib.sha256()
+    if not files[0].is_file():
+        return "missing"
     try:
         for file in files:
             model = read_model(file)
@@ -133,7 +135,7 @@ def main(name: str, home: Path) -> None:
         status, _ = run(operation, fresh, stop)
         assert status == -signal.SIGKILL, (name, stop, status)
         found = state(fresh)
-        said = {before: "old", after: "new", "refused": "refused"}.get(found, "wrong")
+        said = {before: "old", after: "new", "refused": found, "missing": found}.get(found, "wrong")
         states[said] = states.get(said, 0) + 1
         status, _ = run(operation, fresh)
         assert status == FINISHED, (name, stop, status)

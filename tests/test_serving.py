@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 from torch import nn
@@ -101,15 +102,28 @@ def test_triton_repository_has_a_model_for_each_stage_and_an_ensemble(tmp_path: 
     check_ensemble(models["Net"], models)
 
 
-def test_triton_reads_the_files_of_the_stages_which_are_not_copied(tmp_path: Path) -> None:
+def test_triton_has_the_data_of_the_stages_which_refer_to_it(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval()
     htp_export.export(net, (x(2, 64),), tmp_path / "net.onnx", verbose=False, external_data=True)
-    found = htp_export.partition(tmp_path / "net.onnx", 2, tmp_path / "stages", serve="triton")
+    htp_export.partition(tmp_path / "net.onnx", 2, tmp_path / "stages", serve="triton")
+    found = htp_export.load_partition(tmp_path / "stages")
     for number, stage in enumerate(found.stages):
         version = tmp_path / "stages" / "triton" / f"Sequential_stage{number}" / "1"
         assert {file.name for file in version.iterdir()} == {"model.onnx", f"stage{number}.onnx.data"}
-        for file, other in zip(stage.files, ("model.onnx", f"stage{number}.onnx.data"), strict=True):
-            assert (tmp_path / "stages" / file).samefile(version / other)
+        assert stage.files == (f"stage{number}.onnx", f"triton/Sequential_stage{number}/1/stage{number}.onnx.data")
+        assert (version / f"stage{number}.onnx.data").stat().st_nlink == 1
+        one, other = (onnx.load(file) for file in (tmp_path / "stages" / stage.files[0], version / "model.onnx"))
+        assert list(one.graph.initializer) == list(other.graph.initializer)
+        assert one.graph.initializer[0].raw_data
+    given = x(2, 64)
+    (result,) = found.run({"input": given.numpy()}).values()
+    np.testing.assert_allclose(result, net(given).detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_triton_links_models_that_have_their_weights_inside(tmp_path: Path) -> None:
+    htp_export.partition(handmade.encoder(), 2, tmp_path / "stages", serve="triton")
+    model = tmp_path / "stages" / "triton" / "Net_stage0" / "1" / "model.onnx"
+    assert model.samefile(tmp_path / "stages" / "stage0.onnx")
 
 
 def test_triton_has_open_sizes_as_minus_one_and_no_tensors_without_dimensions(tmp_path: Path) -> None:
