@@ -50,13 +50,15 @@ _ONE_AT_A_TIME = threading.RLock()
 def read_model(path: str | os.PathLike[str]) -> ir.Model:
     """Read an ONNX file; external data and large weights are left where they are until somebody asks for their values.
 
-    The file may be replaced or deleted meanwhile, by `write_model` and whoever else renames, but not written over.
+    The file may be replaced or deleted meanwhile, by `write_model` and whoever else renames, but not written over. A
+    data file has to be the one that is there now.
 
     Args:
         path: The file. Its extension says the format, as in ``onnx.load``.
 
     Raises:
-        FileError: If it is missing, cannot be read, is not ONNX, or names external data outside its folder.
+        FileError: If it is missing, cannot be read, is not ONNX, names external data outside its folder, or has other
+            data than it was written with.
     """
     file = Path(path)
     try:

@@ -231,8 +231,8 @@ class TaggedModel:
     ) -> None:
         """Write the model, whole or not at all.
 
-        External weights stay external: they are streamed into ``<name>.data`` beside the file, unless it is the file
-        that they belong to.
+        External weights stay external: they are streamed into ``<name>.data`` beside the file, or
+        ``<name>.<serial>.data`` if there is such a file, unless it is the file that they belong to.
 
         Args:
             path: The file to write.
@@ -272,10 +272,12 @@ def load(source: ModelSource) -> TaggedModel:
     Args:
         source: A file, an ``ONNXProgram``, a ``ModelProto``, an ``ir.Model``, or anything with an ``ir.Model`` as
             ``model``. Models in memory are taken as they are, not copied. External data and large weights of a file
-            are read when they are asked for; until then the file may be replaced, but not written over.
+            are read when they are asked for. Until then the ONNX file may be replaced, but not written over; a data
+            file that was replaced is not read any more.
 
     Raises:
-        FileError: If the file is missing, is not ONNX, has broken tags, or names external data outside its folder.
+        FileError: If the file is missing, is not ONNX, has broken tags, or names external data outside its folder; or
+            if its data file was replaced without it, as by a process that was killed.
         InputError: If a model in memory has broken tags.
     """
     if isinstance(source, TaggedModel):
