@@ -122,7 +122,12 @@ class WorkFolder:
             if replaces:  # without that, a crash of the machine could lose the old files and the new ones
                 for step in steps:
                     _sync(step.new)
-            _write_json(self._journal, {"steps": [*map(_said, steps)], "obsolete": [*map(_said, removed)]})
+            self._old.mkdir()
+            try:
+                _write_json(self._journal, {"steps": [*map(_said, steps)], "obsolete": [*map(_said, removed)]})
+            except BaseException:
+                self._journal.unlink(missing_ok=True)
+                raise
             self._rename(steps)
             if replaces:
                 for folder in {step.target.parent for step in steps}:
@@ -149,7 +154,6 @@ class WorkFolder:
         return _Step(new, target, move.free, was, now)
 
     def _rename(self, steps: Sequence[_Step]) -> None:
-        self._old.mkdir()
         kept: list[tuple[_Step, Path | None]] = []
         try:
             for number, step in enumerate(steps):

@@ -102,6 +102,14 @@ class TestLinks:
         for file in (real, link):
             np.testing.assert_array_equal(values(file), values(tmp_path / "b.onnx"))
 
+    def test_a_command_names_the_files_that_it_wrote(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "real").mkdir()
+        (tmp_path / "link.onnx").symlink_to(tmp_path / "real" / "a.onnx")
+        assert main(["optimize", str(save(tmp_path / "b.onnx")), "-o", str(tmp_path / "link.onnx")]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert str(tmp_path / "link.onnx") in said
+        assert str(tmp_path / "real" / "a.onnx.data") in said
+
     @EXPORTERS
     def test_an_export_follows_links_as_torch_does(self, tmp_path: Path, dynamo: bool) -> None:
         (tmp_path / "real").mkdir()

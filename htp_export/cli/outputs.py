@@ -79,7 +79,8 @@ def written_files(output: Path) -> dict[str, int]:
     """The file that was written, and those with its weights: path → size in bytes."""
     from htp_export.files import own_files
 
-    weights = [output.parent / file.name for file in sorted(own_files(output))]
+    beside = [(output.parent / file.name, file) for file in sorted(own_files(output))]
+    weights = [named if named.exists() else file for named, file in beside]  # else the output is a link
     return {str(file): file.stat().st_size for file in (output, *weights)}
 
 
