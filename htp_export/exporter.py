@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from htp_export.capture import patches, running, torch_internals
 from htp_export.capture.dynamo import DynamoCapture
 from htp_export.capture.guarded import export_untagged, seam
 from htp_export.capture.modules import ModuleNames, keep_training_modes
+from htp_export.capture.opsets import check_opset, other_opset
 from htp_export.capture.patching import Patches
 from htp_export.capture.root_call import first_line
 from htp_export.capture.running import Exporter
@@ -82,7 +84,8 @@ def export(
             ``forward``'s signature if names are given, as in torch, and else in the order in which they were given,
             which may be another than torch's.
         output_names: Names for the graph's outputs.
-        opset_version: ONNX opset to target.
+        opset_version: ONNX opset to target. A `UserWarning` says so if torch writes another one, because it cannot
+            convert the model.
         dynamo: Whether to export with ``torch.export``; else with TorchScript.
         external_data: Whether weights go into a file of their own (``dynamo=True``).
         dynamic_shapes: Dynamic dimensions (``dynamo=True``).
@@ -110,6 +113,7 @@ def export(
         OSError: The file cannot be written in its folder; raised before the model runs.
         Exception: Whatever ``torch.onnx.export`` raises, with a note that names the module that was running. No file
             is left that was not there before.
+        InputError: torch's exporter cannot write ``opset_version``; nothing was exported.
         CaptureError: htp_export failed to follow the export, a fault of its own. Inside `tagging` with ``strict=False``
             the model is exported without tags instead.
         TorchChangedError: The installed torch lacks a part that htp_export relies on.
@@ -124,6 +128,7 @@ def export(
     if isinstance(f, str | os.PathLike):
         check_writable(f)
     uses_dynamo = dynamo is True or isinstance(model, torch_internals.exported_by_dynamo_alone())
+    check_opset(opset_version, dynamo=uses_dynamo)
     entry = patches.DYNAMO_ENTRY if uses_dynamo else patches.TORCHSCRIPT_ENTRY
     exporter = running.wanted() or _Exporter()
     # All of it alone, not the trace only: torch reads its translations first, which parses sources, and CPython 3.11's
@@ -134,7 +139,7 @@ def export(
             running.wait_alone(changes)
             _watch(changes, entry, exporter)
             set_variable(changes, running.exporter, exporter)
-            return torch.onnx.export(
+            program = torch.onnx.export(
                 model,
                 args,
                 f,
@@ -167,6 +172,11 @@ def export(
             changes.take_back()
     finally:
         changes.take_back()
+    # The TorchScript exporter writes the opset that it is asked for, or fails.
+    other = other_opset(opset_version, program.model.opset_imports.get("")) if program is not None else None
+    if other is not None:
+        warnings.warn(f"{other}; torch's log says why", stacklevel=2)
+    return program
 
 
 @contextlib.contextmanager

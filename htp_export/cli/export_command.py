@@ -106,7 +106,10 @@ def export_command(
     )
     wanted.check()
     check_output(output)
-    _check_opset(opset, dynamo=dynamo)
+    if opset is not None:
+        from htp_export.capture.opsets import check_opset
+
+        check_opset(opset, dynamo=dynamo)
     axes = tuple(axis.strip() for text in dynamic or () for axis in text.split(",") if axis.strip())
     steps = Steps(quiet, count=3 if verify else 2)
     with steps.step(f"loading {source or entry}"):
@@ -142,22 +145,6 @@ def _copy_to_special(file: Path, output: Path) -> None:
     from htp_export.files import read_model, write_model
 
     write_model(read_model(file), output)
-
-
-def _check_opset(opset: int | None, *, dynamo: bool) -> None:
-    """Refuse an opset that torch cannot write, before anything is loaded.
-
-    Raises:
-        InputError: If it is one.
-    """
-    if opset is None:
-        return
-    from htp_export.capture.torch_internals import opset_range
-
-    lowest, highest = opset_range(dynamo=dynamo)
-    if not lowest <= opset <= highest:
-        exporter = "dynamo" if dynamo else "TorchScript"
-        raise InputError(f"--opset {opset}: torch's {exporter} exporter writes opsets {lowest} to {highest}")
 
 
 def _facts(output: Path, exporter: str, seed: int | None) -> dict[str, Any]:
@@ -210,15 +197,13 @@ def _said_untagged() -> Iterator[list[str]]:
 
 
 def _check_written(file: Path, opset: int | None) -> None:
-    """Hold the opset that torch wrote against the one that was asked for: where it cannot convert, it only logs."""
+    """Compare the opset of the file with the one that was asked for."""
+    from htp_export.capture.opsets import other_opset
     from htp_export.files import read_model
 
-    written = read_model(file).opset_imports.get("")
-    if opset is not None and written is not None and written != opset:
-        raise CheckFailed(
-            f"opset {opset} was asked for, and torch wrote opset {written}, as it could not convert the model; "
-            f"leave --opset away, or try --torchscript"
-        )
+    other = other_opset(opset, read_model(file).opset_imports.get(""))
+    if other is not None:
+        raise CheckFailed(f"{other}; leave --opset away, or try --torchscript")
 
 
 def _export_failed(error: Exception) -> str:
