@@ -57,9 +57,10 @@ def translations() -> dict[object, object]:
 def translations_read_once(translations: dict[object, object]) -> Iterator[None]:
     """Torch reads its translations of all operators anew for every export, which takes longer than most nets do."""
     from htp_export.capture.patches import TRANSLATIONS
-    from htp_export.capture.running import translations_read, value_in
+    from htp_export.capture.running import translations_read
+    from htp_export.restoring import restored, set_variable
 
-    with TRANSLATIONS.held(), value_in(translations_read, translations):
+    with TRANSLATIONS.held(), restored(lambda changes: set_variable(changes, translations_read, translations)):
         yield
 
 

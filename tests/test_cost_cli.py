@@ -71,11 +71,14 @@ def test_cost_says_the_peak_what_is_not_counted_and_what_is_assumed(
     assert "an estimate" in text
 
 
-def test_cost_wants_open_sizes_and_takes_them_as_numbers_shapes_or_values(
+def test_cost_takes_open_sizes_as_numbers_shapes_or_values_and_else_says_that_they_are_1(
     open_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["cost", str(open_file)]) == 2
-    assert "sizes are open: 'batch'; give dims (batch=...)" in capsys.readouterr().err
+    assert main(["cost", str(open_file)]) == 0
+    assert "size 'batch' is 1" in lines(capsys)
+    assert main(["cost", str(open_file), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["modules"][""]["flops"], data["dims"], data["assumed"]) == (64, {"batch": 1}, ["size 'batch' is 1"])
     (tmp_path / "shapes.json").write_text('{"x": [2, 4]}')
     np.savez(tmp_path / "values.npz", x=np.zeros((2, 4), np.float32))
     for given in (
@@ -85,14 +88,14 @@ def test_cost_wants_open_sizes_and_takes_them_as_numbers_shapes_or_values(
     ):
         assert main(["cost", str(open_file), "--json", *given]) == 0
         data = json.loads(capsys.readouterr().out)
-        assert (data["modules"][""]["flops"], data["dims"]) == (128, {"batch": 2})
+        assert (data["modules"][""]["flops"], data["dims"], data["assumed"]) == (128, {"batch": 2}, [])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--dims", "batch"], "write name=size"),
-        (["--dims", "length=3"], "no open size 'length'"),
+        (["--dims", "length=3"], "this model has no open dimensions, and so none named 'length'"),
         (["--columns", "colour"], "no column 'colour'"),
         (["--sort", "colour"], "no column 'colour'"),
         (["--inputs", "nowhere.npz"], "cannot be read"),
@@ -104,6 +107,17 @@ def test_bad_input_is_told_and_ends_with_2(
 ) -> None:
     assert main(["cost", str(file), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["cost", "tree", "profile", "compare"])
+def test_an_open_dimension_that_there_is_not_is_told_with_those_that_there_are(
+    command: str, file: Path, open_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: [str(path)] * (1 + (command == "compare")) for name, path in (("fixed", file), ("open", open_file))}
+    assert main([command, *files["fixed"], "--dims", "bach=3"]) == 2
+    assert "this model has no open dimensions, and so none named 'bach'" in capsys.readouterr().err
+    assert main([command, *files["open"], "--dims", "bach=3"]) == 2
+    assert "no open dimension 'bach' in this model, only 'batch'; nearest: 'batch'" in capsys.readouterr().err
 
 
 def test_cost_as_csv_has_every_module_and_column_and_nodes_if_asked(
@@ -139,10 +153,10 @@ def test_the_tree_has_flops_where_sizes_are_known(
     ]
     assert main(["tree", str(open_file), "--depth", "0"]) == 0
     assert lines(capsys) == [
-        "module   class   nodes   parameters   fate",
-        "(root)   Net         7           32",
+        "module   class   nodes   parameters   FLOPs   fate",
+        "(root)   Net         7           32      64",
         KNOWN,
-        "no FLOPs: sizes are open: 'batch'; give dims (batch=...), or example inputs",
+        "size 'batch' is 1",
     ]
     assert main(["tree", str(open_file), "--depth", "0", "--dims", "batch=2"]) == 0
     assert "128" in capsys.readouterr().out

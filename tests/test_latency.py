@@ -272,7 +272,7 @@ class TestInputs:
         ("given", "message"),
         [
             ({}, r"no value for input 'x' \(float \[2, 4\]\)"),
-            ({"x": np.ones((2, 4)), "z": 1}, "no input 'z', only 'x'"),
+            ({"x": np.ones((2, 4)), "z": 1}, "no input 'z' in this model, only 'x'"),
             ({"x": np.ones((2, 4))}, r"input 'x': is double \[2, 4\], and the model wants float \[2, 4\]"),
             ({"x": torch.ones(2, 5)}, r"input 'x': is float \[2, 5\], and the model wants float \[2, 4\]"),
             ({"x": np.ones(4, np.float32)}, r"is float \[4\]"),
@@ -289,7 +289,7 @@ class TestInputs:
         [
             ({"runs": 0}, "0 runs"),
             ({"providers": ["NoSuchProvider"]}, "no NoSuchProvider, only"),
-            ({"dims": {"batch": 2}}, "no open size 'batch', only none"),
+            ({"dims": {"batch": 2}}, "no open dimensions?, and so none named 'batch'"),
             ({"shapes": {"z": [2]}}, "no input 'z'"),
             ({"shapes": {"x": [2, 5]}}, r"is float \[2, 5\]"),
         ],
@@ -407,7 +407,7 @@ class TestCommandLine:
         ("options", "message"),
         [
             (["--dims", "batch"], "--dims batch: write name=size"),
-            (["--dims", "batch=1"], "no open size 'batch', only none"),
+            (["--dims", "batch=1"], "no open dimensions, and so none named 'batch'"),
             (["--inputs", "nowhere.npz"], "nowhere.npz: cannot be read"),
             (["--inputs", "pickle.npz"], "pickle.npz: is no .npz file of plain arrays"),
             (["--inputs", "text.npz"], "text.npz: is no .npz file of plain arrays"),

@@ -293,6 +293,16 @@ def test_a_profile_can_be_balanced_by_and_so_can_numbers_of_outer_modules_alone(
     assert by_layers.stages[1].modules[0] == "encoder.layer.2"
 
 
+def test_stages_are_not_balanced_by_flops_of_open_dimensions() -> None:
+    batch = torch.export.Dim("batch")
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
+    program = htp_export.export(net, (torch.randn(2, 8),), dynamic_shapes=({0: batch},), verbose=False)
+    with pytest.raises(InputError, match="FLOPs of a model with open dimensions depend on their sizes"):
+        htp_export.partition(program, 2, balance="flops")
+    cost = htp_export.cost(program, shapes={program.model.graph.inputs[0].name: (4, 8)})
+    assert len(htp_export.partition(program, 2, balance=cost).stages) == 2
+
+
 def test_stages_can_be_balanced_by_flops() -> None:
     """The first convolution has few weights and most of the work."""
     net = spread(nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(8), nn.Conv2d(4, 8, 3), nn.Conv2d(8, 64, 1))).eval()
@@ -506,7 +516,7 @@ def test_an_open_runner_runs_again_and_again() -> None:
     ("inputs", "options", "message"),
     [
         ({}, {}, "no value for input 'input'"),
-        ({"inputs": np.ones((1, 4), np.float32)}, {}, "no input 'inputs'.*mean 'input'"),
+        ({"inputs": np.ones((1, 4), np.float32)}, {}, "no input 'inputs'.*nearest: 'input'"),
         ({"input": np.ones((1, 4))}, {}, r"is double \[1, 4\], and the model wants float"),
         ({"input": np.ones((1, 4), np.float32)}, {"providers": ["NoExecutionProvider"]}, "no NoExecutionProvider"),
     ],

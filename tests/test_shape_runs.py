@@ -85,18 +85,28 @@ def test_values_of_small_whole_inputs_decide_shapes() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "sizes are open: 'n'; give dims \\(n=...\\)"),
-        ({"dims": {"m": 1}}, "no open size 'm', only 'n'"),
+        ({"dims": {"m": 1}}, "no open dimension 'm' in this model, only 'n'"),
         ({"dims": {"n": -1}}, "whole number, not -1"),
         ({"dims": {"n": 2}, "shapes": {"x": (5, 3)}}, "input 'x' is \\[5, 3\\], but size 'n' of it is 2"),
         ({"shapes": {"x": (5, 4)}}, "input 'x' is \\[5, 4\\], but a size of it is 3"),
         ({"shapes": {"x": (5,)}}, "input 'x' has 2 dimensions in the model, not 1"),
-        ({"shapes": {"xs": (5, 3)}}, "no input 'xs', only 'x', 'w'; do you mean 'x'"),
+        ({"shapes": {"xs": (5, 3)}}, "no input 'xs' in this model, only 'x', 'w'; nearest: 'x'"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         run(parsed(TEXT), **given)
+
+
+def test_sizes_that_nothing_tells_are_1() -> None:
+    assert bind(parsed(TEXT)).notes == ("size 'n' is 1",)
+    assert [t.shape for t in run(parsed(TEXT)).outputs] == [t.shape for t in run(parsed(TEXT), dims={"n": 1}).outputs]
+
+
+def test_an_input_whose_number_of_dimensions_is_not_known_is_refused() -> None:
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
+    with pytest.raises(InputError, match="input 'x': the model does not tell its shape; give inputs, or its shape"):
+        bind(ir.Model(ir.Graph([x], [], nodes=[]), ir_version=10))
 
 
 def test_expressions_of_open_sizes_are_worked_out() -> None:

@@ -173,7 +173,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("run quantize_dynamic short.onnx -o o.onnx", SHORT),
     ("optimize net.onnx -o folder.onnx/o.onnx --share-weights", "cannot share the weights in"),
     # values and sizes
-    ("compare net.onnx net.onnx --inputs name.npz", "the model has no input 'foo', only 'x'"),
+    ("compare net.onnx net.onnx --inputs name.npz", "no input 'foo' in this model, only 'x'"),
     ("compare net.onnx net.onnx --inputs shape.npz", "input 'x': is float [2, 3], and the model wants float [16, 16]"),
     ("compare net.onnx net.onnx --inputs pickled.npz", "pickled.npz: is no .npz file of plain arrays"),
     ("profile net.onnx --inputs no.npz", "no.npz: is no .npz file of plain arrays"),

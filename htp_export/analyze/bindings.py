@@ -23,10 +23,12 @@ class Bindings:
     Attributes:
         sizes: Name of an open size → size.
         inputs: Input name → the tensor.
+        notes: What was assumed.
     """
 
     sizes: Mapping[str, int]
     inputs: Mapping[str, Tensor]
+    notes: tuple[str, ...] = ()
 
 
 def bind(
@@ -35,7 +37,7 @@ def bind(
     dims: Mapping[str, int] | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Bindings:
-    """Give every size of a model's inputs a number.
+    """Give every size of a model's inputs a number: 1, with a note, if nothing tells it.
 
     Args:
         model: The model.
@@ -44,24 +46,23 @@ def bind(
         shapes: Input name → its whole shape.
 
     Raises:
-        InputError: If there is no such input or size, they contradict each other or the model, or sizes stay open.
+        InputError: If there is no such input or size, they contradict each other or the model, or the number of
+            dimensions of an input is not known.
 
     Example:
         >>> x = ir.val("x", ir.DataType.FLOAT, ["batch", 4])
         >>> model = ir.Model(ir.Graph([x], [], nodes=[]), ir_version=10)
         >>> bind(model, dims={"batch": 2}).inputs["x"].shape
         (2, 4)
-        >>> bind(model)
-        Traceback (most recent call last):
-        ...
-        htp_export.errors.InputError: sizes are open: 'batch'; give dims (batch=...), or example inputs
+        >>> bind(model).inputs["x"].shape, bind(model).notes
+        ((1, 4), ("size 'batch' is 1",))
     """
     examples = {
         name: example if hasattr(example, "shape") else np.asarray(example) for name, example in (inputs or {}).items()
     }
     given = {name: tuple(int(size) for size in example.shape) for name, example in examples.items()}
     wanted = Inputs.of(model)
-    bound = wanted.bind(dims=dims, shapes={**given, **(shapes or {})})
+    bound, notes = wanted.assume(wanted.bind(dims=dims, shapes={**given, **(shapes or {})}))
     bound.check()
     found = {}
     for each in wanted:
@@ -69,7 +70,7 @@ def bind(
         shape = bound.shapes[each.name]
         sizes = None if shape is None else tuple(size for size in shape if size is not None)  # all are: see above
         found[each.name] = Tensor(each.name, each.type, sizes, "input", known)
-    return Bindings(bound.sizes, found)
+    return Bindings(bound.sizes, found, notes)
 
 
 def _small(array: Any) -> Any:

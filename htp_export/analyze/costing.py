@@ -41,7 +41,7 @@ def cost(
             there are the whole and its nodes.
         inputs: Input name → example, an array or tensor. Only its shape is used, and its values where they are a few
             whole numbers.
-        dims: Name of a size that the model leaves open → size.
+        dims: Name of a size that the model leaves open → size. Those that are not given are 1, and `assumed` says so.
         shapes: Input name → shape.
 
     Returns:
@@ -49,7 +49,7 @@ def cost(
 
     Raises:
         FileError: If the file cannot be read.
-        InputError: If sizes stay open, or what is given does not fit the model.
+        InputError: If what is given does not fit the model, or the number of dimensions of an input is not known.
 
     Example:
         >>> import torch, htp_export
@@ -77,6 +77,7 @@ def cost(
         from_pytorch=contents.from_pytorch,
         notes=_notes(tagged, run, contents.from_pytorch),
         tags=tagged.tag_facts,
+        assumed=bindings.notes,
     )
 
 

@@ -149,6 +149,7 @@ class Cost(ModuleTable):
         from_pytorch: Whether ``parameters`` are those that PyTorch had; else they are the weights in the file.
         notes: What to know about these numbers.
         tags: What the model knows about its module tags.
+        assumed: Open dimensions for which no size was given, and the size that was taken, a line each.
     """
 
     modules: Mapping[str, ModuleCost]
@@ -160,6 +161,7 @@ class Cost(ModuleTable):
     from_pytorch: bool
     notes: tuple[str, ...] = ()
     tags: TagFacts | None = None
+    assumed: tuple[str, ...] = ()
 
     def by_path(self, name: str = "flops") -> dict[str, float]:
         """Module path → one number, to lay over a drawing of the model.
@@ -218,6 +220,6 @@ class Cost(ModuleTable):
             listed = ", ".join(f"{name} ({', '.join(paths)})" for name, paths in list(self.shared.items())[:3])
             more = f" and {len(self.shared) - 3} more" if len(self.shared) > 3 else ""
             lines.append(f"shared: {listed}{more}")
-        if self.dims:
+        if len(self.dims) > len(self.assumed):
             lines.append("with " + ", ".join(f"{name} = {size}" for name, size in self.dims.items()))
-        return (*lines, *self.notes, *tag_lines(self.tags))
+        return (*lines, *self.assumed, *self.notes, *tag_lines(self.tags))

@@ -145,7 +145,7 @@ def tree_rows(
         _row(tagged, path, contents[path], cost, (measured or {}).get(path, Measured()))
         for path in visible(tagged, depth, select)
     )
-    return ModuleTree(rows, tagged.tag_facts)
+    return ModuleTree(rows, tagged.tag_facts, cost.assumed if cost is not None else ())
 
 
 def visible(tagged: TaggedModel, depth: int | None = None, select: str | Sequence[str] | None = None) -> list[str]:

@@ -141,7 +141,7 @@ class Inputs:
         sizes = dict(dims or {})
         names = dict.fromkeys(dim for each in self for dim in each.shape or () if isinstance(dim, str))
         for name, size in sizes.items():
-            _check_name("open size", name, names)
+            _check_name("open dimension", name, names)
             if not _is_size(size):
                 raise InputError(f"size {name!r} is a whole number, not {size!r}")
         given = {name: self._given_shape(name, shape) for name, shape in (shapes or {}).items()}
@@ -235,28 +235,56 @@ class Inputs:
             >>> x.random({"batch": 2}).arrays["x"].shape, x.random().notes
             ((2, 4), ("size 'batch' is 1",))
         """
-        bound = self.bind(dims=dims, shapes=shapes)
-        sizes, assumed = itertools.cycle(open_sizes), dict[str, int]()
+        bound, notes = self.assume(self.bind(dims=dims, shapes=shapes), open_sizes)
         generator = np.random.default_rng(seed)
         arrays: dict[str, Array] = {}
+        for each in self:
+            shape = bound.shapes[each.name]
+            if shape is None:
+                raise InputError(f"input {each.name!r}: no random value can be made of {each}; give inputs")
+            arrays[each.name] = _random(each, [size for size in shape if size is not None], generator, true)
+            _check(each, arrays[each.name])
+        return Feed(arrays, self._types, notes)
+
+    def assume(self, bound: Bound, open_sizes: Sequence[int] = (1,)) -> tuple[Bound, tuple[str, ...]]:
+        """Give numbers to the sizes that stay open.
+
+        Args:
+            bound: What is known.
+            open_sizes: The numbers, one after another. Sizes of one name are equal, and so are those without a name.
+
+        Returns:
+            The inputs with every size known, and a note for each size that was assumed.
+
+        Raises:
+            InputError: If the number of dimensions of a tensor is not known.
+
+        Example:
+            >>> x = Inputs([Input("x", ir.DataType.FLOAT, ("batch", 4))])
+            >>> bound, notes = x.assume(x.bind())
+            >>> bound.shapes, notes
+            ({'x': (1, 4)}, ("size 'batch' is 1",))
+        """
+        numbers, assumed = itertools.cycle(open_sizes), dict[str, int]()
         notes: dict[str, None] = {}
+        shapes: dict[str, tuple[int | None, ...] | None] = {}
         for each in self:
             known = bound.shapes[each.name]
-            if known is None:
+            if known is None and each.tensor:
                 raise InputError(f"input {each.name!r}: the model does not tell its shape; give inputs, or its shape")
             shape = []
-            for place, size in enumerate(known):
+            for place, size in enumerate(known or ()):
                 if size is None:
                     name = each.shape[place] if each.shape is not None else None
                     key = name if isinstance(name, str) else ""
-                    size = assumed[key] if key in assumed else assumed.setdefault(key, next(sizes))
-                    notes[f"size {name!r} is {size}" if key else f"size {place} of input {each.name!r} is {size}"] = (
-                        None
+                    size = assumed[key] if key in assumed else assumed.setdefault(key, next(numbers))
+                    notes.setdefault(
+                        f"size {name!r} is {size}" if key else f"size {place} of input {each.name!r} is {size}"
                     )
                 shape.append(size)
-            arrays[each.name] = _random(each, shape, generator, true)
-            _check(each, arrays[each.name])
-        return Feed(arrays, self._types, tuple(notes))
+            shapes[each.name] = None if known is None else tuple(shape)
+        sizes = {**bound.sizes, **{name: size for name, size in assumed.items() if name}}
+        return Bound(sizes, shapes, (), bound.conflicts), tuple(notes)
 
     @property
     def _types(self) -> dict[str, ir.DataType]:
@@ -278,11 +306,15 @@ def _input(value: ir.Value) -> Input:
     return Input(str(value.name), value.dtype if known else None, shape, tensor)
 
 
-def _check_name(what: str, name: str, known: Mapping[str, object]) -> None:
-    if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1)
-        hint = f"; do you mean {near[0]!r}?" if near else ""
-        raise InputError(f"the model has no {what} {name!r}, only {', '.join(map(repr, known)) or 'none'}{hint}")
+def _check_name(what: str, name: str, known: Iterable[str]) -> None:
+    names = list(known)
+    if name in names:
+        return
+    if not names:
+        raise InputError(f"this model has no {what}s, and so none named {name!r}")
+    near = difflib.get_close_matches(str(name), names, n=1)
+    hint = f"; nearest: {near[0]!r}" if near else ""
+    raise InputError(f"no {what} {name!r} in this model, only {', '.join(map(repr, names))}{hint}")
 
 
 def _is_size(size: object) -> bool:

@@ -49,7 +49,12 @@ def weigh(tagged: TaggedModel, chain: Chain, balance: Balance) -> list[float]:
     if balance == "parameters":
         return _bytes_of_parameters(chain)
     if balance == "flops":
-        balance = cost(tagged)
+        balance = counted = cost(tagged)
+        if counted.assumed:
+            raise InputError(
+                "the FLOPs of a model with open dimensions depend on their sizes; balance its stages by 'parameters', "
+                "or by the result of cost() for the sizes that you have"
+            )
     if isinstance(balance, str):
         raise InputError(f"stages are balanced by 'parameters', 'flops' or numbers for modules, not {balance!r}")
     return _spread(tagged, chain, _numbers(tagged, balance))
