@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError
 from htp_export.filesystem import Identity
+from htp_export.progress import counted
 from htp_export.slots import Slot
 from htp_export.stored import write_values
 
@@ -248,7 +249,7 @@ def place_data(slots: Sequence[Slot], stream: IO[bytes], data: Path, model: Path
     places = _clone(slots, stream)
     if places is None:
         places = {}
-        for slot in slots:
+        for slot in counted(slots, "weights"):
             key = _place(slot.tensor)
             if key not in places:
                 start = stream.tell()

@@ -30,6 +30,7 @@ ROWS = [
         "npz_file",
         "filesystem",
         "data_notes",
+        "progress",
         "replacing",
         "slots",
         "stored",

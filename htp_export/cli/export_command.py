@@ -51,8 +51,6 @@ class _Options:
 
     def for_torch(self, call: Call) -> dict[str, Any]:
         """The keyword arguments of ``torch.onnx.export``."""
-        from htp_export.huggingface import dynamic_shapes
-
         options: dict[str, Any] = {"dynamo": self.dynamo, "verbose": False, "external_data": self.external_data}
         if self.opset is not None:
             options["opset_version"] = self.opset
@@ -61,6 +59,8 @@ class _Options:
         if self.dynamic:
             if call.args:
                 raise InputError("--dynamic needs inputs that forward names; return them from --entry as a dict")
+            from htp_export.huggingface import dynamic_shapes
+
             shapes = dynamic_shapes(call.inputs, self.dynamic)
             if self.dynamo:
                 options["dynamic_shapes"] = {name: shapes.get(name) for name in call.kwargs}
@@ -161,7 +161,6 @@ def _export(call: Call, output: Path, options: _Options, *, strict: bool, with_m
     """Write the file; why it has no tags, where it has none."""
     from htp_export.exporter import export, tagging
     from htp_export.placing import written_whole
-    from htp_export.provenance.carrying import embed_map
 
     arguments = options.for_torch(call)
     with written_whole(output) as target, _said_untagged() as said:
@@ -170,6 +169,8 @@ def _export(call: Call, output: Path, options: _Options, *, strict: bool, with_m
                 export(call.model, call.args, target, kwargs=call.kwargs or None, **arguments)
             _check_written(target, options.opset)
             if with_map and not said:
+                from htp_export.provenance.carrying import embed_map
+
                 embed_map(target, target)
         except (HtpExportError, CheckFailed):
             raise
@@ -198,6 +199,8 @@ def _said_untagged() -> Iterator[list[str]]:
 
 def _check_written(file: Path, opset: int | None) -> None:
     """Compare the opset of the file with the one that was asked for."""
+    if opset is None:
+        return
     from htp_export.capture.opsets import other_opset
     from htp_export.files import read_model
 

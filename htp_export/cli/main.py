@@ -31,6 +31,7 @@ from htp_export.cli.tree_command import tree_command
 from htp_export.cli.verify_command import compare_command, verify_command
 from htp_export.cli.view_command import view_command
 from htp_export.errors import HtpExportError, InputError
+from htp_export.garbage import rare_collections
 
 __all__ = ["app", "main"]
 
@@ -106,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     try:
-        with contextlib.nullcontext() if debug else quiet_libraries():
+        with rare_collections(), contextlib.nullcontext() if debug else quiet_libraries():
             status = app(args=arguments, prog_name="htp-export", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         status = _INTERRUPTED

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from htp_export.cli.file_options import InPlaceOption, JsonOption, ShareOption
-from htp_export.cli.outputs import check_output, show_written
+from htp_export.cli.outputs import check_folder, check_output, show_written
 from htp_export.cli.terminal import Steps, print_json, show
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def optimize_command(
     targets = _targets(files, output)
     for file, target in targets:
         check_output(target, [file], in_place=in_place)
-    steps = Steps(quiet=as_json)
+    steps = Steps(quiet=as_json, count=len(targets))
     results: dict[str, Optimized] = {}
     for file, target in targets:
         with steps.step(f"optimising {file.name}"):
@@ -101,10 +101,13 @@ def _targets(files: list[Path], output: Path) -> list[tuple[Path, Path]]:
     """Each file with the one to write."""
     if len(files) == 1:
         return [(files[0], output)]
-    if not output.is_dir():
-        raise typer.BadParameter(f"{output}: several files go into a folder; make it, and give it with -o")
+    if output.exists() and not output.is_dir():
+        raise typer.BadParameter(f"{output} is a file; several files go into a folder")
     names = [file.name for file in files]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise typer.BadParameter(f"several files are called {twice[0]}; in one folder they would be one")
+    if not output.exists():
+        check_folder(output.absolute().parent, output)
+        output.mkdir()
     return [(file, output / file.name) for file in files]

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from htp_export.cli.quiet import terminal_stderr
 from htp_export.command_words import in_commands
+from htp_export.progress import listening
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
 __all__ = ["CheckFailed", "Steps", "error_line", "print_json", "show", "split_names", "warning_line"]
 
 SCHEMA_VERSION = 1  # of what --json writes; a new one where a key is renamed, removed, or means something else
+_PATIENCE = 2.0  # seconds before progress is shown
 _PIPE_WIDTH = 200  # what is read by programs is not folded at 80 columns
 
 
@@ -75,21 +78,55 @@ class Steps:
     """
 
     def __init__(self, quiet: bool = False, count: int = 1) -> None:
-        from rich.console import Console
-
-        self._console: Console = Console(file=terminal_stderr(), quiet=quiet)
+        self._shown = terminal_stderr().isatty() and not quiet
         self._count = count
         self._begun = 0
 
     @contextlib.contextmanager
     def step(self, text: str) -> Iterator[None]:
-        """Show that a step is running, while it is."""
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
+        """Show that a step is running, and how much of it is done, from two seconds on."""
         self._begun += 1
-        number = f"step {self._begun} of {self._count}: " if self._count > 1 else ""
-        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as progress:
-            task = progress.add_task(f"{number}{text}", total=1)
+        if not self._shown:
             yield
-            progress.update(task, completed=1)
+            return
+        number = f"step {self._begun} of {self._count}: " if self._count > 1 else ""
+        with _bar(f"{number}{text}"):
+            yield
+
+
+@contextlib.contextmanager
+def _bar(text: str) -> Iterator[None]:
+    """A line on stderr: what runs, for how long, and a bar where it is counted."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[counted]}", markup=False),
+        TimeElapsedColumn(),
+    )
+    progress = Progress(
+        *columns,
+        console=Console(file=terminal_stderr()),
+        transient=True,
+        redirect_stdout=False,  # it would show what libraries print, which `quiet_libraries` drops
+        redirect_stderr=False,
+    )
+    task = progress.add_task(text, total=None, counted="")
+
+    def show_done(what: str, done: int, total: int) -> None:
+        progress.update(task, completed=done, total=total, counted=f"{done} of {total} {what}")
+
+    late = threading.Timer(_PATIENCE, progress.start)
+    late.daemon = True
+    late.start()
+    try:
+        with listening(show_done):
+            yield
+    finally:
+        late.cancel()
+        late.join()
+        if progress.live.is_started:
+            progress.stop()

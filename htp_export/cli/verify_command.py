@@ -72,7 +72,7 @@ def verify_command(
     )
     options.check()
     tolerances = parse_tolerances(tolerance or ())
-    steps = Steps(quiet=as_json)
+    steps = Steps(quiet=as_json, count=2)
     tagged = load(file)
     with steps.step(f"loading {source or entry}"):
         call = options.call(shapes=_fixed_shapes(tagged))

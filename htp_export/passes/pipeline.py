@@ -16,6 +16,7 @@ from htp_export.passes.bookkeeping import Bookkeeping
 from htp_export.passes.checking import OutputCheck
 from htp_export.passes.registry import PassInfo
 from htp_export.passes.results import Change, PassReport
+from htp_export.progress import counted
 
 __all__ = ["Pipeline"]
 
@@ -67,7 +68,7 @@ class Pipeline:
         books, state = Bookkeeping(model), 0
         for _ in range(_MOST_ROUNDS):
             started = state
-            for account in self._accounts:
+            for account in counted(self._accounts, "passes"):
                 if account.seen == state or account.rolled_back:
                     continue
                 state += self._step(account, books)

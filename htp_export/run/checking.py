@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from htp_export.errors import InputError
+from htp_export.progress import counted
 from htp_export.run.pairing import Pair, PairedCall
 from htp_export.run.results import TensorResult
 from htp_export.runtime.arrays import Array, Held
@@ -160,7 +161,7 @@ def tensor_values(
             use(name, _constant(value))
         else:
             computed[name] = size
-    for names in portions(computed, portion_bytes):
+    for names in counted(list(portions(computed, portion_bytes)), "portions of the tensors"):
         arrays = runner.run(feed, names)
         for name in names:
             use(name, arrays.pop(name))

@@ -11,6 +11,7 @@ from htp_export import tags
 from htp_export.cut_models import cut_model
 from htp_export.cutting import Cut, Cutter
 from htp_export.errors import InputError
+from htp_export.progress import counted
 from htp_export.run.checking import CheckedCall, Tolerances, check_calls, tensor_values
 from htp_export.run.cutting_together import cut_together
 from htp_export.run.pairing import Pair, PairedCall, pair_call, signature_of
@@ -97,7 +98,7 @@ def check_isolated(
 
     tensor_values(tagged, dict.fromkeys(outside, 0), feed, runner, portion_bytes, keep)
     checked = check_calls(tagged, constant, feed, runner, portion_bytes, tolerances)
-    for task in tasks:
+    for task in counted(tasks, "modules"):
         try:
             checked.append(_run(tagged, task, values, settings, tolerances))
         except InputError as error:

@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import OnnxRuntimeError
+from htp_export.progress import counted
 from htp_export.runtime.inputs import Feed
 from htp_export.runtime.sessions import LARGE_BYTES, Changes, RunnableModel, Session, SessionSettings
 from htp_export.runtime.traces import Trace, read_trace
@@ -58,7 +59,7 @@ class ProfiledSession:
         """
         values = self._session.values(feed.arrays, feed.types)
         times = []
-        for _ in range(runs):
+        for _ in counted(range(runs), "runs"):
             start = time.perf_counter()
             self._session.run_values(values)
             times.append((time.perf_counter() - start) * 1000)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from htp_export.errors import FileError, HtpExportError
 from htp_export.files import has_external_data, write_model
+from htp_export.progress import counted
 from htp_export.replacing import Move, work_folder
 from htp_export.surgery.manifest import MANIFEST, load_partition
 from htp_export.surgery.partitions import Partition
@@ -59,7 +60,8 @@ def write_folder(partition: Partition, folder: Path, extras: Callable[[Partition
         with work_folder(folder) as work:
             new = work.new / folder.absolute().name
             new.mkdir()
-            stages = tuple(_write_stage(stage, number, new) for number, stage in enumerate(partition.stages))
+            numbered = list(enumerate(partition.stages))
+            stages = tuple(_write_stage(stage, number, new) for number, stage in counted(numbered, "stages"))
             written = replace(partition, stages=stages, folder=new)
             written = extras(written, new)
             written = replace(written, files=tuple(sorted(_files(new))))

@@ -1,0 +1,210 @@
+"""README and the pages of docs/ as programs: what stands in them is run from top to bottom, in one folder.
+
+    python -m tests.documents docs/cost.md FOLDER      # where the commands of README have run
+
+- Lines of indented blocks that begin with ``htp-export`` or ``echo`` are run by a shell, others are not.
+- So are lines of ``console`` fences that begin with ``$ ``. The lines below are what the command prints: ``...`` stands
+  for any lines, or for any part of a line; numbers that depend on the machine are not compared.
+- Snippets of a page in Python share their names. In ``value  # 3`` the comment is compared if it is a literal. A fence
+  without a language right behind a snippet is what the snippet prints.
+- What ``<!-- not run: why -->`` stands before is not run.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import re
+import subprocess
+import sys
+import tokenize
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+NEEDS_THE_HUB = ("google-bert/", "hub.onnx")
+RUN = ("htp-export ", "echo ")
+_SERVES_UNTIL_STOPPED = re.compile(r"--serve\s*(#|$)")
+
+
+@dataclass
+class Block:
+    """A block of code in a page.
+
+    Attributes:
+        language: What stands behind its fence; ``indented`` where there is none.
+        line: The number of its first line.
+        lines: Its lines.
+        run: Whether it is run.
+        follows: The language of the block before, where nothing but blank lines is between.
+    """
+
+    language: str
+    line: int
+    lines: list[str] = field(default_factory=list)
+    run: bool = True
+    follows: str = ""
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines) + "\n"
+
+
+@dataclass
+class Command:
+    """A command of a page, and what it prints, where the page shows it."""
+
+    line: int
+    text: str
+    output: list[str] | None = None
+
+
+def blocks(page: Path) -> list[Block]:
+    """The blocks of code of a page, in order."""
+    found: list[Block] = []
+    open_fence: Block | None = None
+    run, before, blank = True, "", True
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        if line.startswith("```"):
+            if open_fence is None:
+                open_fence = Block(line[3:].strip(), number + 1, run=run, follows=before)
+                found.append(open_fence)
+            else:
+                before, run, open_fence = open_fence.language or "plain", True, None
+        elif open_fence is not None:
+            open_fence.lines.append(line)
+        elif line.startswith("    ") and (blank or before == "indented"):
+            if before != "indented":
+                found.append(Block("indented", number, run=run))
+            found[-1].lines.append(line[4:])
+            before, run = "indented", True
+        elif line.strip():
+            before = ""
+            run = not line.startswith("<!-- not run")
+        blank = not line.strip()
+    return found
+
+
+def commands_of(block: Block) -> list[Command]:
+    """The commands of a block."""
+    if block.language == "indented":
+        return [Command(block.line + at, line) for at, line in enumerate(block.lines) if line.startswith(RUN)]
+    found: list[Command] = []
+    if block.language == "console":
+        for at, line in enumerate(block.lines):
+            if line.startswith("$ "):
+                found.append(Command(block.line + at, line[2:], []))
+            elif found and found[-1].output is not None:
+                found[-1].output.append(line)
+    return [command for command in found if command.text.startswith(RUN)]
+
+
+def commands(page: Path) -> list[Command]:
+    """The commands of a page, those of the hub and servers too."""
+    return [command for block in blocks(page) for command in commands_of(block)]
+
+
+def can_run(command: str) -> bool:
+    """Whether a command needs no network, and ends."""
+    return not any(word in command for word in NEEDS_THE_HUB) and not _SERVES_UNTIL_STOPPED.search(command)
+
+
+_MACHINE = (
+    (re.compile(r"\(worst [^)]*\){1,2}"), "(worst #)"),
+    (re.compile(r"\d+(\.\d+)?e-\d+"), "#"),
+    (re.compile(r"\d+\.\d+ (ms|s)\b"), "# s"),
+    (re.compile(r"max \d+(\.\d+)?"), "max #"),
+)
+# The lines of a table of `profile`: its times, and the operators that took longest.
+_TIMES = re.compile(r"(?:\s+\d+\.\d{3}){2}\s+\d+\.\d%(\s+\d+).*")
+
+
+def comparable(line: str) -> str:
+    """A line of output without what depends on the machine, nor on the widths of columns."""
+    line = _TIMES.sub(r" # # #\1", line)
+    for pattern, word in _MACHINE:
+        line = pattern.sub(word, line)
+    return " ".join(line.split())
+
+
+def same_output(expected: list[str], printed: list[str]) -> bool:
+    """Whether a page shows what was printed: ``...`` stands for any lines, or for any part of a line."""
+    pattern = [
+        r"(?:.*\n)*" if line == "..." else ".*".join(map(re.escape, line.split("..."))) + r"\n"
+        for line in map(comparable, filter(str.strip, expected))
+    ]
+    text = "".join(f"{comparable(line)}\n" for line in printed if line.strip())
+    return re.fullmatch("".join(pattern), text) is not None
+
+
+def instrumented(snippet: str) -> ast.Module:
+    """A snippet in which every value with a literal beside it is compared with that."""
+    tree = ast.parse(snippet)
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(snippet).readline)
+        if token.type == tokenize.COMMENT
+    }
+    for statement in tree.body:
+        comment = comments.get(statement.end_lineno or 0, "")
+        if not isinstance(statement, ast.Expr) or not is_literal(comment):
+            continue
+        call = ast.Call(ast.Name("_hold", ast.Load()), [statement.value, ast.Constant(comment)], [])
+        statement.value = ast.copy_location(call, statement.value)
+    return ast.fix_missing_locations(tree)
+
+
+def is_literal(text: str) -> bool:
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return False
+    return True
+
+
+def _hold(value: Any, comment: str) -> None:
+    expected = ast.literal_eval(comment)
+    assert value == expected, f"{value!r}, where the page has {comment}"
+
+
+def run(page: Path, folder: Path) -> Iterator[str]:
+    """Run a page in a folder; what fails, or prints what the page does not show."""
+    names: dict[str, Any] = {"_hold": _hold, "__name__": "__main__"}
+    printed = ""
+    for block in blocks(page):
+        where = f"{page.name}:{block.line}"
+        if not block.run:
+            continue
+        for command in commands_of(block):
+            if can_run(command.text):
+                yield from _run_command(command, page, folder)
+        if block.language == "python":
+            out = io.StringIO()
+            try:
+                with contextlib.chdir(folder), contextlib.redirect_stdout(out):
+                    exec(compile(instrumented(block.text), where, "exec"), names)
+            except Exception:
+                yield f"{where}: the snippet fails\n{block.text}{traceback.format_exc(limit=-4)}"
+            printed = out.getvalue()
+        if block.language == "" and block.follows == "python" and not same_output(block.lines, printed.splitlines()):
+            yield f"{where}: the page shows\n{block.text}and the snippet prints\n{printed}"
+
+
+def _run_command(command: Command, page: Path, folder: Path) -> Iterator[str]:
+    where = f"{page.name}:{command.line}: {command.text}"
+    shell = command.text.replace("htp-export ", f"{sys.executable} -m htp_export ", 1)
+    ended = subprocess.run(shell, shell=True, cwd=folder, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        yield f"{where}\nends with {ended.returncode}: {ended.stderr}"
+    elif command.output and not same_output(command.output, ended.stdout.splitlines()):
+        shown = "\n".join(command.output)
+        yield f"{where}\nthe page shows\n{shown}\nand the command prints\n{ended.stdout}"
+
+
+if __name__ == "__main__":
+    failed = list(run(Path(sys.argv[1]).absolute(), Path(sys.argv[2]).absolute()))
+    print("\n\n".join(failed))
+    sys.exit(bool(failed))
