@@ -1,8 +1,8 @@
-"""What the library advises in Python, said as commands: the command line shows the same messages."""
+"""What the library advises in Python, said as commands, or as both for pages: the same messages are shown in all."""
 
 from __future__ import annotations
 
-__all__ = ["in_commands"]
+__all__ = ["in_both", "in_commands"]
 
 _COMMANDS = {
     "htp_export.tagging(strict=False), or --allow-untagged on the command line": "--allow-untagged",
@@ -27,4 +27,23 @@ def in_commands(text: str) -> str:
     """
     for python, command in _COMMANDS.items():
         text = text.replace(python, command)
+    return text
+
+
+def in_both(text: str) -> str:
+    """A message with commands beside Python, for pages: nobody knows from where their readers come.
+
+    Example:
+        >>> in_both("Export it with htp_export.export(...) in place of torch.onnx.export(...).")
+        'Export it with htp-export export, or in Python with htp_export.export(...) in place of torch.onnx.export(...).'
+        >>> in_both("htp_export.carry(before, after) brings them back.")
+        'htp-export carry BEFORE AFTER -o OUT (in Python: htp_export.carry(before, after)) brings them back.'
+    """
+    for python, command in _COMMANDS.items():
+        if python in text:
+            before, after = text.split(python, 1)
+            said = f"{command} (in Python: {python})"
+            if before.endswith(" with "):
+                said = f"{command}, or in Python with {python}"
+            return f"{in_both(before)}{said}{in_both(after)}"
     return text

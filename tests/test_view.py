@@ -29,6 +29,7 @@ from htp_export.show.model_explorer.graphs import graph_of
 from htp_export.show.model_explorer.main import HtpExportAdapter
 from htp_export.show.model_explorer.overlays import dtype_overlay, overlay_of
 from htp_export.show.netron import netron_attachment
+from htp_export.show.page.comparison import difference_page
 from htp_export.show.page.document import asset
 from htp_export.tagged import load
 from tests import handmade
@@ -97,6 +98,17 @@ def test_a_model_without_tags_is_its_root_alone_and_says_what_to_do():
     neg = ir.node("Neg", [handmade.value("x")], outputs=[handmade.value("y")])
     lost = handmade.model(list(neg.inputs), [neg], [], [ModuleInfo("", "net.Net", 1, "computed")])
     assert "carry" in take_inventory(load(lost)).advice
+
+
+def test_pages_advise_in_commands_and_in_python(tmp_path):
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3)).eval()
+    torch.onnx.export(net, (torch.randn(1, 4),), tmp_path / "net.onnx", dynamo=False)
+    page = htp_export.view(tmp_path / "net.onnx", tmp_path / "net.html", graph=False)
+    said = "htp-export export, or in Python with htp_export.export(...) in place of torch.onnx.export(...)"
+    assert said in (tmp_path / "net.html").read_text()
+    assert page.modules
+    found = htp_export.diff(tmp_path / "net.onnx", tmp_path / "net.onnx")
+    assert said in difference_page(found, tmp_path / "net.onnx", tmp_path / "net.onnx")
 
 
 def test_containers_are_no_levels():

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from htp_export import tags
 from htp_export.analyze.differences import ModelDifference
+from htp_export.command_words import in_both
 from htp_export.show.folding import repeats
 from htp_export.show.page.document import document
 from htp_export.tagged import ModelSource, TaggedModel, load
@@ -97,7 +98,11 @@ def difference_page(found: ModelDifference, before: ModelSource, after: ModelSou
     names = [Path(each).name if isinstance(each, str | os.PathLike) else "model" for each in (before, after)]
     opened = [load(each) for each in (before, after)]
     files = [_tags(name, tagged) for name, tagged in zip(names, opened, strict=True)]
-    notes = [f"{name}: {said}" for name, tagged in zip(names, opened, strict=True) if (said := tagged.tag_facts.advice)]
+    notes = [
+        f"{name}: {in_both(said)}"
+        for name, tagged in zip(names, opened, strict=True)
+        if (said := tagged.tag_facts.advice)
+    ]
     if not found.by_module:
         notes.append("One of the files has no module tags: only the whole is compared.")
     columns = ("nodes", "parameters", "weight_bytes")

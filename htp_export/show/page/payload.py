@@ -11,6 +11,7 @@ from htp_export.analyze.inventory import Inventory, ModuleEntry
 from htp_export.analyze.measures import Measure, spread
 from htp_export.analyze.node_facts import NodeEntry, TensorEntry
 from htp_export.analyze.weight_statistics import WeightStatistics
+from htp_export.command_words import in_both
 from htp_export.show.folding import likeness, repeats
 from htp_export.show.levels import parents
 
@@ -36,7 +37,7 @@ def page_data(inventory: Inventory, measures: Sequence[Measure], missing_graph: 
         "tags": inventory.tags,
         "reasons": dict(inventory.reasons),
         "untagged": inventory.untagged,
-        "advice": [text for text in (inventory.advice, *inventory.notes) if text],
+        "advice": [in_both(text) for text in (inventory.advice, *inventory.notes) if text],
         "failures": _failures(inventory),
         "inputs": _tensors(inventory.inputs),
         "outputs": _tensors(inventory.outputs),
@@ -51,7 +52,7 @@ def page_data(inventory: Inventory, measures: Sequence[Measure], missing_graph: 
         "statistics": {name: _statistics(found) for name, found in inventory.statistics.items()},
         "repeats": [[place[path] for path in run] for run in _repeats(above, inventory, measures)],
         "measures": [_measure(measure, list(above), inventory) for measure in measures],
-        "missing_graph": missing_graph,
+        "missing_graph": in_both(missing_graph),
     }
 
 
@@ -75,7 +76,7 @@ def _failures(inventory: Inventory) -> list[str]:
     """What failed, without the modules that failed because of one below them."""
     failed = {path: module.failure for path, module in inventory.modules.items() if module.failure}
     holding = {up for path in failed for up in tags.ancestors(path) if up != path}
-    return [f"{path or '(root)'}: {said}" for path, said in failed.items() if path not in holding][:5]
+    return [f"{path or '(root)'}: {in_both(said)}" for path, said in failed.items() if path not in holding][:5]
 
 
 def _facts(inventory: Inventory) -> list[str]:
