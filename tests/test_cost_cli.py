@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 from rich.console import Console
 
 import htp_export
@@ -271,3 +272,17 @@ def test_numbers_have_four_digits(number: float, text: str) -> None:
 
 def test_public_results_are_documented() -> None:
     assert "FLOPs" in str(htp_export.cost.__doc__)
+
+
+def test_tied_parameters_are_marked_and_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Tanh(), torch.nn.Linear(4, 4)).eval()
+    net[2].weight = net[0].weight
+    htp_export.export(net, (torch.randn(1, 4),), tmp_path / "tied.onnx", verbose=False)
+    assert main(["cost", str(tmp_path / "tied.onnx")]) == 0
+    shown = lines(capsys)
+    assert shown[0].split()[-1] == "tied"
+    assert shown[1].split()[:4] == ["(root)", "Sequential", "3", "20"]
+    assert "tied, and counted once in modules that hold several of these: 0.weight (0, 2)" in shown
+    assert main(["cost", str(tmp_path / "tied.onnx"), "--sort", "parameters"]) == 0
+    rows = {line.split()[0]: line.split("  ")[-1].strip() for line in lines(capsys)[:6] if line.strip()}
+    assert (rows["0"], rows["2"]) == ("with 2", "counted in 0")

@@ -192,6 +192,10 @@ def test_a_tied_parameter_is_marked_at_the_module_that_holds_it_second():
     tied = {path: dict(module.tied) for path, module in modules.items() if module.tied}
     assert tied == {"layer.1.fc": {"layer.1.fc.weight": "layer.0.fc.weight"}}
     assert (modules[""].parameters, modules["layer.1.fc"].parameters) == (16, 16)
+    counted = {
+        path: modules[path].counted_parameters for path in ("", "layer.0", "layer.0.fc", "layer.1", "layer.1.fc")
+    }
+    assert counted == {"": 16, "layer.0": 16, "layer.0.fc": 16, "layer.1": 0, "layer.1.fc": 0}
 
 
 def test_nodes_without_a_name_of_their_own_are_told_apart():

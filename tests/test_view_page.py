@@ -188,6 +188,39 @@ def test_areas_of_the_map_are_as_large_as_what_they_measure(page, net):
     assert areas["layer.1"] / areas["layer.0"] == pytest.approx(5 / 4, rel=0.01)
 
 
+class Tied(torch.nn.Module):
+    """The output layer has the weight of the embedding, 400 elements, and a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 8)
+        self.mix = torch.nn.Linear(8, 8, bias=False)
+        self.head = torch.nn.Linear(8, 50)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mix(self.embed(words)))
+
+
+def test_a_tied_weight_has_its_area_once_and_is_marked(page, tmp_path):
+    htp_export.view(Tied().eval(), (torch.arange(6).reshape(1, 6),), tmp_path / "tied.html", graph=False)
+    start(page, tmp_path / "tied.html")
+    page.run("htp.tab('map')")
+    page.run("document.getElementById('map-size').value = 'parameters'")
+    page.run("document.getElementById('map-shape').value = 'flame', htp.map.draw()")
+    widths = page.run("Object.fromEntries(htp.map.boxes().map((box) => [box.module.path, box.width]))")
+    shares = {path: width / widths[""] for path, width in widths.items()}
+    whole = 400 + 64 + 50
+    assert shares == pytest.approx({"": 1, "embed": 400 / whole, "mix": 64 / whole, "head": 50 / whole})
+    labels = page.run("Object.fromEntries(htp.map.boxes().map(({ module }) => [module.path, htp.map.labelOf(module)]))")
+    assert labels == {"": "(root)", "embed": "embed · tied", "mix": "mix", "head": "head · tied"}
+    said = page.run("[...htp.ties.entries()].map(([module, lines]) => [module.path, ...lines])")
+    assert sorted(said) == [
+        ["embed", "embed.weight is head.weight, too, and counts here"],
+        ["head", "head.weight is embed.weight, and counts there"],
+    ]
+
+
 def test_the_graph_unfolds_to_a_module_with_its_attributes_and_its_time(page, net):
     start(page, net)
     page.run("htp.graph.show(htp.byPath.get('layer.1.fc')).then(() => 0)")

@@ -219,7 +219,8 @@ class Cost(ModuleTable):
         if self.shared:
             listed = ", ".join(f"{name} ({', '.join(paths)})" for name, paths in list(self.shared.items())[:3])
             more = f" and {len(self.shared) - 3} more" if len(self.shared) > 3 else ""
-            lines.append(f"shared: {listed}{more}")
+            how = "tied" if self.from_pytorch else "shared"
+            lines.append(f"{how}, and counted once in modules that hold several of these: {listed}{more}")
         if len(self.dims) > len(self.assumed):
             lines.append("with " + ", ".join(f"{name} = {size}" for name, size in self.dims.items()))
         return (*lines, *self.assumed, *self.notes, *tag_lines(self.tags))

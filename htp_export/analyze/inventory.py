@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
+from htp_export import tags
 from htp_export.analyze.contents import ModuleContents, contents_of, tied_parameters
 from htp_export.analyze.node_facts import NodeEntry, NodeReader, TensorEntry
 from htp_export.analyze.weight_statistics import WeightStatistics, weight_statistics
@@ -38,6 +39,9 @@ class ModuleEntry:
         inputs: The tensors that enter its region.
         outputs: The tensors that leave it.
         tied: Parameters that it holds itself and a module before it holds too: full name → full name there.
+        counted_parameters: Of ``parameters``, those that a module at or below it is the first to hold: siblings add up
+            to what is above them. None where that is not known.
+        counted_bytes: The same of ``weight_bytes``.
         source: Where its ``forward`` stands, ``modeling_bert.py:140-172``, as far as the file says; else ``""``.
         failure: Why it could not be exported; ``""`` as a rule.
     """
@@ -55,6 +59,8 @@ class ModuleEntry:
     inputs: tuple[TensorEntry, ...] = ()
     outputs: tuple[TensorEntry, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
+    counted_parameters: int | None = None
+    counted_bytes: int | None = None
     source: str = ""
     failure: str = ""
 
@@ -136,6 +142,15 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
     place = {node: position for position, node in enumerate(tagged.nodes)}
     contents = contents_of(tagged).modules
     modules = {path: _module(tagged, path, contents[path], reader, nodes, place) for path in tagged.hierarchy}
+    parameters, weight_bytes = Counter[str](), Counter[str]()
+    for path, found in contents.items():
+        for up in tags.ancestors(path):
+            parameters[up] += found.self_parameters
+            weight_bytes[up] += found.self_weight_bytes
+    modules = {
+        path: replace(module, counted_parameters=parameters[path], counted_bytes=weight_bytes[path])
+        for path, module in modules.items()
+    }
     for path, tied in tied_parameters(tagged).items():
         if path in modules:
             modules[path] = replace(modules[path], tied=tied)

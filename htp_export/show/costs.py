@@ -102,6 +102,8 @@ def render_cost(
     from rich.text import Text
 
     shown = _columns(modules, columns)
+    if columns is None and cost.shared:
+        shown = [*shown, _tied(cost)]
     rows = _sorted(modules, sort)
 
     def alike(module: ModuleCost) -> object:
@@ -111,6 +113,17 @@ def render_cost(
     table = ModuleTable(rows, shown, alike if fold else None, _merged, flat=sort is not None)
     fusing = [Text(_ASSUMED, style="dim")] if set(column_names(_FUSING)) & set(column_names(shown)) else []
     return Group(table, Text(), *(Text(in_commands(line)) for line in cost.summary), *fusing)
+
+
+def _tied(cost: Cost) -> Column[ModuleCost]:
+    """Marks the modules that hold a parameter together with others: it counts once in what is above them."""
+    said: dict[str, str] = {}
+    for holders in cost.shared.values():
+        first, *others = (path or "(root)" for path in holders)
+        said.setdefault(holders[0], f"with {', '.join(others)}")
+        said.update((path, f"counted in {first}") for path in holders[1:] if path not in said)
+    title = "tied" if cost.from_pytorch else "shared"
+    return Column("tied", title, lambda module: said.get(module.path), style="yellow", right=False, keep=7)
 
 
 def cost_csv(modules: Sequence[ModuleCost], columns: Sequence[str] | None = None, sort: str | None = None) -> str:

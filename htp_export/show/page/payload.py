@@ -126,6 +126,7 @@ def _module(module: ModuleEntry, parent: int | None) -> dict[str, Any]:
         "inputs": _tensors(module.inputs),
         "outputs": _tensors(module.outputs),
         "tied": dict(module.tied),
+        "counted": [module.counted_parameters, module.counted_bytes],
         "source": module.source,
         "failure": module.failure,
     }

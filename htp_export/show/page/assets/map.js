@@ -21,11 +21,21 @@
   size.value = (sizes.find((each) => each.main && each.key !== "nodes") ?? sizes[0])?.key;
   const column = (key) => htp.columns.find((each) => each.key === key);
 
-  // What several modules share counts in each of them: parts are drawn to scale of their sum, where that is more.
+  // A weight of several modules has its area in the first of them. Of other numbers, what modules share counts in each:
+  // parts are drawn to scale of their sum, where that is more.
   const weigh = (module) => {
-    const value = column(size.value)?.of(module);
+    const shown = column(size.value);
+    const value = (shown?.once ?? shown?.of)?.(module);
     return Number.isFinite(value) && value > 0 ? value : 0;
   };
+
+  const ties = (module) => (column(size.value)?.once ? htp.ties.get(module) ?? [] : []);
+  const elsewhere = (module) => {
+    const shown = column(size.value);
+    const more = shown?.once ? shown.of(module) - shown.once(module) : 0;
+    return more > 0 ? [`${htp.withUnit(more, shown)} of its ${shown.title} count in a module before it`] : [];
+  };
+  const labelOf = (module) => (ties(module).length ? `${module.label} · tied` : module.label);
 
   const isDark = () => document.documentElement.dataset.theme === "dark";
   const empty = () => (isDark() ? "#252a33" : "#eef0f4");
@@ -197,11 +207,12 @@
     pen.clip();
     pen.fillStyle = colourOfText;
     const middle = y + (shape.value === "flame" ? height : Math.min(height, TITLE)) / 2;
-    pen.fillText(module.label, x + 5, middle);
-    const room = width - 12 - pen.measureText(module.label).width;
+    const label = labelOf(module);
+    pen.fillText(label, x + 5, middle);
+    const room = width - 12 - pen.measureText(label).width;
     if (room > pen.measureText(value).width + 8) {
       pen.globalAlpha = 0.62;
-      pen.fillText(value, x + 5 + pen.measureText(module.label).width + 8, middle);
+      pen.fillText(value, x + 5 + pen.measureText(label).width + 8, middle);
     }
     pen.restore();
   }
@@ -234,7 +245,8 @@
     if (!module) return;
     const said = htp.columns.filter((each) => each.of(module) !== null && (each.main || each.key === size.value))
       .map((each) => `${each.title} ${htp.withUnit(each.of(module), each)}`).join(" · ");
-    tip.replaceChildren(htp.make("b", { className: "path", textContent: module.path || "(root)" }), `${htp.simple(module.class)} · ${said}`);
+    tip.replaceChildren(htp.make("b", { className: "path", textContent: module.path || "(root)" }), `${htp.simple(module.class)} · ${said}`,
+      ...[...ties(module), ...elsewhere(module)].map((line) => htp.make("div", { textContent: line })));
     const box = pane.getBoundingClientRect();
     tip.style.left = `${Math.min(event.clientX - box.left + 14, box.width - tip.offsetWidth - 6)}px`;
     tip.style.top = `${Math.min(event.clientY - box.top + 16, box.height - tip.offsetHeight - 6)}px`;
@@ -255,7 +267,7 @@
     htp.select(module, "map");
     const siblings = module === top ? [top] : within(module.above);
     const said = htp.columns.filter((each) => each.of(module) !== null && (each.main || each.key === size.value)).map((each) => `${each.title} ${htp.withUnit(each.of(module), each)}`);
-    document.getElementById("map-said").textContent = `${module.path || "the whole model"}, ${htp.simple(module.class)}, ${siblings.indexOf(module) + 1} of ${siblings.length}; ${said.join(", ")}`;
+    document.getElementById("map-said").textContent = `${module.path || "the whole model"}, ${htp.simple(module.class)}, ${siblings.indexOf(module) + 1} of ${siblings.length}; ${[...said, ...ties(module), ...elsewhere(module)].join(", ")}`;
   }
   function beside(module, step) {
     const siblings = module === top ? [top] : within(module.above);
@@ -284,5 +296,5 @@
   for (const choice of [size, colour, shape]) choice.onchange = draw;
   htp.listeners.push(() => pane.offsetParent && draw());
   new ResizeObserver(draw).observe(pane);
-  htp.map = { draw, zoom, boxes: () => boxes };
+  htp.map = { draw, zoom, boxes: () => boxes, labelOf };
 })();

@@ -72,10 +72,20 @@ htp.REASONS = REASONS;
   // The modules that read a weight themselves; where there are several, it is tied, or was merged with an equal one.
   htp.readersOf = new Map();
   for (const module of htp.modules) for (const [name] of module.weights) htp.readersOf.set(name, [...(htp.readersOf.get(name) ?? []), module]);
+  // Parameters that several modules hold: at each of them, the others, and at which it counts.
+  htp.ties = new Map();
+  const tie = (module, said) => module && htp.ties.set(module, [...(htp.ties.get(module) ?? []), said]);
+  for (const module of htp.modules) {
+    for (const [name, first] of Object.entries(module.tied ?? {})) {
+      const holder = first.slice(0, Math.max(0, first.lastIndexOf(".")));
+      tie(module, `${name} is ${first}, and counts there`);
+      tie(htp.byPath.get(holder), `${first} is ${name}, too, and counts here`);
+    }
+  }
   const built = [
     { key: "nodes", title: "nodes", unit: "", additive: true, main: true, of: (module) => module.nodes },
-    { key: "parameters", title: "parameters", unit: "", additive: true, main: true, of: (module) => module.parameters },
-    { key: "weight_bytes", title: "weights", unit: "B", additive: true, main: false, of: (module) => module.bytes },
+    { key: "parameters", title: "parameters", unit: "", additive: true, main: true, of: (module) => module.parameters, once: (module) => module.counted?.[0] ?? module.parameters },
+    { key: "weight_bytes", title: "weights", unit: "B", additive: true, main: false, of: (module) => module.bytes, once: (module) => module.counted?.[1] ?? module.bytes },
   ];
   const given = data.measures.map((measure) => {
     const total = measure.total.map(htp.number);
