@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -162,6 +163,27 @@ class TestWhatIsSaid:
             capsys.readouterr()
         assert main([*command.split(), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["schema_version"] == 1
+
+
+class TestLogs:
+    @pytest.mark.parametrize("debug", [[], ["--debug"]], ids=["quiet", "debug"])
+    def test_what_onnx_runtime_logs_in_a_tool_is_shown_with_debug_alone(self, folder, capfd, monkeypatch, debug):
+        nodes = [onnx.helper.make_node("Relu", ["x"], ["y"])]
+        x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2]) for name in "xy")
+        unused = onnx.numpy_helper.from_array(np.ones(3, np.float32), "unused")
+        noisy = onnx.helper.make_model(
+            onnx.helper.make_graph(nodes, "noisy", [x], [y], [unused]),
+            opset_imports=[onnx.helper.make_opsetid("", 18)],
+            ir_version=10,
+        )
+
+        def tool(source, output, **settings):
+            onnxruntime.InferenceSession(noisy.SerializeToString(), providers=["CPUExecutionProvider"])
+            return htp_export.carry(source, source, output)
+
+        monkeypatch.setattr(htp_export.tools, "onnxslim", tool)
+        assert main(["run", "onnxslim", "net.onnx", "-o", "out.onnx", *debug]) == 0
+        assert ("Removing initializer 'unused'" in capfd.readouterr().err) is bool(debug)
 
 
 class TestErrors:

@@ -20,6 +20,7 @@ from htp_export.cli.file_options import (
     ShareOption,
 )
 from htp_export.cli.outputs import check_output, show_written
+from htp_export.cli.quiet import quiet_runtime
 from htp_export.cli.sizes import Sizes, read_sizes
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import HtpExportError, InputError
@@ -94,7 +95,7 @@ def run_command(
     check_output(output, [file], in_place=in_place)
     settings = _settings(options or ())
     try:
-        with Steps(quiet=as_json).step(f"running {tool}"):
+        with Steps(quiet=as_json).step(f"running {tool}"), quiet_runtime():
             source = embed_map(file) if with_map else file
             result: Carried = getattr(tools, tool)(source, None if share_weights else output, **settings)
             if share_weights:

@@ -13,7 +13,10 @@ from typing import TextIO
 
 from htp_export.command_words import in_commands
 
-__all__ = ["quiet_libraries", "terminal_stderr"]
+__all__ = ["quiet_libraries", "quiet_runtime", "terminal_stderr"]
+
+# Severities of ONNX Runtime's log. What was set before cannot be asked: the first is what it starts with.
+_WARNING, _FATAL = 2, 4
 
 
 class _Dropping(io.TextIOBase):
@@ -90,3 +93,21 @@ def quiet_libraries() -> Iterator[None]:
         sys.stderr = stream
         ours.removeHandler(handler)
         ours.propagate = propagate
+
+
+@contextlib.contextmanager
+def quiet_runtime() -> Iterator[None]:
+    """Drop what ONNX Runtime logs in sessions that other tools make, while libraries are quiet.
+
+    It writes to the process's stderr by itself, in colours; sessions of htp_export set their own severity.
+    """
+    if not isinstance(sys.stderr, _Dropping):  # --debug
+        yield
+        return
+    import onnxruntime
+
+    onnxruntime.set_default_logger_severity(_FATAL)
+    try:
+        yield
+    finally:
+        onnxruntime.set_default_logger_severity(_WARNING)
