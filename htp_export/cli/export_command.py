@@ -36,6 +36,7 @@ from htp_export.filesystem import is_special
 
 if TYPE_CHECKING:
     from htp_export.analyze.tree import ModuleTree
+    from htp_export.tagged import TaggedModel
 
 __all__ = ["export_command"]
 
@@ -115,15 +116,18 @@ def export_command(
     with steps.step(f"loading {source or entry}"):
         # With one example, exporters take the batch for a constant.
         call = wanted.call(batch=2 if "batch" in axes else 1)
+    from htp_export.tagged import load
+
     options = _Options(dynamo, opset, axes, external_data)
     with _readable(output) as file:
         with steps.step("exporting"):
             untagged = _export(call, file, options, strict=not allow_untagged, with_map=with_map)
             if untagged is not None:
                 warning_line(untagged)
-            tree = _tree(call, file)
+            tagged = load(file)
+            tree = _tree(call, tagged)
         exporter = "dynamo" if dynamo else "TorchScript"
-        facts = _facts(file, exporter, seed if random_weights or entry else None)
+        facts = _facts(tagged, exporter, seed if random_weights or entry else None)
         if untagged is not None:
             facts["untagged"] = untagged
         if file != output:
@@ -147,14 +151,12 @@ def _copy_to_special(file: Path, output: Path) -> None:
     write_model(read_model(file), output)
 
 
-def _facts(output: Path, exporter: str, seed: int | None) -> dict[str, Any]:
+def _facts(tagged: TaggedModel, exporter: str, seed: int | None) -> dict[str, Any]:
     """What was exported, and how: inputs, opset, exporter, and the seed of what is random."""
     from htp_export.runtime.inputs import Inputs
-    from htp_export.tagged import load
 
-    model = load(output).model
-    inputs = {each.name: str(each) for each in Inputs.of(model)}
-    return {"inputs": inputs, "opset": model.opset_imports.get(""), "exporter": exporter, "seed": seed}
+    inputs = {each.name: str(each) for each in Inputs.of(tagged.model)}
+    return {"inputs": inputs, "opset": tagged.model.opset_imports.get(""), "exporter": exporter, "seed": seed}
 
 
 def _export(call: Call, output: Path, options: _Options, *, strict: bool, with_map: bool) -> str | None:
@@ -220,13 +222,11 @@ def _export_failed(error: Exception) -> str:
     return "\n".join((f"the export failed: {type(cause).__name__}: {message}", *(f"  {note}" for note in notes)))
 
 
-def _tree(call: Call, output: Path) -> ModuleTree:
+def _tree(call: Call, tagged: TaggedModel) -> ModuleTree:
     """The module tree of the file, with the FLOPs of one run on the example inputs."""
     from htp_export.analyze.costing import cost
     from htp_export.analyze.tree import tree_rows
-    from htp_export.tagged import load
 
-    tagged = load(output)
     names = {str(value.name) for value in tagged.model.graph.inputs}
     given = {name: value for name, value in call.inputs.items() if name in names}
     try:

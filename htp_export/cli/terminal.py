@@ -20,7 +20,7 @@ __all__ = ["CheckFailed", "Steps", "error_line", "print_json", "show", "split_na
 
 SCHEMA_VERSION = 1  # of what --json writes; a new one where a key is renamed, removed, or means something else
 _PATIENCE = 2.0  # seconds before progress is shown
-_PIPE_WIDTH = 200  # what is read by programs is not folded at 80 columns
+_PIPE_WIDTH = 1000  # lines for programs, and for files, are not folded
 
 
 class CheckFailed(Exception):  # noqa: N818 - it is an outcome that ends the command with status 1, not a fault
