@@ -74,10 +74,13 @@ class Page:
         )
 
     def open(self, file: Path, fragment: str = "") -> None:
+        self.open_address(file.resolve().as_uri() + fragment)
+
+    def open_address(self, address: str) -> None:
         self.said.clear()
         self.asked.clear()
         self._send("Page.navigate", {"url": "about:blank"})
-        self._send("Page.navigate", {"url": file.resolve().as_uri() + fragment})
+        self._send("Page.navigate", {"url": address})
         self.wait("document.readyState === 'complete'")
 
     def run(self, expression: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -44,8 +45,10 @@ def view_command(
     netron: Annotated[
         bool, typer.Option("--netron", help="Write Netron's sidecar, to be dropped onto the open model, not a page.")
     ] = False,
-    serve: Annotated[bool, typer.Option("--serve", help="Open Model Explorer's server on this machine.")] = False,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Where it listens.")] = 8080,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve the page on this machine, at an address that is printed; no file.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where --serve listens; 0 for any free port.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Draw a model as one offline page.
@@ -56,7 +59,9 @@ def view_command(
         raise InputError("--overlay, --netron and --serve each do another thing; give one of them")
     results = [path for path in (profile, cost, verify) if path is not None]
     if serve:
-        _serve(file, results, port)
+        if output is not None:
+            raise InputError("--serve writes no file; leave out --output")
+        _serve(file, results, port, graph=graph, weights=weights, as_json=as_json)
         return
     target = output or file.with_suffix(".netron.json" if netron else f".{overlay}.json" if overlay else ".html")
     check_output(target, [file, *results], page=True)
@@ -111,8 +116,18 @@ def _write(path: Path, data: dict[str, object]) -> None:
     write_text(path, json.dumps(data, indent=1))
 
 
-def _serve(file: Path, results: list[Path], port: int) -> None:
-    from htp_export.show.model_explorer.server import serve
-    from htp_export.show.viewing import inventory_of, read_results
+def _serve(file: Path, results: list[Path], port: int, *, graph: bool, weights: bool, as_json: bool) -> None:
+    from htp_export.show.page.server import PageServer
+    from htp_export.show.viewing import view
 
-    serve(inventory_of(file), read_results(results), port)
+    with PageServer(port) as server:  # before the work: the port may be taken
+        with Steps(quiet=as_json).step(f"drawing {file}"):
+            shown = view(file, results=results, graph=graph, weights=weights)
+        if as_json:
+            counts = {"modules": shown.modules, "nodes": shown.nodes, "missing": shown.missing}
+            print_json({"url": server.url, **counts})
+        else:
+            show(str(shown))
+            typer.echo(f"{server.url}\nCtrl-C ends it")
+        sys.stdout.flush()  # a program that started this one waits for the address
+        server.run(shown.html)

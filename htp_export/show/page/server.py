@@ -1,0 +1,127 @@
+"""One page over HTTP, on this machine alone: ``view --serve``.
+
+Whoever can reach the port is not trusted: other users of the machine, and every site that the browser has open, which
+can send requests to 127.0.0.1 and, with a name of its own that resolves to it (DNS rebinding), read the answers. So
+the page stands under a random path, a request must name this server as its host, and as its origin where it has one,
+and there is nothing else to ask for: no file is read after the start, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import socketserver
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+from htp_export.errors import InputError
+
+__all__ = ["PageServer"]
+
+_LOGGER = logging.getLogger(__name__)
+_LOOPBACK = "127.0.0.1"
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "frame-ancestors 'none'",  # browsers pass it over in the page's own policy
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",  # the address holds the token
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+
+class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """Serves one page, which it holds in memory, to those who know its address.
+
+    Args:
+        port: Where it listens, on the loopback interface only; 0 for any free port.
+
+    Raises:
+        InputError: If it cannot listen there.
+
+    Example:
+        >>> with PageServer() as server:
+        ...     print(server.url.startswith(f"http://127.0.0.1:{server.port}/"))
+        True
+    """
+
+    daemon_threads = True  # a client that stays connected does not keep the program from ending
+    allow_reuse_address = os.name == "posix"  # elsewhere, that lets another program take the port over
+
+    def __init__(self, port: int = 0) -> None:
+        self.page = b""
+        self.path = f"/{secrets.token_urlsafe(32)}/"
+        try:
+            super().__init__((_LOOPBACK, port), _Request)
+        except OSError as error:
+            raise InputError(
+                f"cannot listen on port {port} of {_LOOPBACK}: {error.strerror or error}; give another, or --port 0"
+            ) from error
+        self.port: int = self.server_address[1]
+        self.hosts = tuple(f"{name}:{self.port}" for name in (_LOOPBACK, "localhost"))
+
+    @property
+    def url(self) -> str:
+        """Where the page is; whoever has it can read the page."""
+        return f"http://{self.hosts[0]}{self.path}"
+
+    def run(self, page: str) -> None:
+        """Answer requests with a page until the program is interrupted (Ctrl-C); requests that came before wait for it.
+
+        Args:
+            page: The page, as HTML.
+        """
+        self.page = page.encode()
+        try:
+            self.serve_forever()
+        except KeyboardInterrupt:
+            return
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log what failed: a client that goes away while it is answered is no fault of ours."""
+        _LOGGER.debug("a request was not answered", exc_info=True)
+
+
+class _Request(BaseHTTPRequestHandler):
+    """One request, of which nothing but the method, the path and three headers is looked at."""
+
+    server: PageServer
+    timeout = 60  # seconds; for clients that connect and say nothing
+
+    def _answer(self) -> None:
+        refused = self._refused()
+        if refused is not None:
+            self._head(refused, 0, {"Allow": "GET, HEAD"} if refused is HTTPStatus.METHOD_NOT_ALLOWED else {})
+            return
+        self._head(HTTPStatus.OK, len(self.server.page), {"Content-Type": "text/html; charset=utf-8", **_HEADERS})
+        if self.command == "GET":
+            self.wfile.write(self.server.page)
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _answer  # noqa: N815 - names of http.server
+
+    def _refused(self) -> HTTPStatus | None:
+        """Why this request has no answer."""
+        hosts, origins = (self.headers.get_all(name, []) for name in ("Host", "Origin"))
+        if len(hosts) != 1 or hosts[0] not in self.server.hosts:
+            return HTTPStatus.MISDIRECTED_REQUEST
+        if any(origin != f"http://{hosts[0]}" for origin in origins):
+            return HTTPStatus.FORBIDDEN
+        if not hmac.compare_digest(self.path.encode("utf-8", "replace"), self.server.path.encode()):
+            return HTTPStatus.NOT_FOUND
+        return None if self.command in ("GET", "HEAD") else HTTPStatus.METHOD_NOT_ALLOWED
+
+    def _head(self, status: HTTPStatus, length: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(length)}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def version_string(self) -> str:
+        """What it calls itself: nothing of Python's version."""
+        return "htp-export"
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing: addresses hold the token."""

@@ -1,0 +1,211 @@
+"""``view --serve``: one page, to those who know its address, and to no site that the browser has open."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+import htp_export
+from htp_export.cli.main import main
+from htp_export.show.page.server import PageServer
+from tests import handmade
+from tests.chromium import browser, needs_chromium
+
+PAGE = "<!doctype html><title>Schöne Netze</title>"
+
+
+@pytest.fixture
+def server() -> Iterator[PageServer]:
+    with PageServer() as made:
+        running = threading.Thread(target=made.run, args=(PAGE,))
+        running.start()
+        yield made
+        made.shutdown()
+        running.join()
+
+
+def ask(server: PageServer, path: str | None = None, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+    """The answer to one request; its body is read."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.putrequest(method, server.path if path is None else path, skip_host="Host" in headers)
+    for name, value in headers.items():
+        if value:
+            connection.putheader(name, value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    answer.body = answer.read()  # type: ignore[attr-defined]
+    connection.close()
+    return answer
+
+
+def raw(server: PageServer, request: bytes) -> bytes:
+    """All bytes of the answer to bytes, which need not be HTTP."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(request)
+        connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_the_page_is_served_at_its_address_alone(server: PageServer) -> None:
+    assert server.url == f"http://127.0.0.1:{server.port}{server.path}"
+    answer = ask(server)
+    assert (answer.status, answer.body.decode()) == (200, PAGE)
+    assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert int(answer.headers["Content-Length"]) == len(PAGE.encode())
+    assert ask(server, method="HEAD").headers["Content-Length"] == answer.headers["Content-Length"]
+    assert ask(server, method="HEAD").body == b""
+
+
+def test_addresses_are_not_to_be_guessed() -> None:
+    with PageServer() as one, PageServer() as other:
+        assert len(one.path) >= 43  # 256 bits
+        assert one.path != other.path
+        assert one.server_address[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/favicon.ico",
+        "/index.html",
+        "/api/v1/read_text_file?path=/etc/passwd",
+        "/api/v1/load_graphs_json?graph_index=0",
+        "/../../etc/passwd",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "/{token}",
+        "/{token}/../etc/passwd",
+        "/{token}/etc/passwd",
+        "/{token}/?path=/etc/passwd",
+        "/{shortened}/",
+        "/{swapped}/",
+        "/Ünicode/",
+        "http://127.0.0.1/{token}/",
+    ],
+)
+def test_other_paths_have_no_answer(server: PageServer, path: str) -> None:
+    token = server.path.strip("/")
+    asked = path.format(token=token, shortened=token[:-1], swapped=token.swapcase())
+    answer = raw(server, f"GET {asked} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
+    assert answer.startswith(b"HTTP/1.0 404 ")
+    assert answer.endswith(b"Content-Length: 0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "127.0.0.1.evil.example:{port}", ""]
+)
+def test_other_hosts_have_no_answer(server: PageServer, host: str) -> None:
+    answer = ask(server, Host=host.format(port=server.port))  # DNS rebinding: the browser names the attacker's host
+    assert (answer.status, answer.body) == (421, b"")
+
+
+def test_a_request_names_one_host(server: PageServer) -> None:
+    hosts = f"Host: evil.example\r\nHost: 127.0.0.1:{server.port}\r\n".encode()
+    assert raw(server, b"GET " + server.path.encode() + b" HTTP/1.1\r\n" + hosts + b"\r\n").startswith(b"HTTP/1.0 421")
+    assert PAGE.encode() not in raw(server, b"GET " + server.path.encode() + b"\r\n\r\n")  # HTTP/0.9 has no host
+
+
+def test_localhost_is_this_host_too(server: PageServer) -> None:
+    assert ask(server, Host=f"localhost:{server.port}").status == 200
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "https://127.0.0.1:{port}", "http://127.0.0.1:1", "http://127.0.0.1"]
+)
+def test_other_origins_have_no_answer(server: PageServer, origin: str) -> None:
+    answer = ask(server, Origin=origin.format(port=server.port))
+    assert (answer.status, answer.body) == (403, b"")
+
+
+def test_its_own_origin_has_an_answer_that_other_sites_may_not_read_or_frame(server: PageServer) -> None:
+    answer = ask(server, Origin=f"http://127.0.0.1:{server.port}")
+    assert answer.status == 200
+    assert "Access-Control-Allow-Origin" not in answer.headers
+    assert answer.headers["X-Frame-Options"] == "DENY"
+    assert answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    assert answer.headers["Referrer-Policy"] == "no-referrer"
+    assert answer.headers["Cache-Control"] == "no-store"
+    assert answer.headers["Server"] == "htp-export"
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"])
+def test_nothing_can_be_sent(server: PageServer, method: str) -> None:
+    answer = ask(server, method=method)
+    assert (answer.status, answer.body, answer.headers["Allow"]) == (405, b"", "GET, HEAD")
+
+
+@pytest.mark.parametrize("request_", [b"", b"\x00\xff\r\n\r\n", b"SPAM / HTTP/1.1\r\n\r\n", b"GET " + b"/" * 70000])
+def test_what_is_no_request_does_not_end_it(server: PageServer, request_: bytes) -> None:
+    assert PAGE.encode() not in raw(server, request_)
+    assert ask(server).status == 200
+
+
+def test_a_client_that_says_nothing_keeps_no_other_waiting(server: PageServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)):
+        assert ask(server).status == 200
+
+
+def test_a_port_that_is_taken_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ir.save(handmade.encoder(), tmp_path / "net.onnx")
+    with PageServer() as server:
+        assert main(["view", str(tmp_path / "net.onnx"), "--serve", "--port", str(server.port)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"htp-export: error: cannot listen on port {server.port} of 127.0.0.1: ")
+    assert said.count("\n") == 1
+
+
+def test_serving_writes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ir.save(handmade.encoder(), tmp_path / "net.onnx")
+    assert main(["view", str(tmp_path / "net.onnx"), "--serve", "-o", str(tmp_path / "net.html")]) == 2
+    assert "leave out --output" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGINT for another process")
+def test_the_page_of_a_model_is_served_from_memory_until_ctrl_c(tmp_path: Path) -> None:
+    file = tmp_path / "net.onnx"
+    ir.save(handmade.encoder(), file)
+    command = [sys.executable, "-m", "htp_export", "view", str(file), "--serve", "--no-graph", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = "".join(iter(process.stdout.readline, "}\n"))
+        url = json.loads(f"{said}}}")["url"]
+        file.write_bytes(b"another file")
+        address, path = url.removeprefix("http://").split("/", 1)
+        connection = http.client.HTTPConnection(address, timeout=30)
+        connection.request("GET", f"/{path}")
+        page = connection.getresponse().read().decode()
+        connection.close()
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=30)
+    assert "node_fc0" in page
+    assert (process.returncode, rest) == (0, ("", ""))
+    assert [each.name for each in tmp_path.iterdir()] == ["net.onnx"]
+
+
+@needs_chromium
+def test_the_page_works_as_it_does_from_the_disk() -> None:
+    pytest.importorskip("model_explorer", reason="the extra view is not installed")
+    shown = htp_export.view(handmade.encoder())
+    with PageServer() as server, browser() as page:
+        running = threading.Thread(target=server.run, args=(shown.html,))
+        running.start()
+        try:
+            page.open_address(server.url)
+            page.run("htp.graph.show(htp.byPath.get('layer.1.fc')).then(() => 0)")
+            page.wait("document.getElementById('graph').dataset.ready")
+            assert [said for said in page.said if "favicon" not in said] == []
+            assert [asked for asked in page.asked if "favicon" not in asked] == []
+        finally:
+            server.shutdown()
+            running.join()
