@@ -312,7 +312,13 @@ class CallTree:
     def _part(self, call: Instance) -> Part:
         if call not in self._parts:
             chain = self.chain(call)
-            held = (up for each in chain for up in tags.ancestors(each.path) if not self._ran(up))
+            above: set[str] = set()
+            for each in chain:
+                for up in tags.ancestors(each.path):
+                    if up in above:  # and with it all that lies above it
+                        break
+                    above.add(up)
+            held = (up for up in above if not self._ran(up))
             self._parts[call] = Part(call, frozenset(chain), frozenset((*(each.path for each in chain), *held, "")))
         return self._parts[call]
 

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import onnx_ir as ir
 
-__all__ = ["rename", "unused_name"]
+__all__ = ["UsedNames", "rename"]
 
 
-def unused_name(wanted: str, used: set[str]) -> str:
-    """The name, or it with the first number from 2 that makes it new; noted as used.
+class UsedNames:
+    """Names that are in use. It grows, and finds names that are not in it.
+
+    Args:
+        names: The names.
 
     Example:
-        >>> used = {"input"}
-        >>> unused_name("input", used), unused_name("input", used), unused_name("mask", used)
+        >>> used = UsedNames(["input"])
+        >>> used.unused("input"), used.unused("input"), used.unused("mask")
         ('input_2', 'input_3', 'mask')
     """
-    name, number = wanted, 1
-    while name in used:
-        number += 1
-        name = f"{wanted}_{number}"
-    used.add(name)
-    return name
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = set(names)
+        self._numbers: dict[str, int] = {}  # a name → the last number after it; all before it are in use
+
+    def unused(self, wanted: str) -> str:
+        """The name, or it with the first number from 2 that makes it new; noted as used."""
+        name, number = wanted, self._numbers.get(wanted, 1)
+        while name in self._names:
+            number += 1
+            name = f"{wanted}_{number}"
+        self._numbers[wanted] = number
+        self._names.add(name)
+        return name
 
 
 def rename(value: ir.Value, name: str) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
@@ -16,7 +17,7 @@ from htp_export.call_tree import CallTree
 from htp_export.errors import InputError
 from htp_export.files import check_target, write_model
 from htp_export.hierarchy import Hierarchy
-from htp_export.names import rename, unused_name
+from htp_export.names import UsedNames, rename
 from htp_export.nested.records import DOMAIN, Expectations, Instance, Record, Records, entry_of, restore
 from htp_export.regions import all_nodes, subgraphs
 from htp_export.tagged import ModelSource, TaggedModel, load
@@ -153,7 +154,7 @@ def dissolve(model: ir.Model, hierarchy: Hierarchy, calls: CallTree) -> dict[str
     try:
         written = Records.from_json(model.metadata_props.get(tags.FUNCTIONS, "{}"))
         for call in [node for node in model.graph.all_nodes() if node.op_identifier() in made]:
-            dissolver.dissolve(call, entry_of(written.calls, str(call.name)), None, ())
+            dissolver.dissolve(call, entry_of(written.calls, str(call.name)))
     except ValueError as error:
         raise InputError(f"model {model.graph.name!r}: its functions cannot be inlined: {error}") from error
     _reorder(model.graph, written.order)
@@ -164,6 +165,10 @@ def dissolve(model: ir.Model, hierarchy: Hierarchy, calls: CallTree) -> dict[str
         for imports in (model.opset_imports, *(function.opset_imports for function in model.functions.values())):
             imports.pop(DOMAIN, None)
     return dissolver.counts
+
+
+_Call: TypeAlias = tuple[ir.Node, Record, Instance, tuple[ir.OperatorIdentifier, ...]]
+"""A call to replace, what its nodes were, which module call it is, and the functions whose bodies it comes from."""
 
 
 class _Dissolver:
@@ -178,49 +183,50 @@ class _Dissolver:
     ) -> None:
         self._functions, self._expected = functions, expected
         self.counts = {f"{domain}::{name}": 0 for domain, name, _ in functions}
-        self._node_names = {str(node.name) for node in graph.all_nodes()}
-        self._value_names = {str(value.name) for value in _values(graph)}
+        self._node_names = UsedNames(str(node.name) for node in graph.all_nodes())
+        self._value_names = UsedNames(str(value.name) for value in _values(graph))
 
-    def dissolve(
-        self, call: ir.Node, record: Record, instance: Instance | None, running: tuple[ir.OperatorIdentifier, ...]
-    ) -> None:
-        """Replace one call.
+    def dissolve(self, call: ir.Node, record: Record) -> None:
+        """Replace a call, and the calls in what comes in its place.
 
         Args:
             call: The call, in the model's graph or a subgraph of it.
             record: What its nodes were, where that is not expected.
-            instance: The module call that it is; where it is None, the call's own tags say it.
-            running: The functions whose bodies the call comes from.
 
         Raises:
             ValueError: If a function calls itself.
         """
+        waiting: list[_Call] = [(call, record, self._expected.instance(call, Instance("")), ())]
+        while waiting:
+            waiting += reversed(self._replace(*waiting.pop()))
+
+    def _replace(
+        self, call: ir.Node, record: Record, instance: Instance, running: tuple[ir.OperatorIdentifier, ...]
+    ) -> list[_Call]:
+        """Replace one call, as the module call that it is; the calls that are in its place now."""
         identifier, graph = call.op_identifier(), call.graph
         function = self._functions[identifier]
         if identifier in running or graph is None:
             raise ValueError(f"function {function.name!r} calls itself")
         self.counts[f"{function.domain}::{function.name}"] += 1
-        if instance is None:
-            instance = self._expected.instance(call, Instance(""))
         body = function.graph.clone()
-        inner: list[tuple[ir.Node, Record, Instance]] = []
+        inner: list[_Call] = []
         for shared, node in list(zip(function.all_nodes(), body.all_nodes(), strict=True)):
             entry = entry_of(record, str(shared.name))
             restore(node, entry, self._expected.metadata(shared, instance))
             if node.op_identifier() in self._functions:
                 place = self._expected.instance(shared, instance)
-                inner.append((node, entry_of(entry, "inside"), place))
+                inner.append((node, entry_of(entry, "inside"), place, (*running, identifier)))
             elif node.name:
-                node.name = unused_name(node.name, self._node_names)
+                node.name = self._node_names.unused(node.name)
         self._put_in_place(body, call, graph)
-        for node, inside, place in inner:
-            self.dissolve(node, inside, place, (*running, identifier))
+        return inner
 
     def _put_in_place(self, body: ir.Graph, call: ir.Node, graph: ir.Graph) -> None:
         returned = set(body.outputs)
         for value in _values(body):
             if value.name and value not in returned and not value.is_graph_input():
-                rename(value, unused_name(value.name, self._value_names))
+                rename(value, self._value_names.unused(value.name))
         arguments = dict(zip(body.inputs, call.inputs, strict=False))
         for formal in body.inputs:
             for use in list(formal.uses()):

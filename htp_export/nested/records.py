@@ -111,7 +111,8 @@ class Expectations:
 
     def __init__(self, hierarchy: Hierarchy, calls: CallTree) -> None:
         self._hierarchy, self._calls = hierarchy, calls
-        self._owners: dict[ir.Node, dict[str, list[str]]] = {}
+        self._owners: dict[ir.Node, tuple[str, ...]] = {}
+        self._owned: dict[ir.Node, dict[str, list[str]]] = {}
 
     def metadata(self, shared: ir.Node, instance: Instance) -> dict[str, str]:
         """The metadata that a node of a body has in one call.
@@ -130,7 +131,7 @@ class Expectations:
         reason = metadata.get(tags.REASON, "")
         if reason == "shared" and len(owners) < 2:
             reason = "scope"
-        call = tags.calls_said(metadata) if list(tags.owners_of(metadata)) == owners else ""
+        call = tags.calls_said(metadata) if len(owners) == len(self._owners_of(shared)) else ""
         if len(owners) == 1 and not call:
             call = self._call(owners[0], instance)
         found = node_tags(owners, reason, call, self._hierarchy)
@@ -144,15 +145,21 @@ class Expectations:
         owners, call = tags.owners_of(metadata), metadata.get(tags.CALL, "0")
         return Instance(owners[0] if owners else instance.path, int(call) if call.isdecimal() else 0)
 
+    def _owners_of(self, shared: ir.Node) -> tuple[str, ...]:
+        """The owners of a node of a body: those of all calls, which are read once."""
+        if shared not in self._owners:
+            self._owners[shared] = tags.owners_of(shared.metadata_props)
+        return self._owners[shared]
+
     def _below(self, shared: ir.Node) -> dict[str, list[str]]:
         """Path → the node's owners at or below it."""
-        if shared not in self._owners:
+        if shared not in self._owned:
             below: defaultdict[str, list[str]] = defaultdict(list)
-            for owner in tags.owners_of(shared.metadata_props):
+            for owner in self._owners_of(shared):
                 for up in tags.ancestors(owner):
                     below[up].append(owner)
-            self._owners[shared] = dict(below)
-        return self._owners[shared]
+            self._owned[shared] = dict(below)
+        return self._owned[shared]
 
     def _call(self, owner: str, instance: Instance) -> str:
         """Which call of a module it is, where that ran several times, and once in the one that is called."""

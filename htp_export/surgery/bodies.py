@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from htp_export import tags
 from htp_export.hierarchy import Hierarchy
-from htp_export.names import unused_name
+from htp_export.names import UsedNames
 from htp_export.nested.records import DOMAIN, Instance
 from htp_export.regions import subgraphs
 from htp_export.surgery.equality import body_key
@@ -57,6 +57,10 @@ class Bodies:
     formals: Formals
     occurrences: dict[ir.Node, Occurrence] = field(default_factory=dict)
     _known: dict[Hashable, ir.Function] = field(default_factory=dict)
+    _names: UsedNames = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._names = UsedNames(name for domain, name, _ in self.model.functions if domain == DOMAIN)
 
     def build(self, graph: ir.Graph, items: Iterable[Item]) -> None:
         """Make functions of the groups of a graph; its nodes are then in the order of ``items``."""
@@ -103,10 +107,11 @@ class Bodies:
     ) -> list[ir.Value]:
         """Inputs of a function, read by its nodes in place of the values outside; the outputs get names as well."""
         outputs = set(leaving)
-        used = {value.name or "" for node in nodes for value in node.outputs if value not in outputs}
-        used.update(value.name or "" for node in nodes for body in subgraphs(node) for value in _own_values(body))
+        kept = [value for node in nodes for value in node.outputs if value not in outputs]
+        given = [value for node in nodes for body in subgraphs(node) for value in _own_values(body)]
+        used = UsedNames(value.name or "" for value in (*kept, *given))
         for value in leaving:
-            value.name = unused_name("output", used)
+            value.name = used.unused("output")
         names = self.formals.name(entering, nodes, instance, used)
         formals = {value: copy_value(value, name) for value, name in zip(entering, names, strict=True)}
         for node in nodes:
@@ -120,8 +125,8 @@ class Bodies:
         info = self.hierarchy[instance.path]
         key = (info.class_name, body_key(body))
         if key not in self._known:
-            taken = {name for domain, name, _ in self.model.functions if domain == DOMAIN}
-            function = ir.Function(DOMAIN, unused_name(info.simple_class or "Module", taken), graph=body, attributes=[])
+            name = self._names.unused(info.simple_class or "Module")
+            function = ir.Function(DOMAIN, name, graph=body, attributes=[])
             _make_names_unique(body)
             self.model.functions[function.identifier()] = function
             self._known[key] = function
@@ -193,6 +198,6 @@ def _relative_name(instance: Instance, above: str) -> str:
 
 def _make_names_unique(graph: ir.Graph) -> None:
     """Give every node of a body, in subgraphs too, a name of its own: by these its originals are found again."""
-    used: set[str] = set()
+    used = UsedNames()
     for node in graph.all_nodes():
-        node.name = unused_name(node.name or node.op_type, used)
+        node.name = used.unused(node.name or node.op_type)

@@ -94,18 +94,18 @@ class Chain:
         units: list[str] = []
         spans: dict[str, tuple[int, int]] = {}
 
-        def visit(path: str) -> None:
-            start = len(units)
-            spans[path] = (start, start)
+        waiting = [""]
+        while waiting:  # a stack of our own: modules may lie deeper than functions can call each other
+            path = waiting.pop()
+            if path in spans:  # all below it have theirs
+                spans[path] = (spans[path][0], len(units) - 1)
+                continue
+            spans[path] = (len(units), len(units))
             children = self._tagged.hierarchy.children(path)
             below = sorted((child for child in children if child in first), key=first.__getitem__)
-            for child in below:
-                visit(child)
             if not below:
                 units.append(path)
-            spans[path] = (start, len(units) - 1)
-
-        visit("")
+            waiting += [path, *reversed(below)]
         self.units = tuple(units)
         return spans
 
@@ -158,24 +158,36 @@ class Chain:
         outermost: dict[int, str] = {}
         for path, (low, _) in self.spans.items():
             outermost.setdefault(low, path)
-        crossing, sequential = self._crossing(), self._read_from_neighbours()
+        crossing, cuts, sequential = self._crossing(), self._cuts(), self._read_from_neighbours()
         return tuple(
-            Border(place, outermost[place], crossing[place], self._cut_by(place), outermost[place] in sequential)
+            Border(place, outermost[place], crossing[place], cuts[place], outermost[place] in sequential)
             for place in range(1, len(self.units))
             if place not in blocked
         )
 
-    def _cut_by(self, place: int) -> int:
+    def _cuts(self) -> list[int]:
+        """For each place, how many modules that run, but for the root, have units on both sides."""
         called = self._tagged.hierarchy.called
-        return sum(low < place <= high for path, (low, high) in self.spans.items() if path and path in called)
+        steps = [0] * (len(self.units) + 1)
+        for path, (low, high) in self.spans.items():
+            if path and path in called:
+                steps[low + 1] += 1
+                steps[high + 1] -= 1
+        return list(itertools.accumulate(steps))
 
     @cached_property
     def _blocked(self) -> dict[int, str]:
         """Places inside a module that is not above the border: it runs again after others, or is read too early."""
         blocked: dict[int, str] = {}
+        following: dict[int, int] = {}  # a blocked place → one after it, at or before the next that is not blocked
         for node, place in self.places.items():
-            for inside in range(self._span(node)[1] + 1, place + 1):
-                blocked.setdefault(inside, self.owner(node))
+            inside, passed = self._span(node)[1] + 1, []
+            while inside <= place:
+                passed.append(inside)
+                if inside not in blocked:
+                    blocked[inside] = self.owner(node)
+                inside = following.get(inside, inside + 1)
+            following.update(dict.fromkeys(passed, inside))
         return blocked
 
     def astride(self, place: int) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import onnx_ir as ir
 
 from htp_export import tags
-from htp_export.names import unused_name
+from htp_export.names import UsedNames
 from htp_export.nested.records import Instance
 from htp_export.signatures import Signature
 
@@ -43,7 +43,7 @@ class Formals:
         self._callees[call] = (instance, formals)
 
     def name(
-        self, values: Sequence[ir.Value], nodes: Iterable[ir.Node], instance: Instance, taken: Collection[str]
+        self, values: Sequence[ir.Value], nodes: Iterable[ir.Node], instance: Instance, used: UsedNames
     ) -> list[str]:
         """A name for each input of a function.
 
@@ -55,16 +55,16 @@ class Formals:
             values: What the nodes read from outside.
             nodes: The nodes, and those in their subgraphs.
             instance: The module call that they are.
-            taken: Names that are in use in the function.
+            used: Names that are in use in the function; the new ones are noted.
         """
         readers: dict[ir.Value, tuple[ir.Node, int]] = {}
         for node in nodes:
             for position, value in enumerate(node.inputs):
                 if value is not None:
                     readers.setdefault(value, (node, position))
-        used, arguments = set(taken), self._arguments(instance)
+        arguments = self._arguments(instance)
         return [
-            unused_name(arguments.get(value.name or "") or self._wanted(value, readers[value], instance.path), used)
+            used.unused(arguments.get(value.name or "") or self._wanted(value, readers[value], instance.path))
             for value in values
         ]
 

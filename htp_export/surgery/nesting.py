@@ -14,7 +14,7 @@ from htp_export import tags
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.files import check_target, write_model
 from htp_export.hierarchy import ModuleInfo
-from htp_export.names import unused_name
+from htp_export.names import UsedNames
 from htp_export.nested.flatten import dissolve
 from htp_export.nested.records import DOMAIN, Records
 from htp_export.regions import GraphIndex, all_nodes
@@ -184,10 +184,10 @@ def _make(work: TaggedModel, index: GraphIndex, placement: Placement) -> Bodies:
     for graph in reversed(graphs):
         bodies.build(graph, arranged[graph])
     outer = list(work.model.graph.all_nodes())
-    used = {str(node.name) for node in outer if node not in bodies.occurrences}
+    used = UsedNames(str(node.name) for node in outer if node not in bodies.occurrences)
     for node in outer:
         if node in bodies.occurrences:
-            node.name = unused_name(str(node.name), used)
+            node.name = used.unused(str(node.name))
     return bodies
 
 
@@ -226,9 +226,10 @@ def _rows(bodies: Bodies) -> dict[str, FunctionRow]:
 def _outside(index: GraphIndex, placement: Placement, made: Collection[str]) -> dict[str, int]:
     """Path → nodes with an owner at or below it that are not in its function, where there are any."""
     counts: Counter[str] = Counter()
+    functions = frozenset(made)
     for node in placement.chains:
         held = {one.path for scope in (node, *placement.scopes[node]) for one in placement.chains[scope]}
-        counts.update((index.works[node].modules - held).intersection(made))
+        counts.update((index.works[node].modules & functions) - held)
     return {path: counts[path] for path in made if counts[path]}
 
 

@@ -12,8 +12,10 @@ from htp_export.call_tree import Instance, Work
 from htp_export.regions import subgraphs
 from htp_export.tagged import TaggedModel
 
-__all__ = ["Chain", "Placement"]
+__all__ = ["MOST_NESTED", "Chain", "Placement"]
 
+MOST_NESTED = 100
+"""As many functions may call one another: https://github.com/onnx/onnx refuses more when it checks a model."""
 
 Chain: TypeAlias = tuple[Instance, ...]
 """The instances that a node lies in, outermost first."""
@@ -37,6 +39,8 @@ class Placement:
     def __init__(self, tagged: TaggedModel, selected: Collection[str]) -> None:
         self._calls = tagged.calls
         self._selected = frozenset(selected)
+        self._most = MOST_NESTED - _nested(tagged.model)
+        self._around: dict[Instance, Chain] = {}
         self.flat: dict[str, str] = {}
         self.scopes = dict(_scopes(tagged.model.graph, ()))
         self.chains = {node: self._chain_of(node, tagged.work_of(node)) for node in self.scopes}
@@ -57,8 +61,13 @@ class Placement:
 
     def _selected_around(self, call: Instance) -> Chain:
         """The selected instances that a call ran in, outermost first, as far as they are known."""
-        around = self._calls.chain(call)
-        return tuple(each for each in reversed(around) if each.path in self._selected and each.call >= 0)
+        if call not in self._around:
+            chain = reversed(self._calls.chain(call))
+            around = tuple(each for each in chain if each.path in self._selected and each.call >= 0)
+            if len(around) > self._most:
+                self.flat[around[self._most].path] = f"ONNX allows {MOST_NESTED} functions inside one another"
+            self._around[call] = around[: self._most]
+        return self._around[call]
 
     def _in_several_graphs(self) -> dict[Instance, str]:
         """Instances that have nodes in several graphs, and no node of theirs that holds them all."""
@@ -77,6 +86,19 @@ class Placement:
         self.flat.update({instance.path: reason for instance, reason in instances.items()})
         for node, chain in self.chains.items():
             self.chains[node] = tuple(instance for instance in chain if instance not in instances)
+
+
+def _nested(model: ir.Model) -> int:
+    """How many functions of a model call one another, at most."""
+    left = {key: {node.op_identifier() for node in each.all_nodes()} for key, each in model.functions.items()}
+    levels = 0
+    while left:
+        called = {key for inside in left.values() for key in inside if key in left}
+        if len(called) == len(left):  # some call themselves
+            break
+        left = {key: inside for key, inside in left.items() if key in called}
+        levels += 1
+    return levels
 
 
 def _scopes(graph: ir.Graph, above: tuple[ir.Node, ...]) -> Iterator[tuple[ir.Node, tuple[ir.Node, ...]]]:
