@@ -51,9 +51,7 @@ def is_under(path: str, ancestor: str) -> bool:
     return not ancestor or path == ancestor or path.startswith(ancestor + ".")
 
 
-@lru_cache(
-    maxsize=1 << 16
-)  # one string for each path: its hash is known, and deep trees do not copy it again and again
+@lru_cache(maxsize=1 << 16)  # one string for each path: deep trees copy and hash it once
 def parent_path(path: str) -> str | None:
     """The path one level up; None for the root.
 

@@ -32,6 +32,8 @@ ROWS = [
         "data_notes",
         "progress",
         "replacing",
+        "rewiring",
+        "sharing",
         "slots",
         "stored",
         "wire",

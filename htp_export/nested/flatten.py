@@ -20,6 +20,7 @@ from htp_export.hierarchy import Hierarchy
 from htp_export.names import UsedNames, rename
 from htp_export.nested.records import DOMAIN, Expectations, Instance, Record, Records, entry_of, restore
 from htp_export.regions import all_nodes, subgraphs
+from htp_export.rewiring import replace_inputs
 from htp_export.tagged import ModelSource, TaggedModel, load
 
 __all__ = ["Inlined", "dissolve", "inline", "read_flat"]
@@ -228,9 +229,9 @@ class _Dissolver:
             if value.name and value not in returned and not value.is_graph_input():
                 rename(value, self._value_names.unused(value.name))
         arguments = dict(zip(body.inputs, call.inputs, strict=False))
-        for formal in body.inputs:
-            for use in list(formal.uses()):
-                use.node.replace_input_with(use.idx, arguments.get(formal))
+        given = {formal: arguments.get(formal) for formal in body.inputs}
+        for node in dict.fromkeys(use.node for formal in body.inputs for use in formal.uses()):
+            replace_inputs(node, given)
         nodes, results = list(body), list(body.outputs)
         body.outputs.clear()
         body.remove(nodes)
@@ -240,7 +241,8 @@ class _Dissolver:
             value.metadata_props.clear()
             value.metadata_props.update(result.metadata_props)
             result.replace_all_uses_with(value, replace_graph_outputs=True)
-        graph.remove(call, safe=True)
+        replace_inputs(call, {value: None for value in call.inputs if value is not None})
+        graph.remove(call)
 
 
 def _reorder(graph: ir.Graph, order: Sequence[int]) -> None:

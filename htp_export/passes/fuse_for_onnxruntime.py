@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
 from htp_export.passes.editing import add_constant, only_reader, register_constants, remove_unused, replace
+from htp_export.passes.near_matching import near_matching
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
 from htp_export.passes.symbolic import Symbolic
@@ -28,7 +29,7 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
 
         before = list(model.graph)
         _unflatten(model)
-        with _hidden(model, "InstanceNormalization"):
+        with _hidden(model, "InstanceNormalization"), near_matching():
             fused, _ = optimize_for_ort(model)
         register_constants(fused.graph)
         _turn_batches(fused)

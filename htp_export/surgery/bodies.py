@@ -12,6 +12,7 @@ from htp_export.hierarchy import Hierarchy
 from htp_export.names import UsedNames
 from htp_export.nested.records import DOMAIN, Instance
 from htp_export.regions import subgraphs
+from htp_export.rewiring import replace_inputs
 from htp_export.surgery.equality import body_key
 from htp_export.surgery.formals import Formals
 from htp_export.surgery.levels import Group, Item
@@ -115,9 +116,7 @@ class Bodies:
         names = self.formals.name(entering, nodes, instance, used)
         formals = {value: copy_value(value, name) for value, name in zip(entering, names, strict=True)}
         for node in nodes:
-            for position, read in enumerate(node.inputs):
-                if read is not None and read in formals:
-                    node.replace_input_with(position, formals[read])
+            replace_inputs(node, formals)
         return list(formals.values())
 
     def _shared(self, body: ir.Graph, instance: Instance) -> ir.Function:

@@ -1,0 +1,93 @@
+"""onnxscript's search for patterns with several results, held to what lies near a node.
+
+onnxscript (0.7) looks for the further results of such a pattern among all nodes of the graph, for each of its nodes:
+the time grows with the square of the graph. The nodes of a match hang together by the tensors that they share, so
+those are enough that are as near as the pattern is large.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+__all__ = ["near", "near_matching"]
+
+_ONE_AT_A_TIME = threading.Lock()  # the class that is changed is one for the whole process
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some nodes of a graph, in place of the graph."""
+
+    graph: ir.Graph
+    nodes: list[ir.Node]
+
+    def __iter__(self) -> Iterator[ir.Node]:
+        return iter(self.nodes)
+
+
+@contextlib.contextmanager
+def near_matching() -> Iterator[None]:
+    """Let onnxscript's rules look for several results near a node only, while the context is open."""
+    from onnxscript.rewriter import pattern
+
+    matcher = pattern.SimplePatternMatcher
+    whole = matcher.match
+
+    firsts: dict[Any, tuple[str, ...] | None] = {}
+
+    def match(self: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
+        if self not in firsts:
+            firsts[self] = self.pattern.output_nodes[0].op_identifier()
+        first = firsts[self]
+        if first is not None and first[:2] != (node.domain, node.op_type):
+            return pattern.MatchResult().fail("The last node of the pattern is another operator.")
+        if not self.pattern.has_single_output_node:
+            graph = _Part(graph if isinstance(graph, ir.Graph) else graph.graph, near(node, len(self.pattern)))
+        return whole(self, model, graph, node, **options)
+
+    with _ONE_AT_A_TIME:
+        matcher.match = match
+        try:
+            yield
+        finally:
+            matcher.match = whole
+
+
+def near(node: ir.Node, steps: int) -> list[ir.Node]:
+    """The nodes of the same graph that some tensors lead to, itself first; not those that only read the same constants.
+
+    Args:
+        node: The node.
+        steps: Over how many tensors.
+
+    Example:
+        >>> x, one = ir.val("x"), ir.Value(name="one", const_value=ir.tensor(1.0))
+        >>> first = ir.node("Relu", [x])
+        >>> second, apart = ir.node("Add", [first.outputs[0], one]), ir.node("Neg", [one])
+        >>> [each.op_type for each in near(first, 1)], [each.op_type for each in near(apart, 9)]
+        (['Relu', 'Add'], ['Neg'])
+    """
+    found = {node: None}
+    edge = [node]
+    for _ in range(steps):
+        beside = [other for each in edge for other in _neighbours(each) if other.graph is node.graph]
+        edge = [other for other in dict.fromkeys(beside) if other not in found]
+        found.update(dict.fromkeys(edge))
+    return list(found)
+
+
+def _neighbours(node: ir.Node) -> Iterator[ir.Node]:
+    for value in (*node.inputs, *node.outputs):
+        if value is None or value.const_value is not None:
+            continue
+        producer = value.producer()
+        if producer is not None:
+            yield producer
+        for use in value.uses():
+            yield use.node
