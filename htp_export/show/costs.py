@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +106,7 @@ def render_cost(
         shown = [*shown, _tied(cost)]
     rows = _sorted(modules, sort)
 
-    def alike(module: ModuleCost) -> object:
+    def alike(module: ModuleCost) -> Hashable:
         said = (column.cell(module) for column in shown if column.name not in _OF_THE_MODEL)
         return (module.class_name, module.calls, module.nodes, *said)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Group, RenderableType
@@ -78,7 +78,7 @@ class _Line:
         return self.module.kernels
 
 
-def _alike(row: _Line) -> object:
+def _alike(row: _Line) -> Hashable:
     return (row.module.class_name, row.module.calls, row.module.kernels)
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from htp_export import tags
@@ -22,6 +22,7 @@ __all__ = ["Column", "ModuleTable", "Row", "column_names", "csv_text", "pick", "
 
 _GAP = 3
 _SHORTEST_NAME = 24
+_MOST_GUIDES = 100  # what lies deeper has the number of levels in front of it
 
 
 class Row(Protocol):
@@ -68,11 +69,19 @@ class Column(Generic[R]):
 
 @dataclass(frozen=True)
 class _Branch(Generic[R]):
-    """A module with what lies below it; after folding, several modules that are alike."""
+    """A module with what lies below it, siblings that are drawn once together.
 
-    rows: tuple[R, ...]
+    Attributes:
+        row: The module.
+        name: What it is called below the module above it.
+        shape: The same number for modules that are alike, down to the last one below them.
+        below: The modules right below it, in runs of alike ones.
+    """
+
+    row: R
     name: str
-    below: tuple[_Branch[R], ...]
+    shape: int
+    below: Sequence[Sequence[_Branch[R]]]
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ class ModuleTable(Generic[R]):
 
     rows: Sequence[R]
     columns: Sequence[Column[R]]
-    alike: Callable[[R], object] | None = None
+    alike: Callable[[R], Hashable] | None = None
     merged: Callable[[Sequence[R]], R] = lambda rows: rows[0]
     flat: bool = False
 
@@ -124,60 +133,58 @@ class ModuleTable(Generic[R]):
 
         if self.flat:
             return [(Text(row.path or "(root)"), row) for row in self.rows]
-        return list(self._drawn(self._branches()))
+        return list(self._drawn([[[branch]] for branch in self._branches()]))
 
-    def _branches(self) -> tuple[_Branch[R], ...]:
+    def _branches(self) -> list[_Branch[R]]:
         """The rows as trees; there is one, unless the rows have no root."""
         every = {row.path for row in self.rows}
         holding = {up for path in every for up in tags.ancestors(path) if up != path}
         # A container, which holds what runs and never ran, is no line: its name stands before those of its children.
         rows = {row.path: row for row in self.rows if row.calls or not row.nodes or row.path not in holding}
+        above = {path: next((up for up in tags.ancestors(path) if up != path and up in rows), None) for path in rows}
         below: dict[str | None, list[str]] = {None: [], **{path: [] for path in rows}}
-        for path in rows:
-            below[next((up for up in tags.ancestors(path) if up != path and up in rows), None)].append(path)
-
-        def grow(path: str, parent: str) -> _Branch[R]:
+        for path, parent in above.items():
+            below[parent].append(path)
+        grown: dict[str, _Branch[R]] = {}
+        shapes: dict[Hashable, int] = {}
+        for path in sorted(rows, key=len, reverse=True):  # what lies below has a longer path
+            parent, folded = above[path], self._folded([grown[child] for child in below[path]])
+            alike = None if self.alike is None else self.alike(rows[path])
+            shape = (alike, tuple((run[0].name, len(run), run[0].shape) for run in folded))
             name = path[len(parent) + 1 :] if parent else path
-            grown = tuple(grow(child, path) for child in below[path])
-            return _Branch((rows[path],), name or "(root)", self._folded(grown))
+            grown[path] = _Branch(rows[path], name or "(root)", shapes.setdefault(shape, len(shapes)), folded)
+        return [grown[path] for path in below[None]]
 
-        return tuple(grow(path, "") for path in below[None])
-
-    def _folded(self, branches: tuple[_Branch[R], ...]) -> tuple[_Branch[R], ...]:
-        """Runs of siblings that are alike and have consecutive numbers, each as one branch."""
+    def _folded(self, branches: Sequence[_Branch[R]]) -> Sequence[Sequence[_Branch[R]]]:
+        """Siblings in runs of those that are alike and have consecutive numbers."""
         if self.alike is None:
-            return branches
-        found = runs(branches, lambda branch: branch.name, self._shape)
-        return tuple(_joined(run) for run in found)
+            return [[branch] for branch in branches]
+        return runs(branches, lambda branch: branch.name, lambda branch: branch.shape)
 
-    def _shape(self, branch: _Branch[R]) -> tuple[object, ...]:
-        """What makes modules alike, below them too; the names of what is below count."""
-        below = tuple((child.name, self._shape(child)) for child in branch.below)
-        return (None if self.alike is None else self.alike(branch.rows[0]), len(branch.rows), below)
+    def _drawn(self, top: Sequence[Sequence[Sequence[_Branch[R]]]]) -> Iterator[tuple[Text, R]]:
+        """Every line with the guide lines in front of it; those at the top have none.
 
-    def _drawn(self, branches: tuple[_Branch[R], ...], before: str | None = None) -> Iterator[tuple[Text, R]]:
-        """Every branch with the guide lines in front of it; those at the top have none."""
+        A line is drawn from alike runs: one, or that of each of the modules above that are drawn once. Lines wait in a
+        list of our own, since modules may lie deeper than functions can call each other.
+        """
         from rich.text import Text
 
-        for position, branch in enumerate(branches):
-            last = position == len(branches) - 1
-            guide = "" if before is None else before + ("└── " if last else "├── ")
-            yield Text.assemble((guide, "dim"), branch.name), self.merged(branch.rows)
-            yield from self._drawn(branch.below, "" if before is None else before + ("    " if last else "│   "))
+        waiting = [("", "", 0, line) for line in reversed(top)]
+        while waiting:
+            guide, before, depth, line = waiting.pop()
+            branches = [branch for run in line for branch in run]
+            yield Text.assemble((guide, "dim"), _run_name(line[0])), self.merged([branch.row for branch in branches])
+            below = list(zip(*(branch.below for branch in branches), strict=True))
+            start = before if depth <= _MOST_GUIDES else f"… {depth} levels "
+            for number, inside in enumerate(reversed(below)):
+                corner, following = ("└── ", "    ") if not number else ("├── ", "│   ")
+                waiting.append((start + corner, start + following, depth + 1, inside))
 
 
-def _joined(run: Sequence[_Branch[R]]) -> _Branch[R]:
-    """Alike siblings as one branch."""
+def _run_name(run: Sequence[_Branch[R]]) -> str:
     if len(run) == 1:
-        return run[0]
-    merged = _merged(run)
-    return replace(merged, name=f"{run[0].name} … {run[-1].name} × {len(run)}")  # noqa: RUF001 - "times"
-
-
-def _merged(run: Sequence[_Branch[R]]) -> _Branch[R]:
-    rows = tuple(row for branch in run for row in branch.rows)
-    below = tuple(_merged(children) for children in zip(*(branch.below for branch in run), strict=True))
-    return _Branch(rows, run[0].name, below)
+        return run[0].name
+    return f"{run[0].name} … {run[-1].name} × {len(run)}"  # noqa: RUF001 - "times"
 
 
 def pick(columns: Sequence[Column[R]], names: Sequence[str]) -> list[Column[R]]:

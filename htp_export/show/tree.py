@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +126,7 @@ def _check(names: Sequence[str]) -> None:
             raise InputError(f"there is no column {name!r}; there are {', '.join(COLUMNS)}")
 
 
-def _alike(row: ModuleRow) -> object:
+def _alike(row: ModuleRow) -> Hashable:
     return likeness(row.class_name, row.calls, row.fate, row.nodes, row.parameters, row.flops, row.status)
 
 
