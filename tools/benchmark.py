@@ -6,6 +6,7 @@
     python tools/benchmark.py repair           # owners and fates of a synthetic graph of 50,000 nodes
     python tools/benchmark.py run              # verify, extract and profile, against PyTorch and ONNX Runtime alone
     python tools/benchmark.py carry --nodes 20000   # tags onto a synthetic graph that an optimiser changed
+    python tools/benchmark.py scale --sizes 2000 10000 --levels 330   # how each command grows with the graph
 
 Every ratio is a median of pairs that ran one after the other in one process, in turn which of the two comes first,
 and stands beside an A/A control: torch's exporter against itself, paired in the same way. A ratio inside the
@@ -31,6 +32,7 @@ from pathlib import Path
 
 import large_model
 import onnx
+import scale
 import torch
 
 import htp_export
@@ -361,12 +363,15 @@ def run_carry(size: int) -> None:
 def main() -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["export", "repair", "run", "carry", "memory"])
+    parser.add_argument("what", choices=["export", "repair", "run", "carry", "memory", "scale"])
     parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
     parser.add_argument("--exporter", choices=["dynamo", "torchscript", "both"], default="both")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--nodes", type=int, default=50_000)
     parser.add_argument("--side", choices=["ours", "torch"], default="ours", help=argparse.SUPPRESS)
+    parser.add_argument("--sizes", nargs="*", type=int, default=scale.SIZES, help="scale: nodes of wide models")
+    parser.add_argument("--levels", nargs="*", type=int, default=scale.LEVELS, help="scale: levels of deep models")
+    parser.add_argument("--commands", nargs="+", default=[], help="scale: these commands alone")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -374,6 +379,8 @@ def main() -> None:
         run_repair(given.nodes)
     elif given.what == "carry":
         run_carry(given.nodes)
+    elif given.what == "scale":
+        scale.run(given.sizes, given.levels, given.commands)
     elif given.what == "memory":
         run_memory(given.models[0], given.exporter, given.side)
     elif given.what == "run":

@@ -175,7 +175,7 @@ def run(sizes: Sequence[int], levels: Sequence[int], only: Sequence[str]) -> Non
     for shape, counts in (("wide", sizes), ("deep", levels)):
         found: dict[int, dict[str, float | str]] = {}
         for count in counts:
-            command = [sys.executable, __file__, shape, str(count), *only]
+            command = [sys.executable, str(Path(__file__).resolve()), shape, str(count), *only]
             found[count] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
         if not found:
             continue

@@ -36,7 +36,7 @@ def near_matching() -> Iterator[None]:
     """Let onnxscript's rules look for several results near a node only, while the context is open."""
     from onnxscript.rewriter import pattern
 
-    matcher = pattern.SimplePatternMatcher
+    matcher: Any = pattern.SimplePatternMatcher
     whole = matcher.match
 
     firsts: dict[Any, tuple[str, ...] | None] = {}
