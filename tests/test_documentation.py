@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
+import htp_export
 from htp_export.cli import main as program
 from tests import documents
 
@@ -171,3 +172,10 @@ def test_the_snippets_of_the_readme_run_from_top_to_bottom(tmp_path):
     program.write_text("\n".join(snippets), encoding="utf-8")
     run = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_every_public_name_stands_on_a_page_of_the_api():
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")]
+    named = re.findall(r"^::: htp_export\.(\w+)$", "\n".join(pages), re.MULTILINE)
+    errors = {name for name in htp_export.__all__ if name.endswith("Error")}  # on one page, with their tree
+    assert sorted(named) == sorted({*htp_export.__all__, "errors"} - errors)
