@@ -22,11 +22,12 @@ import onnx_ir as ir
 from htp_export.data_files import DataFile, DataTensor, check_data, find_data, place_data
 from htp_export.data_notes import Place, check_notes, describe_own, describe_shared, put_notes, shared_files
 from htp_export.data_plan import DataPlan, in_safe_order, plan_data
-from htp_export.errors import FileError
+from htp_export.errors import FileError, InputError
 from htp_export.filesystem import is_special, why_not_writable
 from htp_export.replacing import Move, real_path, replace_file, work_folder
 from htp_export.slots import Slot, slots
 from htp_export.stored import Marks, read_hollow, write_filled
+from htp_export.structure import at_fault, check_structure
 
 __all__ = [
     "check_target",
@@ -42,6 +43,8 @@ __all__ = [
 
 _LARGE_BYTES = 1_800_000_000
 """Models with more in them get external data; protobuf refuses messages of 2 GiB."""
+
+_INVALID = "not a valid ONNX model"
 
 _ONE_AT_A_TIME = threading.RLock()
 """Held while a model is written: one thread may replace the file from which another one copies weights."""
@@ -65,6 +68,8 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
         model = _parse(file)
     except FileError:
         raise
+    except InputError as error:
+        raise FileError(file, str(error)) from error
     except OSError as error:
         raise FileError(file, f"cannot be read: {error.strerror or error}") from error
     except Exception as error:  # parsers of four formats raise whatever they like on bytes that are not theirs
@@ -106,15 +111,15 @@ def _parse(file: Path) -> ir.Model | None:
     proto = onnx.load(file, load_external_data=False) if hollow is None else hollow.proto
     if not proto.ir_version or not proto.HasField("graph"):
         return None
-    model = model_from_proto(proto)
+    model = _deserialized(proto)
     if hollow is not None:
         for slot in list(slots(model)):
             tensor = hollow.tensor(slot.tensor)
             if tensor is not None:
                 slot.put(tensor)
         if not hollow.is_whole:  # some are where there are no slots, or twice under a name
-            model = model_from_proto(onnx.load(file, load_external_data=False))
-    return model
+            model = _deserialized(onnx.load(file, load_external_data=False))
+    return _checked(model)
 
 
 def is_protobuf(file: Path) -> bool:
@@ -129,10 +134,26 @@ def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
     takes that, and onnx_ir cannot copy it. A model that is in order stays as it is.
 
     Raises:
-        ValueError: A node needs what is made of its own results.
+        InputError: If it is not a valid model (`structure`); a node needs what is made of its own results, for one.
     """
-    model = ir.from_proto(proto)
-    _put_in_order(model)
+    return _checked(_deserialized(proto))
+
+
+def _deserialized(proto: onnx.ModelProto) -> ir.Model:
+    try:
+        model = ir.from_proto(proto)
+    except Exception as error:  # whatever it comes across
+        where = at_fault(proto)
+        raise InputError(f"{_INVALID}: {where}{': ' if where else ''}{_first_line(error)}") from error
+    return model
+
+
+def _checked(model: ir.Model) -> ir.Model:
+    try:
+        _put_in_order(model)
+        check_structure(model)
+    except (ValueError, UnicodeDecodeError) as error:
+        raise InputError(f"{_INVALID}: {error}") from error
     return model
 
 

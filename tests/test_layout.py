@@ -36,6 +36,7 @@ ROWS = [
         "sharing",
         "slots",
         "stored",
+        "structure",
         "wire",
     ],
     [

@@ -242,14 +242,14 @@ def test_a_copy_holds_its_values(again, file: Path) -> None:
     np.testing.assert_array_equal(tensor.numpy(), matrix())
 
 
-def test_weights_with_too_few_bytes_are_left_to_who_uses_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("side", [SIDE - 1, SIDE + 1])
+def test_weights_that_do_not_fit_their_shape_are_refused(tmp_path: Path, side: int) -> None:
     model = everywhere()
-    model.graph.initializer[0].dims[0] = SIDE + 1
+    model.graph.initializer[0].dims[0] = side
     onnx.save(model, tmp_path / "model.onnx")
-    tensor = weight_of(read_model(tmp_path / "model.onnx"))
-    assert not isinstance(tensor, FileTensor)
-    with pytest.raises(ValueError, match="reshape"):
-        tensor.numpy()
+    problem = f"tensor 'weight' has {4 * SIDE * SIDE:,} bytes, and its shape and type take {4 * side * SIDE:,}"
+    with pytest.raises(FileError, match=f"not a valid ONNX model: {problem}"):
+        read_model(tmp_path / "model.onnx")
 
 
 def test_where_weights_cannot_be_kept_apart_all_are_read(tmp_path: Path) -> None:

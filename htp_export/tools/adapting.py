@@ -78,9 +78,8 @@ def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike
             after = read_model(made) if after is None else after
             after = model_from_proto(after) if isinstance(after, onnx.ModelProto) else after
         except Exception as error:
-            cause = error.__cause__ or error  # onnx_ir says first what it was doing
             raise HtpExportError(
-                f"{name} made a model of this one that is not valid: {_plain(cause, {made: 'its result'})}"
+                f"{name} made a model of this one that is not valid: {_plain(error, {made: 'its result'})}"
             ) from error
         result = carry_in_place(before, after)
         for node in result.model.graph.all_nodes():
