@@ -7,7 +7,7 @@ import logging
 import onnx
 import onnx_ir as ir
 
-__all__ = ["infer_by_symbols", "shapes_by_symbols"]
+__all__ = ["infer_by_symbols", "shapes_by_symbols", "without_weights"]
 
 _SMALL_BYTES = 1024  # what is larger holds weights, and no sizes that shapes could depend on
 
@@ -59,6 +59,23 @@ def shapes_by_symbols(model: ir.Model) -> ir.Model:
         >>> shapes_by_symbols(ir.Model(graph, ir_version=10)).graph.outputs[0].shape.dims
         (SymbolicDim('n'), 3)
     """
+    copy = without_weights(model)
+    proto = ir.to_proto(copy)
+    del proto.graph.value_info[:]
+    try:
+        found = infer_by_symbols(proto, auto_merge=True)
+    except Exception as error:  # it raises whatever its many rules come across
+        _log.debug("symbolic shape inference failed: %s", error)
+        found = None
+    return copy if found is None else ir.from_proto(found)
+
+
+def without_weights(model: ir.Model) -> ir.Model:
+    """A copy of a model whose weights are inputs; constants from which sizes may be computed stay.
+
+    Args:
+        model: The model; it is not changed, and its weights are not read.
+    """
     copy = model.clone()
     for name, value in list(copy.graph.initializers.items()):
         tensor = value.const_value
@@ -69,11 +86,4 @@ def shapes_by_symbols(model: ir.Model) -> ir.Model:
             value.const_value = None
             if not value.is_graph_input():
                 copy.graph.inputs.append(value)
-    proto = ir.to_proto(copy)
-    del proto.graph.value_info[:]
-    try:
-        found = infer_by_symbols(proto, auto_merge=True)
-    except Exception as error:  # it raises whatever its many rules come across
-        _log.debug("symbolic shape inference failed: %s", error)
-        found = None
-    return copy if found is None else ir.from_proto(found)
+    return copy

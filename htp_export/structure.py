@@ -205,7 +205,7 @@ def _rules(op_type: str, version: int) -> _Rules | None:
         return None
     attributes = schema.attributes
     return _Rules(
-        {name: ir.AttributeType(each.type.value) for name, each in attributes.items()},
+        {name: ir.AttributeType[each.type.name] for name, each in attributes.items()},
         tuple(name for name, each in attributes.items() if each.required),
         (schema.min_input, schema.max_input),
         (schema.min_output, schema.max_output),
@@ -262,7 +262,9 @@ def _check_proto(proto: onnx.TensorProto) -> None:
     """Hold the number of values that a tensor has against its shape."""
     bits, dims = _BITS.get(proto.data_type), proto.dims
     if bits is None:
-        problem = f"is of type {proto.data_type}, which ONNX does not have" if proto.data_type else "has no element type"
+        problem = (
+            f"is of type {proto.data_type}, which ONNX does not have" if proto.data_type else "has no element type"
+        )
         raise ValueError(f"{_tensor_text(proto.name)} {problem}")
     if dims and min(dims) < 0:
         raise ValueError(f"{_tensor_text(proto.name)} has a negative size: {list(dims)}")
@@ -287,7 +289,7 @@ def _fits(proto: onnx.TensorProto, nbytes: int) -> bool:
     for field in ("name", "doc_string"):
         if proto.HasField(field):
             setattr(header, field, getattr(proto, field))
-    return proto.ByteSize() == header.ByteSize() + 1 + (max(nbytes.bit_length(), 1) + 6) // 7 + nbytes
+    return bool(proto.ByteSize() == header.ByteSize() + 1 + (max(nbytes.bit_length(), 1) + 6) // 7 + nbytes)
 
 
 def _compare(name: str | None, there: int, wanted: int, what: str) -> None:

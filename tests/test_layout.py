@@ -52,6 +52,7 @@ ROWS = [
         "tag_facts",
         "torch_scopes",
         "tagged",
+        "model_faults",
     ],
     ["cutting", "cut_models"],
     ["nested"],

@@ -141,7 +141,10 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("tree net.onnx.data", NOT_ONNX.format("net.onnx.data")),
     ("tree nowhere.onnx", "nowhere.onnx: cannot be read: No such file or directory"),
     ("tree folder.onnx", "folder.onnx: cannot be read: Is a directory"),
-    ("tree offset_text.onnx", "offset_text.onnx: not a valid ONNX model: tensor 'layer.0.fc.weight': invalid literal for int"),
+    (
+        "tree offset_text.onnx",
+        "offset_text.onnx: not a valid ONNX model: tensor 'layer.0.fc.weight': invalid literal for int",
+    ),
     ("tree offset_negative.onnx", "offset_negative.onnx: not a valid ONNX model: tensor 'layer.0.fc.weight': External"),
     ("tree modules.onnx", "modules.onnx: htp.modules is not a JSON object of module paths"),
     ("tree newer_modules.onnx", "its tags are of version 9 of the file format, and this htp_export knows version 1"),

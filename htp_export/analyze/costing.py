@@ -14,6 +14,7 @@ from htp_export.analyze.flops import work_of
 from htp_export.analyze.memory import Timeline, traffic
 from htp_export.analyze.shapes import run_by_shapes
 from htp_export.analyze.work import NOTHING, Work
+from htp_export.model_faults import names_model_faults
 from htp_export.nested.flatten import read_flat
 from htp_export.tagged import ModelSource, TaggedModel
 
@@ -23,6 +24,7 @@ _SUMMED = ("macs", "flops", "other_flops", "activation_bytes", "traffic_bytes")
 _Sums: TypeAlias = defaultdict[str, Counter[str]]
 
 
+@names_model_faults("onnx")
 def cost(
     onnx: ModelSource,
     inputs: Mapping[str, Any] | None = None,

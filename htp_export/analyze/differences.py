@@ -16,6 +16,7 @@ from htp_export.analyze.contents import ModuleContents, contents_of
 from htp_export.analyze.facts import GraphFacts
 from htp_export.analyze.structure import Hasher
 from htp_export.hierarchy import ModuleInfo
+from htp_export.model_faults import names_model_faults
 from htp_export.nested.flatten import read_flat
 from htp_export.tag_facts import TagFacts, tag_lines
 from htp_export.tagged import ModelSource, TaggedModel
@@ -214,6 +215,7 @@ class ModelDifference:
         return "\n".join((*(layout.format(*line).rstrip() for line in lines), *tag_lines(*self.tags)))
 
 
+@names_model_faults("a", "b")
 def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
     """What differs between two models, module by module: nodes, operators, parameters, bytes by element type.
 

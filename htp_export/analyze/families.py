@@ -16,6 +16,7 @@ from htp_export.analyze.concrete import with_sizes
 from htp_export.analyze.facts import GraphFacts
 from htp_export.analyze.mechanisms.streams import Stream
 from htp_export.analyze.mechanisms.survey import Survey
+from htp_export.model_faults import names_model_faults
 from htp_export.nested.flatten import read_flat
 from htp_export.tag_facts import TagFacts, tag_lines
 from htp_export.tagged import ModelSource
@@ -120,6 +121,7 @@ FAMILIES = tuple(family for family, _ in _RULES)
 """What `Fingerprint.family` can be."""
 
 
+@names_model_faults("model")
 def fingerprint(model: ModelSource) -> Fingerprint:
     """What kind of network a graph is, told by its mechanisms, and the blocks that it repeats.
 

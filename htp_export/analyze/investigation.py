@@ -15,6 +15,7 @@ from htp_export.analyze.patterns.movement import casts, identities, reshapes, tr
 from htp_export.analyze.patterns.normalization import conv_neighbours, norms
 from htp_export.analyze.patterns.shapes import shape_chains
 from htp_export.analyze.trials import tried
+from htp_export.model_faults import names_model_faults
 from htp_export.nested.flatten import read_flat
 from htp_export.tagged import ModelSource, TaggedModel
 
@@ -41,6 +42,7 @@ _MATCHERS: Sequence[Callable[[GraphFacts], Iterator[Match]]] = (
 )
 
 
+@names_model_faults("model")
 def forensics(model: ModelSource, *, select: str | Sequence[str] | None = None, try_passes: bool = True) -> Forensics:
     """What is in a graph that could be otherwise: pairs that are one operator, work done twice or for nothing.
 

@@ -10,6 +10,7 @@ from typing import Any
 from htp_export import tags
 from htp_export.analyze.contents import ModuleContents, contents_of
 from htp_export.analyze.costs import Cost
+from htp_export.model_faults import names_model_faults
 from htp_export.tables import ModuleTable
 from htp_export.tag_facts import TagFacts, tag_lines
 from htp_export.tagged import TaggedModel
@@ -117,6 +118,7 @@ class Measured:
     status: str | None = None
 
 
+@names_model_faults("tagged")
 def tree_rows(
     tagged: TaggedModel,
     depth: int | None = None,

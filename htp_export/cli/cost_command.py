@@ -8,7 +8,7 @@ import typer
 
 from htp_export.cli.file_options import DepthOption, FeedDimsOption, FeedOption, FileArgument, JsonOption, SelectOption
 from htp_export.cli.sizes import read_sizes
-from htp_export.cli.terminal import Steps, print_json, show, split_names
+from htp_export.cli.terminal import Steps, print_json, print_text, show, split_names
 from htp_export.show.costs import COST_COLUMNS, FUSED, cost_csv, nodes_csv, render_cost
 
 __all__ = ["cost_command"]
@@ -45,6 +45,6 @@ def cost_command(
     if as_json:
         print_json(report.to_dict())
     elif as_csv:
-        print(nodes_csv(report.nodes) if nodes else cost_csv(rows, names, sort), end="")
+        print_text(nodes_csv(report.nodes) if nodes else cost_csv(rows, names, sort))
     else:
         show(render_cost(report, rows, fold=fold, columns=names, sort=sort))

@@ -9,7 +9,7 @@ import typer
 
 from htp_export.cli.file_options import InPlaceOption, JsonOption, ShareOption
 from htp_export.cli.outputs import check_folder, check_output, show_written
-from htp_export.cli.terminal import Steps, print_json, show
+from htp_export.cli.terminal import Steps, print_json, print_text, show
 
 if TYPE_CHECKING:
     from htp_export.passes.registry import Level
@@ -88,7 +88,7 @@ def optimize_command(
         return
     for name, result in results.items():
         if len(files) > 1 and attribution:
-            typer.echo(f"{name}:")
+            print_text(f"{name}:\n")
         if len(files) == 1 or attribution:
             show(render_optimized(result, attribution=attribution, depth=depth))
     if len(files) > 1:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
+from htp_export.cli.printable import printable
 from htp_export.command_words import in_commands
 
 __all__ = ["quiet_libraries", "quiet_runtime", "terminal_stderr"]
@@ -62,7 +63,8 @@ class _Warnings(logging.Handler):
         self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"htp-export: {record.levelname.lower()}: {in_commands(record.getMessage())}", file=self._stream)
+        message = printable(in_commands(record.getMessage()))
+        print(f"htp-export: {record.levelname.lower()}: {message}", file=self._stream)
 
 
 def terminal_stderr() -> TextIO:

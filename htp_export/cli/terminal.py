@@ -1,4 +1,7 @@
-"""What the commands have in common at the terminal: results on stdout, progress and errors on stderr."""
+"""What the commands have in common at the terminal: results on stdout, progress and errors on stderr.
+
+All that is printed goes through here, so that a terminal acts on no name of a file (`printable`).
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,15 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from htp_export.cli.printable import printable
 from htp_export.cli.quiet import terminal_stderr
 from htp_export.command_words import in_commands
 from htp_export.progress import listening
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-__all__ = ["CheckFailed", "Steps", "error_line", "print_json", "show", "split_names", "warning_line"]
+__all__ = ["CheckFailed", "Steps", "error_line", "print_json", "print_text", "show", "split_names", "warning_line"]
 
 SCHEMA_VERSION = 1  # of what --json writes; a new one where a key is renamed, removed, or means something else
 _PATIENCE = 2.0  # seconds before progress is shown
@@ -29,12 +33,12 @@ class CheckFailed(Exception):  # noqa: N818 - it is an outcome that ends the com
 
 def error_line(message: str) -> None:
     """Say on stderr why the command ended."""
-    print(f"htp-export: error: {in_commands(message)}", file=terminal_stderr())
+    print(f"htp-export: error: {printable(in_commands(message))}", file=terminal_stderr())
 
 
 def warning_line(message: str) -> None:
     """Say on stderr what is not as it should be, where the command goes on."""
-    print(f"htp-export: warning: {message}", file=terminal_stderr())
+    print(f"htp-export: warning: {printable(message)}", file=terminal_stderr())
 
 
 def print_json(data: dict[str, Any]) -> None:
@@ -42,20 +46,42 @@ def print_json(data: dict[str, Any]) -> None:
     print(json.dumps({"schema_version": SCHEMA_VERSION, **data}, indent=2))
 
 
+def print_text(text: str) -> None:
+    """Write text to stdout that is laid out already: CSV, lists."""
+    print(printable(text), end="")
+
+
 def show(what: RenderableType) -> None:
     """Draw a result on stdout; text as it is, whatever markup it looks like."""
     from rich.console import Console
     from rich.text import Text
 
-    drawn = Text(in_commands(what)) if isinstance(what, str) else what
+    drawn = _Printable(Text(in_commands(what)) if isinstance(what, str) else what)
     console = Console(highlight=False)
     if console.is_terminal:
         console.print(drawn)
         return
     text = io.StringIO()
     Console(highlight=False, width=_PIPE_WIDTH, file=text).print(drawn)
-    for line in text.getvalue().splitlines():
+    for line in text.getvalue().rstrip("\n").split("\n"):
         print(line.rstrip())
+
+
+class _Printable:
+    """A drawing in which every text is `printable`; colours and lines stay.
+
+    Args:
+        what: The drawing.
+    """
+
+    def __init__(self, what: RenderableType) -> None:
+        self._what = what
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.segment import Segment
+
+        for text, style, control in console.render(self._what, options):
+            yield Segment(text if control else printable(text), style, control)
 
 
 def split_names(typed: list[str] | None) -> list[str] | None:
@@ -114,7 +140,7 @@ def _bar(text: str) -> Iterator[None]:
         redirect_stdout=False,  # it would show what libraries print, which `quiet_libraries` drops
         redirect_stderr=False,
     )
-    task = progress.add_task(text, total=None, counted="")
+    task = progress.add_task(printable(text), total=None, counted="")
 
     def show_done(what: str, done: int, total: int) -> None:
         progress.update(task, completed=done, total=total, counted=f"{done} of {total} {what}")

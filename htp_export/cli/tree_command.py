@@ -11,7 +11,7 @@ import typer
 from htp_export.cli.file_options import DepthOption, FeedDimsOption, FeedOption, FileArgument, JsonOption, SelectOption
 from htp_export.cli.measurements import read_measured
 from htp_export.cli.sizes import Sizes, read_sizes
-from htp_export.cli.terminal import print_json, show, split_names
+from htp_export.cli.terminal import print_json, print_text, show, split_names
 from htp_export.errors import InputError
 from htp_export.show.tree import COLUMNS, render, tree_csv
 
@@ -52,7 +52,7 @@ def tree_command(
     if as_json:
         print_json(tree.to_dict())
     elif as_csv:
-        print(tree_csv(tree, names, sort), end="")
+        print_text(tree_csv(tree, names, sort))
     else:
         show(render(tree, fold=fold, columns=names, sort=sort))
 

@@ -17,6 +17,7 @@ from htp_export.call_tree import CallTree
 from htp_export.errors import InputError
 from htp_export.files import check_target, write_model
 from htp_export.hierarchy import Hierarchy
+from htp_export.model_faults import names_model_faults
 from htp_export.names import UsedNames, rename
 from htp_export.nested.records import DOMAIN, Expectations, Instance, Record, Records, entry_of, restore
 from htp_export.regions import all_nodes, subgraphs
@@ -61,6 +62,7 @@ class Inlined:
         return f"{calls} calls of {len(self.functions)} functions inlined: {self.nodes_after} nodes"
 
 
+@names_model_faults("onnx")
 def inline(onnx: ModelSource, output: str | os.PathLike[str] | None = None, *, share_weights: bool = False) -> Inlined:
     """Dissolve the functions of a model: the flat, tagged graph.
 
@@ -98,6 +100,7 @@ def inline(onnx: ModelSource, output: str | os.PathLike[str] | None = None, *, s
     return inlined
 
 
+@names_model_faults("source")
 def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
     """A model whose functions are dissolved, each node in the module whose work it does; as it is where it has none.
 

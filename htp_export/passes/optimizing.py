@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from htp_export.files import check_target, write_model
+from htp_export.model_faults import names_model_faults
 from htp_export.nested.flatten import read_flat
 from htp_export.passes.checking import OutputCheck
 from htp_export.passes.pipeline import Pipeline
@@ -18,6 +19,7 @@ from htp_export.tagged import ModelSource
 __all__ = ["optimize"]
 
 
+@names_model_faults("model")
 def optimize(
     model: ModelSource,
     output: str | os.PathLike[str] | None = None,

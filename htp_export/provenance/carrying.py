@@ -19,6 +19,7 @@ from htp_export.errors import InputError, UntaggedModelError
 from htp_export.files import check_target, write_model
 from htp_export.garbage import no_collection
 from htp_export.hierarchy import Hierarchy
+from htp_export.model_faults import names_model_faults
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.fates import FatesAfter
 from htp_export.provenance.maps import map_to_text, text_to_map
@@ -73,6 +74,7 @@ class Carried:
         return "\n".join(lines)
 
 
+@names_model_faults("before", "after")
 def carry(
     before: ModelSource | None,
     after: ModelSource | None = None,
@@ -149,6 +151,7 @@ def carry_in_place(
     return result
 
 
+@names_model_faults("model")
 def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) -> ir.Model:
     """Write into a tagged model's metadata what `carry` has to know of it, for when the model itself is gone.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from htp_export import tags
 from htp_export.errors import InputError, UntaggedModelError
+from htp_export.model_faults import names_model_faults
 from htp_export.nested.flatten import read_flat
 from htp_export.run.checking import check_calls
 from htp_export.run.file_calls import calls_in_file
@@ -24,6 +25,7 @@ from htp_export.tagged import ModelSource, TaggedModel, name_of
 __all__ = ["compare"]
 
 
+@names_model_faults("a", "b")
 def compare(
     a: ModelSource,
     b: ModelSource,

@@ -14,6 +14,7 @@ from typing import Any
 
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.hierarchy import ModuleInfo
+from htp_export.model_faults import names_model_faults
 from htp_export.nested.flatten import read_flat
 from htp_export.run.kernels import Kernel, attributed_kernels
 from htp_export.runtime.inputs import Inputs
@@ -146,6 +147,7 @@ class Profile(ModuleTable):
         return (*lines, *(f"assumed: {note}" for note in self.notes), *tag_lines(self.tags))
 
 
+@names_model_faults("onnx")
 def profile(
     onnx: ModelSource,
     inputs: Mapping[str, Any] | None = None,

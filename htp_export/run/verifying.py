@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from htp_export.capture.calls import arguments_by_name, defaults_of, named_leaves, named_tensors_in
 from htp_export.errors import InputError, UntaggedModelError
+from htp_export.model_faults import names_model_faults
 from htp_export.nested.flatten import read_flat
 from htp_export.run.checking import check_calls
 from htp_export.run.contradictions import with_contradictions
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 
+@names_model_faults("onnx")
 def verify(
     model: nn.Module,
     onnx: ModelSource,

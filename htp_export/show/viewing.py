@@ -15,6 +15,7 @@ from htp_export.analyze.measures import Measure, measures_of
 from htp_export.errors import FileError, InputError
 from htp_export.files import check_target
 from htp_export.json_file import read_json
+from htp_export.model_faults import names_model_faults
 from htp_export.nested.flatten import read_flat
 from htp_export.show.levels import parents
 from htp_export.show.model_explorer.application import MissingApplicationError, application, packed
@@ -153,6 +154,7 @@ def view(
     return View(page, path, len(inventory.nodes), len(parents(inventory)), missing, failures)
 
 
+@names_model_faults("model")
 def inventory_of(model: ModelSource, statistics: bool = False) -> Inventory:
     """What is drawn of a model, with the statistics of its weights if asked for; it is called by its file's name."""
     name = Path(model).name if isinstance(model, str | os.PathLike) else ""

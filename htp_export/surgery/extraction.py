@@ -13,6 +13,7 @@ import onnx_ir as ir
 from htp_export.cut_models import cut_model
 from htp_export.cutting import cut
 from htp_export.files import check_target, has_external_data, write_model
+from htp_export.model_faults import names_model_faults
 from htp_export.nested.flatten import read_flat
 from htp_export.tagged import ModelSource
 
@@ -62,6 +63,7 @@ class Extraction:
         return "\n".join((f"{self.path or '(root)'}: {self.nodes} nodes{where}", *ends))
 
 
+@names_model_faults("model")
 def extract(
     model: ModelSource, path: str, output: str | os.PathLike[str] | None = None, *, call: int = 0
 ) -> Extraction:

@@ -14,6 +14,7 @@ from htp_export import tags
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.files import check_target, write_model
 from htp_export.hierarchy import ModuleInfo
+from htp_export.model_faults import names_model_faults
 from htp_export.names import UsedNames
 from htp_export.nested.flatten import dissolve
 from htp_export.nested.records import DOMAIN, Records
@@ -95,6 +96,7 @@ class Nested:
         return "\n".join(lines)
 
 
+@names_model_faults("onnx")
 def functions(
     onnx: ModelSource,
     select: str | Sequence[str],

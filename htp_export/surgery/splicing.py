@@ -15,6 +15,7 @@ from htp_export.call_tree import Instance
 from htp_export.cutting import Cut, Cutter
 from htp_export.errors import InputError
 from htp_export.files import check_target, write_model
+from htp_export.model_faults import names_model_faults
 from htp_export.nested.flatten import read_flat
 from htp_export.surgery.grafts import Graft, placed_paths, weight_key
 from htp_export.surgery.spliced_calls import SplicedCalls
@@ -61,6 +62,7 @@ class Splice:
         )
 
 
+@names_model_faults("model", "replacement")
 def splice(
     model: ModelSource,
     path: str,

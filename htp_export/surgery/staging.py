@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from htp_export.cutting import Cutter
 from htp_export.errors import InputError, UnknownModuleError
+from htp_export.model_faults import names_model_faults
 from htp_export.surgery.balancing import balanced_cuts
 from htp_export.surgery.chain import Border, Chain
 from htp_export.surgery.constants import Constants
@@ -32,6 +33,7 @@ _CUT_MODULE = 0.02
 Serving: TypeAlias = Literal["triton", "ray"]
 
 
+@names_model_faults("model")
 def partition(
     model: ModelSource,
     stages: int | Sequence[str],
