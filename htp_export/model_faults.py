@@ -3,15 +3,14 @@
 `structure` refuses what no work could do without. A model may be wrong in more ways than these: a permutation with an
 axis that the tensor does not have, sizes that do not fit. Work on it ends in whatever error Python has for that. Then,
 and only then, the model is given to those that know all rules: the shape inference and the checker of onnx, and ONNX
-Runtime. If one of them refuses it, the error says so, with the node that it names. If none does, the error is a fault of
-htp_export, and stays what it is.
+Runtime. If one of them refuses it, the error says so, with the node that it names. If none does, the error is a fault
+of htp_export, and stays what it is.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
@@ -27,8 +26,6 @@ __all__ = ["names_model_faults"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-_log = logging.getLogger(__name__)
 
 
 def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -83,10 +80,18 @@ def _fault(source: Any) -> str:
         return ""
     try:
         proto = ir.to_proto(without_weights(model_of(source)))
-    except Exception as error:
-        _log.debug("the model cannot be judged: %s", error)
+    except HtpExportError:
         return ""
+    except Exception as error:
+        return f"it cannot be copied: {_deepest(error)}"
     return next(filter(None, _judged(proto)), "")
+
+
+def _deepest(error: BaseException) -> str:
+    """What was wrong in the end: onnx_ir says first, level by level, what it was doing."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}".split("\n", 1)[0][:500]
 
 
 def _judged(proto: onnx.ModelProto) -> Iterator[str]:

@@ -9,7 +9,7 @@ that runs is not refused. One pass over the graph; no weights are read.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -59,6 +59,7 @@ def check_structure(model: ir.Model) -> None:
         ...
         ValueError: node 'act' (Relu) reads 'nowhere', which nothing produces
     """
+    _decode(model.metadata_props)
     called = {(domain, name) for domain, name, _ in model.functions}
     _check_graphs(model.graph, model.opset_imports, called)
     for function in model.functions.values():
@@ -72,7 +73,9 @@ def _check_graphs(graph: ir.Graph, imports: Mapping[str, int], called: Collectio
     while waiting:
         graph = waiting.pop()
         _check_ends(graph)
-        for value in graph.initializers.values():
+        for name, value in graph.initializers.items():
+            if isinstance(name, bytes):
+                raise ValueError(f"a tensor has a name that is not UTF-8: {name!r}")  # noqa: TRY004 - it is a bad value
             _check_value(value)
             if value.const_value is not None:
                 _check_tensor(value.const_value)
@@ -144,15 +147,19 @@ def _check_ends(graph: ir.Graph) -> None:
     names = set[str]()
     for value in graph.inputs:
         _check_value(value)
-        if not value.name:
-            raise ValueError(f"an input of graph {_short(graph.name or '')} has no name")
+        if not value.name or isinstance(value.name, bytes):
+            raise ValueError(f"an input of graph {_short(graph.name or '')} has no name that is UTF-8: {value.name!r}")
         if value.name in names:
             raise ValueError(f"two inputs of graph {_short(graph.name or '')} are called {_short(value.name)}")
         names.add(value.name)
     for value in graph.outputs:
-        if value.producer() is None and value.graph is None:
+        if _is_dangling(value):
             within = f" in graph {_short(graph.name)}" if graph.name else ""
             raise ValueError(f"nothing produces the output {_short(value.name or '')}{within}")
+
+
+def _is_dangling(value: ir.Value) -> bool:
+    return value.producer() is None and not value.is_graph_input() and not value.is_initializer()
 
 
 def _check_value(value: ir.Value) -> None:
@@ -164,11 +171,30 @@ def _check_value(value: ir.Value) -> None:
         value.shape = ir.Shape([None if isinstance(dim, int) and dim < 0 else dim for dim in shape])
 
 
+def _decode(metadata: MutableMapping[str, str]) -> None:
+    """Make text of metadata that is not UTF-8, paths of source files for one, which protobuf hands over as bytes."""
+    for key, value in list(metadata.items()):
+        for text in (key, value):
+            if isinstance(text, bytes):
+                del metadata[key]
+                metadata[_text(key)] = _text(value)
+                break
+
+
+def _text(text: str | bytes) -> str:
+    return text.decode(errors="replace") if isinstance(text, bytes) else text
+
+
 def _check_node(node: ir.Node) -> None:
     if not node.op_type:
         raise ValueError(f"{node_text(node)} names no operator")
+    for name in (node.op_type, node.domain, node.name, *(value.name for value in node.outputs)):
+        if isinstance(name, bytes):
+            raise ValueError(f"{node_text(node)} has a name that is not UTF-8: {name!r}")  # noqa: TRY004
+    if node.metadata_props:
+        _decode(node.metadata_props)
     for value in node.inputs:
-        if value is not None and value.producer() is None and value.graph is None:
+        if value is not None and _is_dangling(value):
             raise ValueError(f"{node_text(node)} reads {_short(value.name or '')}, which nothing produces")
     for value in node.outputs:
         if value.type is not None or value.shape is not None:
@@ -205,7 +231,7 @@ def _rules(op_type: str, version: int) -> _Rules | None:
         return None
     attributes = schema.attributes
     return _Rules(
-        {name: ir.AttributeType[each.type.name] for name, each in attributes.items()},
+        {name: ir.AttributeType[each.type.name] for name, each in attributes.items()},  # type: ignore[attr-defined]
         tuple(name for name, each in attributes.items() if each.required),
         (schema.min_input, schema.max_input),
         (schema.min_output, schema.max_output),

@@ -159,7 +159,7 @@ def owners_of(metadata: Mapping[str, str]) -> tuple[str, ...]:
     if OWNERS in metadata:
         try:
             listed = json.loads(metadata[OWNERS])
-        except ValueError:
+        except (ValueError, RecursionError):
             listed = None
         if isinstance(listed, list) and listed and all(isinstance(path, str) for path in listed):
             return tuple(listed)

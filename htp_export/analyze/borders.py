@@ -125,7 +125,7 @@ def _written_down(model: ir.Model) -> set[tuple[str, str, bool]]:
     try:
         listed = json.loads(model.metadata_props.get(tags.CONTAMINATION, "[]"))
         return {(str(path), str(name), bool(leaves)) for path, name, leaves in listed}
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return set()
 
 

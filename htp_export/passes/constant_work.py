@@ -1,6 +1,8 @@
 """Work in which no input of the model has a part: the nodes that do it, in groups that read each other.
 
-ONNX Runtime computes it, one group after another, so that no more than one group's large weights are in memory.
+ONNX Runtime computes it, one group after another, so that no more than one group's large weights are in memory. A few
+bytes of a file can ask for any number of values: a node is computed once its result is known to be small enough, or
+once there is nothing left from which that could become known.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ GROWTH = "htp_export.growth"
 
 _LARGE = 1 << 16
 """Bytes; larger constants are given to ONNX Runtime as inputs, which does not copy them."""
+
+_LONGEST = 5.0
+"""Seconds that loops and branches may take; others are as quick as their results are small."""
 
 _UNPACKING = frozenset(("DequantizeLinear",))
 """These make large weights of small ones; computed beforehand, a quantized model would be none any more."""
@@ -113,7 +118,10 @@ def find_work(graph: ir.Graph, room: int, left_out: Collection[ir.Node] = ()) ->
         known = known or Symbolic(graph)
         taken = frozenset[ir.Value]().union(*(sources.get(value, (value,)) for value in read))
         most = room + sum(bytes_of(value.const_value) for value in taken)
-        if all(size is None or size <= most for size in (_size(value, known) for value in node.outputs)):
+        sizes = [_size(value, known) for value in node.outputs if value.name]
+        if None in sizes and not all(is_constant(value) for value in read):
+            continue  # once what it reads has been computed, its size may be known
+        if all(size is None or size <= most for size in sizes):
             sources.update(dict.fromkeys(node.outputs, taken))
             found.append(node)
     return [work for nodes in _connected(found) if (work := _work(nodes)).results]
@@ -185,6 +193,9 @@ def _as_far_as_it_goes(model: ir.Model, work: Work) -> tuple[dict[ir.Value, ir.T
     try:
         arrays = _run(model, work.nodes, work.results)
     except Exception:
+        loop = next((node for node in work.nodes if subgraphs(node)), None)
+        if loop is not None:  # it may be that it does not end, and that is not tried again and again
+            return {}, loop
         low, high = 0, len(work.nodes) - 1
         while low < high:
             middle = (low + high) // 2
@@ -225,7 +236,8 @@ def _run(model: ir.Model, nodes: Sequence[ir.Node], wanted: Sequence[ir.Value]) 
     imports = [onnx.helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()]
     proto = onnx.helper.make_model(graph, opset_imports=imports, ir_version=model.ir_version)
     session = Session(RunnableModel(proto.SerializeToString(), "constants"), changes=as_written(threads=1))
-    results = session.run(feeds, [str(value.name) for value in wanted])
+    longest = _LONGEST if any(map(subgraphs, nodes)) else None  # nothing else bounds a loop
+    results = session.run(feeds, [str(value.name) for value in wanted], longest=longest)
     arrays = ((value, results[str(value.name)]) for value in wanted)
     return {value: array for value, array in arrays if isinstance(array, np.ndarray)}
 

@@ -84,14 +84,14 @@ def _fold(model: ir.Model, graph: ir.Graph) -> bool:
     left_out: set[ir.Node] = set()
     folded = False
     while works := find_work(graph, room_left(model), left_out):
-        looked_at = len(left_out)
+        looked_at, nodes = len(left_out), len(graph)
         for work, results, fault in computed(model, works):
             if fault is not None:
                 left_out.add(fault)
             else:
                 folded |= _keep(model, graph, work, results, left_out)
         remove_unused(model)
-        if len(left_out) == looked_at:
+        if len(left_out) == looked_at and len(graph) == nodes:
             break
     return folded
 

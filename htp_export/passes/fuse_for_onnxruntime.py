@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -13,11 +13,13 @@ from htp_export.passes.editing import add_constant, only_reader, register_consta
 from htp_export.passes.near_matching import near_matching
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
+from htp_export.passes.sizes import product
 from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["FuseForOnnxruntime"]
 
 _HIDDEN = "htp_export.hidden"
+_LARGE = 1 << 20  # values
 
 
 @register("fuse_for_onnxruntime", level="fused")
@@ -29,7 +31,7 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
 
         before = list(model.graph)
         _unflatten(model)
-        with _hidden(model, "InstanceNormalization"), near_matching():
+        with _hidden(model, [*_normalizing(model), *_growing(model.graph)]), near_matching():
             fused, _ = optimize_for_ort(model)
         register_constants(fused.graph)
         _turn_batches(fused)
@@ -38,10 +40,31 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
         return ir.passes.PassResult(fused, list(fused.graph) != before)
 
 
+def _normalizing(model: ir.Model) -> list[ir.Node]:
+    """What rules for group normalization would take for it: they make an operator that runs on GPUs alone."""
+    return [node for node in model.graph.all_nodes() if is_standard(node, "InstanceNormalization")]
+
+
+def _growing(graph: ir.Graph) -> list[ir.Node]:
+    """Nodes that make much of few constants: onnxscript computes what is constant before it looks how large it is."""
+    known: Symbolic | None = None
+    found = []
+    for node in graph:
+        read = [ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None]
+        if node.domain or not all(tensor is not None for tensor in read):
+            continue
+        known = known or Symbolic(graph)
+        shapes = [known.shape(value) for value in node.outputs]
+        sizes = [None if shape is None else product(shape) for shape in shapes]
+        most = _LARGE + sum(tensor.size for tensor in read if tensor is not None)
+        if not all(isinstance(size, int) and size <= most for size in sizes):
+            found.append(node)
+    return found
+
+
 @contextlib.contextmanager
-def _hidden(model: ir.Model, op_type: str) -> Iterator[None]:
-    """Keep an operator of ONNX from rules: those that see group normalization make one that runs on GPUs alone."""
-    nodes = [node for node in model.graph.all_nodes() if is_standard(node, op_type)]
+def _hidden(model: ir.Model, nodes: Sequence[ir.Node]) -> Iterator[None]:
+    """Keep nodes of ONNX from rules."""
     if nodes:
         model.opset_imports[_HIDDEN] = 1
     for node in nodes:

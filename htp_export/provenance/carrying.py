@@ -280,7 +280,10 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
             raise InputError(
                 f"the second model was not made of the first, which has no {after.values[value].name!r} of that shape"
             )
-    calls = CallTree.from_json(origin.kept.get(tags.CALLERS), origin.hierarchy)
+    try:
+        calls = CallTree.from_json(origin.kept.get(tags.CALLERS), origin.hierarchy)
+    except ValueError as error:
+        raise InputError(f"the first model: {error}") from error
     found = owners_after(origin.sketch, after, divide(alignment), calls)
     owned = [one if one.paths else replace(one, paths=("",)) for one in found]
     works = [calls.work(one.paths, one.call) for one in owned]

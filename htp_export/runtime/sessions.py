@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -217,6 +218,8 @@ class Session:
         arrays: Mapping[str, Array],
         outputs: Sequence[str] | None = None,
         types: Mapping[str, ir.DataType] | None = None,
+        *,
+        longest: float | None = None,
     ) -> dict[str, Any]:
         """Run the model once.
 
@@ -224,6 +227,7 @@ class Session:
             arrays: Input name → array.
             outputs: Names of the outputs to compute; None for all.
             types: Input name → ONNX element type, for those that numpy has not.
+            longest: Seconds after which the run ends in an error; None lets it take as long as it takes.
 
         Returns:
             Output name → array; a list of arrays for a sequence, and None for an optional without value.
@@ -234,10 +238,11 @@ class Session:
         names = list(dict.fromkeys(self.outputs if outputs is None else outputs))
         if not self._tensors.issuperset(names):  # an `OrtValue` gives no values of sequences and optionals
             try:
-                return dict(zip(names, self._session.run(names, dict(arrays)), strict=True))
+                with _stopped_after(longest) as options:
+                    return dict(zip(names, self._session.run(names, dict(arrays), options), strict=True))
             except Exception as error:
                 raise self.model.failure("run", error) from error
-        values = self.run_values(self.values(arrays, types), names)
+        values = self.run_values(self.values(arrays, types), names, longest=longest)
         return {name: from_ort(value) for name, value in zip(names, values, strict=True)}
 
     def values(self, arrays: Mapping[str, Array], types: Mapping[str, ir.DataType] | None = None) -> dict[str, Any]:
@@ -255,12 +260,15 @@ class Session:
         except Exception as error:
             raise self.model.failure("run", error) from error
 
-    def run_values(self, values: Mapping[str, Any], outputs: Sequence[str] | None = None) -> list[Any]:
+    def run_values(
+        self, values: Mapping[str, Any], outputs: Sequence[str] | None = None, *, longest: float | None = None
+    ) -> list[Any]:
         """Run the model once, on and with ONNX Runtime's own values.
 
         Args:
             values: Input name → ``OrtValue``.
             outputs: Names of the outputs to compute; None for all.
+            longest: As above.
 
         Returns:
             An ``OrtValue`` for each.
@@ -270,13 +278,32 @@ class Session:
         """
         names = list(self.outputs if outputs is None else outputs)
         try:
-            return list(self._session.run_with_ort_values(names, dict(values)))
+            with _stopped_after(longest) as options:
+                return list(self._session.run_with_ort_values(names, dict(values), options))
         except Exception as error:
             raise self.model.failure("run", error) from error
 
     def end_profiling(self) -> Path:
         """Switch the profiler off that ``enable_profiling`` switched on; its file."""
         return Path(self._session.end_profiling())
+
+
+@contextlib.contextmanager
+def _stopped_after(seconds: float | None) -> Iterator[Any]:
+    """Options with which a run ends in an error after some seconds; None where it may take as long as it takes."""
+    if seconds is None:
+        yield None
+        return
+    import onnxruntime
+
+    options = onnxruntime.RunOptions()
+    timer = threading.Timer(seconds, setattr, (options, "terminate", True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield options
+    finally:
+        timer.cancel()
 
 
 def _load(model: RunnableModel, settings: SessionSettings, changes: Changes) -> Any:
