@@ -215,6 +215,8 @@ def find_data(model: Path, location: str) -> tuple[Path, str]:
             found = (home / location).resolve()
             if not any(found.is_relative_to(allowed.resolve()) for allowed in homes):
                 raise outside
+            if found.exists() and not found.is_file() and not found.is_dir():  # a pipe would be waited for
+                raise FileError(model, f"its external data {location!r} is no plain file; it will not be read")
             if found.exists():
                 return (home, location) if found.is_relative_to(home.resolve()) else (found.parent, found.name)
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle, names that no file can have

@@ -123,7 +123,8 @@ def at_fault(proto: onnx.ModelProto) -> str:
     for kind, messages in kinds:
         for message in messages:
             try:
-                ir.from_proto(_without_edges(message) if kind == "node" else message)
+                read = ir.from_proto(_without_edges(message) if kind == "node" else message)
+                _ = read.dtype if kind == "tensor" else None
             except Exception:  # whatever it comes across
                 operator = f" ({message.op_type})" if kind == "node" else ""
                 return f"{kind} {_short(message.name)}{operator}"

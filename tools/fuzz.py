@@ -40,7 +40,7 @@ import htp_export
 from htp_export.cli.main import main as run_command
 from tools.fuzz_mutations import mutated
 
-__all__ = ["COMMANDS", "Fault", "make_models", "run"]
+__all__ = ["COMMANDS", "Fault", "branching", "make_models", "run"]
 
 COMMANDS: dict[str, str] = {
     "tree": "tree F",
@@ -132,11 +132,12 @@ def make_models(folder: Path) -> list[Path]:
         htp_export.tools.quantize_dynamic(files["torchscript"], files["quantized"])
         htp_export.extract(files["dynamo"], "block.0", folder / "part.onnx")
     branches = folder / "branches.onnx"
-    onnx.save(_branching(), branches)
+    onnx.save(branching(), branches)
     return [*files.values(), branches]
 
 
-def _branching() -> onnx.ModelProto:
+def branching() -> onnx.ModelProto:
+    """A model with a function, a branch and a loop."""
     text = """
     <ir_version: 10, opset_import: ["" : 20, "pkg" : 1]>
     branches (float[n, 4] x, bool c, int64 trips) => (float[n, 4] y, float[n, 4] z, float[m] w) {
@@ -286,6 +287,7 @@ def run(
     folder: Path,
     files: int,
     *,
+    models: Sequence[Path] | None = None,
     seed: int = 0,
     commands: Sequence[str] = tuple(COMMANDS),
     each: int = 4,
@@ -298,6 +300,7 @@ def run(
     Args:
         folder: Where to work; empty.
         files: How many files.
+        models: The models that faults are put into, in that folder; those of `make_models` where it is None.
         seed: What is drawn from it: the faults, and which commands.
         commands: Which of ``COMMANDS``.
         each: How many of them are run on each file.
@@ -308,7 +311,7 @@ def run(
     Returns:
         How many files were run, how many of them are at fault, and the faults, the most frequent first.
     """
-    models = make_models(folder)
+    models = make_models(folder) if models is None else models
     whole = {file: onnx.load(file, load_external_data=False) for file in models}
     (folder / "folder").mkdir()
     os.mkfifo(folder / "pipe")
