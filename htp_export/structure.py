@@ -124,7 +124,7 @@ def at_fault(proto: onnx.ModelProto) -> str:
         for message in messages:
             try:
                 read = ir.from_proto(_without_edges(message) if kind == "node" else message)
-                _ = read.dtype if kind == "tensor" else None
+                _ = getattr(read, "dtype", None)
             except Exception:  # whatever it comes across
                 operator = f" ({message.op_type})" if kind == "node" else ""
                 return f"{kind} {_short(message.name)}{operator}"

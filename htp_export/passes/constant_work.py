@@ -119,12 +119,23 @@ def find_work(graph: ir.Graph, room: int, left_out: Collection[ir.Node] = ()) ->
         taken = frozenset[ir.Value]().union(*(sources.get(value, (value,)) for value in read))
         most = room + sum(bytes_of(value.const_value) for value in taken)
         sizes = [_size(value, known) for value in node.outputs if value.name]
-        if None in sizes and not all(is_constant(value) for value in read):
-            continue  # once what it reads has been computed, its size may be known
+        if None in sizes and not all(is_constant(value) or _is_sequence(value) for value in read):
+            continue  # once the tensors that it reads have been computed, its size may be known
         if all(size is None or size <= most for size in sizes):
             sources.update(dict.fromkeys(node.outputs, taken))
             found.append(node)
     return [work for nodes in _connected(found) if (work := _work(nodes)).results]
+
+
+def _is_sequence(value: ir.Value) -> bool:
+    """Whether a value is no tensor, which could be stored, but a sequence or an optional value."""
+    if value.type is not None:
+        return not isinstance(value.type, ir.TensorType)
+    node = value.producer()
+    if node is None or not onnx.defs.has(node.op_type, node.domain):
+        return False
+    formals = onnx.defs.get_schema(node.op_type, node.domain).outputs
+    return not any(kind.startswith("tensor") for kind in formals[min(value.index() or 0, len(formals) - 1)].types)
 
 
 def _work(nodes: Sequence[ir.Node]) -> Work:
