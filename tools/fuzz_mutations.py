@@ -14,7 +14,10 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import AttributeProto, TensorProto, helper
 
-__all__ = ["mutated"]
+__all__ = ["BOMB", "mutated"]
+
+BOMB = b"bomb_size"
+"""What stands in a file that asks for very many values, or for a loop without end."""
 
 _HOSTILE = (
     "",
