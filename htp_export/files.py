@@ -26,6 +26,7 @@ from htp_export.errors import FileError, InputError
 from htp_export.filesystem import is_special, why_not_writable
 from htp_export.replacing import Move, real_path, replace_file, work_folder
 from htp_export.slots import Slot, slots
+from htp_export.sparse import with_dense_initializers
 from htp_export.stored import Marks, read_hollow, write_filled
 from htp_export.structure import at_fault, check_structure
 
@@ -141,7 +142,7 @@ def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
 
 def _deserialized(proto: onnx.ModelProto) -> ir.Model:
     try:
-        model = ir.from_proto(proto)
+        model = ir.from_proto(with_dense_initializers(proto))
     except Exception as error:  # whatever it comes across
         where = at_fault(proto)
         raise InputError(f"{_INVALID}: {where}{': ' if where else ''}{_first_line(error)}") from error

@@ -35,6 +35,7 @@ ROWS = [
         "rewiring",
         "sharing",
         "slots",
+        "sparse",
         "stored",
         "structure",
         "wire",

@@ -175,6 +175,28 @@ def test_what_a_value_does_not_say_is_unknown() -> None:
     assert second.dtype is None
 
 
+@pytest.mark.parametrize("indices", [[[0, 1], [2, 0]], [1, 4]])
+def test_sparse_initializers_are_read_as_what_they_stand_for(indices: list[object], tmp_path: Path) -> None:
+    values = onnx.numpy_helper.from_array(np.array([5.0, 6.0], np.float32), "w")
+    places = onnx.numpy_helper.from_array(np.array(indices), "places")
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "w"], ["y"])],
+        "net",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [3, 2])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3, 2])],
+    )
+    graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [3, 2]))
+    model = helper.make_model(graph, ir_version=10)
+    weight = htp_export.load(model).model.graph.initializers["w"].const_value
+    assert weight is not None
+    assert weight.numpy().tolist() == [[0, 5], [0, 0], [6, 0]]
+    assert len(model.graph.sparse_initializer) == 1
+    htp_export.load(model).save(tmp_path / "dense.onnx")
+    model.graph.sparse_initializer[0].dims[:] = [10**9, 10**9]
+    with pytest.raises(htp_export.InputError, match="the sparse initializer 'w' is of size"):
+        htp_export.load(model)
+
+
 @pytest.mark.parametrize(
     ("dtype", "field", "values"),
     [
