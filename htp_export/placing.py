@@ -15,6 +15,7 @@ import onnx_ir as ir
 from htp_export import tags
 from htp_export.data_notes import describe_own, put_notes
 from htp_export.data_plan import in_safe_order, is_named_by_us
+from htp_export.errors import FileError
 from htp_export.files import is_protobuf, own_files, places_of, read_model, write_model
 from htp_export.filesystem import is_special
 from htp_export.replacing import Move, work_folder
@@ -64,7 +65,10 @@ def _note(file: Path, replaced: Mapping[str, Path]) -> None:
         file: The model.
         replaced: The name of each data file → the file whose place it takes.
     """
-    model = read_model(file)
+    try:
+        model = read_model(file)
+    except FileError:  # torch writes files that are no valid models: with ``export_params=False``, weights are missing
+        return
     tensors: dict[str, list[ir.ExternalTensor]] = {}
     for slot in slots(model):
         if isinstance(slot.tensor, ir.ExternalTensor):

@@ -46,10 +46,9 @@ def test_an_option_of_dynamo_is_on_in_the_process_that_runs_the_tests(monkeypatc
     from torch._dynamo import config
 
     given = []
-    monkeypatch.setattr(config, "verbose", False)
     monkeypatch.setattr(pytest, "main", lambda words: given.append((words, config.verbose)))
     monkeypatch.setattr(sys, "argv", ["-c", "verbose", "-m", "torch"])
-    with pytest.raises(SystemExit):
+    with config.patch(verbose=False), pytest.raises(SystemExit):  # pytest's own way would leave it undefined
         exec(matrix.WITH_SETTING, {})
     assert given == [(["-m", "torch", "-n", "0"], True)]
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from htp_export.analyze.tree import ModuleRow, ModuleTree, tree_rows
-from htp_export.errors import SelectorError
+from htp_export.errors import InputError, SelectorError
 from htp_export.show.tree import render
 from htp_export.tag_facts import TagFacts
 from htp_export.tagged import load
@@ -41,7 +41,7 @@ def test_depth_counts_modules_that_ran_and_not_their_containers() -> None:
     paths = [row.path for row in tree_rows(load(encoder()), depth=1).rows]
     assert paths == ["", "layer", "layer.0", "layer.1", "dropout"]
     assert [row.path for row in tree_rows(load(encoder()), depth=0).rows] == [""]
-    with pytest.raises(ValueError, match="depth"):
+    with pytest.raises(InputError, match="depth"):
         tree_rows(load(encoder()), depth=-1)
 
 

@@ -2,13 +2,8 @@
 
     pip install ".[docs]" && mkdocs build --strict
 
-<<<<<<< HEAD
 MkDocs calls `on_page_markdown` for every page (mkdocs.yml, "hooks"). Links out of docs/ work on a forge and in a
 clone. In the site they lead to the project's repository, or lose their address where mkdocs.yml names no repository.
-=======
-MkDocs calls `on_page_markdown` for every page (mkdocs.yml, "hooks"). Links that lead out of docs/, which work on a forge and
-in a clone, lead to the project's repository in the site, or lose their address where mkdocs.yml names no repository.
->>>>>>> e8e5e0b (The documentation builds as a site: README first, pages by capability, the API from docstrings; CI builds it strictly)
 """
 
 from __future__ import annotations

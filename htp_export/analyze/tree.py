@@ -10,6 +10,7 @@ from typing import Any
 from htp_export import tags
 from htp_export.analyze.contents import ModuleContents, contents_of
 from htp_export.analyze.costs import Cost
+from htp_export.errors import InputError
 from htp_export.model_faults import names_model_faults
 from htp_export.tables import ModuleTable
 from htp_export.tag_facts import TagFacts, tag_lines
@@ -140,7 +141,7 @@ def tree_rows(
     Raises:
         SelectorError: If the selector cannot be read or matches nothing.
         UntaggedModelError: If the model has no tags.
-        ValueError: If ``depth`` is negative.
+        InputError: If ``depth`` is negative.
     """
     contents = contents_of(tagged).modules
     rows = tuple(
@@ -161,10 +162,10 @@ def visible(tagged: TaggedModel, depth: int | None = None, select: str | Sequenc
     Raises:
         SelectorError: If the selector cannot be read or matches nothing.
         UntaggedModelError: If the model has no tags, and some modules are selected.
-        ValueError: If ``depth`` is negative.
+        InputError: If ``depth`` is negative.
     """
     if depth is not None and depth < 0:
-        raise ValueError(f"depth counts levels from 0, not {depth}")
+        raise InputError(f"depth counts levels from 0, not {depth}")
     shown = set(tagged.paths if select is None else tagged.select(select))
     shown = {up for path in shown for up in tags.ancestors(path)}
     level: dict[str, int] = {}
