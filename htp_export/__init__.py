@@ -1,6 +1,6 @@
 """ONNX files that keep the module hierarchy of the PyTorch model they came from.
 
-Example:
+Examples:
     >>> import torch, htp_export
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
     >>> tagged = htp_export.load(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
@@ -15,18 +15,19 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from htp_export.analyze.blocks import Block
-    from htp_export.analyze.borders import Contamination, contamination
-    from htp_export.analyze.costing import cost
-    from htp_export.analyze.costs import Cost
-    from htp_export.analyze.differences import ModelDifference, ModuleDifference, diff
-    from htp_export.analyze.families import Fingerprint, fingerprint
-    from htp_export.analyze.finding import Finding, Forensics
-    from htp_export.analyze.investigation import forensics
+    from htp_export.costs.costing import cost
+    from htp_export.costs.result import Cost
+    from htp_export.differences.differing import ModelDifference, ModuleDifference, diff
     from htp_export.errors import HtpExportError, InputError
-    from htp_export.exporter import export, tagging
-    from htp_export.hierarchy import Hierarchy, ModuleInfo
-    from htp_export.nested.flatten import Inlined, inline
+    from htp_export.exporter.exporting import export, tagging
+    from htp_export.exporter.repair_report import Contamination, contamination
+    from htp_export.findings.finding import Finding, Forensics
+    from htp_export.findings.investigation import forensics
+    from htp_export.fingerprints.blocks import Block
+    from htp_export.fingerprints.families import Fingerprint, fingerprint
+    from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+    from htp_export.model.inlining import Inlined, inline
+    from htp_export.model.tagged import Region, TaggedModel, load
     from htp_export.passes.optimizing import optimize
     from htp_export.passes.results import Optimized
     from htp_export.provenance.carrying import Carried, carry, embed_map
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from htp_export.surgery.splicing import Splice, splice
     from htp_export.surgery.stages import Stage
     from htp_export.surgery.staging import partition
-    from htp_export.tagged import Region, TaggedModel, load
 
 __all__ = [
     "Block",
@@ -98,69 +98,69 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Block": "analyze.blocks",
+    "Block": "fingerprints.blocks",
     "Carried": "provenance.carrying",
     "Comparison": "run.results",
-    "Contamination": "analyze.borders",
-    "Cost": "analyze.costs",
+    "Contamination": "exporter.repair_report",
+    "Cost": "costs.result",
     "Extraction": "surgery.extraction",
-    "Finding": "analyze.finding",
-    "Fingerprint": "analyze.families",
-    "Forensics": "analyze.finding",
-    "Hierarchy": "hierarchy",
+    "Finding": "findings.finding",
+    "Fingerprint": "fingerprints.families",
+    "Forensics": "findings.finding",
+    "Hierarchy": "format.hierarchy",
     "HtpExportError": "errors",
-    "Inlined": "nested.flatten",
+    "Inlined": "model.inlining",
     "InputError": "errors",
-    "ModelDifference": "analyze.differences",
-    "ModuleDifference": "analyze.differences",
-    "ModuleInfo": "hierarchy",
+    "ModelDifference": "differences.differing",
+    "ModuleDifference": "differences.differing",
+    "ModuleInfo": "format.hierarchy",
     "ModuleLatency": "run.latency",
     "Nested": "surgery.nesting",
     "Optimized": "passes.results",
     "Partition": "surgery.partitions",
     "Profile": "run.latency",
-    "Region": "tagged",
+    "Region": "model.tagged",
     "Splice": "surgery.splicing",
     "Stage": "surgery.stages",
-    "TaggedModel": "tagged",
+    "TaggedModel": "model.tagged",
     "Verification": "run.results",
     "View": "show.viewing",
     "carry": "provenance.carrying",
     "compare": "run.file_comparing",
-    "contamination": "analyze.borders",
-    "cost": "analyze.costing",
-    "diff": "analyze.differences",
+    "contamination": "exporter.repair_report",
+    "cost": "costs.costing",
+    "diff": "differences.differing",
     "embed_map": "provenance.carrying",
-    "export": "exporter",
+    "export": "exporter.exporting",
     "extract": "surgery.extraction",
-    "fingerprint": "analyze.families",
-    "forensics": "analyze.investigation",
+    "fingerprint": "fingerprints.families",
+    "forensics": "findings.investigation",
     "functions": "surgery.nesting",
-    "inline": "nested.flatten",
-    "load": "tagged",
+    "inline": "model.inlining",
+    "load": "model.tagged",
     "load_partition": "surgery.manifest",
     "optimize": "passes.optimizing",
     "partition": "surgery.staging",
     "profile": "run.latency",
     "splice": "surgery.splicing",
-    "tagging": "exporter",
+    "tagging": "exporter.exporting",
     "verify": "run.verifying",
     "view": "show.viewing",
 }
 
 
-_SUBPACKAGES = ("tools", "errors")
-"""Named in the documentation by their own names, ``htp_export.tools.onnxslim``."""
+_SUBPACKAGES = {"tools": "provenance.adapters", "errors": "errors"}
+"""What the documentation names beside functions and classes, ``htp_export.tools.onnxslim``."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: torch takes seconds, and reading a file does not need it."""
     if name in _SUBPACKAGES:
-        return importlib.import_module(f"{__name__}.{name}")
+        return importlib.import_module(f"{__name__}.{_SUBPACKAGES[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    tables = sys.modules.get(f"{__name__}.tables")
+    tables = sys.modules.get(f"{__name__}.model.tables")
     if tables is not None:
         tables.ModuleTable.in_notebook = _in_notebook
     return found

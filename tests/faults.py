@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.tagged import TaggedModel
+from htp_export.model.tagged import TaggedModel
 
 Plant = Callable[[TaggedModel, str], None]
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from htp_export import tags
-from htp_export.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format import tags
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.signatures import Signature, signatures_to_json
 from htp_export.passes.bookkeeping import Bookkeeping
 from htp_export.passes.registry import find
-from htp_export.signatures import Signature, signatures_to_json
 
 Shape = list[int | str]
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 
 
 def tagged_node(

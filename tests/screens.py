@@ -11,8 +11,8 @@ import numpy as np
 import onnx_ir as ir
 
 import htp_export
-from htp_export.hierarchy import ModuleInfo
-from htp_export.parameters import Held, parameters_to_json
+from htp_export.format.hierarchy import ModuleInfo
+from htp_export.format.parameters import Held, parameters_to_json
 from tests import handmade
 from tests.chromium import Page
 

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.analyze.tree import tree_rows
-from htp_export.call_tree import CallTree, Instance
-from htp_export.capture.calls import NO_CALL, CallLog
+from htp_export.costs.module_tree import tree_rows
 from htp_export.errors import InputError
-from htp_export.hierarchy import Hierarchy, ModuleInfo
-from htp_export.tagged import TaggedModel
+from htp_export.exporter.capture.calls import NO_CALL, CallLog
+from htp_export.format.call_tree import CallTree, Instance
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.model.tagged import TaggedModel
 from tests import handmade
 from tests.exporting import SharedFiles, exported
 from tests.nets import EXPORTERS, NETS, spread, x

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export import exporter as exporting
-from htp_export.capture import dynamo_patches, patches, torchscript
-from htp_export.capture.decomposition import Decomposition
-from htp_export.capture.dynamo import DynamoCapture
-from htp_export.capture.modules import ModuleNames
-from htp_export.capture.patching import Patch
-from htp_export.capture.torchscript import TorchScriptCapture
 from htp_export.errors import CaptureError, TorchChangedError, UntaggedExportWarning
-from htp_export.wire import SerializedModel
+from htp_export.exporter import exporting as exporting
+from htp_export.exporter.capture import dynamo_patches, patches, torchscript
+from htp_export.exporter.capture.decomposition import Decomposition
+from htp_export.exporter.capture.dynamo import DynamoCapture
+from htp_export.exporter.capture.modules import ModuleNames
+from htp_export.exporter.capture.patching import Patch
+from htp_export.exporter.capture.torchscript import TorchScriptCapture
+from htp_export.files.wire import SerializedModel
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ import pytest
 
 import htp_export
 from htp_export.errors import FileError, InputError, UntaggedModelError
-from htp_export.hierarchy import ModuleInfo
+from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.operators import ends_in, resembles
 from htp_export.provenance.sketch import draw
 from tests.exporting import exported_net, metadata

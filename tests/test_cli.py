@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import htp_export
-from htp_export import exporter as exporting
 from htp_export.cli.main import app, main
+from htp_export.exporter import exporting as exporting
 from tests import faults
 
 SMALL = ["num_hidden_layers=1", "hidden_size=16", "num_attention_heads=2", "intermediate_size=32", "vocab_size=100"]

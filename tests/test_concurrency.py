@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capture import running, torch_internals
+from htp_export.exporter.capture import running, torch_internals
 
 EXPORTERS = pytest.mark.parametrize(
     "exporters",

@@ -15,10 +15,10 @@ from onnxruntime.quantization import quantize_dynamic
 from torch import nn
 
 import htp_export
-from htp_export.analyze.costs import Cost
+from htp_export.costs.result import Cost
 from htp_export.errors import InputError
-from htp_export.hierarchy import ModuleInfo
-from htp_export.parameters import Held, parameters_from_json, parameters_of, parameters_to_json
+from htp_export.format.hierarchy import ModuleInfo
+from htp_export.format.parameters import Held, parameters_from_json, parameters_of, parameters_to_json
 from tests.handmade import encoder, model, tagged_node, value
 
 BOTH = pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])

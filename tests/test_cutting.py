@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cutting import cut
 from htp_export.errors import FileError, InputError, UnknownModuleError, UntaggedModelError
+from htp_export.model.cutting import cut
 from tests import handmade
 from tests.exporting import SharedFiles
 from tests.nets import EXPORTERS, NETS, spread, x

@@ -17,10 +17,11 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
-from htp_export import data_files, tags
 from htp_export.cli.main import main
 from htp_export.errors import FileError
-from htp_export.files import read_model, write_model
+from htp_export.files import data_files
+from htp_export.files.model_files import read_model, write_model
+from htp_export.format import tags
 from tests.handmade import encoder
 
 WEIGHT = "layer.1.fc.weight"

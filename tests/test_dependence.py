@@ -7,8 +7,8 @@ import onnx_ir as ir
 import pytest
 
 from htp_export.model.dependence import dependence, input_dependent_values
+from htp_export.model.regions import all_nodes
 from htp_export.provenance.sketch import draw
-from htp_export.regions import all_nodes
 from tests.handmade import branching
 
 HEADER = '<ir_version: 10, opset_import: ["": 20, "my": 1]>'

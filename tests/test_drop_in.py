@@ -20,7 +20,7 @@ from torch import nn
 from torch.onnx import export as imported_before
 
 import htp_export
-from htp_export.capture import late_saving, patches
+from htp_export.exporter.capture import late_saving, patches
 from tests.exporting import metadata
 from tests.nets import EXPORTERS, NETS, x
 from tests.test_exactness import bert

@@ -22,7 +22,7 @@ from tests.nets import x
 from tests.test_drop_in import assert_same_graph
 from tests.truth import untagged
 
-ROOT_CALL = "htp_export.capture.root_call"
+ROOT_CALL = "htp_export.exporter.capture.root_call"
 
 
 class Calls(nn.Module):

@@ -12,9 +12,10 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from htp_export import files, stored
 from htp_export.errors import FileError
-from htp_export.files import read_model, write_model
+from htp_export.files import model_files as files
+from htp_export.files import stored
+from htp_export.files.model_files import read_model, write_model
 from tests.handmade import encoder
 
 WEIGHT = "layer.1.fc.weight"

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.analyze.finding import KINDS, Forensics
 from htp_export.cli.main import main
 from htp_export.errors import FileError, SelectorError, UntaggedModelError
+from htp_export.findings.finding import KINDS, Forensics
 from htp_export.passes.registry import available
 from tests.exporting import exported
 from tests.nets import spread
@@ -433,7 +433,7 @@ def test_where_the_passes_cannot_run_the_pattern_speaks_and_says_so(monkeypatch)
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("no kernel\nand more")
 
-    monkeypatch.setattr("htp_export.analyze.trials.optimize", fails)
+    monkeypatch.setattr("htp_export.findings.trials.optimize", fails)
     model = written("g (float[2] x) => (float[2] y) { i = Identity(x) y = Relu(i) }")
     assert only(model, "identity") == (
         ["i"],

@@ -191,7 +191,7 @@ class TestErrors:
         def broken(*arguments, **options):
             raise ZeroDivisionError("division by zero")
 
-        monkeypatch.setattr("htp_export.analyze.families.fingerprint", broken)
+        monkeypatch.setattr("htp_export.fingerprints.families.fingerprint", broken)
         assert main(["fingerprint", "net.onnx"]) == 3
         error = capsys.readouterr().err
         assert error.startswith("htp-export: error: this is a bug in htp_export (htp_export 0.1.0, Python 3")
@@ -204,7 +204,7 @@ class TestErrors:
         def interrupted(*arguments, **options):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("htp_export.analyze.families.fingerprint", interrupted)
+        monkeypatch.setattr("htp_export.fingerprints.families.fingerprint", interrupted)
         assert main(["fingerprint", "net.onnx"]) == 130
         assert capsys.readouterr().err == "htp-export: error: interrupted\n"
 

@@ -7,8 +7,8 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from htp_export.analyze.execution import Step, Tensor
-from htp_export.analyze.flops import counted_operators, work_of
+from htp_export.costs.execution import Step, Tensor
+from htp_export.costs.flops import counted_operators, work_of
 
 Shape = tuple[int, ...] | None
 

@@ -12,7 +12,7 @@ import torch
 import htp_export
 from htp_export.cli.main import main
 from htp_export.errors import InputError, SelectorError, UntaggedModelError
-from htp_export.hierarchy import ModuleInfo
+from htp_export.format.hierarchy import ModuleInfo
 from tests import handmade
 from tests.exporting import exported
 from tests.handmade import tagged_node, value
@@ -62,7 +62,7 @@ def op_types(nodes):
 
 
 def owners(nodes):
-    return [htp_export.tags.owners_of(node.metadata_props) for node in nodes]
+    return [htp_export.format.tags.owners_of(node.metadata_props) for node in nodes]
 
 
 @pytest.fixture(scope="module")

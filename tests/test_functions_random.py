@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import htp_export
-from htp_export import tags
-from htp_export.hierarchy import ModuleInfo
+from htp_export.format import tags
+from htp_export.format.hierarchy import ModuleInfo
 from tests import handmade
 from tests.handmade import tagged_node, value
 from tests.test_functions import equal, run, same_file

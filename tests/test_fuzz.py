@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from htp_export.files import write_model
+from htp_export.files.model_files import write_model
 from tests.handmade import encoder
 from tools import fuzz
 from tools.fuzz_mutations import mutated

@@ -7,7 +7,7 @@ import json
 import pytest
 from torch import nn
 
-from htp_export.hierarchy import FATES, Hierarchy, ModuleInfo
+from htp_export.format.hierarchy import FATES, Hierarchy, ModuleInfo
 
 
 class Tied(nn.Module):

@@ -19,8 +19,18 @@ from torch import nn
 from torch.onnx._internal.exporter import _core
 
 import htp_export
-from htp_export import exporter, garbage, restoring
-from htp_export.capture import dynamo_patches, modules, patches, patching, running, torch_internals, torchscript
+from htp_export.exporter import exporting as exporter
+from htp_export.exporter.capture import (
+    dynamo_patches,
+    modules,
+    patches,
+    patching,
+    running,
+    torch_internals,
+    torchscript,
+)
+from htp_export.process import garbage_collection as garbage
+from htp_export.process import restoring
 from htp_export.run import pytorch_calls
 
 # The modules of which every line counts, and single functions of others.

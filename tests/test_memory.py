@@ -7,8 +7,8 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
-from htp_export.analyze.costs import Cost
-from htp_export.hierarchy import ModuleInfo
+from htp_export.costs.result import Cost
+from htp_export.format.hierarchy import ModuleInfo
 from tests.handmade import model, tagged_node, value, weight
 
 UNIT = 32  # bytes of one tensor of 2 x 4 floats

@@ -11,15 +11,15 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from htp_export.tools import float16, quantize_dynamic, quantize_static
 from torch import nn
 
 import htp_export
-from htp_export import tags
-from htp_export.analyze.inventory import take_inventory
-from htp_export.analyze.tree import tree_rows
-from htp_export.nested.flatten import read_flat
+from htp_export.costs.module_tree import tree_rows
+from htp_export.format import tags
+from htp_export.model.inlining import read_flat
+from htp_export.show.inventory import take_inventory
 from htp_export.show.page.payload import page_data
-from htp_export.tools import float16, quantize_dynamic, quantize_static
 from tests.exporting import exported
 from tests.handmade import with_function
 from tests.nets import spread, x

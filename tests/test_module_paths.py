@@ -13,9 +13,9 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import HtpExportError
-from htp_export.hierarchy import Hierarchy, ModuleInfo
-from htp_export.module_paths import module_paths
-from htp_export.parameters import parameters_of
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.module_paths import module_paths
+from htp_export.format.parameters import parameters_of
 from tests.exporting import exported
 from tests.nets import EXPORTERS, spread, x
 from tests.truth import nodes_of, owners_of

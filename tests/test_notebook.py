@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import htp_export
-from htp_export.analyze.tree import tree_rows
+from htp_export.costs.module_tree import tree_rows
 from htp_export.show.costs import render_cost
 from htp_export.show.tree import render
 from tests import screens

@@ -13,10 +13,10 @@ import torch
 import htp_export
 from htp_export.cli.main import main
 from htp_export.errors import FileError, InputError, PassError
+from htp_export.model.regions import all_nodes
 from htp_export.passes import OptimizedModels, register, registry
 from htp_export.passes.checking import OutputCheck
 from htp_export.passes.results import Change
-from htp_export.regions import all_nodes
 from tests.exporting import exported
 from tests.graphs import Builder, array, ops, owners, passed, run
 from tests.truth import inexact

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export import data_notes, filesystem, replacing, tags
 from htp_export.errors import FileError
-from htp_export.files import read_model, write_model
+from htp_export.files import data_notes, filesystem, replacing
+from htp_export.files.model_files import read_model, write_model
+from htp_export.format import tags
 from tests.test_data_files import WEIGHT, listing, save, values, weight_of
 
 USES: dict[str, Any] = {
@@ -298,7 +299,7 @@ class TestFailures:
 
         place = {
             "sync": (filesystem, "sync_file"),
-            "write": (htp_export.data_files, "write_values"),
+            "write": (htp_export.files.data_files, "write_values"),
             "journal": (replacing, "_write_json"),
         }[where]
         monkeypatch.setattr("fcntl.ioctl", lambda *_: (_ for _ in ()).throw(OSError(95, "not here")))

@@ -12,7 +12,7 @@ import torch
 
 import htp_export
 from htp_export.cli import terminal
-from htp_export.progress import counted, listening
+from htp_export.process.progress import counted, listening
 
 
 class Screen(io.StringIO):

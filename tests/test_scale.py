@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 import htp_export
-from htp_export.analyze.tree import ModuleRow, ModuleTree
-from htp_export.call_tree import Instance
-from htp_export.names import UsedNames
+from htp_export.costs.module_tree import ModuleRow, ModuleTree
+from htp_export.format.call_tree import Instance
+from htp_export.model.rewiring import replace_inputs
+from htp_export.model.tensor_names import UsedNames
 from htp_export.passes.near_matching import near, near_matching
-from htp_export.rewiring import replace_inputs
 from htp_export.show.tree import render
 from htp_export.surgery.placing import MOST_NESTED
 from tools import scale

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.analyze.bindings import bind
-from htp_export.analyze.execution import Run
-from htp_export.analyze.shapes import run_by_shapes
+from htp_export.costs.bindings import bind
+from htp_export.costs.execution import Run
+from htp_export.costs.shapes import run_by_shapes
 from htp_export.errors import InputError
-from htp_export.tagged import load
+from htp_export.model.tagged import load
 from tests.handmade import branching, with_function
 
 TEXT = """

@@ -8,11 +8,11 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
-from htp_export import tags
-from htp_export.call_tree import CallTree
-from htp_export.crossings import OUTSIDE, Crossings
-from htp_export.hierarchy import Hierarchy, ModuleInfo
-from htp_export.refating import Borders
+from htp_export.format import tags
+from htp_export.format.call_tree import CallTree
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.model.boundaries import OUTSIDE, Crossings
+from htp_export.model.fates import Borders
 from tests.exporting import SharedFiles
 from tests.graphs import Builder
 from tests.nets import EXPORTERS, NETS

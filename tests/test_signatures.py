@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.signatures import Signature, signatures_from_json, signatures_to_json
+from htp_export.format.signatures import Signature, signatures_from_json, signatures_to_json
 from tests.exporting import SharedFiles, exported, exported_net
 from tests.nets import EXPORTERS, NETS, spread, x
 from tests.truth import equal, evaluate, leaves, run_pytorch, with_branches_taken

@@ -18,11 +18,11 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from htp_export import stored, wire
 from htp_export.errors import FileError
-from htp_export.files import read_model, write_model
-from htp_export.slots import slots
-from htp_export.stored import FileTensor
+from htp_export.files import stored, wire
+from htp_export.files.model_files import read_model, write_model
+from htp_export.files.slots import slots
+from htp_export.files.stored import FileTensor
 
 SIDE = 200  # of the weights: 160 kB each
 
@@ -367,8 +367,8 @@ def test_where_files_cannot_be_read_in_parts_they_are_read_whole(file: Path, mon
 
 _COPY = """
 import resource, sys
-from htp_export.files import read_model, write_model
-from htp_export.slots import slots
+from htp_export.files.model_files import read_model, write_model
+from htp_export.files.slots import slots
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
 write_model(read_model(sys.argv[1]), sys.argv[2])

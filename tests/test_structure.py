@@ -14,7 +14,7 @@ from onnx import AttributeProto, TensorProto, helper
 
 import htp_export
 from htp_export.cli.main import main
-from htp_export.structure import check_structure
+from htp_export.files.structure import check_structure
 
 Edit = Callable[[onnx.ModelProto], object]
 
@@ -250,7 +250,7 @@ def test_names_that_are_not_utf8_are_refused_and_metadata_that_is_not_is_read(tm
 def test_an_error_in_the_work_on_a_model_names_the_node_where_the_model_is_at_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from htp_export.analyze import costing
+    from htp_export.costs import costing
 
     def fails(*_: object, **__: object) -> None:
         raise LookupError("no such axis")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from htp_export.errors import FileError, InputError, SelectorError, UnknownModuleError, UntaggedModelError
-from htp_export.tagged import Region, TaggedModel, all_nodes, load
+from htp_export.model.tagged import Region, TaggedModel, all_nodes, load
 from tests.handmade import branching, called_twice, encoder, tagged_node, value, with_function
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from htp_export import tags
 from htp_export.errors import SelectorError
+from htp_export.format import tags
 
 CLASSES = {
     "": "net.Encoder",

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export import filesystem, replacing
 from htp_export.cli.main import main
 from htp_export.cli.outputs import check_folder
 from htp_export.errors import FileError
-from htp_export.files import read_model, write_model
-from htp_export.filesystem import Identity, Lock
+from htp_export.files import filesystem, replacing
+from htp_export.files.filesystem import Identity, Lock
+from htp_export.files.model_files import read_model, write_model
 from htp_export.show.text_file import write_text
 from tests.test_data_files import listing, save, values
 
@@ -222,8 +222,8 @@ class TestFolders:
         self, read_only: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
     ) -> None:
         file, out = save(tmp_path / "a.onnx"), tmp_path / folder / "b.onnx"
-        monkeypatch.setattr("htp_export.files.read_model", lambda *_: pytest.fail("read the model first"))
-        monkeypatch.setattr("htp_export.tagged.read_model", lambda *_: pytest.fail("read the model first"))
+        monkeypatch.setattr("htp_export.files.model_files.read_model", lambda *_: pytest.fail("read the model first"))
+        monkeypatch.setattr("htp_export.model.tagged.read_model", lambda *_: pytest.fail("read the model first"))
         uses = (
             lambda: htp_export.optimize(file, out),
             lambda: htp_export.extract(file, "layer", out),

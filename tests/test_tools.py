@@ -18,9 +18,9 @@ from torch import nn
 import htp_export
 from htp_export import tools
 from htp_export.errors import HtpExportError, InputError, UntaggedModelError
-from htp_export.files import write_model
-from htp_export.shapes import shapes_by_symbols
-from htp_export.tools.adapting import adapted, library
+from htp_export.files.model_files import write_model
+from htp_export.model.shapes import shapes_by_symbols
+from htp_export.provenance.adapters.adapting import adapted, library
 from tests.exporting import exported, exported_net
 from tests.nets import NETS
 from tests.truth import inexact, owners_of, untagged

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capture import dynamo_patches, patches, torch_internals
-from htp_export.capture.patches import DYNAMO, TORCHSCRIPT
-from htp_export.capture.patching import Patch, Patches
-from htp_export.capture.running import script_capture
 from htp_export.errors import TorchChangedError
-from htp_export.restoring import restored, set_variable
-from htp_export.wire import SerializedModel, Weight
+from htp_export.exporter.capture import dynamo_patches, patches, torch_internals
+from htp_export.exporter.capture.patches import DYNAMO, TORCHSCRIPT
+from htp_export.exporter.capture.patching import Patch, Patches
+from htp_export.exporter.capture.running import script_capture
+from htp_export.files.wire import SerializedModel, Weight
+from htp_export.process.restoring import restored, set_variable
 
 EVERY = [patch for group in patches.EVERY for patch in group.patches]
 WITH_SIGNATURES = [

@@ -7,11 +7,11 @@ import io
 import pytest
 from rich.console import Console
 
-from htp_export.analyze.tree import ModuleRow, ModuleTree, tree_rows
+from htp_export.costs.module_tree import ModuleRow, ModuleTree, tree_rows
 from htp_export.errors import InputError, SelectorError
+from htp_export.model.tag_facts import TagFacts
+from htp_export.model.tagged import load
 from htp_export.show.tree import render
-from htp_export.tag_facts import TagFacts
-from htp_export.tagged import load
 from tests.handmade import encoder
 
 

@@ -15,15 +15,16 @@ import torch
 from model_explorer_onnx.main import ONNXAdapter
 
 import htp_export
-from htp_export.analyze.equal_modules import call_signature
-from htp_export.analyze.inventory import take_inventory
-from htp_export.analyze.measures import Measure, measures_of, spread
-from htp_export.analyze.tree import tree_rows
 from htp_export.cli.main import main
+from htp_export.costs.module_tree import tree_rows
+from htp_export.differences.equal_modules import call_signature
 from htp_export.errors import FileError, InputError
-from htp_export.hierarchy import ModuleInfo
-from htp_export.parameters import Held, parameters_to_json
+from htp_export.format.hierarchy import ModuleInfo
+from htp_export.format.parameters import Held, parameters_to_json
+from htp_export.model.tagged import load
+from htp_export.show.inventory import take_inventory
 from htp_export.show.levels import parents
+from htp_export.show.measures import Measure, measures_of, spread
 from htp_export.show.model_explorer import application
 from htp_export.show.model_explorer.graphs import graph_of
 from htp_export.show.model_explorer.main import HtpExportAdapter
@@ -31,7 +32,6 @@ from htp_export.show.model_explorer.overlays import dtype_overlay, overlay_of
 from htp_export.show.netron import netron_attachment
 from htp_export.show.page.comparison import difference_page
 from htp_export.show.page.document import asset
-from htp_export.tagged import load
 from tests import handmade
 from tests.exporting import exported_net
 

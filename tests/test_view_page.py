@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.hierarchy import ModuleInfo
+from htp_export.format.hierarchy import ModuleInfo
 from htp_export.show.page.comparison import comparison_page
 from tests import handmade
 from tests.chromium import Page, browser, needs_chromium
@@ -455,7 +455,7 @@ def test_alike_siblings_are_one_row_with_their_mean_time_and_largest_error(page,
 def test_the_rows_are_those_of_the_tree_in_the_terminal(page, stack):
     from rich.console import Console
 
-    from htp_export.analyze.tree import tree_rows
+    from htp_export.costs.module_tree import tree_rows
     from htp_export.show.tree import render
 
     start(page, stack)

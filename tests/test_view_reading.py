@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
-from htp_export.hierarchy import ModuleInfo
+from htp_export.format.hierarchy import ModuleInfo
 from tests import handmade, screens
 from tests.chromium import Page, browser, needs_chromium
 from tests.test_view_page import chain, shown, start

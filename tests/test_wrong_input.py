@@ -11,9 +11,10 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
-from htp_export import command_words, tags
 from htp_export.cli.main import main
-from htp_export.files import read_model, write_model
+from htp_export.files.model_files import read_model, write_model
+from htp_export.format import tags
+from htp_export.show import command_words
 from tests.handmade import encoder
 from tests.permissions import bound_by_permissions
 
@@ -353,7 +354,7 @@ def test_quantizing_warns_where_products_saturate(
 ) -> None:
     from onnxruntime.quantization import QuantType
 
-    from htp_export.tools import quantizers
+    from htp_export.provenance.adapters import quantizers
 
     if flags is not None:
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t: none\n")

@@ -36,7 +36,7 @@ import scale
 import torch
 
 import htp_export
-from htp_export import tags
+from htp_export.format import tags
 
 
 def bert() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
@@ -178,10 +178,10 @@ def run_memory(name: str, exporter: str, side: str) -> None:
 
 def run_repair(size: int) -> None:
     """Owners and fates of a synthetic graph: layers that share work and are fused at their borders."""
-    from htp_export.capture.calls import CallLog
-    from htp_export.capture.record import Node, Operation, Record
-    from htp_export.hierarchy import Hierarchy, ModuleInfo
-    from htp_export.owners.write import make_tags
+    from htp_export.exporter.capture.calls import CallLog
+    from htp_export.exporter.capture.record import Node, Operation, Record
+    from htp_export.exporter.owners.write import make_tags
+    from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 
     log = CallLog()
     root = log.enter("")

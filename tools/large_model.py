@@ -28,7 +28,7 @@ import onnx
 import onnx_ir as ir
 
 import htp_export
-from htp_export.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 
 LAYERS = 12
 LAYER = "layers.5"

@@ -16,7 +16,7 @@ from pathlib import Path
 import onnx
 
 import htp_export
-from htp_export import tags
+from htp_export.format import tags
 
 FEATURES = 8
 SIZES = (2_000, 5_000, 10_000, 20_000, 50_000, 100_000)

@@ -143,7 +143,8 @@ def kept_by_tool(row: Row, path: Path, inputs: Inputs) -> int:
         seen.append(sum("htp.module" in node.metadata_props for node in after.graph))
         raise InterruptedError
 
-    with mock.patch("htp_export.tools.adapting.carry_in_place", count), contextlib.suppress(InterruptedError):
+    carry = "htp_export.provenance.adapters.adapting.carry_in_place"
+    with mock.patch(carry, count), contextlib.suppress(InterruptedError):
         getattr(tools, row.tool)(path, **row.options(path, inputs))
     return seen[0]
 

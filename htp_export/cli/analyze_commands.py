@@ -28,7 +28,7 @@ def forensics_command(
 
     Each finding names the pass that does it.
     """
-    from htp_export.analyze.investigation import forensics
+    from htp_export.findings.investigation import forensics
     from htp_export.show.findings import render_findings, render_forensics
 
     with Steps(quiet=as_json).step(f"looking into {file}"):
@@ -44,7 +44,7 @@ def fingerprint_command(file: FileArgument, as_json: JsonOption = False) -> None
 
     The blocks that it repeats, too.
     """
-    from htp_export.analyze.families import fingerprint
+    from htp_export.fingerprints.families import fingerprint
     from htp_export.show.findings import render_fingerprint
 
     with Steps(quiet=as_json).step(f"looking into {file}"):
@@ -66,7 +66,7 @@ def diff_command(
     ] = None,
 ) -> None:
     """Show what differs between two files, by module."""
-    from htp_export.analyze.differences import diff
+    from htp_export.differences.differing import diff
     from htp_export.show.differences import render
 
     if output is not None:

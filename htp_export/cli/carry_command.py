@@ -65,8 +65,8 @@ def carry_command(
 
 def _values(file: Path, sizes: Sizes) -> Mapping[str, Any]:
     """What both files are run on."""
+    from htp_export.model.tagged import load
     from htp_export.runtime.inputs import Inputs
-    from htp_export.tagged import load
 
     sizes.check_dims()
     return sizes.inputs or Inputs.of(load(file).model).random(sizes.dims, sizes.shapes).arrays
@@ -86,9 +86,9 @@ def run_command(
     as_json: JsonOption = False,
 ) -> None:
     """Run another tool on a tagged file, and keep its tags."""
-    from htp_export.files import write_model
+    from htp_export.files.model_files import write_model
+    from htp_export.provenance.adapters.adapting import share_unchanged
     from htp_export.provenance.carrying import embed_map
-    from htp_export.tools.adapting import share_unchanged
 
     if tool not in tools.__all__:
         raise InputError(f"there is no tool {tool!r}; there are {', '.join(tools.__all__)}")

@@ -32,9 +32,9 @@ def cost_command(
 
     The peak memory, too. Nothing is run.
     """
-    from htp_export.analyze.costing import cost
-    from htp_export.analyze.tree import visible
-    from htp_export.tagged import load
+    from htp_export.costs.costing import cost
+    from htp_export.costs.module_tree import visible
+    from htp_export.model.tagged import load
 
     sizes = read_sizes(inputs, dims)
     with Steps(quiet=as_json or as_csv).step(f"counting {file}"):

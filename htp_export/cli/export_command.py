@@ -32,11 +32,11 @@ from htp_export.cli.outputs import check_output, show_written, written_files
 from htp_export.cli.sources import Call
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show, warning_line
 from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning
-from htp_export.filesystem import is_special
+from htp_export.files.filesystem import is_special
 
 if TYPE_CHECKING:
-    from htp_export.analyze.tree import ModuleTree
-    from htp_export.tagged import TaggedModel
+    from htp_export.costs.module_tree import ModuleTree
+    from htp_export.model.tagged import TaggedModel
 
 __all__ = ["export_command"]
 
@@ -108,7 +108,7 @@ def export_command(
     wanted.check()
     check_output(output)
     if opset is not None:
-        from htp_export.capture.opsets import check_opset
+        from htp_export.exporter.capture.opsets import check_opset
 
         check_opset(opset, dynamo=dynamo)
     axes = tuple(axis.strip() for text in dynamic or () for axis in text.split(",") if axis.strip())
@@ -116,7 +116,7 @@ def export_command(
     with steps.step(f"loading {source or entry}"):
         # With one example, exporters take the batch for a constant.
         call = wanted.call(batch=2 if "batch" in axes else 1)
-    from htp_export.tagged import load
+    from htp_export.model.tagged import load
 
     options = _Options(dynamo, opset, axes, external_data)
     with _readable(output) as file:
@@ -146,7 +146,7 @@ def _readable(output: Path) -> Iterator[Path]:
 
 
 def _copy_to_special(file: Path, output: Path) -> None:
-    from htp_export.files import read_model, write_model
+    from htp_export.files.model_files import read_model, write_model
 
     write_model(read_model(file), output)
 
@@ -161,8 +161,8 @@ def _facts(tagged: TaggedModel, exporter: str, seed: int | None) -> dict[str, An
 
 def _export(call: Call, output: Path, options: _Options, *, strict: bool, with_map: bool) -> str | None:
     """Write the file; why it has no tags, where it has none."""
-    from htp_export.exporter import export, tagging
-    from htp_export.placing import written_whole
+    from htp_export.exporter.exporting import export, tagging
+    from htp_export.files.external_writers import written_whole
 
     arguments = options.for_torch(call)
     with written_whole(output) as target, _said_untagged() as said:
@@ -203,8 +203,8 @@ def _check_written(file: Path, opset: int | None) -> None:
     """Compare the opset of the file with the one that was asked for."""
     if opset is None:
         return
-    from htp_export.capture.opsets import other_opset
-    from htp_export.files import read_model
+    from htp_export.exporter.capture.opsets import other_opset
+    from htp_export.files.model_files import read_model
 
     other = other_opset(opset, read_model(file).opset_imports.get(""))
     if other is not None:
@@ -224,8 +224,8 @@ def _export_failed(error: Exception) -> str:
 
 def _tree(call: Call, tagged: TaggedModel) -> ModuleTree:
     """The module tree of the file, with the FLOPs of one run on the example inputs."""
-    from htp_export.analyze.costing import cost
-    from htp_export.analyze.tree import tree_rows
+    from htp_export.costs.costing import cost
+    from htp_export.costs.module_tree import tree_rows
 
     names = {str(value.name) for value in tagged.model.graph.inputs}
     given = {name: value for name, value in call.inputs.items() if name in names}

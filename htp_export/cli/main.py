@@ -31,7 +31,7 @@ from htp_export.cli.tree_command import tree_command
 from htp_export.cli.verify_command import compare_command, verify_command
 from htp_export.cli.view_command import view_command
 from htp_export.errors import HtpExportError, InputError
-from htp_export.garbage import rare_collections
+from htp_export.process.garbage_collection import rare_collections
 
 __all__ = ["app", "main"]
 
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
 
-    Example:
+    Examples:
         >>> main(["tree", "nowhere.onnx"])
         2
     """

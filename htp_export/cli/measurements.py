@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import FileError
-from htp_export.json_file import read_json
+from htp_export.files.json_file import read_json
 
 if TYPE_CHECKING:
-    from htp_export.analyze.tree import Measured
+    from htp_export.costs.module_tree import Measured
 
 __all__ = ["read_measured"]
 
@@ -28,7 +28,7 @@ def read_measured(profile: Path | None, verify: Path | None) -> dict[str, Measur
     Raises:
         FileError: If a file cannot be read, or was written by something else.
     """
-    from htp_export.analyze.tree import Measured
+    from htp_export.costs.module_tree import Measured
 
     found: dict[str, Measured] = {}
     for path, said in _modules(profile, "total_ms").items():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from htp_export.cli.terminal import show
 from htp_export.errors import FileError, InputError
-from htp_export.filesystem import is_special, why_not_writable
+from htp_export.files.filesystem import is_special, why_not_writable
 from htp_export.show.numbers import bytes_text
 from htp_export.show.text_file import check_name
 
@@ -67,7 +67,7 @@ def check_folder(folder: Path, output: Path) -> None:
 
 def _weights_of(file: Path) -> set[Path]:
     """The files beside a model that its weights lie in; empty for what is no ONNX file."""
-    from htp_export.files import external_files, read_model
+    from htp_export.files.model_files import external_files, read_model
 
     try:
         return external_files(read_model(file))
@@ -77,7 +77,7 @@ def _weights_of(file: Path) -> set[Path]:
 
 def written_files(output: Path) -> dict[str, int]:
     """The file that was written, and those with its weights: path → size in bytes."""
-    from htp_export.files import own_files
+    from htp_export.files.model_files import own_files
 
     beside = [(output.parent / file.name, file) for file in sorted(own_files(output))]
     weights = [named if named.exists() else file for named, file in beside]  # else the output is a link

@@ -19,7 +19,7 @@ _ACTED_ON = re.compile(
 def printable(text: str) -> str:
     r"""A text in which every character that a terminal acts on is written as Python would; lines and tabs stay.
 
-    Example:
+    Examples:
         >>> print(printable("net\x1b[31m.fc\n\u202ecf"))
         net\x1b[31m.fc
         \u202ecf

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from htp_export.cli.printable import printable
-from htp_export.command_words import in_commands
+from htp_export.show.command_words import in_commands
 
 __all__ = ["quiet_libraries", "quiet_runtime", "terminal_stderr"]
 

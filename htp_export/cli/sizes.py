@@ -8,7 +8,7 @@ from typing import Any
 
 from htp_export.cli.sources import read_shapes
 from htp_export.errors import FileError, InputError
-from htp_export.npz_file import read_npz
+from htp_export.files.npz_file import read_npz
 
 __all__ = ["Sizes", "parse_dims", "read_sizes"]
 
@@ -69,7 +69,7 @@ def parse_dims(settings: list[str]) -> dict[str, int]:
     Raises:
         InputError: If one is not ``name=size``.
 
-    Example:
+    Examples:
         >>> parse_dims(["batch=1,sequence=16"])
         {'batch': 1, 'sequence': 16}
     """

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import FileError, InputError, ModelSourceError
-from htp_export.json_file import read_json
+from htp_export.files.json_file import read_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -125,7 +125,7 @@ def parse_overrides(settings: Sequence[str]) -> dict[str, object]:
     Raises:
         InputError: If there is no ``=``, or nothing before it.
 
-    Example:
+    Examples:
         >>> parse_overrides(["num_hidden_layers=2", "hidden_act=relu", "depths=[1, 2]"])
         {'num_hidden_layers': 2, 'hidden_act': 'relu', 'depths': [1, 2]}
     """

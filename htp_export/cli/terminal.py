@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from htp_export.cli.printable import printable
 from htp_export.cli.quiet import terminal_stderr
-from htp_export.command_words import in_commands
-from htp_export.progress import listening
+from htp_export.process.progress import listening
+from htp_export.show.command_words import in_commands
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -87,7 +87,7 @@ class _Printable:
 def split_names(typed: list[str] | None) -> list[str] | None:
     """Names as typed, by comma or one by one; None where there are none.
 
-    Example:
+    Examples:
         >>> split_names(["class, nodes", "flops"])
         ['class', 'nodes', 'flops']
     """

@@ -16,8 +16,8 @@ from htp_export.errors import InputError
 from htp_export.show.tree import COLUMNS, render, tree_csv
 
 if TYPE_CHECKING:
-    from htp_export.analyze.costs import Cost
-    from htp_export.tagged import TaggedModel
+    from htp_export.costs.result import Cost
+    from htp_export.model.tagged import TaggedModel
 
 __all__ = ["tree_command"]
 
@@ -40,8 +40,8 @@ def tree_command(
 
     Times and errors, too, where the results of profile, verify or compare are given.
     """
-    from htp_export.analyze.tree import tree_rows
-    from htp_export.nested.flatten import read_flat
+    from htp_export.costs.module_tree import tree_rows
+    from htp_export.model.inlining import read_flat
 
     tagged = read_flat(file)
     found, note = _cost(tagged, read_sizes(inputs, dims))
@@ -59,7 +59,7 @@ def tree_command(
 
 def _cost(tagged: TaggedModel, sizes: Sizes) -> tuple[Cost | None, str]:
     """What the model costs; else why that is not known."""
-    from htp_export.analyze.costing import cost
+    from htp_export.costs.costing import cost
 
     try:
         return cost(tagged, sizes.inputs, dims=sizes.dims, shapes=sizes.shapes), ""

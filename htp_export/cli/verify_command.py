@@ -28,7 +28,7 @@ from htp_export.cli.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
 
 if TYPE_CHECKING:
-    from htp_export.tagged import TaggedModel
+    from htp_export.model.tagged import TaggedModel
 
 __all__ = ["compare_command", "verify_command"]
 
@@ -64,8 +64,8 @@ def verify_command(
 
     Exit status 1 where a module differs.
     """
+    from htp_export.model.tagged import load
     from htp_export.run.verifying import verify
-    from htp_export.tagged import load
 
     options = ModelOptions(
         source, entry, task, random_weights, seed, settings, dtype, inputs, attention, revision, trust_remote_code
@@ -139,7 +139,7 @@ def parse_tolerances(settings: Sequence[str]) -> dict[str, tuple[float, float]]:
     Raises:
         InputError: If one is not of that form.
 
-    Example:
+    Examples:
         >>> parse_tolerances(["class:LayerNorm=1e-3,1e-2"])
         {'class:LayerNorm': (0.001, 0.01)}
     """

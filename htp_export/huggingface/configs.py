@@ -22,7 +22,7 @@ def sub_configs(config: Any) -> Iterator[Any]:
 def find(config: Any, *names: str) -> Any:
     """The first of these settings that is there: in the config itself, else in a sub-config; None without any.
 
-    Example:
+    Examples:
         >>> from transformers import CLIPConfig
         >>> find(CLIPConfig(), "image_size"), find(CLIPConfig(), "num_mel_bins")
         (224, None)
@@ -55,7 +55,7 @@ def apply_overrides(source: str, config: Any, overrides: Mapping[str, object]) -
     Raises:
         ModelSourceError: If there is no such key, or the config refuses a value.
 
-    Example:
+    Examples:
         >>> from transformers import CLIPConfig
         >>> apply_overrides("clip", CLIPConfig(), {"text_config.num_hidden_layers": 2}).text_config.num_hidden_layers
         2

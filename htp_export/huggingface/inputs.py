@@ -55,7 +55,7 @@ def example_inputs(
         InputError: If ``shapes`` names what ``forward`` does not take or is no shape, or if ``forward`` needs an input
             that its config does not describe.
 
-    Example:
+    Examples:
         >>> from htp_export.huggingface import load_model
         >>> model = load_model("vit", random_weights=True, overrides={"image_size": 32, "num_hidden_layers": 1})
         >>> {name: tuple(tensor.shape) for name, tensor in example_inputs(model).items()}
@@ -101,7 +101,7 @@ def dynamic_shapes(inputs: Mapping[str, torch.Tensor], names: Iterable[str]) -> 
     Raises:
         InputError: If a name is not known, or no input has such a dimension.
 
-    Example:
+    Examples:
         >>> import torch
         >>> dynamic_shapes({"input_ids": torch.ones(2, 8, dtype=torch.int64)}, ["batch", "sequence"])
         {'input_ids': {0: 'batch', 1: 'sequence'}}

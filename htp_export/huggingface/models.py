@@ -61,7 +61,7 @@ def load_model(
     Raises:
         ModelSourceError: If there is no such model, or it cannot be built as asked.
 
-    Example:
+    Examples:
         >>> model = load_model("bert", random_weights=True, overrides={"num_hidden_layers": 1, "hidden_size": 24})
         >>> type(model).__name__, len(model.encoder.layer), model.training
         ('BertModel', 1, False)

@@ -19,7 +19,7 @@ from typing import TypeVar
 import onnx_ir as ir
 
 from htp_export.model.operators import SIZES_ONLY, is_standard
-from htp_export.regions import subgraphs
+from htp_export.model.regions import subgraphs
 
 __all__ = ["dependence", "input_dependent_values", "reads_and_results"]
 
@@ -36,7 +36,7 @@ def dependence(steps: Iterable[tuple[Iterable[_Key], Iterable[_Key]]], starts: M
     Returns:
         Each value that depends on a start, itself included → the bits of those starts.
 
-    Example:
+    Examples:
         >>> steps = [(("x", "w"), ("h",)), (("w",), ("v",)), (("h", "y"), ("z",))]
         >>> dependence(steps, {"x": 1, "y": 2})
         {'x': 1, 'y': 2, 'h': 1, 'z': 3}
@@ -81,7 +81,7 @@ def input_dependent_values(model: ir.Model, nodes: Iterable[ir.Node]) -> set[ir.
         model: The model.
         nodes: Its nodes, those in subgraphs after the node that holds them, as of ``all_nodes``.
 
-    Example:
+    Examples:
         >>> x = ir.val("x")
         >>> size, double = ir.node("Shape", [x]), ir.node("Add", [x, x])
         >>> graph = ir.Graph([x], [], nodes=[size, double], opset_imports={"": 20})

@@ -67,7 +67,7 @@ _SELECTING = frozenset(("Slice", "Split", "Concat", "Gather", "Pad", "Tile"))
 def base_op(op: str) -> str:
     """The operator without its domain.
 
-    Example:
+    Examples:
         >>> base_op("com.microsoft.nchwc::Conv"), base_op("Conv")
         ('Conv', 'Conv')
     """
@@ -77,7 +77,7 @@ def base_op(op: str) -> str:
 def is_standard(node: ir.Node | None, *op_types: str) -> bool:
     """Whether a node is there and computes an operator of ONNX itself, and one of ``op_types`` where any are named.
 
-    Example:
+    Examples:
         >>> relu, theirs = ir.node("Relu", [ir.val("x")]), ir.node("Relu", [ir.val("x")], domain="com.microsoft")
         >>> is_standard(relu), is_standard(relu, "Relu", "Tanh"), is_standard(relu, "Tanh"), is_standard(theirs)
         (True, True, False, False)
@@ -88,7 +88,7 @@ def is_standard(node: ir.Node | None, *op_types: str) -> bool:
 def moves(op: str, views: bool = False) -> bool:
     """Whether an operator only moves numbers; with ``views``, also whether it leaves some out or repeats some.
 
-    Example:
+    Examples:
         >>> moves("Reshape"), moves("com.microsoft.nchwc::ReorderInput"), moves("Slice"), moves("Slice", views=True)
         (True, True, False, True)
     """
@@ -137,7 +137,7 @@ def _parts(op: str) -> tuple[str, ...]:
 def ends_in(op: str, other: str) -> bool:
     """Whether the last thing that an operator computes is what another one computes, by their names.
 
-    Example:
+    Examples:
         >>> ends_in("com.microsoft::FusedConv", "Conv"), ends_in("MatMul", "Mul"), ends_in("QLinearConv", "Conv")
         (True, False, True)
     """
@@ -147,7 +147,7 @@ def ends_in(op: str, other: str) -> bool:
 def resembles(op: str, other: str) -> bool:
     """Whether one of two operators may do the work of the other: they are the same, or one is made of the other.
 
-    Example:
+    Examples:
         >>> resembles("com.microsoft::FusedMatMul", "MatMul"), resembles("com.microsoft::FusedMatMul", "Mul")
         (True, False)
         >>> resembles("Gemm", "Add"), resembles("MaxPool", "Max"), resembles("Expand", "Exp")

@@ -7,11 +7,11 @@ from collections.abc import Hashable, Iterator
 
 import onnx_ir as ir
 
-from htp_export import tags
+from htp_export.format import tags
+from htp_export.model.regions import all_nodes
 from htp_export.passes.editing import bytes_of
 from htp_export.passes.merging import Difference
 from htp_export.passes.results import Change
-from htp_export.regions import all_nodes
 
 __all__ = ["WeightBook", "changes_of"]
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export import tags
-from htp_export.call_tree import Work
 from htp_export.errors import HtpExportError
-from htp_export.hierarchy import Hierarchy
+from htp_export.format import tags
+from htp_export.format.call_tree import Work
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.signatures import Signature, signatures_to_json
+from htp_export.model.fates import Borders, refate
+from htp_export.model.tagged import TaggedModel, load
 from htp_export.passes.accounting import WeightBook, changes_of
 from htp_export.passes.editing import BOUNDARY
 from htp_export.passes.merging import Difference, Snapshot, merge_tags
 from htp_export.passes.results import Change
-from htp_export.refating import Borders, refate
-from htp_export.signatures import Signature, signatures_to_json
-from htp_export.tagged import TaggedModel, load
 
 __all__ = ["Bookkeeping", "Mark"]
 

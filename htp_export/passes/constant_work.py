@@ -16,10 +16,10 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.model.operators import RANDOM
+from htp_export.model.regions import subgraphs
 from htp_export.passes.editing import Array, bytes_of, is_constant
 from htp_export.passes.sizes import product
 from htp_export.passes.symbolic import Symbolic
-from htp_export.regions import subgraphs
 from htp_export.runtime.sessions import RunnableModel, Session, as_written
 
 __all__ = ["GROWTH", "LEAST_ROOM", "SHARE", "Work", "computed", "find_work", "held_back", "room_left"]

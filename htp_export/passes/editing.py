@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from htp_export.regions import subgraphs
+from htp_export.model.regions import subgraphs
 
 __all__ = [
     "BOUNDARY",

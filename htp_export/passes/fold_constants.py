@@ -6,11 +6,11 @@ import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from htp_export.model.operators import RESHAPING, is_standard
+from htp_export.model.regions import subgraphs
 from htp_export.passes.constant_work import GROWTH, Work, computed, find_work, room_left
 from htp_export.passes.editing import add_initializer, bytes_of, is_constant, release, remove_unused, stand_in
 from htp_export.passes.registry import register
 from htp_export.passes.symbolic import Symbolic
-from htp_export.regions import subgraphs
 
 __all__ = ["FoldConstants"]
 

@@ -63,7 +63,7 @@ def _between_reshapes(node: ir.Node, known: Symbolic) -> bool:
 def grouped(given: Sequence[Dim], joined: Sequence[Dim]) -> list[list[int]] | None:
     """Which neighbouring dimensions of one shape were put together to each of another; None where it was not so.
 
-    Example:
+    Examples:
         >>> grouped((2, 4, 8, 16), (8, 8, 16)), grouped((2, 4), (8,)), grouped((8, 4), (4, 8))
         ([[0, 1], [2], [3]], [[0, 1]], None)
     """

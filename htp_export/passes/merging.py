@@ -21,8 +21,8 @@ from functools import cached_property
 
 import onnx_ir as ir
 
-from htp_export import tags
-from htp_export.call_tree import CallTree
+from htp_export.format import tags
+from htp_export.format.call_tree import CallTree
 from htp_export.model.dependence import dependence
 from htp_export.model.operators import SIZES_ONLY, is_standard
 

@@ -66,7 +66,7 @@ def near(node: ir.Node, steps: int) -> list[ir.Node]:
         node: The node.
         steps: Over how many tensors.
 
-    Example:
+    Examples:
         >>> x, one = ir.val("x"), ir.Value(name="one", const_value=ir.tensor(1.0))
         >>> first = ir.node("Relu", [x])
         >>> second, apart = ir.node("Add", [first.outputs[0], one]), ir.node("Neg", [one])

@@ -6,15 +6,15 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from htp_export.files import check_target, write_model
-from htp_export.model_faults import names_model_faults
-from htp_export.nested.flatten import read_flat
+from htp_export.files.model_files import check_target, write_model
+from htp_export.model.inlining import read_flat
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.regions import all_nodes
+from htp_export.model.tagged import ModelSource
 from htp_export.passes.checking import OutputCheck
 from htp_export.passes.pipeline import Pipeline
 from htp_export.passes.registry import Level, choose
 from htp_export.passes.results import Optimized
-from htp_export.regions import all_nodes
-from htp_export.tagged import ModelSource
 
 __all__ = ["optimize"]
 
@@ -58,7 +58,7 @@ def optimize(
         FileError: If a file cannot be read or written.
         PassError: If a pass fails; nothing is written.
 
-    Example:
+    Examples:
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
         >>> exported = htp_export.export(net, (torch.randn(2, 4),), verbose=False)

@@ -16,7 +16,7 @@ from htp_export.passes.bookkeeping import Bookkeeping
 from htp_export.passes.checking import OutputCheck
 from htp_export.passes.registry import PassInfo
 from htp_export.passes.results import Change, PassReport
-from htp_export.progress import counted
+from htp_export.process.progress import counted
 
 __all__ = ["Pipeline"]
 

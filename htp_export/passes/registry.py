@@ -93,7 +93,7 @@ def register(name: str, level: Level) -> Callable[[_Make], _Make]:
     Raises:
         InputError: If the level is none of these.
 
-    Example:
+    Examples:
         >>> import onnx_ir as ir
         >>> @register("do_nothing", level="exact")
         ... class DoNothing(ir.passes.InPlacePass):
@@ -116,7 +116,7 @@ def register(name: str, level: Level) -> Callable[[_Make], _Make]:
 def available() -> dict[str, PassInfo]:
     """Every pass by name, those of installed packages too.
 
-    Example:
+    Examples:
         >>> available()["eliminate_dead_nodes"].level
         'exact'
     """

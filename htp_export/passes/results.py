@@ -9,10 +9,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export import tags
 from htp_export.errors import InputError
-from htp_export.tag_facts import TagFacts, tag_lines
-from htp_export.tagged import load
+from htp_export.format import tags
+from htp_export.model.tag_facts import TagFacts, tag_lines
+from htp_export.model.tagged import load
 
 __all__ = ["Change", "Optimized", "OptimizedModels", "PassReport"]
 
@@ -45,7 +45,7 @@ class Change:
     def saved(self) -> int:
         """By how many nodes there are fewer.
 
-        Example:
+        Examples:
             >>> (Change(removed=3, added=1) + Change(removed=1)).saved
             3
         """
@@ -182,7 +182,7 @@ class OptimizedModels:
     Attributes:
         models: Name of a model → what `htp_export.optimize` did to it.
 
-    Example:
+    Examples:
         >>> import onnx_ir as ir
         >>> model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 20}), ir_version=10)
         >>> one = Optimized(5, 3, {}, (PassReport("fold_constants", "exact", change=Change(3, 0, 1)),), model=model)

@@ -100,7 +100,7 @@ def reshape_target(given: tuple[Dim, ...], result: tuple[Dim, ...]) -> list[int]
 
     A size that stays in its place is 0, and one other that is not known -1.
 
-    Example:
+    Examples:
         >>> from htp_export.passes.sizes import symbol
         >>> batch, length = symbol("batch"), symbol("length")
         >>> reshape_target((batch, length, 64), (batch, length, 4, 16))

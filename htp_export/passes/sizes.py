@@ -63,7 +63,7 @@ Dim: TypeAlias = int | Size
 def symbol(name: str) -> Size:
     """A free dimension.
 
-    Example:
+    Examples:
         >>> batch, length = symbol("batch"), symbol("length")
         >>> str(2 * batch * length + 1 - length), batch - batch
         ('1 + 2*batch*length + -1*length', 0)
@@ -74,7 +74,7 @@ def symbol(name: str) -> Size:
 def product(dims: Iterable[Dim]) -> Dim:
     """The product of dimensions: the number of elements of a shape.
 
-    Example:
+    Examples:
         >>> str(product([symbol("batch"), 3, 4]))
         '12*batch'
     """
@@ -87,7 +87,7 @@ def product(dims: Iterable[Dim]) -> Dim:
 def equal(one: Dim, other: Dim) -> bool | None:
     """Whether two sizes are equal for all, or for no, values of the free dimensions; None where it depends.
 
-    Example:
+    Examples:
         >>> n = symbol("n")
         >>> equal(n + n, 2 * n), equal(n + 1, n), equal(n, -1), equal(n, 1)
         (True, False, False, None)
@@ -108,7 +108,7 @@ def divide(one: Dim, other: Dim) -> Dim:
     Raises:
         ZeroDivisionError: If the divisor is 0.
 
-    Example:
+    Examples:
         >>> n, m = symbol("n"), symbol("m")
         >>> str(divide(12 * n * m, 4 * n)), str(divide(n, 2)), divide(n, 2) == divide(n, 2)
         ('3*m', '(n)//(2)', True)

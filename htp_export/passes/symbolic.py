@@ -28,7 +28,7 @@ class Symbolic:
     Args:
         graph: The main graph of a model, in topological order.
 
-    Example:
+    Examples:
         >>> import onnx_ir as ir
         >>> x = ir.val("x", ir.DataType.FLOAT, ["batch", 3])
         >>> size = ir.node("Shape", [x])

@@ -13,21 +13,21 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from htp_export import tags
-from htp_export.call_tree import CallTree
 from htp_export.errors import InputError, UntaggedModelError
-from htp_export.files import check_target, write_model
-from htp_export.garbage import no_collection
-from htp_export.hierarchy import Hierarchy
-from htp_export.model_faults import names_model_faults
+from htp_export.files.model_files import check_target, write_model
+from htp_export.format import tags
+from htp_export.format.call_tree import CallTree
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.signatures import Signature, signatures_from_json, signatures_to_json
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.tagged import ModelSource, TaggedModel, load, model_of
+from htp_export.process.garbage_collection import no_collection
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.fates import FatesAfter
 from htp_export.provenance.maps import map_to_text, text_to_map
 from htp_export.provenance.ownership import Owned, owners_after
 from htp_export.provenance.sketch import NOTHING, Sketch, draw
 from htp_export.provenance.work import divide
-from htp_export.signatures import Signature, signatures_from_json, signatures_to_json
-from htp_export.tagged import ModelSource, TaggedModel, load, model_of
 
 __all__ = ["Carried", "carry", "carry_in_place", "embed_map", "tagged_model"]
 
@@ -110,7 +110,7 @@ def carry(
             ``before`` is gone, or one of the models does not run on them.
         FileError: A file cannot be read or written.
 
-    Example:
+    Examples:
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
         >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
@@ -170,7 +170,7 @@ def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) 
         UntaggedModelError: It has no tags of htp_export.
         FileError: A file cannot be read or written.
 
-    Example:
+    Examples:
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
         >>> mapped = embed_map(htp_export.export(net, (torch.randn(2, 4),), verbose=False))

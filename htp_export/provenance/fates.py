@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
-from htp_export.call_tree import CallTree, Work
-from htp_export.crossings import OUTSIDE, Crossings, fused_with
-from htp_export.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.call_tree import CallTree, Work
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.signatures import Signature
+from htp_export.model.boundaries import OUTSIDE, Crossings, fused_with
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.sketch import NOTHING, Sketch
-from htp_export.signatures import Signature
 
 __all__ = ["FatesAfter"]
 

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from htp_export import tags
+from htp_export.format import tags
 from htp_export.provenance.sketch import NOTHING, Sketch, SketchNode, SketchValue
 
 __all__ = ["map_to_text", "text_to_map"]
@@ -22,7 +22,7 @@ T = TypeVar("T", bound=Hashable)
 def map_to_text(sketch: Sketch) -> str:
     """A sketch as JSON, deflated, in base 85: with the shapes that can be inferred, and no reasons.
 
-    Example:
+    Examples:
         >>> relu = SketchNode("Relu", "node", (0,), (1,), owners=("act",))
         >>> sketch = Sketch([relu], [SketchValue("x", kind="input"), SketchValue("y")], [0], [1])
         >>> text_to_map(map_to_text(sketch)) == sketch

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from htp_export.call_tree import CallTree, Work
-from htp_export.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.call_tree import CallTree, Work
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.model.tagged import TaggedModel
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.ownership import Owned, owners_after
 from htp_export.provenance.sketch import draw
 from htp_export.provenance.work import divide
-from htp_export.tagged import TaggedModel
 
 __all__ = ["optimized_owners", "optimized_works"]
 
@@ -31,7 +31,7 @@ def optimized_owners(
         Every node of the optimised graph, those in subgraphs too → module paths, in the order of the original nodes;
         empty where nothing is known, or what it replaces has no owners.
 
-    Example:
+    Examples:
         >>> def chain(*ops: str) -> ir.Model:
         ...     x = ir.val("x", ir.DataType.FLOAT, [2])
         ...     first = ir.node(ops[0], [x], outputs=[ir.val("h" if len(ops) > 1 else "y")])

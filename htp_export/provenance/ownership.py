@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from htp_export.call_tree import CallTree
+from htp_export.format.call_tree import CallTree
 from htp_export.provenance.sketch import NOTHING, Sketch, SketchNode
 from htp_export.provenance.work import Work
 

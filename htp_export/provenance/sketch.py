@@ -15,7 +15,7 @@ from functools import cached_property
 
 import onnx_ir as ir
 
-from htp_export import tags
+from htp_export.format import tags
 from htp_export.model.dependence import dependence
 from htp_export.model.operators import SIZES_ONLY
 from htp_export.provenance.shapes import Shape, infer_shapes

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from htp_export.errors import InputError
-from htp_export.progress import counted
+from htp_export.model.tagged import TaggedModel
+from htp_export.process.progress import counted
 from htp_export.run.pairing import Pair, PairedCall
 from htp_export.run.results import TensorResult
 from htp_export.runtime.arrays import Array, Held
 from htp_export.runtime.comparing import Difference, Tolerance, difference
 from htp_export.runtime.runner import Runner, portions
-from htp_export.tagged import TaggedModel
 
 __all__ = ["CheckedCall", "Tolerances", "check_calls", "excesses", "tensor_values"]
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from htp_export import tags
-from htp_export.call_tree import Instance, Work
+from htp_export.format import tags
+from htp_export.format.call_tree import Instance, Work
 from htp_export.model.dependence import input_dependent_values
 from htp_export.model.operators import SIZES_ONLY
+from htp_export.model.tagged import TaggedModel
 from htp_export.run.locating import Blame
-from htp_export.tagged import TaggedModel
 
 __all__ = ["contradictions", "with_contradictions"]
 

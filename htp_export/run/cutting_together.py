@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 import onnx_ir as ir
 
-from htp_export.cutting import Cut
-from htp_export.tagged import TaggedModel
+from htp_export.model.cutting import Cut
+from htp_export.model.tagged import TaggedModel
 
 __all__ = ["cut_together"]
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 import onnx_ir as ir
 
 from htp_export.errors import InputError
+from htp_export.model.tagged import TaggedModel
 from htp_export.run.checking import tensor_values
 from htp_export.run.pairing import leaving_tensors, signature_of
 from htp_export.run.pytorch_calls import ModuleCall
 from htp_export.runtime.arrays import Array, ArrayStore, Held
 from htp_export.runtime.inputs import Feed, Inputs
 from htp_export.runtime.runner import Runner
-from htp_export.tagged import TaggedModel
 
 __all__ = ["calls_in_file"]
 

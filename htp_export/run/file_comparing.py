@@ -6,10 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from htp_export import tags
 from htp_export.errors import InputError, UntaggedModelError
-from htp_export.model_faults import names_model_faults
-from htp_export.nested.flatten import read_flat
+from htp_export.format import tags
+from htp_export.model.inlining import read_flat
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.tagged import ModelSource, TaggedModel, name_of
 from htp_export.run.checking import check_calls
 from htp_export.run.file_calls import calls_in_file
 from htp_export.run.locating import blame_by_graph
@@ -20,7 +21,6 @@ from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
 from htp_export.runtime.inputs import Feed, Inputs
 from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings
-from htp_export.tagged import ModelSource, TaggedModel, name_of
 
 __all__ = ["compare"]
 
@@ -68,7 +68,7 @@ def compare(
         FileError: If a file cannot be read.
         UntaggedModelError: If a file has no module tags.
 
-    Example:
+    Examples:
         >>> import torch, htp_export
         >>> net, x = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval(), torch.randn(2, 4)
         >>> one, other = (htp_export.export(net, (x,), verbose=False) for _ in range(2))

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from htp_export import tags
-from htp_export.cut_models import cut_model
-from htp_export.cutting import Cut, Cutter
 from htp_export.errors import InputError
-from htp_export.progress import counted
+from htp_export.format import tags
+from htp_export.model.cut_models import cut_model
+from htp_export.model.cutting import Cut, Cutter
+from htp_export.model.tagged import TaggedModel
+from htp_export.process.progress import counted
 from htp_export.run.checking import CheckedCall, Tolerances, check_calls, tensor_values
 from htp_export.run.cutting_together import cut_together
 from htp_export.run.pairing import Pair, PairedCall, pair_call, signature_of
@@ -19,7 +20,6 @@ from htp_export.run.pytorch_calls import ModuleCall
 from htp_export.runtime.arrays import Array, ArrayStore, Held
 from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings
-from htp_export.tagged import TaggedModel
 
 __all__ = ["check_isolated"]
 

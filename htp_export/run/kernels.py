@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export.call_tree import CallTree, Work
+from htp_export.format.call_tree import CallTree, Work
+from htp_export.model.regions import subgraphs
+from htp_export.model.tagged import TaggedModel
 from htp_export.provenance.optimized import optimized_works
-from htp_export.regions import subgraphs
 from htp_export.runtime.traces import KernelKey, Trace
-from htp_export.tagged import TaggedModel
 
 __all__ = ["Kernel", "attributed_kernels"]
 

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.errors import InputError, UntaggedModelError
-from htp_export.hierarchy import ModuleInfo
-from htp_export.model_faults import names_model_faults
-from htp_export.nested.flatten import read_flat
+from htp_export.format.hierarchy import ModuleInfo
+from htp_export.model.inlining import read_flat
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.tables import ModuleTable
+from htp_export.model.tag_facts import TagFacts, tag_lines
+from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.run.kernels import Kernel, attributed_kernels
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.profiling import ProfiledSession
 from htp_export.runtime.sessions import RunnableModel, SessionSettings, temporary_folder
-from htp_export.tables import ModuleTable
-from htp_export.tag_facts import TagFacts, tag_lines
-from htp_export.tagged import ModelSource, TaggedModel, load
 
 __all__ = ["ModuleLatency", "Profile", "profile"]
 
@@ -188,7 +188,7 @@ def profile(
         InputError: If the inputs are not those of the model, ONNX Runtime cannot run it, a provider is not there, or
             ``runs`` or ``warmup`` is too small.
 
-    Example:
+    Examples:
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1)).eval()
         >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)

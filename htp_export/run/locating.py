@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from htp_export import tags
+from htp_export.format import tags
+from htp_export.model.tagged import TaggedModel
 from htp_export.run.checking import CheckedCall, excesses
 from htp_export.run.pytorch_calls import ModuleCall
-from htp_export.tagged import TaggedModel
 
 __all__ = ["Blame", "blame_by_graph", "blame_by_nesting", "with_missing_outputs"]
 

@@ -8,12 +8,12 @@ from typing import TypeVar
 
 import onnx_ir as ir
 
-from htp_export import tags
 from htp_export.errors import InputError
+from htp_export.format import tags
+from htp_export.format.signatures import Signature
+from htp_export.model.tagged import Region, TaggedModel
 from htp_export.run.pytorch_calls import ModuleCall
 from htp_export.runtime.arrays import Held
-from htp_export.signatures import Signature
-from htp_export.tagged import Region, TaggedModel
 
 __all__ = ["Pair", "PairedCall", "leaving_tensors", "pair_call", "signature_of", "unmatched_calls"]
 

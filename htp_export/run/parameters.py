@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from htp_export import tags
+from htp_export.format import tags
+from htp_export.model.tagged import TaggedModel
 from htp_export.run.readers import named_tensors
 from htp_export.runtime.arrays import Array, from_torch
-from htp_export.tagged import TaggedModel
 
 if TYPE_CHECKING:
     from torch import nn

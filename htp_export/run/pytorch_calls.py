@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from htp_export.capture.calls import arguments_by_name, named_leaves, named_tensors_in
-from htp_export.capture.modules import keep_training_modes
-from htp_export.capture.torch_internals import turn_attention_fast_path_off
 from htp_export.errors import InputError
-from htp_export.module_paths import module_paths
-from htp_export.restoring import Changes
+from htp_export.exporter.capture.calls import arguments_by_name, named_leaves, named_tensors_in
+from htp_export.exporter.capture.modules import keep_training_modes
+from htp_export.exporter.capture.torch_internals import turn_attention_fast_path_off
+from htp_export.format.module_paths import module_paths
+from htp_export.process.restoring import Changes
 from htp_export.runtime.arrays import ArrayStore, Held, from_torch
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def record_calls(
     Raises:
         InputError: If the model does not take these arguments, or fails on them.
 
-    Example:
+    Examples:
         >>> import torch
         >>> net = torch.nn.Sequential(torch.nn.ReLU())
         >>> with ArrayStore.opened(1 << 20) as store:

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from htp_export.capture.torch_internals import has_bodies
-from htp_export.module_paths import module_paths
+from htp_export.exporter.capture.torch_internals import has_bodies
+from htp_export.format.module_paths import module_paths
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ def parameter_readers(
     Yields:
         Name of every parameter and buffer → module paths; complete once the block is left.
 
-    Example:
+    Examples:
         >>> import torch
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
         >>> with parameter_readers(net) as readers:

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from htp_export.errors import InputError
+from htp_export.model.tagged import TaggedModel
 from htp_export.run.checking import CheckedCall
 from htp_export.run.locating import Blame
 from htp_export.run.results import AGREES, DIFFERS, INHERITS, NOT_COMPARED, CallResult, ModuleResult
 from htp_export.runtime.comparing import Tolerance
-from htp_export.tagged import TaggedModel
 
 __all__ = ["module_results", "tolerance_of"]
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from htp_export.model.tables import ModuleTable
+from htp_export.model.tag_facts import TagFacts, tag_lines
 from htp_export.runtime.comparing import Difference
-from htp_export.tables import ModuleTable
-from htp_export.tag_facts import TagFacts, tag_lines
 
 __all__ = ["CallResult", "Comparison", "ModuleResult", "TensorResult", "Verification", "short_number"]
 
@@ -207,7 +207,7 @@ class Comparison(ModuleTable):
     def summary(self) -> str:
         """What a person needs, in one line.
 
-        Example:
+        Examples:
             >>> from htp_export.runtime.comparing import difference
             >>> import numpy as np
             >>> fc = TensorResult("0", "y", difference(np.float32([1]), np.float32([2])))
@@ -331,7 +331,7 @@ def _row(module: ModuleResult) -> tuple[str, ...]:
 def short_number(value: float) -> str:
     """A number in a few characters.
 
-    Example:
+    Examples:
         >>> short_number(3.14e-6), short_number(0.4142), short_number(12.0), short_number(float("nan"))
         ('3.1e-6', '0.41', '12', 'nan')
     """

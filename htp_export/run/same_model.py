@@ -9,11 +9,11 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import InputError
-from htp_export.hierarchy import Hierarchy
-from htp_export.module_paths import module_paths
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.module_paths import module_paths
+from htp_export.model.tagged import TaggedModel
 from htp_export.run.readers import named_tensors
 from htp_export.runtime.arrays import Array, from_torch
-from htp_export.tagged import TaggedModel
 
 if TYPE_CHECKING:
     import torch

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from htp_export.capture.calls import arguments_by_name, defaults_of, named_leaves, named_tensors_in
 from htp_export.errors import InputError, UntaggedModelError
-from htp_export.model_faults import names_model_faults
-from htp_export.nested.flatten import read_flat
+from htp_export.exporter.capture.calls import arguments_by_name, defaults_of, named_leaves, named_tensors_in
+from htp_export.model.inlining import read_flat
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.tagged import ModelSource, TaggedModel, name_of
 from htp_export.run.checking import check_calls
 from htp_export.run.contradictions import with_contradictions
 from htp_export.run.isolating import check_isolated
@@ -27,7 +28,6 @@ from htp_export.runtime.arrays import PORTION_BYTES, ArrayStore
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings
-from htp_export.tagged import ModelSource, TaggedModel, name_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,7 +80,7 @@ def verify(
         FileError: If the file cannot be read.
         UntaggedModelError: If it has no module tags.
 
-    Example:
+    Examples:
         >>> import torch, htp_export
         >>> net, x = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval(), torch.randn(2, 4)
         >>> program = htp_export.export(net, (x,), verbose=False)

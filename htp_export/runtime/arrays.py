@@ -31,7 +31,7 @@ _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 def from_torch(tensor: torch.Tensor) -> Array:
     """The values of a tensor; they may share its memory. Of a quantized one, the integers that stand for them.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from_torch(torch.ones(2, dtype=torch.bfloat16)).dtype
         dtype(bfloat16)

@@ -96,7 +96,7 @@ def difference(
         across_dtypes: Whether floats of different widths may be compared: in double precision, with the tolerance of
             the narrower, and with a note.
 
-    Example:
+    Examples:
         >>> difference(np.float32([1, np.nan, np.inf]), np.float32([1, np.nan, np.inf])).agrees
         True
         >>> difference(np.float32([1, np.nan]), np.float32([1, 2])).problem

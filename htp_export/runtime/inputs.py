@@ -96,7 +96,7 @@ class Inputs:
     Args:
         inputs: The inputs, in order.
 
-    Example:
+    Examples:
         >>> x = ir.val("x", ir.DataType.FLOAT, ["batch", 4])
         >>> inputs = Inputs.of(ir.Model(ir.Graph([x], [], nodes=[]), ir_version=10))
         >>> [str(each) for each in inputs], inputs.bind(dims={"batch": 2}).shapes
@@ -192,7 +192,7 @@ class Inputs:
         Raises:
             InputError: If there is no array for an input, or not of its type or shape.
 
-        Example:
+        Examples:
             >>> x = Input("x_half", ir.DataType.FLOAT16, ("batch", 4))
             >>> Inputs([x]).feed_again({"x": np.ones((2, 4), np.float32)}).arrays["x_half"].dtype
             dtype('float16')
@@ -230,7 +230,7 @@ class Inputs:
             InputError: If an input is no tensor of numbers or its number of dimensions is unknown, or if ``dims`` or
                 ``shapes`` do not fit the model.
 
-        Example:
+        Examples:
             >>> x = Inputs([Input("x", ir.DataType.FLOAT, ("batch", 4))])
             >>> x.random({"batch": 2}).arrays["x"].shape, x.random().notes
             ((2, 4), ("size 'batch' is 1",))
@@ -259,7 +259,7 @@ class Inputs:
         Raises:
             InputError: If the number of dimensions of a tensor is not known.
 
-        Example:
+        Examples:
             >>> x = Inputs([Input("x", ir.DataType.FLOAT, ("batch", 4))])
             >>> bound, notes = x.assume(x.bind())
             >>> bound.shapes, notes

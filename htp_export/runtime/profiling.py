@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import OnnxRuntimeError
-from htp_export.progress import counted
+from htp_export.process.progress import counted
 from htp_export.runtime.inputs import Feed
 from htp_export.runtime.sessions import LARGE_BYTES, Changes, RunnableModel, Session, SessionSettings
 from htp_export.runtime.traces import Trace, read_trace

@@ -14,8 +14,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from htp_export.data_files import check_data
 from htp_export.errors import OnnxRuntimeError
+from htp_export.files.data_files import check_data
 from htp_export.runtime.arrays import Array, to_ort
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, as_written, temporary_folder
 
@@ -139,7 +139,7 @@ def _more_outputs(names: Iterable[str]) -> bytes:
 def portions(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
     """Names in groups, in order, whose sizes together stay within ``most``, or that are one alone.
 
-    Example:
+    Examples:
         >>> list(portions({"a": 4, "b": 4, "c": 9, "d": 1}, 8))
         [['a', 'b'], ['c'], ['d']]
     """

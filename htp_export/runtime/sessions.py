@@ -14,12 +14,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export import tags
-from htp_export.data_files import check_data
 from htp_export.errors import InputError, OnnxRuntimeError
-from htp_export.files import write_model
+from htp_export.files.data_files import check_data
+from htp_export.files.model_files import write_model
+from htp_export.files.slots import slots
+from htp_export.format import tags
 from htp_export.runtime.arrays import Array, from_ort, to_ort
-from htp_export.slots import slots
 
 __all__ = [
     "LARGE_BYTES",
@@ -146,7 +146,7 @@ class RunnableModel:
 
         Args:
             file: The ONNX file.
-            model: What `htp_export.files.read_model` read of it.
+            model: What `htp_export.files.model_files.read_model` read of it.
             temporary: As above.
 
         Raises:

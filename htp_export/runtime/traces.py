@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from htp_export.garbage import no_collection
+from htp_export.process.garbage_collection import no_collection
 
 __all__ = ["KernelKey", "Trace", "read_trace"]
 

@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from htp_export.command_words import in_commands
 from htp_export.run.results import DIFFERS, INHERITS, NOT_COMPARED, Comparison, ModuleResult, short_number
+from htp_export.show.command_words import in_commands
 from htp_export.show.folding import gathered
 
 __all__ = ["render"]
@@ -27,7 +27,7 @@ def render(comparison: Comparison, *, everything: bool = False) -> RenderableTyp
         comparison: What to draw.
         everything: Draw every module.
 
-    Example:
+    Examples:
         >>> from rich.console import Console
         >>> act = ModuleResult("act", "torch.nn.ReLU", "fused", "fused", reason="with 'fc'")
         >>> Console(width=80).print(render(Comparison({"act": act}), everything=True))

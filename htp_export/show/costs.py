@@ -6,14 +6,14 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from htp_export.command_words import in_commands
 from htp_export.errors import InputError
+from htp_export.show.command_words import in_commands
 from htp_export.show.module_table import Column, ModuleTable, column_names, csv_text, pick, si
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from htp_export.analyze.costs import Cost, ModuleCost, NodeCost
+    from htp_export.costs.result import Cost, ModuleCost, NodeCost
 
 __all__ = ["COST_COLUMNS", "FUSED", "cost_csv", "nodes_csv", "render_cost"]
 
@@ -142,7 +142,7 @@ def nodes_csv(nodes: Sequence[NodeCost]) -> str:
 
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    from htp_export.analyze.costs import NodeCost
+    from htp_export.costs.result import NodeCost
 
     names = [*NodeCost.__dataclass_fields__]
     writer.writerow(names)

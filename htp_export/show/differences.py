@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from htp_export.analyze.differences import ModelDifference, ModuleDifference
+from htp_export.differences.differing import ModelDifference, ModuleDifference
 from htp_export.show.folding import gathered
 from htp_export.show.tag_note import tag_note
 

@@ -6,9 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from htp_export import tags
-from htp_export.analyze.families import Fingerprint
-from htp_export.analyze.finding import KINDS, Forensics
+from htp_export.findings.finding import KINDS, Forensics
+from htp_export.fingerprints.families import Fingerprint
+from htp_export.format import tags
 from htp_export.show.folding import gathered
 from htp_export.show.tag_note import tag_note
 

@@ -29,7 +29,7 @@ def runs(siblings: Iterable[T], name: Callable[[T], str], shape: Callable[[T], o
         name: What a sibling is called.
         shape: What has to be equal, below the sibling too.
 
-    Example:
+    Examples:
         >>> runs(["layer.0", "layer.1", "head.2"], name=str, shape=len)
         [['layer.0', 'layer.1'], ['head.2']]
         >>> runs(["layer.0", "layer.10"], name=str, shape=len)
@@ -52,7 +52,7 @@ def repeats(parents: Mapping[str, str | None], alike: Callable[[str], Hashable])
         parents: Module path → the one that it is drawn below; None at the top.
         alike: What makes modules alike, apart from what is below them.
 
-    Example:
+    Examples:
         >>> tree = {"": None, "layer.0": "", "layer.0.fc": "layer.0", "layer.1": "", "layer.1.fc": "layer.1"}
         >>> repeats(tree, alike=lambda path: path.count("."))
         [['layer.0', 'layer.1']]
@@ -78,7 +78,7 @@ def gathered(rows: Iterable[T], path: Callable[[T], str], alike: Callable[[T], H
         path: The module path of a row.
         alike: What has to be equal.
 
-    Example:
+    Examples:
         >>> paths = ["layer.0.fc", "layer.0.act", "layer.1.fc", "layer.1.act", "layer.3.act", "head"]
         >>> [name[:9] for name, _ in gathered(paths, path=str, alike=lambda path: path == "layer.3.act")]
         ['layer.0…1', 'layer.0…1', 'layer.3.a', 'head']

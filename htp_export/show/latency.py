@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from htp_export import tags
-from htp_export.command_words import in_commands
+from htp_export.format import tags
 from htp_export.run.latency import ModuleLatency, Profile
+from htp_export.show.command_words import in_commands
 from htp_export.show.module_table import Column, ModuleTable
 
 __all__ = ["SORTS", "render_profile"]

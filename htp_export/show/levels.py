@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from htp_export import tags
-from htp_export.analyze.inventory import Inventory
+from htp_export.format import tags
+from htp_export.show.inventory import Inventory
 
 __all__ = ["parents"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from htp_export import tags
+from htp_export.format import tags
 from htp_export.show.folding import runs
 
 if TYPE_CHECKING:  # rich is imported to draw: the names of columns are needed to show help
@@ -216,7 +216,7 @@ def csv_text(rows: Sequence[R], columns: Sequence[Column[R]]) -> str:
 def si(number: float, unit: str = "") -> str:
     """A number with four digits and a prefix.
 
-    Example:
+    Examples:
         >>> si(2_728_525_824), si(512), si(443_392, "B"), si(0)
         ('2.729 G', '512', '443.4 kB', '0')
     """

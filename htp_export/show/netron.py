@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from htp_export.analyze.inventory import Inventory
-from htp_export.analyze.measures import Measure, spread
+from htp_export.show.inventory import Inventory
+from htp_export.show.measures import Measure, spread
 from htp_export.show.numbers import number_text
 
 __all__ = ["netron_attachment"]
@@ -26,9 +26,9 @@ def netron_attachment(inventory: Inventory, measures: Sequence[Measure] = ()) ->
         inventory: The model.
         measures: What stands among the metrics of each node, with the numbers of its module beside them.
 
-    Example:
-        >>> from htp_export.analyze.inventory import take_inventory
-        >>> from htp_export.tagged import load
+    Examples:
+        >>> from htp_export.show.inventory import take_inventory
+        >>> from htp_export.model.tagged import load
         >>> import onnx_ir as ir
         >>> tagged = {"htp.module": "act", "htp.reason": "scope"}
         >>> relu = ir.node("Relu", [ir.val("x")], metadata_props=tagged, name="relu")

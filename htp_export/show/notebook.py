@@ -21,8 +21,8 @@ def in_notebook(result: object) -> str | None:
     Args:
         result: What ``profile``, ``cost``, ``verify`` or ``compare`` returned, or a module tree.
 
-    Example:
-        >>> from htp_export.analyze.tree import ModuleRow, ModuleTree
+    Examples:
+        >>> from htp_export.costs.module_tree import ModuleRow, ModuleTree
         >>> drawn = in_notebook(ModuleTree((ModuleRow("", "net.<b>", 1, "computed", 1200, 1200, 8),)))
         >>> "1,200" in drawn, "<b>" in drawn
         (True, False)
@@ -39,8 +39,8 @@ def in_notebook(result: object) -> str | None:
 
 
 def _table(result: object) -> RenderableType | None:
-    from htp_export.analyze.costs import Cost
-    from htp_export.analyze.tree import ModuleTree
+    from htp_export.costs.module_tree import ModuleTree
+    from htp_export.costs.result import Cost
     from htp_export.run.latency import Profile
     from htp_export.run.results import Comparison
 

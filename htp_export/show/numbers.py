@@ -10,7 +10,7 @@ __all__ = ["bytes_text", "number_text"]
 def number_text(value: float, unit: str = "") -> str:
     """A number with its unit.
 
-    Example:
+    Examples:
         >>> number_text(109482240), number_text(0.01234567, "ms"), number_text(3e-7), number_text(2048, "B")
         ('109,482,240', '0.01235 ms', '3e-07', '2 KiB')
     """
@@ -24,7 +24,7 @@ def number_text(value: float, unit: str = "") -> str:
 def bytes_text(value: float) -> str:
     """A number of bytes.
 
-    Example:
+    Examples:
         >>> bytes_text(437598208), bytes_text(100)
         ('417.3 MiB', '100 B')
     """

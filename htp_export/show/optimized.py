@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from htp_export import tags
+from htp_export.format import tags
 from htp_export.passes.results import Change, Optimized, OptimizedModels
 from htp_export.show.folding import gathered
 from htp_export.show.numbers import bytes_text
@@ -27,7 +27,7 @@ def render_optimized(result: Optimized, *, attribution: bool = False, depth: int
         attribution: Give every module of a pass a line of its own.
         depth: With ``attribution``, how deep; what is deeper is added to the module above. None for each by itself.
 
-    Example:
+    Examples:
         >>> from rich.console import Console
         >>> import onnx_ir as ir
         >>> from htp_export.passes.results import PassReport
@@ -66,7 +66,7 @@ def render_optimized_models(results: OptimizedModels) -> RenderableType:
     Args:
         results: What to draw.
 
-    Example:
+    Examples:
         >>> from rich.console import Console
         >>> import onnx_ir as ir
         >>> from htp_export.passes.results import PassReport

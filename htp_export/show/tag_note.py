@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from htp_export.command_words import in_commands
-from htp_export.tag_facts import TagFacts, tag_lines
+from htp_export.model.tag_facts import TagFacts, tag_lines
+from htp_export.show.command_words import in_commands
 
 __all__ = ["tag_note"]
 

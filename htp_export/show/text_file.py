@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from htp_export.errors import FileError
-from htp_export.replacing import replace_file
+from htp_export.files.replacing import replace_file
 
 __all__ = ["check_name", "write_text"]
 
@@ -18,7 +18,7 @@ def check_name(path: Path) -> None:
     Raises:
         FileError: If it is such a name.
 
-    Example:
+    Examples:
         >>> check_name(Path("bert.onnx"))
         Traceback (most recent call last):
         ...

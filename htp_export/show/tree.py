@@ -14,7 +14,7 @@ from htp_export.show.module_table import Column, ModuleTable, column_names, csv_
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from htp_export.analyze.tree import ModuleRow, ModuleTree
+    from htp_export.costs.module_tree import ModuleRow, ModuleTree
 
 __all__ = ["COLUMNS", "render", "tree_csv"]
 
@@ -66,9 +66,9 @@ def render(
     Raises:
         InputError: If there is no such column.
 
-    Example:
+    Examples:
         >>> from rich.console import Console
-        >>> from htp_export.analyze.tree import ModuleRow, ModuleTree
+        >>> from htp_export.costs.module_tree import ModuleRow, ModuleTree
         >>> net = ModuleRow("", "net.Net", 1, "computed", 2, 0, 8)
         >>> fc = ModuleRow("fc", "nn.Linear", 1, "computed", 2, 2, 8)
         >>> Console(width=60).print(render(ModuleTree((net, fc))))  # doctest: +NORMALIZE_WHITESPACE

@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from htp_export.analyze.inventory import Inventory, take_inventory
-from htp_export.analyze.measures import Measure, measures_of
 from htp_export.errors import FileError, InputError
-from htp_export.files import check_target
-from htp_export.json_file import read_json
-from htp_export.model_faults import names_model_faults
-from htp_export.nested.flatten import read_flat
+from htp_export.files.json_file import read_json
+from htp_export.files.model_files import check_target
+from htp_export.model.inlining import read_flat
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.tagged import ModelSource
+from htp_export.show.inventory import Inventory, take_inventory
 from htp_export.show.levels import parents
+from htp_export.show.measures import Measure, measures_of
 from htp_export.show.model_explorer.application import MissingApplicationError, application, packed
 from htp_export.show.model_explorer.drawing import drawing
 from htp_export.show.page.document import asset, document
 from htp_export.show.page.payload import page_data
 from htp_export.show.text_file import check_name, write_text
-from htp_export.tagged import ModelSource
 
 if TYPE_CHECKING:
     from torch import nn
@@ -122,7 +122,7 @@ def view(
         InputError: If the model, a result, or a weight that is to be shown cannot be read.
         FileError: If the page cannot be written, or is named as a model is; what was there is untouched.
 
-    Example:
+    Examples:
         >>> import torch
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
         >>> shown = view(net, torch.randn(2, 4), graph=False)
@@ -142,7 +142,7 @@ def view(
         check_target(path)
     measures = read_results(results)
     if _is_module(model):
-        from htp_export.analyze.parts import inventory_of_module
+        from htp_export.show.parts import inventory_of_module
 
         inventory = inventory_of_module(model, _as_tuple(args), kwargs, statistics=weights)
     else:

@@ -33,7 +33,7 @@ def balanced_cuts(
     Returns:
         The chosen places, in order.
 
-    Example:
+    Examples:
         >>> balanced_cuts([5, 1, 1, 1, 5], [1, 2, 3, 4], [0.0, 0.0, 0.0, 0.0], 3, 0.0)
         [1, 4]
         >>> balanced_cuts([9, 1, 10], [1, 2], [0.0, 0.5], 2, 0.0), balanced_cuts([9, 1, 10], [1, 2], [0.0, 0.5], 2, 0.1)

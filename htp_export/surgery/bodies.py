@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from htp_export import tags
-from htp_export.hierarchy import Hierarchy
-from htp_export.names import UsedNames
-from htp_export.nested.records import DOMAIN, Instance
-from htp_export.regions import subgraphs
-from htp_export.rewiring import replace_inputs
+from htp_export.format import tags
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.model.function_records import DOMAIN, Instance
+from htp_export.model.regions import subgraphs
+from htp_export.model.rewiring import replace_inputs
+from htp_export.model.tensor_names import UsedNames
 from htp_export.surgery.equality import body_key
 from htp_export.surgery.formals import Formals
 from htp_export.surgery.levels import Group, Item

@@ -9,9 +9,9 @@ from functools import cached_property
 
 import onnx_ir as ir
 
-from htp_export.cutting import Cutter
+from htp_export.model.cutting import Cutter
+from htp_export.model.tagged import TaggedModel
 from htp_export.surgery.constants import Constants
-from htp_export.tagged import TaggedModel
 
 __all__ = ["Border", "Chain"]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from htp_export.cutting import Cutter
-from htp_export.tagged import TaggedModel
+from htp_export.model.cutting import Cutter
+from htp_export.model.tagged import TaggedModel
 
 __all__ = ["Constants", "weight_bytes"]
 

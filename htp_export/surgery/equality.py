@@ -20,7 +20,7 @@ def body_key(graph: ir.Graph) -> Hashable:
     Args:
         graph: The body of a function: it reads nothing from outside.
 
-    Example:
+    Examples:
         >>> import onnx_ir as ir
         >>> def body(name, op):
         ...     x = ir.val(name)

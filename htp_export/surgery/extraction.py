@@ -10,12 +10,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.cut_models import cut_model
-from htp_export.cutting import cut
-from htp_export.files import check_target, has_external_data, write_model
-from htp_export.model_faults import names_model_faults
-from htp_export.nested.flatten import read_flat
-from htp_export.tagged import ModelSource
+from htp_export.files.model_files import check_target, has_external_data, write_model
+from htp_export.model.cut_models import cut_model
+from htp_export.model.cutting import cut
+from htp_export.model.inlining import read_flat
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.tagged import ModelSource
 
 __all__ = ["Extraction", "extract"]
 
@@ -85,7 +85,7 @@ def extract(
         InputError: If there is no such call, or the module cannot be cut out: the message says what to take instead.
         FileError: If a file cannot be read or written; nothing is left half written.
 
-    Example:
+    Examples:
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
         >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)

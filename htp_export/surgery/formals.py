@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from htp_export import tags
-from htp_export.names import UsedNames
-from htp_export.nested.records import Instance
-from htp_export.signatures import Signature
+from htp_export.format import tags
+from htp_export.format.signatures import Signature
+from htp_export.model.function_records import Instance
+from htp_export.model.tensor_names import UsedNames
 
 __all__ = ["Formals"]
 

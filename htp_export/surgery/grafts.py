@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
-from htp_export import tags
 from htp_export.errors import InputError
-from htp_export.names import rename
-from htp_export.signatures import Signature, signatures_to_json
+from htp_export.format import tags
+from htp_export.format.signatures import Signature, signatures_to_json
+from htp_export.model.tagged import TaggedModel, all_nodes
+from htp_export.model.tensor_names import rename
 from htp_export.surgery.spliced_calls import SplicedCalls
-from htp_export.tagged import TaggedModel, all_nodes
 
 __all__ = ["Graft", "placed_paths", "weight_key"]
 

@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-from htp_export.call_tree import Work
-from htp_export.nested.records import Instance
+from htp_export.format.call_tree import Work
+from htp_export.model.function_records import Instance
 from htp_export.surgery.placing import Placement
 
 __all__ = ["Group", "Item", "Levels"]

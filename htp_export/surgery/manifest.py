@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.errors import FileError
-from htp_export.json_file import read_json
+from htp_export.files.json_file import read_json
 from htp_export.surgery.partitions import FORMAT, VERSION, Partition
 from htp_export.surgery.stages import Stage, Tensor
 
@@ -31,7 +31,7 @@ def load_partition(folder: str | os.PathLike[str]) -> Partition:
         FileError: If the manifest is missing or is not what ``partition`` writes, or if a file that it names is
             missing or lies outside the folder.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).eval()
         >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)

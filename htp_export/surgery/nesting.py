@@ -10,21 +10,21 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export import tags
 from htp_export.errors import InputError, UntaggedModelError
-from htp_export.files import check_target, write_model
-from htp_export.hierarchy import ModuleInfo
-from htp_export.model_faults import names_model_faults
-from htp_export.names import UsedNames
-from htp_export.nested.flatten import dissolve
-from htp_export.nested.records import DOMAIN, Records
-from htp_export.regions import GraphIndex, all_nodes
+from htp_export.files.model_files import check_target, write_model
+from htp_export.format import tags
+from htp_export.format.hierarchy import ModuleInfo
+from htp_export.model.function_records import DOMAIN, Records
+from htp_export.model.inlining import dissolve
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.regions import GraphIndex, all_nodes
+from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.model.tensor_names import UsedNames
 from htp_export.surgery.bodies import Bodies
 from htp_export.surgery.formals import Formals
 from htp_export.surgery.levels import Levels
 from htp_export.surgery.originals import flat_order, share_bodies
 from htp_export.surgery.placing import Placement
-from htp_export.tagged import ModelSource, TaggedModel, load
 
 __all__ = ["FunctionRow", "Nested", "functions"]
 
@@ -126,7 +126,7 @@ def functions(
         SelectorError: If the selector cannot be read, or a part of it matches no module.
         UntaggedModelError: If the model has no tags, or only torch's own scopes.
 
-    Example:
+    Examples:
         >>> import torch, htp_export
         >>> block = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
         >>> net = torch.nn.Sequential(block(), block()).eval()

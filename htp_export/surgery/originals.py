@@ -9,11 +9,11 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export import tags
-from htp_export.call_tree import CallTree
-from htp_export.hierarchy import Hierarchy
-from htp_export.nested.records import Expectations, Instance, Record, given_values, node_tags
-from htp_export.regions import subgraphs
+from htp_export.format import tags
+from htp_export.format.call_tree import CallTree
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.model.function_records import Expectations, Instance, Record, given_values, node_tags
+from htp_export.model.regions import subgraphs
 from htp_export.surgery.bodies import Bodies, Occurrence, copy_value
 
 __all__ = ["flat_order", "share_bodies"]

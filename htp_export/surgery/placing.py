@@ -8,9 +8,9 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-from htp_export.call_tree import Instance, Work
-from htp_export.regions import subgraphs
-from htp_export.tagged import TaggedModel
+from htp_export.format.call_tree import Instance, Work
+from htp_export.model.regions import subgraphs
+from htp_export.model.tagged import TaggedModel
 
 __all__ = ["MOST_NESTED", "Chain", "Placement"]
 

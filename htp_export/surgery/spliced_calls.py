@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from htp_export import tags
-from htp_export.call_tree import CallTree, Instance, renumbered
-from htp_export.hierarchy import Hierarchy, ModuleInfo
-from htp_export.signatures import Signature
-from htp_export.tagged import TaggedModel
+from htp_export.format import tags
+from htp_export.format.call_tree import CallTree, Instance, renumbered
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.signatures import Signature
+from htp_export.model.tagged import TaggedModel
 
 __all__ = ["SplicedCalls"]
 

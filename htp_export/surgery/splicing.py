@@ -10,16 +10,16 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export import tags
-from htp_export.call_tree import Instance
-from htp_export.cutting import Cut, Cutter
 from htp_export.errors import InputError
-from htp_export.files import check_target, write_model
-from htp_export.model_faults import names_model_faults
-from htp_export.nested.flatten import read_flat
+from htp_export.files.model_files import check_target, write_model
+from htp_export.format import tags
+from htp_export.format.call_tree import Instance
+from htp_export.model.cutting import Cut, Cutter
+from htp_export.model.inlining import read_flat
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.surgery.grafts import Graft, placed_paths, weight_key
 from htp_export.surgery.spliced_calls import SplicedCalls
-from htp_export.tagged import ModelSource, TaggedModel, load
 
 __all__ = ["Splice", "splice"]
 
@@ -98,7 +98,7 @@ def splice(
             another signature: the message says which tensor differs.
         FileError: If a file cannot be read or written; what was there before is untouched.
 
-    Example:
+    Examples:
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
         >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)

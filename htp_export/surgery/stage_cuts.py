@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from htp_export.cut_models import output_name
-from htp_export.cutting import Cut, Cutter
 from htp_export.errors import InputError
+from htp_export.model.cut_models import output_name
+from htp_export.model.cutting import Cut, Cutter
+from htp_export.model.tagged import TaggedModel
 from htp_export.surgery.chain import Chain
 from htp_export.surgery.constants import Constants, weight_bytes
-from htp_export.tagged import TaggedModel
 
 __all__ = ["StageCut", "stage_cuts"]
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from htp_export.errors import FileError, HtpExportError
-from htp_export.files import has_external_data, write_model
-from htp_export.progress import counted
-from htp_export.replacing import Move, work_folder
+from htp_export.files.model_files import has_external_data, write_model
+from htp_export.files.replacing import Move, work_folder
+from htp_export.process.progress import counted
 from htp_export.surgery.manifest import MANIFEST, load_partition
 from htp_export.surgery.partitions import Partition
 from htp_export.surgery.stages import Stage

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export import tags
-from htp_export.cut_models import cut_graph, model_around, narrow_owners
-from htp_export.hierarchy import Hierarchy
-from htp_export.parameters import parameters_to_json
-from htp_export.signatures import signatures_to_json
+from htp_export.format import tags
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.parameters import parameters_to_json
+from htp_export.format.signatures import signatures_to_json
+from htp_export.model.cut_models import cut_graph, model_around, narrow_owners
+from htp_export.model.tagged import TaggedModel, all_nodes
 from htp_export.surgery.stage_cuts import StageCut
-from htp_export.tagged import TaggedModel, all_nodes
 
 __all__ = ["stage_model"]
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from htp_export.cutting import Cutter
 from htp_export.errors import InputError, UnknownModuleError
-from htp_export.model_faults import names_model_faults
+from htp_export.model.cutting import Cutter
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.surgery.balancing import balanced_cuts
 from htp_export.surgery.chain import Border, Chain
 from htp_export.surgery.constants import Constants
@@ -20,7 +21,6 @@ from htp_export.surgery.stage_folder import check_folder, write_folder
 from htp_export.surgery.stage_models import stage_model
 from htp_export.surgery.stages import Stage, Tensor
 from htp_export.surgery.weighing import Balance, weigh
-from htp_export.tagged import ModelSource, TaggedModel, load
 
 __all__ = ["partition"]
 
@@ -72,7 +72,7 @@ def partition(
             untouched.
         UntaggedModelError: If the model has no tags.
 
-    Example:
+    Examples:
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).eval()
         >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from htp_export.errors import InputError
-from htp_export.files import read_model, write_model
+from htp_export.files.model_files import read_model, write_model
 from htp_export.surgery.partitions import Partition
 from htp_export.surgery.stages import Stage, Tensor
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from htp_export.analyze.costing import cost
+from htp_export.costs.costing import cost
 from htp_export.errors import FileError, InputError
-from htp_export.json_file import read_json
+from htp_export.files.json_file import read_json
+from htp_export.model.tagged import TaggedModel
 from htp_export.surgery.chain import Chain
 from htp_export.surgery.constants import weight_bytes
-from htp_export.tagged import TaggedModel
 
 __all__ = ["Balance", "read_weights", "weigh"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from htp_export import tags
-from htp_export.analyze.inventory import Inventory
-from htp_export.analyze.measures import Measure
+from htp_export.format import tags
+from htp_export.show.inventory import Inventory
 from htp_export.show.levels import parents
+from htp_export.show.measures import Measure
 from htp_export.show.model_explorer.graphs import GRAPH_ID, graph_of, layers_of, node_ids
 from htp_export.show.model_explorer.overlays import overlays_of
 

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from htp_export import tags
-from htp_export.analyze.inventory import Inventory, ModuleEntry
-from htp_export.analyze.measures import Measure
-from htp_export.analyze.node_facts import NodeEntry
+from htp_export.format import tags
+from htp_export.show.inventory import Inventory, ModuleEntry
 from htp_export.show.levels import parents
+from htp_export.show.measures import Measure
+from htp_export.show.node_facts import NodeEntry
 from htp_export.show.numbers import bytes_text, number_text
 
 __all__ = ["GRAPH_ID", "graph_of", "layers_of", "node_ids"]
@@ -32,9 +32,9 @@ def graph_of(inventory: Inventory, measures: Sequence[Measure] = (), keep_layers
         keep_layers: Add nodes that are not drawn, so that layers that hold a single node stay layers whatever the
             viewer's settings say.
 
-    Example:
-        >>> from htp_export.analyze.inventory import take_inventory
-        >>> from htp_export.tagged import load
+    Examples:
+        >>> from htp_export.show.inventory import take_inventory
+        >>> from htp_export.model.tagged import load
         >>> import onnx_ir as ir
         >>> tagged = {"htp.module": "act", "htp.reason": "scope"}
         >>> relu = ir.node("Relu", [ir.val("x")], outputs=[ir.val("y")], metadata_props=tagged)

@@ -10,8 +10,8 @@ from typing import Any
 import model_explorer
 from model_explorer import graph_builder
 
-from htp_export.analyze.inventory import take_inventory
-from htp_export.nested.flatten import read_flat
+from htp_export.model.inlining import read_flat
+from htp_export.show.inventory import take_inventory
 from htp_export.show.model_explorer.graphs import graph_of
 
 __all__ = ["HtpExportAdapter", "as_graph"]

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from htp_export.analyze.inventory import Inventory
-from htp_export.analyze.measures import Measure, spread
+from htp_export.show.inventory import Inventory
+from htp_export.show.measures import Measure, spread
 from htp_export.show.model_explorer.graphs import GRAPH_ID, node_ids
 
 __all__ = ["dtype_overlay", "overlay_of", "overlays_of"]
@@ -33,9 +33,9 @@ def overlay_of(measure: Measure, inventory: Inventory) -> dict[str, Any]:
         measure: What is laid over the graph. Errors, which span many powers of ten, are coloured by these.
         inventory: The model.
 
-    Example:
-        >>> from htp_export.analyze.inventory import take_inventory
-        >>> from htp_export.tagged import load
+    Examples:
+        >>> from htp_export.show.inventory import take_inventory
+        >>> from htp_export.model.tagged import load
         >>> import onnx_ir as ir
         >>> tagged = {"htp.module": "act", "htp.reason": "scope"}
         >>> relu = ir.node("Relu", [ir.val("x")], metadata_props=tagged, name="relu")

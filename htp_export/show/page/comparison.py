@@ -10,12 +10,12 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from htp_export import tags
-from htp_export.analyze.differences import ModelDifference
-from htp_export.command_words import in_both
+from htp_export.differences.differing import ModelDifference
+from htp_export.format import tags
+from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.show.command_words import in_both
 from htp_export.show.folding import repeats
 from htp_export.show.page.document import document
-from htp_export.tagged import ModelSource, TaggedModel, load
 
 __all__ = ["DiffRow", "comparison_page", "difference_page"]
 
@@ -59,7 +59,7 @@ def comparison_page(
         notes: Sentences at the top.
         files: What each file knows about its tags: ``name``, ``tags``, ``reasons`` and ``untagged``.
 
-    Example:
+    Examples:
         >>> from types import SimpleNamespace
         >>> row = SimpleNamespace(path="", status="changed", before={"nodes": 9}, after={"nodes": 7})
         >>> "a.onnx → b.onnx" in comparison_page([row], "a.onnx", "b.onnx")

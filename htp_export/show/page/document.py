@@ -71,7 +71,7 @@ def asset(name: str) -> str:
 def as_script_text(data: Mapping[str, Any]) -> str:
     r"""JSON that may stand inside a script element.
 
-    Example:
+    Examples:
         >>> as_script_text({"name": "</script><b>"})
         '{"name":"\\u003c/script>\\u003cb>"}'
     """

@@ -6,14 +6,14 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from htp_export import tags
-from htp_export.analyze.inventory import Inventory, ModuleEntry
-from htp_export.analyze.measures import Measure, spread
-from htp_export.analyze.node_facts import NodeEntry, TensorEntry
-from htp_export.analyze.weight_statistics import WeightStatistics
-from htp_export.command_words import in_both
+from htp_export.format import tags
+from htp_export.show.command_words import in_both
 from htp_export.show.folding import likeness, repeats
+from htp_export.show.inventory import Inventory, ModuleEntry
 from htp_export.show.levels import parents
+from htp_export.show.measures import Measure, spread
+from htp_export.show.node_facts import NodeEntry, TensorEntry
+from htp_export.show.weight_statistics import WeightStatistics
 
 __all__ = ["page_data"]
 

@@ -42,7 +42,7 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     Raises:
         InputError: If it cannot listen there.
 
-    Example:
+    Examples:
         >>> with PageServer() as server:
         ...     print(server.url.startswith(f"http://127.0.0.1:{server.port}/"))
         True

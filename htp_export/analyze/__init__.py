@@ -1,1 +1,0 @@
-"""What a tagged model tells about itself, module by module; results are data, drawn elsewhere."""

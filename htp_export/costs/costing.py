@@ -1,0 +1,221 @@
+"""``cost``: parameters, operations, memory and traffic of a model, by module and by node."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from htp_export.costs.bindings import bind
+from htp_export.costs.execution import Body, Run, Step
+from htp_export.costs.flops import work_of
+from htp_export.costs.memory import Timeline, traffic
+from htp_export.costs.result import Cost, ModuleCost, NodeCost, Peak
+from htp_export.costs.shapes import run_by_shapes
+from htp_export.costs.work import NOTHING, Work
+from htp_export.model.inlining import read_flat
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.module_facts import Contents, contents_of
+from htp_export.model.tagged import ModelSource, TaggedModel
+
+__all__ = ["cost"]
+
+_SUMMED = ("macs", "flops", "other_flops", "activation_bytes", "traffic_bytes")
+_Sums: TypeAlias = defaultdict[str, Counter[str]]
+
+
+@names_model_faults("onnx")
+def cost(
+    onnx: ModelSource,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    dims: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+) -> Cost:
+    """What a model costs: parameters, FLOPs, bytes and peak memory of every module and node.
+
+    Nothing is run and no weight is read: shapes and types say it all. FLOPs are two for each multiply-add of matrix
+    products and convolutions, wherever they stand; everything else that computes is counted apart, and what has no
+    formula is listed. The formulas, and what is assumed of memory, are in ``docs/cost.md``.
+
+    Args:
+        onnx: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; it is not changed. Without tags
+            there are the whole and its nodes.
+        inputs: Input name → example, an array or tensor. Only its shape is used, and its values where they are a few
+            whole numbers.
+        dims: Name of a size that the model leaves open → size. Those that are not given are 1, and `assumed` says so.
+        shapes: Input name → shape.
+
+    Returns:
+        Costs by module path, in elements, operations and bytes.
+
+    Raises:
+        FileError: If the file cannot be read.
+        InputError: If what is given does not fit the model, or the number of dimensions of an input is not known.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> report = cost(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
+        >>> [(path, module.parameters, module.flops, module.other_flops) for path, module in report.modules.items()]
+        [('', 15, 48, 12), ('0', 15, 48, 6), ('1', 0, 0, 6)]
+        >>> report.peak.bytes, report.uncounted
+        (56, {})
+    """
+    tagged = read_flat(onnx)
+    bindings = bind(tagged.model, inputs, dims, shapes)
+    run = run_by_shapes(tagged, bindings)
+    nodes, uncounted = _nodes(run)
+    timeline = Timeline(run)
+    contents = contents_of(tagged)
+    modules = _modules(tagged, run, nodes, timeline, contents)
+    return Cost(
+        modules=modules,
+        nodes=tuple(nodes),
+        uncounted=uncounted,
+        peak=_peak(run, timeline),
+        shared=contents.shared,
+        dims=dict(bindings.sizes),
+        from_pytorch=contents.from_pytorch,
+        notes=_notes(tagged, run, contents.from_pytorch),
+        tags=tagged.tag_facts,
+        assumed=bindings.notes,
+    )
+
+
+def _nodes(run: Run) -> tuple[list[NodeCost], dict[str, int]]:
+    """Every run of a node; and operator → nodes that are not counted."""
+    works = {id(step): work_of(step) for step in _every(run.steps)}
+    found = []
+    for step, times in _chosen(run.steps, works):
+        work = works[id(step)]
+        done = work or NOTHING
+        read, written = traffic(step)
+        found.append(
+            NodeCost(
+                name=step.node.name or "",
+                op_type=step.node.op_type,
+                owners=step.owners,
+                times=times,
+                counted=work is not None,
+                macs=done.macs * times,
+                flops=2 * done.macs * times,
+                other_flops=done.other * times,
+                shapes=tuple(tensor.shape for tensor in step.outputs),
+                activation_bytes=times * sum(t.bytes for t in step.outputs if t.viewed is None and t.origin == "made"),
+                traffic_bytes=times * (sum(read.values()) + written),
+                modules=step.modules | {""},
+            )
+        )
+    return found, dict(Counter(node.op_type for node in found if not node.counted))
+
+
+def _every(steps: Sequence[Step]) -> Iterator[Step]:
+    for step in steps:
+        yield step
+        for body in step.bodies:
+            yield from _every(body.steps)
+
+
+def _chosen(steps: Sequence[Step], works: Mapping[int, Work | None], times: int = 1) -> Iterator[tuple[Step, int]]:
+    """Every step and how often it counts: of the branches of an ``If``, the one that costs more."""
+    for step in steps:
+        yield step, times
+        most = max(step.bodies, key=lambda body: _sum(body, works), default=None)
+        for body in step.bodies:
+            taken = step.node.op_type != "If" or body is most
+            yield from _chosen(body.steps, works, times * body.times if taken else 0)
+
+
+def _sum(body: Body, works: Mapping[int, Work | None]) -> tuple[int, int]:
+    done = [(works[id(step)] or NOTHING, times) for step, times in _chosen(body.steps, works)]
+    return sum(work.macs * times for work, times in done), sum(work.other * times for work, times in done)
+
+
+def _modules(
+    tagged: TaggedModel,
+    run: Run,
+    nodes: Sequence[NodeCost],
+    timeline: Timeline,
+    contents: Contents,
+) -> dict[str, ModuleCost]:
+    total, own, uncounted = _sums(nodes)
+    peaks = _peaks(run, timeline)
+    found = {}
+    for path, info in tagged.hierarchy.items():
+        here = contents.modules[path]
+        internal = timeline.internal.get(path, ())
+        found[path] = ModuleCost(
+            path=path,
+            class_name=info.class_name,
+            calls=info.calls,
+            fate=info.fate,
+            nodes=len(here.nodes),
+            self_nodes=len(here.own_nodes),
+            parameters=here.parameters,
+            self_parameters=here.self_parameters,
+            weight_bytes=here.weight_bytes,
+            self_weight_bytes=here.self_weight_bytes,
+            weight_bytes_by_dtype=here.weight_bytes_by_dtype,
+            uncounted=dict(uncounted[path]),
+            peak_bytes=peaks.get(path, 0),
+            fused_traffic_bytes=total[path]["traffic_bytes"] - timeline.traffic_of(internal),
+            fused_peak_bytes=timeline.peak_without(internal),
+            **{name: total[path][name] for name in _SUMMED},
+            **{f"self_{name}": own[path][name] for name in _SUMMED},
+        )
+    return found
+
+
+def _sums(nodes: Sequence[NodeCost]) -> tuple[_Sums, _Sums, _Sums]:
+    """Module path → numbers of its region; of itself; and operator → nodes that are not counted."""
+    total: _Sums = defaultdict(Counter)
+    own: _Sums = defaultdict(Counter)
+    uncounted: _Sums = defaultdict(Counter)
+    grouped: defaultdict[frozenset[str], Counter[str]] = defaultdict(Counter)
+    for node in nodes:
+        group = grouped[node.modules]
+        for name in _SUMMED:
+            group[name] += getattr(node, name)
+        for path in node.modules if not node.counted else ():
+            uncounted[path][node.op_type] += 1
+        owners = node.owners or ("",)
+        for name in _SUMMED:
+            share, rest = divmod(getattr(node, name), len(owners))
+            for position, owner in enumerate(owners):
+                own[owner][name] += share + (position < rest)
+    for modules, numbers in grouped.items():
+        for path in modules:
+            total[path].update(numbers)
+    return total, own, uncounted
+
+
+def _peaks(run: Run, timeline: Timeline) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for step, live in zip(run.steps, timeline.live.tolist(), strict=True):
+        for path in step.modules | {""}:
+            found[path] = max(live, found.get(path, 0))
+    return found
+
+
+def _peak(run: Run, timeline: Timeline) -> Peak:
+    at = timeline.peak_step
+    if at is None:
+        return Peak(0, "", (), ())
+    step = run.steps[at]
+    live = tuple((life.tensor.name, life.tensor.bytes) for life in timeline.alive_at(at) if life.tensor.bytes)
+    return Peak(timeline.peak, step.node.name or step.node.op_type, step.owners, live)
+
+
+def _notes(tagged: TaggedModel, run: Run, from_pytorch: bool) -> tuple[str, ...]:
+    notes = []
+    if tagged.source == "none":
+        notes.append("only the whole is known")
+    elif tagged.untagged:
+        notes.append("nodes of no module count in the whole")
+    if not from_pytorch:
+        notes.append("parameters are the weights that the file has: it does not say which PyTorch had")
+    unknown = sum(t.shape is None and bool(t.name) for step in _every(run.steps) for t in step.outputs)
+    if unknown:
+        notes.append(f"{unknown} tensors have no known shape; they are missing from bytes and peaks")
+    return tuple(notes)

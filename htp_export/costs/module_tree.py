@@ -1,0 +1,196 @@
+"""The module tree of a file, with what each module came to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from htp_export.costs.result import Cost
+from htp_export.errors import InputError
+from htp_export.format import tags
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.module_facts import ModuleContents, contents_of
+from htp_export.model.tables import ModuleTable
+from htp_export.model.tag_facts import TagFacts, tag_lines
+from htp_export.model.tagged import TaggedModel
+
+__all__ = ["Measured", "ModuleRow", "ModuleTree", "tree_rows", "visible"]
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """One module of the tree.
+
+    Attributes:
+        path: The module's path; ``""`` is the root.
+        class_name: Its fully qualified class.
+        calls: How many times it ran.
+        fate: What became of it.
+        nodes: Its nodes; for this and the next two, see ``analyze.contents``.
+        own_nodes: Nodes that it computes itself, and no module below it.
+        parameters: Elements of its parameters in PyTorch, each once; where the file does not say what these were, of
+            its weights. What several modules share counts in each of them, so that the sum over modules may exceed the
+            whole.
+        flops: Two for each multiply-add of matrix products and convolutions, where sizes are known.
+        time_ms: How long it takes, with all below it, where that was measured.
+        own_time_ms: Of that, its own nodes.
+        error: How far it is from PyTorch, or from another file, at most, where that was measured.
+        status: What is wrong with it; empty where nothing is, or it was not checked.
+    """
+
+    path: str
+    class_name: str
+    calls: int
+    fate: str
+    nodes: int
+    own_nodes: int
+    parameters: int
+    flops: int | None = None
+    time_ms: float | None = None
+    own_time_ms: float | None = None
+    error: float | None = None
+    status: str | None = None
+
+    @property
+    def simple_class(self) -> str:
+        """The class without its module."""
+        return self.class_name.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class ModuleTree(ModuleTable):
+    """The rows of a module tree, in the order of ``named_modules()``.
+
+    Attributes:
+        rows: One for each module shown.
+        tags: What the model knows about its module tags.
+        notes: What to know about the rows.
+    """
+
+    rows: tuple[ModuleRow, ...]
+    tags: TagFacts | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The tree as plain data, for JSON; what is not known of a module is left out.
+
+        Examples:
+            >>> ModuleTree((ModuleRow("", "net.Net", 1, "computed", 3, 1, 20),)).to_dict()["modules"][""]["nodes"]
+            3
+        """
+        modules = {
+            row.path: {key: _plain(value) for key, value in asdict(row).items() if key != "path" and value is not None}
+            for row in self.rows
+        }
+        return {
+            "modules": modules,
+            "tags": self.tags and self.tags.to_dict(),
+            **({"notes": list(self.notes)} if self.notes else {}),
+        }
+
+    def __str__(self) -> str:
+        header = ("module", "class", "calls", "fate", "nodes", "own nodes", "parameters")
+        body = [
+            (r.path or "(root)", r.simple_class, r.calls, r.fate, r.nodes, r.own_nodes, f"{r.parameters:,}")
+            for r in self.rows
+        ]
+        widths = [max(len(str(cell)) for cell in column) for column in zip(header, *body, strict=True)]
+        layout = "{:<%d}  {:<%d}  {:>%d}  {:<%d}  {:>%d}  {:>%d}  {:>%d}" % tuple(widths)  # noqa: UP031 - braces stay
+        lines = (layout.format(*cells) for cells in (header, *body))
+        return "\n".join((*lines, *tag_lines(self.tags)))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of one module, elsewhere.
+
+    Attributes:
+        time_ms: How long it takes, with all below it.
+        own_time_ms: Of that, its own nodes.
+        error: How far it is from what it should be, at most.
+        status: What is wrong with it.
+    """
+
+    time_ms: float | None = None
+    own_time_ms: float | None = None
+    error: float | None = None
+    status: str | None = None
+
+
+@names_model_faults("tagged")
+def tree_rows(
+    tagged: TaggedModel,
+    depth: int | None = None,
+    select: str | Sequence[str] | None = None,
+    *,
+    cost: Cost | None = None,
+    measured: Mapping[str, Measured] | None = None,
+) -> ModuleTree:
+    """What each module of a model came to.
+
+    Args:
+        tagged: The model.
+        depth: Leave out modules more than so many levels below the root, whose depth is 0; all where it is None.
+            Containers that never run (``nn.ModuleList``) are no level: they are as deep as what they hold.
+        select: Only the modules that this selector names, and those above them, which say where they are.
+        cost: What the model costs, for FLOPs.
+        measured: Module path → what was measured of it.
+
+    Raises:
+        SelectorError: If the selector cannot be read or matches nothing.
+        UntaggedModelError: If the model has no tags.
+        InputError: If ``depth`` is negative.
+    """
+    contents = contents_of(tagged).modules
+    rows = tuple(
+        _row(tagged, path, contents[path], cost, (measured or {}).get(path, Measured()))
+        for path in visible(tagged, depth, select)
+    )
+    return ModuleTree(rows, tagged.tag_facts, cost.assumed if cost is not None else ())
+
+
+def visible(tagged: TaggedModel, depth: int | None = None, select: str | Sequence[str] | None = None) -> list[str]:
+    """The modules that a tree shows.
+
+    Args:
+        tagged: The model.
+        depth: As for ``tree_rows``.
+        select: As for ``tree_rows``.
+
+    Raises:
+        SelectorError: If the selector cannot be read or matches nothing.
+        UntaggedModelError: If the model has no tags, and some modules are selected.
+        InputError: If ``depth`` is negative.
+    """
+    if depth is not None and depth < 0:
+        raise InputError(f"depth counts levels from 0, not {depth}")
+    shown = set(tagged.paths if select is None else tagged.select(select))
+    shown = {up for path in shown for up in tags.ancestors(path)}
+    level: dict[str, int] = {}
+    for path in tagged.paths:  # a module stands after those above it
+        parent = tagged.hierarchy.parent(path)
+        above = 0 if parent is None else level.get(parent, 0)
+        level[path] = above + (parent is not None and (parent in tagged.hierarchy.called or not parent))
+    return [path for path in tagged.paths if path in shown and (depth is None or level[path] <= depth)]
+
+
+def _row(tagged: TaggedModel, path: str, contents: ModuleContents, cost: Cost | None, measured: Measured) -> ModuleRow:
+    info = tagged.hierarchy[path]
+    return ModuleRow(
+        path=path,
+        class_name=info.class_name,
+        calls=info.calls,
+        fate=info.fate,
+        nodes=len(contents.nodes),
+        own_nodes=len(contents.own_nodes),
+        parameters=contents.parameters,
+        flops=None if cost is None else cost.modules[path].flops,
+        **vars(measured),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it, which knows neither NaN nor infinity."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

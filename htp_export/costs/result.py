@@ -1,0 +1,226 @@
+"""What a model costs, by module and by node: the result of ``costing``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from htp_export.model.tables import ModuleTable
+from htp_export.model.tag_facts import TagFacts, tag_lines
+
+__all__ = ["Cost", "ModuleCost", "NodeCost", "Peak"]
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """One run of one node; a node of a function has one for each call.
+
+    Attributes:
+        name: The node's name.
+        op_type: Its operator.
+        owners: The modules that it computes.
+        times: How often it runs: more than once in a loop, not at all in a branch of an ``If`` that costs less.
+        counted: Whether its work is known. If not, its ``macs``, ``flops`` and ``other_flops`` are 0.
+        macs: Multiply-adds of matrix products and convolutions, all runs together, as what follows.
+        flops: Two for each of those.
+        other_flops: Operations on single elements.
+        shapes: Shape of each output; None where it is not known.
+        activation_bytes: Size of what it makes.
+        traffic_bytes: What it reads and writes, weights too.
+        modules: The modules in whose regions it is.
+    """
+
+    name: str
+    op_type: str
+    owners: tuple[str, ...]
+    times: int
+    counted: bool
+    macs: int
+    flops: int
+    other_flops: int
+    shapes: tuple[tuple[int, ...] | None, ...]
+    activation_bytes: int
+    traffic_bytes: int
+    modules: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class ModuleCost:
+    """One module with all below it, and for ``self_…`` alone.
+
+    A node of several modules counts once in the total of each module above them. For ``self_…`` it is divided between
+    its owners, so that they add up to the whole.
+
+    Attributes:
+        path: The module's path; ``""`` is the whole model, nodes that belong to no module included.
+        class_name: Its fully qualified class.
+        calls: How many times it ran.
+        fate: What became of it.
+        nodes: Its nodes; for this and the next six, see ``analyze.contents``.
+        self_nodes: Of those, the nodes that it computes itself.
+        parameters: Elements of its parameters, shared ones once.
+        self_parameters: Of those, what it holds itself.
+        weight_bytes: Size of the weights in the file that its nodes read, each once.
+        self_weight_bytes: Of those, what its own nodes are the first to read.
+        weight_bytes_by_dtype: Element type, as numpy names it → bytes.
+        macs: Multiply-adds of matrix products and convolutions, in attention and recurrent layers too.
+        self_macs: The same.
+        flops: Two for each multiply-add: what torch's ``FlopCounterMode`` counts.
+        self_flops: The same.
+        other_flops: Operations on single elements: activations, normalisation, softmax, reductions, additions.
+        self_other_flops: The same.
+        uncounted: Operator → nodes whose work is not known; it is in none of the numbers.
+        activation_bytes: Size of all that its nodes make.
+        self_activation_bytes: The same.
+        traffic_bytes: What its nodes read and write, one after another: weights, inputs, outputs, intermediates.
+        self_traffic_bytes: The same.
+        peak_bytes: The most activation memory that the whole model takes while one of its nodes runs.
+        fused_traffic_bytes: ``traffic_bytes`` if its intermediates stayed on chip.
+        fused_peak_bytes: The peak of the whole model if its intermediates stayed on chip.
+    """
+
+    path: str
+    class_name: str = ""
+    calls: int = 0
+    fate: str = ""
+    nodes: int = 0
+    self_nodes: int = 0
+    parameters: int = 0
+    self_parameters: int = 0
+    weight_bytes: int = 0
+    self_weight_bytes: int = 0
+    weight_bytes_by_dtype: Mapping[str, int] = field(default_factory=dict)
+    macs: int = 0
+    self_macs: int = 0
+    flops: int = 0
+    self_flops: int = 0
+    other_flops: int = 0
+    self_other_flops: int = 0
+    uncounted: Mapping[str, int] = field(default_factory=dict)
+    activation_bytes: int = 0
+    self_activation_bytes: int = 0
+    traffic_bytes: int = 0
+    self_traffic_bytes: int = 0
+    peak_bytes: int = 0
+    fused_traffic_bytes: int = 0
+    fused_peak_bytes: int = 0
+
+    @property
+    def simple_class(self) -> str:
+        """The class without its module."""
+        return self.class_name.rpartition(".")[2]
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic intensity: all operations for each byte that is moved."""
+        return (self.flops + self.other_flops) / self.traffic_bytes if self.traffic_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Where activation memory is highest.
+
+    Attributes:
+        bytes: How much is live.
+        node: The node that runs then, the first if there are several; "" for a model without nodes.
+        modules: Its owners: the modules on top of the peak.
+        live: The tensors in memory, ``(tensor, bytes)``, the largest first; what subgraphs hold is not listed.
+    """
+
+    bytes: int
+    node: str
+    modules: tuple[str, ...]
+    live: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Cost(ModuleTable):
+    """What a model costs.
+
+    Attributes:
+        modules: Module path → its cost, in the order of ``named_modules()``; ``""`` is the whole.
+        nodes: Every run of a node, in order.
+        uncounted: Operator → nodes whose work is not known, in the whole model: there is no formula for the operator,
+            a shape is not known, or it is not known how often a loop runs.
+        peak: Where activation memory is highest.
+        shared: Name of each parameter that belongs to several modules → these modules.
+        dims: Name of an open size → the size that was used.
+        from_pytorch: Whether ``parameters`` are those that PyTorch had; else they are the weights in the file.
+        notes: What to know about these numbers.
+        tags: What the model knows about its module tags.
+        assumed: Open dimensions for which no size was given, and the size that was taken, a line each.
+    """
+
+    modules: Mapping[str, ModuleCost]
+    nodes: tuple[NodeCost, ...]
+    uncounted: Mapping[str, int]
+    peak: Peak
+    shared: Mapping[str, tuple[str, ...]]
+    dims: Mapping[str, int]
+    from_pytorch: bool
+    notes: tuple[str, ...] = ()
+    tags: TagFacts | None = None
+    assumed: tuple[str, ...] = ()
+
+    def by_path(self, name: str = "flops") -> dict[str, float]:
+        """Module path → one number, to lay over a drawing of the model.
+
+        Args:
+            name: Which: ``flops``, ``self_flops``, ``intensity`` or any other number of ``ModuleCost``.
+        """
+        return {path: float(getattr(module, name)) for path, module in self.modules.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, for JSON."""
+        modules = {}
+        for path, module in self.modules.items():
+            modules[path] = {key: value for key, value in asdict(module).items() if key != "path"}
+            modules[path]["intensity"] = module.intensity
+        data = {**asdict(self), "modules": modules}
+        for node in data["nodes"]:
+            del node["modules"]  # the totals of modules say it
+        return data
+
+    def __str__(self) -> str:
+        header = ("module", "class", "nodes", "parameters", "weight bytes", "flops", "other flops", "peak bytes")
+        body = [
+            (
+                m.path or "(root)",
+                m.simple_class,
+                *(f"{n:,}" for n in (m.nodes, m.parameters, m.weight_bytes, m.flops, m.other_flops, m.peak_bytes)),
+            )
+            for m in self.modules.values()
+        ]
+        widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if position < 2 else cell.rjust(width)
+                for position, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in (header, *body)
+        ]
+        return "\n".join((*lines, *self.summary))
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """What is not by module, in words, a line each."""
+        whole = self.modules[""]
+        lines = [
+            f"{whole.flops:,} FLOPs (2 for each multiply-add of matrix products), "
+            f"{whole.other_flops:,} other operations",
+        ]
+        if self.peak.node:
+            on_top = ", ".join(path or "(root)" for path in self.peak.modules) or "no module"
+            lines.append(f"{self.peak.bytes:,} bytes of activations at the peak, at {self.peak.node!r} of {on_top}")
+        if self.uncounted:
+            listed = ", ".join(f"{op} × {count}" for op, count in self.uncounted.items())  # noqa: RUF001 - "times"
+            lines.append(f"not counted: {listed}")
+        if self.shared:
+            listed = ", ".join(f"{name} ({', '.join(paths)})" for name, paths in list(self.shared.items())[:3])
+            more = f" and {len(self.shared) - 3} more" if len(self.shared) > 3 else ""
+            how = "tied" if self.from_pytorch else "shared"
+            lines.append(f"{how}, and counted once in modules that hold several of these: {listed}{more}")
+        if len(self.dims) > len(self.assumed):
+            lines.append("with " + ", ".join(f"{name} = {size}" for name, size in self.dims.items()))
+        return (*lines, *self.assumed, *self.notes, *tag_lines(self.tags))

@@ -1,0 +1,31 @@
+"""How much one node computes; the unit that the formulas of all operators give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from htp_export.costs.execution import Step
+
+__all__ = ["NOTHING", "Formula", "Work"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """How much is computed.
+
+    Attributes:
+        macs: Multiply-adds of matrix products and convolutions, those inside attention and recurrent layers included.
+        other: All other arithmetic, comparisons and logic, in operations on one element; ``exp``, ``tanh`` and ``erf``
+            are one operation each.
+    """
+
+    macs: int = 0
+    other: int = 0
+
+
+NOTHING = Work()
+
+Formula: TypeAlias = Callable[[Step], Work]
+"""What a node computes. It raises ``UnknownShapeError`` where it needs a shape that is not known."""

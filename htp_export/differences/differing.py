@@ -1,0 +1,293 @@
+"""What differs between two files, module by module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.differences.alignment import aligned
+from htp_export.format import tags
+from htp_export.format.hierarchy import ModuleInfo
+from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.inlining import read_flat
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.module_facts import ModuleContents, contents_of
+from htp_export.model.structural_hash import Hasher
+from htp_export.model.tag_facts import TagFacts, tag_lines
+from htp_export.model.tagged import ModelSource, TaggedModel
+
+__all__ = ["STATUSES", "ModelDifference", "ModuleDifference", "ModuleState", "diff"]
+
+STATUSES = ("same", "changed", "moved", "added", "removed")
+"""What can have become of a module; ``moved`` is the same under another path."""
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """A module in one of the files.
+
+    Attributes:
+        path: Its path there.
+        class_name: Its fully qualified class; ``""`` where it is not known.
+        fate: What became of it in the export.
+        nodes: How many nodes it has; for this, ``parameters`` and ``weight_bytes`` see ``analyze.contents``.
+        operators: Operator → nodes; operators that are not ONNX's own with their domain, ``com.microsoft.Gelu``.
+        parameters: Elements of its parameters in PyTorch; where the file does not say what these were, of its weights.
+        weight_bytes: Element type → bytes of the weights that its nodes read.
+        structure: Hash of what its region computes: operators, wiring, attributes, shapes and types of weights.
+    """
+
+    path: str
+    class_name: str
+    fate: str
+    nodes: int
+    operators: Mapping[str, int]
+    parameters: int
+    weight_bytes: Mapping[str, int]
+    structure: str
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all its weights."""
+        return sum(self.weight_bytes.values())
+
+
+@dataclass(frozen=True)
+class ModuleDifference:
+    """One module in both files.
+
+    Attributes:
+        path: Its path in the second file; in the first, where it is not in the second.
+        status: One of `STATUSES`.
+        before: The module in the first file; None where it was added.
+        after: The module in the second; None where it was removed.
+    """
+
+    path: str
+    status: str
+    before: ModuleState | None
+    after: ModuleState | None
+
+    @property
+    def moved_from(self) -> str | None:
+        """Its path in the first file, where that is another one."""
+        if self.before is None or self.after is None or self.before.path == self.after.path:
+            return None
+        return self.before.path
+
+    @property
+    def simple_class(self) -> str:
+        """The class without its module; both, where it changed."""
+        classes = [state.class_name.rpartition(".")[2] for state in (self.before, self.after) if state is not None]
+        return " → ".join(dict.fromkeys(name for name in classes if name))
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """How many nodes it has, before and after."""
+        return (self.before.nodes if self.before else 0, self.after.nodes if self.after else 0)
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """How many parameters it has, before and after."""
+        return (self.before.parameters if self.before else 0, self.after.parameters if self.after else 0)
+
+    @property
+    def weight_bytes(self) -> Mapping[str, tuple[int, int]]:
+        """Element type → bytes before and after, types of which there are any."""
+        first = self.before.weight_bytes if self.before else {}
+        second = self.after.weight_bytes if self.after else {}
+        return {dtype: (first.get(dtype, 0), second.get(dtype, 0)) for dtype in sorted({*first, *second})}
+
+    @property
+    def operators(self) -> Mapping[str, int]:
+        """Operator → how many more there are than before, those that changed; the largest change first."""
+        change = Counter(self.after.operators if self.after else {})
+        change.subtract(self.before.operators if self.before else {})
+        changed = [(op, count) for op, count in change.items() if count]
+        return dict(sorted(changed, key=lambda item: (-abs(item[1]), item[0])))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The module as plain data."""
+        return {
+            "status": self.status,
+            "moved_from": self.moved_from,
+            "class": self.simple_class,
+            "nodes": list(self.nodes),
+            "parameters": list(self.parameters),
+            "weight_bytes": {dtype: list(sizes) for dtype, sizes in self.weight_bytes.items()},
+            "operators": dict(self.operators),
+            "before": None if self.before is None else asdict(self.before),
+            "after": None if self.after is None else asdict(self.after),
+        }
+
+
+@dataclass(frozen=True)
+class ModelDifference:
+    """What differs between two files.
+
+    Attributes:
+        modules: Module path → what became of it: the modules of the second file in their order, then what was removed.
+            ``""`` is the whole.
+        by_module: Whether both files know modules; otherwise there is the whole alone.
+        tags: What each of the two knows about its module tags.
+    """
+
+    modules: Mapping[str, ModuleDifference]
+    by_module: bool = True
+    tags: tuple[TagFacts, ...] = ()
+
+    @cached_property
+    def counts(self) -> Mapping[str, int]:
+        """Status → modules."""
+        found = Counter(module.status for module in self.modules.values())
+        return {status: found[status] for status in STATUSES if found[status]}
+
+    @property
+    def same(self) -> bool:
+        """Whether both files compute the same with weights of the same shapes and types; their values are not read."""
+        return self.modules[""].status == "same" and set(self.counts) == {"same"}
+
+    def of(self, *statuses: str) -> list[ModuleDifference]:
+        """The modules of some statuses."""
+        return [module for module in self.modules.values() if module.status in statuses]
+
+    @property
+    def added(self) -> list[str]:
+        """Paths of the modules that only the second file has."""
+        return [module.path for module in self.of("added")]
+
+    @property
+    def removed(self) -> list[str]:
+        """Paths of the modules that only the first file has."""
+        return [module.path for module in self.of("removed")]
+
+    @property
+    def changed(self) -> list[str]:
+        """Paths of the modules that compute otherwise than before."""
+        return [module.path for module in self.of("changed")]
+
+    @property
+    def moved(self) -> Mapping[str, str]:
+        """Path of a module in the second file → the other path that it has in the first."""
+        return {module.path: module.moved_from for module in self.modules.values() if module.moved_from is not None}
+
+    def topmost(self) -> list[ModuleDifference]:
+        """The modules that differ, without those that were moved, added or removed together with one above them."""
+        return [module for module in self.modules.values() if module.status != "same" and not self._implied(module)]
+
+    def _implied(self, module: ModuleDifference) -> bool:
+        above = next((up for up in tags.ancestors(module.path) if up != module.path and up in self.modules), None)
+        if above is None or module.status == "changed" or self.modules[above].status != module.status:
+            return False
+        if module.status != "moved":
+            return True
+        rest = module.path[len(above) :]
+        return module.moved_from == f"{self.modules[above].moved_from}{rest}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data."""
+        return {
+            "same": self.same,
+            "by_module": self.by_module,
+            "counts": dict(self.counts),
+            "tags": [each.to_dict() for each in self.tags],
+            "modules": {path: module.to_dict() for path, module in self.modules.items()},
+        }
+
+    def __str__(self) -> str:
+        if self.same:
+            return "\n".join((f"no difference in {len(self.modules)} modules", *tag_lines(*self.tags)))
+        lines = [("module", "status", "nodes", "parameters", "operators")]
+        for module in self.topmost():
+            operators = ", ".join(f"{count:+d} {op}" for op, count in list(module.operators.items())[:4])
+            status = (
+                module.status if module.moved_from is None else f"{module.status}, was {module.moved_from or '(root)'}"
+            )
+            nodes, parameters = (" → ".join(map(str, pair)) for pair in (module.nodes, module.parameters))
+            lines.append((module.path or "(root)", status, nodes, parameters, operators))
+        widths = [max(len(line[column]) for line in lines) for column in range(4)]
+        layout = "{:<%d}  {:<%d}  {:>%d}  {:>%d}  {}" % tuple(widths)  # noqa: UP031 - braces stay
+        return "\n".join((*(layout.format(*line).rstrip() for line in lines), *tag_lines(*self.tags)))
+
+
+@names_model_faults("a", "b")
+def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
+    """What differs between two models, module by module: nodes, operators, parameters, bytes by element type.
+
+    Modules stand beside each other by path. A module whose path is in the second model only is held against those whose
+    path is in the first only: one with equal structure, or of the same class with the same modules inside, has moved.
+    Values of weights are not read, and those of other shapes or types are a change.
+
+    Args:
+        a: The first: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``. Neither is changed.
+        b: The second.
+
+    Returns:
+        Every module of both. Where one of the models has no tags, the whole alone.
+
+    Raises:
+        FileError: A file cannot be read.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> def exported(act):
+        ...     net = torch.nn.Sequential(torch.nn.Linear(4, 8), act).eval()
+        ...     return htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> found = diff(exported(torch.nn.ReLU()), exported(torch.nn.Tanh()))
+        >>> found.changed, found.modules["1"].operators
+        (['', '1'], {'Relu': -1, 'Tanh': 1})
+    """
+    first, second = read_flat(a), read_flat(b)
+    by_module = "none" not in (first.source, second.source)
+    before, after = (_states(tagged, by_module) for tagged in (first, second))
+    partner = aligned(before, after)
+    kept = set(partner.values())
+    modules = {
+        path: _compared(path, before[partner[path]] if path in partner else None, state)
+        for path, state in after.items()
+    }
+    modules |= {path: _compared(path, state, None) for path, state in before.items() if path not in kept}
+    return ModelDifference(modules, by_module, (first.tag_facts, second.tag_facts))
+
+
+def _compared(path: str, before: ModuleState | None, after: ModuleState | None) -> ModuleDifference:
+    if before is None or after is None:
+        status = "added" if before is None else "removed"
+    elif before.structure != after.structure or before.fate != after.fate or not _same_class(before, after):
+        status = "changed"
+    else:
+        status = "same" if before.path == after.path else "moved"
+    return ModuleDifference(path, status, before, after)
+
+
+def _same_class(before: ModuleState, after: ModuleState) -> bool:
+    """Whether the classes are equal, or one of the files does not say."""
+    return before.class_name == after.class_name or not (before.class_name and after.class_name)
+
+
+def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
+    hasher, contents = Hasher(GraphFacts(tagged)), contents_of(tagged).modules
+    paths = tagged.paths if by_module else [""]
+    return {path: _state(tagged.hierarchy[path], contents[path], hasher) for path in paths}
+
+
+def _state(info: ModuleInfo, contents: ModuleContents, hasher: Hasher) -> ModuleState:
+    return ModuleState(
+        path=info.path,
+        class_name=info.class_name,
+        fate=info.fate,
+        nodes=len(contents.nodes),
+        operators=dict(Counter(map(_operator, contents.nodes)).most_common()),
+        parameters=contents.parameters,
+        weight_bytes=contents.weight_bytes_by_dtype,
+        structure=hasher.part(contents.nodes, frozenset(contents.nodes)),
+    )
+
+
+def _operator(node: ir.Node) -> str:
+    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"

@@ -1,0 +1,148 @@
+"""What became of the FX graph of an exported program when torch decomposed it.
+
+torch runs the exported graph node by node and traces what happens. Watching each node run tells which node of the new
+graph makes which of its results, also where a node had several results, or became nothing. Names are no help, as torch
+copies graphs and names nodes anew; what stands in a node's ``meta`` is copied with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from htp_export.exporter.capture.calls import NO_CALL
+from htp_export.exporter.capture.replays import Replays
+from htp_export.exporter.capture.torch_internals import Ran, outputs_of
+
+CALL = "htp.call"
+"""Key in an FX node's ``meta``: the call that it is of, where its scopes do not say that."""
+
+
+class Places:
+    """Numbers for the results of the nodes of one FX graph; copies of a node have the same.
+
+    Args:
+        key: Where the number stands in a node's ``meta``.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._numbers = itertools.count()
+
+    def mark(self, node: Any) -> int:
+        """The number of a node; a new one where it has none."""
+        if self._key not in node.meta:
+            node.meta[self._key] = next(self._numbers)
+        return int(node.meta[self._key])
+
+    def read(self, node: Any) -> int | None:
+        """The number of a node or of the one that it is a copy of, if that has one."""
+        found: int | None = node.meta.get(self._key)
+        return found
+
+
+class Result(NamedTuple):
+    """A tensor that a node of the exported graph gave, in one of its states.
+
+    Attributes:
+        place: The node's number.
+        changes: How often the tensor had been changed in place by then.
+    """
+
+    place: int
+    changes: int
+
+
+class Decomposition:
+    """The decomposition of one exported program, as it happens.
+
+    Args:
+        places: Those of the program's graph.
+        call_of: A node of an FX graph → its call.
+        common: Two calls → the innermost call around both.
+
+    Attributes:
+        runs: Whether torch is at it.
+        moved: Call → other calls to which its work was given, because nothing is left of what it did itself.
+    """
+
+    def __init__(self, places: Places, call_of: Callable[[Any], int], common: Callable[[int, int], int]) -> None:
+        self.runs = False
+        self._places, self._decomposed = places, Places("htp.decomposed")
+        self._call_of = call_of
+        self._replays = Replays(self._decomposed.mark, call_of, common, _assign)
+        self.moved: dict[int, set[int]] = {}
+        self._outputs: list[Any] = []
+        self._results: dict[int, dict[int, list[int]]] = {}  # place → changes → places in graphs that were traced
+        self._returned: list[Result | None] = []
+        self._names: dict[int, str] = {}  # place in the decomposed graph → name of its node
+
+    def ran(self, ran: Ran) -> None:
+        """Note that a node ran."""
+        call = self._call_of(ran.node) if ran.made else NO_CALL
+        for each in ran.made:  # a body's nodes come before the node that runs the body
+            self._decomposed.mark(each)
+            if call != NO_CALL:
+                each.meta.setdefault(CALL, call)
+        changed = self._replays.ran(ran)
+        if ran.node.op == "output":  # of a body, or of the whole, which comes last
+            changes = {state.node: state.changes for state in ran.read}
+            self._outputs = outputs_of(ran.node)
+            self._returned = [self._result(node, changes.get(node)) for node in self._outputs]
+            return
+        for state in (*ran.read, *ran.returned):
+            result = self._result(state.node, state.changes)
+            if result is not None and state.maker is not None:
+                if state.maker in changed:
+                    self._note(result, changed[state.maker])
+                self._note(result, state.maker)
+
+    def _note(self, result: Result, maker: Any) -> None:
+        self._results.setdefault(result.place, {}).setdefault(result.changes, []).append(self._decomposed.mark(maker))
+
+    def _result(self, node: Any, changes: int | None) -> Result | None:
+        place = None if node is None else self._places.read(node)
+        return None if place is None or changes is None else Result(place, changes)
+
+    def finish(self, program: Any) -> None:
+        """Note that the decomposed program is complete."""
+        self.runs = False
+        returned = outputs_of(next(iter(reversed(program.graph.nodes))))
+        late = {node for node in program.graph.nodes if self._decomposed.read(node) is None}
+        # From the end: what was changed of inputs and buffers comes before what the model returns.
+        self._replays.returned(zip(reversed(self._outputs), reversed(returned), strict=False), late)
+        for result, node in zip(reversed(self._returned), reversed(returned), strict=False):
+            if result is not None and node is not None:
+                self._results.setdefault(result.place, {})[result.changes] = []
+                self._note(result, node)
+        places = ((self._decomposed.read(node), node.name) for node in program.graph.nodes)
+        self._names = {place: name for place, name in places if place is not None}
+        for number, call, now in self._replays.moved:
+            if not self._named([number, *self._replays.again.get(number, ())]):
+                self.moved.setdefault(call, set()).add(now)
+
+    def name_of(self, result: Result | None, *, read: bool = False) -> str | None:
+        """The name of the decomposed program's node that has a result; None where that is gone, or cannot be told.
+
+        Args:
+            result: The result.
+            read: Whether to name what its readers read, where several nodes have it one after the other; else what
+                was made first.
+        """
+        states = {} if result is None else self._results.get(result.place, {})
+        if result is None or not states:
+            return None
+        # Operators that torch runs otherwise while it decomposes may count otherwise, too.
+        found = next(iter(states.values())) if len(states) == 1 else states.get(result.changes, ())
+        again = (copy for place in found for copy in self._replays.again.get(place, ()))
+        names = self._named(found) or self._named(again)
+        return names[-1 if read else 0] if names else None
+
+    def _named(self, places: Iterable[int]) -> list[str]:
+        return [self._names[place] for place in places if place in self._names]
+
+
+def _assign(node: Any, call: int) -> None:
+    if call != NO_CALL:
+        node.meta[CALL] = call

@@ -1,0 +1,190 @@
+"""Wrappers that tell a running capture what torch's dynamo exporter does; `patches` says where each one goes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from htp_export.exporter.capture.running import dynamo_capture, translations_read, wanted
+from htp_export.exporter.capture.torch_internals import called_by_export, fx_tracing, ran_since, watch_bodies
+from htp_export.process.restoring import Changes
+
+if TYPE_CHECKING:
+    from htp_export.exporter.capture.dynamo import DynamoCapture
+
+_REPLACED = "following a value that the optimiser replaced"
+
+
+def core_export(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hand an export over to the exporter that was asked for tags in this thread."""
+
+    @functools.wraps(original)
+    def wrapper(model: Any, *args: Any, **kwargs: Any) -> Any:
+        active = wanted()
+        if active is None or dynamo_capture.get() is not None:
+            return original(model, *args, **kwargs)
+        return active.dynamo(lambda: original(model, *args, **kwargs), model)
+
+    return wrapper
+
+
+def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Watch each module's call from one frame: for every FX node, torch looks up the line of each frame above it."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+        capture = dynamo_capture.get()
+        if capture is None:
+            return original(self, module, forward, args, kwargs)
+        called = called_by_export(module)
+        try:
+            name = self.path_of_module(called)
+        except Exception:  # a module that was not in the model when the tracing began: torch has no scope for it
+            name = None
+        entered = capture.step("noting that a module is called", capture.enter, self, called, name, args, kwargs)
+        result = original(self, module, forward, args, kwargs)
+        if entered:
+            capture.step("noting that a module returns", capture.leave, self, result)
+        return result
+
+    return wrapper
+
+
+def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+    """While torch decomposes the exported program, watch what becomes of each node."""
+
+    @functools.wraps(original)
+    def wrapper(exported_program: Any, *args: Any, **kwargs: Any) -> Any:
+        capture = dynamo_capture.get()
+        if capture is None:
+            return original(exported_program, *args, **kwargs)
+        changes = capture.changes.inner()
+        try:
+            capture.step("reading the exported program", capture.exported, exported_program)
+            watch = functools.partial(_watch_bodies, capture, exported_program, changes)
+            capture.step("preparing to watch the bodies of the exported program", watch)
+            prepared = original(exported_program, *args, **kwargs)
+        finally:
+            changes.take_back()
+        capture.step("reading the decomposed program", capture.decomposition.finish, prepared)
+        return prepared
+
+    return wrapper
+
+
+def _watch_bodies(capture: DynamoCapture, exported_program: Any, changes: Changes) -> None:
+    watch_bodies(changes, exported_program.graph_module, functools.partial(_run_watched, capture))
+
+
+def run_node(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note what each node became: torch runs an exported graph node by node while it decomposes it."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, n: Any) -> Any:
+        capture = dynamo_capture.get()
+        if capture is None or not capture.decomposition.runs:
+            return original(self, n)
+        return _run_watched(capture, lambda: original(self, n), self, n)
+
+    return wrapper
+
+
+def _run_watched(capture: DynamoCapture, run: Callable[[], Any], interpreter: Any, node: Any) -> Any:
+    """Run a node of an FX graph and return what it gives; if another graph is traced meanwhile, note what it became."""
+    before = capture.step("looking for the FX trace that runs", fx_tracing, interpreter, node)
+    result = run()
+    if before is not None:
+        step = functools.partial(_note_ran, capture, before, node, result)
+        capture.step("following a node of the exported program through its decomposition", step)
+    return result
+
+
+def _note_ran(capture: DynamoCapture, *what: Any) -> None:
+    capture.decomposition.ran(ran_since(*what))
+
+
+def translate_graph(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note the values that the nodes of an FX graph became."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        values = original(*args, **kwargs)
+        capture = dynamo_capture.get()
+        if capture is not None:
+            capture.step("noting the ONNX values of an FX graph", capture.translated_nodes, values)
+        return values
+
+    return wrapper
+
+
+def translate(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note the ONNX graph before anything changes it."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        program = original(*args, **kwargs)
+        capture = dynamo_capture.get()
+        if capture is not None:
+            capture.step("reading the ONNX graph as it was translated", capture.translated, program.model)
+        return program
+
+    return wrapper
+
+
+def optimize(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Find tensors again before the graph is optimised: it may have been read back from bytes."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any) -> Any:
+        capture = dynamo_capture.get()
+        if capture is not None:
+            capture.step("finding tensors again after the opset was converted", capture.converted, self.model)
+        return original(self)
+
+    return wrapper
+
+
+def replace_input_with(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note which value replaces another at one of its consumers."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, index: int, value: Any) -> None:
+        capture = dynamo_capture.get()
+        if capture is not None and 0 <= index < len(self.inputs):
+            capture.step(_REPLACED, capture.replaced, self.inputs[index], value)
+        original(self, index, value)
+
+    return wrapper
+
+
+def replace_all_uses_with(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note which value replaces another."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, replacement: Any, /, *args: Any, **kwargs: Any) -> None:
+        capture = dynamo_capture.get()
+        if capture is not None:
+            capture.step(_REPLACED, capture.replaced, self, replacement)
+        original(self, replacement, *args, **kwargs)
+
+    return wrapper
+
+
+def read_once(original: Callable[..., Any]) -> Any:
+    """Read torch's translations of all operators once; torch reads them anew for every export, which takes a second."""
+
+    @functools.wraps(original)
+    def from_torchlib(**options: Any) -> Any:
+        read = translations_read.get()
+        if read is None:
+            return original(**options)
+        key = tuple(sorted(options.items()))
+        if key not in read:
+            read[key] = original(**options)
+        registry = copy.copy(read[key])
+        registry.functions = {target: list(metas) for target, metas in registry.functions.items()}
+        return registry
+
+    return staticmethod(from_torchlib)

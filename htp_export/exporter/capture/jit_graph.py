@@ -1,0 +1,217 @@
+"""JIT graphs read into plain data.
+
+Reading crosses from C++ to Python for every value, which is what capture under TorchScript costs; so constants, most
+of a traced graph, are only listed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+from htp_export.exporter.capture.torch_internals import out_of_place, written
+
+CONSTANTS = frozenset({"prim::Constant", "onnx::Constant"})
+CONTROL_FLOW = frozenset({"onnx::If", "onnx::Loop", "onnx::Scan"})
+# Operations on shapes alone: traced as integers, ONNX's own, and those that fill a tensor as large as another.
+SHAPE_KINDS = frozenset(
+    {
+        *("aten::size", "aten::dim", "aten::numel", "aten::len", "onnx::Shape", "onnx::Size"),
+        *("aten::zeros_like", "aten::ones_like", "aten::empty_like"),
+        *("aten::new_zeros", "aten::new_ones", "aten::new_empty"),
+    }
+)
+_LISTS = frozenset(f"prim::{kind}" for kind in ("ListConstruct", "ListUnpack", "TupleConstruct", "TupleUnpack"))
+_NO_BLOCKS = CONSTANTS | _LISTS | {"prim::GetAttr", "prim::NumToTensor"}
+_PLAIN = frozenset({"i", "is", "f", "fs", "s", "ss"})  # numbers and words: types of attributes
+_NAME = "onnx_name"
+
+
+class Step(NamedTuple):
+    """One node of a JIT graph at one moment; tensors are named by their numbers in the graph, or by their states.
+
+    Attributes:
+        kind: What it does, ``aten::linear``; an operation in place is called as the one that is not: `out_of_place`.
+        inputs: What it reads, what its blocks return included.
+        outputs: What it makes.
+        returned: For a node whose one block makes its outputs, the block's; empty for others.
+        writes: Which of its inputs it changes in place; -1 for none.
+        attributes: Names and values of its attributes. ONNX operators have such; those of ATen have inputs instead.
+    """
+
+    kind: str
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    returned: tuple[int, ...] = ()
+    writes: int = -1
+    attributes: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass
+class Reading:
+    """A JIT graph at one moment.
+
+    Attributes:
+        steps: Its nodes that are no constants, those inside blocks before the node that has the blocks.
+        sizes: For each node of the outermost block that is no constant, how many steps it is.
+        constants: Numbers of the tensors that constants make.
+        made: Numbers of everything that nodes of the outermost block make, in order.
+        inputs: Numbers of the inputs that the user gives.
+        parameters: Numbers of the other inputs.
+        outputs: What it returns, with tuples taken apart.
+        scopes: For each node of the outermost block that is no constant, the name of its scope; if they were asked for.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    constants: set[int] = field(default_factory=set)
+    made: list[int] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    parameters: list[int] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    scopes: list[str] = field(default_factory=list)
+
+    @property
+    def outermost(self) -> list[Step]:
+        """The steps of the outermost block, for each of ``sizes`` one."""
+        return [self.steps[end - 1] for end in itertools.accumulate(self.sizes)]
+
+    @property
+    def tensors(self) -> set[int]:
+        """Numbers of everything that a step makes."""
+        return {number for step in self.steps for number in step.outputs}
+
+    def copied_to(self, graph: Any) -> dict[int, int] | None:
+        """Old number → new, for a copy of this graph that numbers its values one after the other.
+
+        None where the copy does not do so, or where there are blocks, whose values come in between.
+        """
+        first = len(list(graph.inputs()))
+        last = graph.return_node().prev()
+        if any(size > 1 for size in self.sizes) or not self.made or not last.outputsSize():
+            return None
+        if last.outputsAt(last.outputsSize() - 1).unique() != first + len(self.made) - 1:
+            return None
+        given = zip((*self.inputs, *self.parameters), (value.unique() for value in graph.inputs()), strict=True)
+        return {**dict(given), **{old: new for new, old in enumerate(self.made, first)}}
+
+    def paired_with(self, copy: Reading) -> dict[int, int]:
+        """Old number → new, for another reading of a copy of this graph."""
+        numbers = dict(zip((*self.inputs, *self.parameters), (*copy.inputs, *copy.parameters), strict=True))
+        for was, now in zip(self.steps, copy.steps, strict=True):
+            numbers.update(zip(was.outputs, now.outputs, strict=True))
+        return {**numbers, **dict(zip(self.made, copy.made, strict=True))}
+
+    def renamed(self, numbers: dict[int, int]) -> Reading:
+        """This graph with other numbers; what has none (values of constants in blocks) gets one that nothing has."""
+
+        def new(old: Iterable[int]) -> tuple[int, ...]:
+            return tuple([numbers.get(number, -1 - number) for number in old])
+
+        steps = [
+            step._replace(inputs=new(step.inputs), outputs=new(step.outputs), returned=new(step.returned))
+            for step in self.steps
+        ]
+        return Reading(
+            steps,
+            self.sizes,
+            set(new(self.constants)),
+            list(new(self.made)),
+            list(new(self.inputs)),
+            list(new(self.parameters)),
+            list(new(self.outputs)),
+        )
+
+
+def read(graph: Any, user_inputs: int, *, scopes: bool = False) -> Reading:
+    """Read a JIT graph whose first ``user_inputs`` inputs are the user's and the others parameters."""
+    reading = Reading()
+    given = [value.unique() for value in graph.inputs()]
+    reading.inputs, reading.parameters = given[:user_inputs], given[user_inputs:]
+    _read(graph, reading, top=True, scopes=scopes)
+    tuples = {step.outputs[0]: step.inputs for step in reading.steps if step.kind == "prim::TupleConstruct"}
+    waiting = [value.unique() for value in graph.outputs()][::-1]
+    while waiting:
+        number = waiting.pop()
+        if number in tuples:
+            waiting.extend(reversed(tuples[number]))
+        else:
+            reading.outputs.append(number)
+    return reading
+
+
+def _read(block: Any, reading: Reading, *, top: bool, scopes: bool = False) -> None:
+    steps, constants = reading.steps, reading.constants
+    for node in block.nodes():
+        kind = node.kind()
+        if kind in CONSTANTS:
+            number = node.output().unique()
+            constants.add(number)
+            if top:
+                reading.made.append(number)
+            continue
+        outputs = numbers_of_outputs(node)
+        if top:
+            reading.made.extend(outputs)
+        before = len(steps)
+        reads = numbers_of_inputs(node)
+        returned: list[int] = []
+        if may_have_blocks(kind):
+            for inner in node.blocks():
+                _read(inner, reading, top=False)
+                returned.extend(value.unique() for value in inner.outputs())
+        one_to_one = tuple(returned) if len(returned) == len(outputs) else ()
+        changed = written(kind, len(reads))
+        steps.append(
+            Step(out_of_place(kind), (*reads, *returned), outputs, one_to_one, changed, _attributes(node, kind))
+        )
+        if top:
+            reading.sizes.append(len(steps) - before)
+            if scopes:
+                reading.scopes.append(node.scopeName())
+
+
+def _attributes(node: Any, kind: str) -> tuple[tuple[str, Any], ...]:
+    """The attributes of an ONNX node that say what it does; not its name, which torch keeps in one too."""
+    if not kind.startswith("onnx::") or not node.hasAttributes():
+        return ()
+    types = [(name, node.kindOf(name)) for name in node.attributeNames() if name != _NAME]
+    return tuple([(name, _plain(getattr(node, of)(name))) for name, of in types if of in _PLAIN])
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def numbers_of_inputs(node: Any) -> tuple[int, ...]:
+    """The numbers of what a node reads."""
+    return tuple([node.inputsAt(place).unique() for place in range(node.inputsSize())])
+
+
+def numbers_of_outputs(node: Any) -> tuple[int, ...]:
+    """The numbers of what a node makes."""
+    # By index: the bindings make a new iterator type for each list, at thirty times the cost of one access.
+    count = node.outputsSize()
+    return (node.output().unique(),) if count == 1 else tuple([node.outputsAt(k).unique() for k in range(count)])
+
+
+def nodes_of(block: Any) -> Iterator[Any]:
+    """Every node of a graph or block, those inside its blocks before the node."""
+    for node in block.nodes():
+        for inner in node.blocks():
+            yield from nodes_of(inner)
+        yield node
+
+
+def autograd_functions(nodes: Iterable[Any]) -> list[tuple[str, tuple[int, ...]]]:
+    """The class name and the numbers of the outputs of each node that calls an ``autograd.Function``, in order."""
+    return [(node.pyname(), numbers_of_outputs(node)) for node in nodes if node.kind() == "prim::PythonOp"]
+
+
+@cache
+def may_have_blocks(kind: str) -> bool:
+    """Whether nodes of a kind can have blocks: those of ATen cannot, and of ONNX only control flow can."""
+    return kind in CONTROL_FLOW or not (kind in _NO_BLOCKS or kind.startswith(("aten::", "onnx::")))

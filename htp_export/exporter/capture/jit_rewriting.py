@@ -1,0 +1,139 @@
+"""What became of the tensors of a JIT graph that was rewritten in place, from one reading of it to the next."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from htp_export.exporter.capture.jit_graph import Reading, Step
+
+_CONSTANT = "constant"
+# Attributes of operators with several inputs that say how one input is read: those of the first input, the second, ...
+_OF_ONE_INPUT = {"onnx::Gemm": ("transA", "transB")}
+
+
+def follow(before: Reading, after: Reading) -> dict[int, int]:
+    """Where a rewriting of a graph in place left each tensor: the tensor that now holds its value.
+
+    Tensors whose values no tensor holds any more are absent. What is still there has the same number.
+
+    A node that is in both graphs and reads another tensor in a place shows what that place's tensor became. From
+    there backwards: where one operation stands in for another of its kind, so do the tensors that they read; and where
+    it stands in for one of another kind after one of its own, both are gone, and it does the work of both. Where a
+    node made ``a``, the next computed ``b`` from it, and now a changed node makes ``a`` and everything that read
+    ``b`` reads it, then the changed node does the work of both, and the tensor called ``a`` holds the value of ``b``.
+    A node whose attributes changed as well is another operation: it does the work of what it no longer reads, a
+    transposition the work of the one before it, so that it says nothing of what became of that tensor. What is still
+    not found then is looked for forwards: `_recomputed`.
+    """
+    made_before = {number: step for step in before.steps for number in step.outputs}
+    made_after = {number: step for step in after.steps for number in step.outputs}
+    given = {*after.parameters, *after.constants}
+    became: dict[int, int] = {}
+    queue = [(a, b) for a, b in zip(before.outputs, after.outputs, strict=False) if a != b]
+    for step in after.steps:
+        old = made_before.get(step.outputs[0]) if step.outputs else None
+        if old is not None and old.inputs != step.inputs:
+            queue.extend(_replaced(old, step, given))
+    while queue:
+        old_number, new_number = queue.pop()
+        if old_number in made_after or old_number in became or old_number not in made_before:
+            continue
+        became[old_number] = new_number
+        stands_in = made_before.get(new_number) or made_after.get(new_number)
+        if stands_in is not None:
+            old = made_before[old_number]
+            absorbed = [made_before[read] for read in old.inputs if read in made_before and read not in made_after]
+            same = [step for step in (old, *absorbed) if step.kind == stands_in.kind][:1]
+            if new_number not in old.inputs:  # else it is what the old one read: an operation was left out
+                queue.extend(pair for step in same for pair in _replaced(step, stands_in, given))
+    there = {*made_after, *after.inputs, *after.constants}
+    moved = {number: number for number in (*made_before, *before.inputs) if number in there}
+    moved.update((number, _last(number, became, made_after)) for number in became)
+    constants = before.constants | after.constants
+    for old_number, new_number in became.items():
+        made, remade = made_before.get(new_number), made_after.get(new_number)
+        reads_it = made is not None and new_number in made_before[old_number].inputs
+        if reads_it and remade is not None and _changed(made, remade, became, constants):  # type: ignore[arg-type]
+            del moved[new_number]
+    found = {old: new for old, new in moved.items() if new in there}
+    return {**_recomputed(before, after, found), **found}
+
+
+def _recomputed(before: Reading, after: Reading, found: Mapping[Any, Any]) -> dict[int, int]:
+    """Tensors that are gone, and those that new or changed operations make of the same inputs in the same way.
+
+    Backwards, they are not found where the operations that read them were replaced by others: what an operation in
+    place made, where ``aten::chunk`` read it, which becomes ``prim::ConstantChunk``. Constants have other numbers in
+    each graph: new operations of one kind that differ in them alone are taken in order.
+    """
+    moved = dict(found)
+    old_constants, new_constants = _made_of_constants(before), _made_of_constants(after)
+    there, taken = {number: step for step in before.steps for number in step.outputs}, set(found.values())
+    fresh: defaultdict[Any, deque[Step]] = defaultdict(deque)
+    cast: dict[int, int] = {}  # what torch casts to the type of the tensor that is changed in place → what it was
+    for step in after.steps:
+        was = next((there[number] for number in step.outputs if number in there), None)
+        if was is not None and (was.inputs, was.attributes) == (step.inputs, step.attributes):
+            continue
+        uncast = [cast.get(number, number) for number in step.inputs]
+        if step.kind == "aten::type_as":
+            cast[step.outputs[0]] = uncast[0]
+        reads = tuple(_CONSTANT if number in new_constants else number for number in uncast)
+        if _CONSTANT not in reads or (was is None and taken.isdisjoint(step.outputs)):
+            fresh[step.kind, step.attributes, reads].append(step)
+    for step in before.steps if fresh else ():
+        if moved.keys().isdisjoint(step.outputs) and old_constants.isdisjoint(step.outputs):
+            reads = tuple(_CONSTANT if number in old_constants else moved.get(number, number) for number in step.inputs)
+            same = fresh.get((step.kind, step.attributes, reads))
+            if same:
+                new = same.popleft() if _CONSTANT in reads else same[0]
+                moved.update(zip(step.outputs, new.outputs, strict=False))
+    return moved
+
+
+def _made_of_constants(reading: Reading) -> set[int]:
+    """Constants, and what is computed from them alone."""
+    made = set(reading.constants)
+    for step in reading.steps:
+        if made.issuperset(step.inputs):
+            made.update(step.outputs)
+    return made
+
+
+def _replaced(old: Step, new: Step, given: Collection[int]) -> Iterable[tuple[int, int]]:
+    """What one operation reads in place of what another read; a weight at the end may be new, as a bias is."""
+    size = len(old.inputs)
+    if old.kind != new.kind or len(new.inputs) < size or any(extra not in given for extra in new.inputs[size:]):
+        return ()
+    pairs = enumerate(zip(old.inputs, new.inputs, strict=False))
+    return ((a, b) for place, (a, b) in pairs if a != b and _read_alike(old, new, place))
+
+
+def _read_alike(old: Step, new: Step, place: int) -> bool:
+    """Whether the attributes of two operations of one kind agree on what is done with an input."""
+    if old.attributes == new.attributes:
+        return True
+    own = _OF_ONE_INPUT.get(old.kind)
+    if own is None:
+        return False
+    name = own[place] if place < len(own) else ""
+    return bool(dict(old.attributes).get(name, 0) == dict(new.attributes).get(name, 0))
+
+
+def _last(number: int, became: dict[int, int], stop: dict[int, Step]) -> int:
+    """Where a chain of replacements ends."""
+    seen = set()
+    while number not in stop and number in became and number not in seen:
+        seen.add(number)
+        number = became[number]
+    return number
+
+
+def _changed(made: Step, remade: Step, became: dict[int, int], constants: set[int]) -> bool:
+    """Whether a node reads other tensors than before, or is another operation."""
+    if made.kind != remade.kind or len(made.inputs) != len(remade.inputs):
+        return True
+    pairs = zip(made.inputs, remade.inputs, strict=True)
+    return any(a != b and became.get(a) != b and not (a in constants and b in constants) for a, b in pairs)

@@ -1,0 +1,79 @@
+"""The names of a model's modules, as the captures need them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.module_paths import module_paths
+from htp_export.format.parameters import Held, parameters_of
+from htp_export.process.restoring import Changes
+
+
+class ModuleNames:
+    """A model's modules under every name that leads to them.
+
+    Attributes:
+        paths: ``id(module.__dict__)`` → module path. torch's tracer wraps modules in objects that share their
+            ``__dict__``, and a module registered under several names has the first of them.
+        aliases: Every name under which a module is registered → its path.
+        by_id: ``id(module)`` → module path.
+    """
+
+    def __init__(self, model: Any) -> None:
+        import torch
+
+        self.paths: dict[int, str] = {}
+        self.aliases: dict[str, str] = {}
+        self._model = model if isinstance(model, torch.nn.Module) else None
+        self.by_id: dict[int, str] = {}
+        self._seen: list[Any] = []  # kept, so that their ids are nobody else's
+        for path, module in self._named():
+            self.by_id[id(module)] = self.paths.setdefault(id(module.__dict__), path)
+            self._seen.append(module)
+        for name, module in () if self._model is None else self._model.named_modules(remove_duplicate=False):
+            self.aliases.setdefault(name, self.by_id[id(module)])
+
+    def _named(self) -> Iterable[tuple[str, Any]]:
+        return () if self._model is None else ((path, module) for path, _, module in module_paths(self._model))
+
+    @property
+    def hierarchy(self) -> Hierarchy | None:
+        """The module tree as it is now, in the order of ``named_modules()``; None for what is no ``nn.Module``.
+
+        A ``forward`` may have put other modules in place.
+        """
+        return None if self._model is None else Hierarchy.from_module(self._model)
+
+    @property
+    def parameters(self) -> dict[str, Held] | None:
+        """Module path → the parameters it holds now; None for what is no ``nn.Module``."""
+        return None if self._model is None else parameters_of(self._model)
+
+    def path_now(self, module: Any) -> str | None:
+        """The path of a module that may have been put in place after the names were taken; None if it is none."""
+        key = id(module.__dict__)
+        if key not in self.paths:
+            found = next((name for name, each in self._named() if each.__dict__ is module.__dict__), None)
+            if found is None:
+                return None
+            self._seen.append(module)
+            self.paths[key] = self.by_id[id(module)] = found
+        return self.paths[key]
+
+
+def keep_training_modes(changes: Changes, model: Any) -> None:
+    """Give every module its own training mode back: torch's TorchScript exporter sets the root's on all of them."""
+    import torch
+
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    modules = [module for module in modules if hasattr(module, "training")]  # a frozen one has no mode any more
+    modes = [module.training for module in modules]
+
+    def put_back() -> None:
+        for module, mode in zip(modules, modes, strict=True):
+            if module.training != mode:
+                module.training = mode
+
+    changes.will_undo(put_back)

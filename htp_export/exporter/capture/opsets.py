@@ -1,0 +1,48 @@
+"""The opset that was asked for, against those that torch writes: it only logs that it wrote another."""
+
+from __future__ import annotations
+
+from htp_export.errors import InputError
+from htp_export.exporter.capture import torch_internals
+
+__all__ = ["check_opset", "other_opset"]
+
+
+def check_opset(opset: int | None, *, dynamo: bool) -> None:
+    """Refuse an opset that an exporter of torch cannot write.
+
+    Args:
+        opset: The opset; None for torch's own choice.
+        dynamo: Which exporter: dynamo, or TorchScript.
+
+    Raises:
+        InputError: If the exporter cannot write the opset.
+
+    Examples:
+        >>> check_opset(18, dynamo=True)
+    """
+    if opset is None:
+        return
+    lowest, highest = torch_internals.opset_range(dynamo=dynamo)
+    if not lowest <= opset <= highest:
+        exporter = "dynamo" if dynamo else "TorchScript"
+        raise InputError(f"opset {opset}: torch's {exporter} exporter writes opsets {lowest} to {highest}")
+
+
+def other_opset(asked: int | None, written: int | None) -> str | None:
+    """Say that the file has another opset than the one that was asked for.
+
+    Args:
+        asked: The opset that was asked for; None for torch's own choice.
+        written: The opset of the file; None if it imports no ONNX operators.
+
+    Returns:
+        The message, or None if there is nothing to say.
+
+    Examples:
+        >>> other_opset(7, 18)
+        'opset 7 was asked for, and torch wrote opset 18, as it could not convert the model'
+    """
+    if asked is None or written is None or asked == written:
+        return None
+    return f"opset {asked} was asked for, and torch wrote opset {written}, as it could not convert the model"

@@ -1,0 +1,112 @@
+"""Putting wrappers in place of parts of torch and onnx_ir, and taking them out again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from htp_export.errors import TorchChangedError
+from htp_export.process.restoring import Changes, locked, restored
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A place in a package, and the wrapper that goes there."""
+
+    module: str
+    name: str
+    wrap: Callable[[Any], Any]
+
+    def find(self) -> tuple[Any, str, Any]:
+        """The object that has the attribute, the attribute's name, and what is there now."""
+        try:
+            owner: Any = importlib.import_module(self.module)
+            *path, last = self.name.split(".")
+            for part in path:
+                owner = getattr(owner, part)
+            return owner, last, getattr(owner, last)
+        except (ImportError, AttributeError) as error:
+            raise TorchChangedError(f"{self.module}.{self.name}") from error
+
+    def wrapped(self, original: Any) -> Any:
+        """The wrapper of what is there now."""
+        with self.problems("is not what it was"):
+            return self.wrap(original)
+
+    @contextlib.contextmanager
+    def problems(self, said: str) -> Iterator[None]:
+        """Turn any error into a `TorchChangedError` that names the place."""
+        try:
+            yield
+        except Exception as error:
+            raise TorchChangedError(f"{self.module}.{self.name}", said) from error
+
+
+class Patches:
+    """Patches that go in together when the first user comes, and out when the last one leaves."""
+
+    def __init__(self, *patches: Patch) -> None:
+        self.patches = patches
+        self._lock = threading.RLock()
+        self._users: set[object] = set()
+        self._undo: list[Callable[[], None]] = []
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the patches in place inside a ``with`` block.
+
+        Raises:
+            TorchChangedError: A place is gone, or cannot be wrapped; none of the patches is in.
+        """
+        return restored(self.hold)
+
+    def hold(self, changes: Changes) -> None:
+        """Hold the patches in place until the changes are taken back.
+
+        Args:
+            changes: Where that is noted.
+
+        Raises:
+            TorchChangedError: As in `held`.
+        """
+        user = object()
+        changes.will_undo(lambda: locked(self._lock, functools.partial(self._leave, user)))
+        locked(self._lock, functools.partial(self._enter, user))
+
+    def _enter(self, user: object) -> None:
+        if not self._users:
+            self._take_out()  # what another thread has put in, whose interrupt came before it was a user
+            self._put_in()
+        self._users.add(user)
+
+    def _leave(self, user: object) -> None:
+        self._users.discard(user)
+        if not self._users:
+            self._take_out()
+
+    def _put_in(self) -> None:
+        """All of them, or none: wrappers are made first, as a wrapper may not fit what is there.
+
+        What an interrupt leaves in place is taken out by `_leave`.
+        """
+        places = [patch.find() for patch in self.patches]
+        wrapped = [patch.wrapped(original) for patch, (_, _, original) in zip(self.patches, places, strict=True)]
+        try:
+            for patch, (owner, name, original), wrapper in zip(self.patches, places, wrapped, strict=True):
+                own = vars(owner).get(name, original)  # a static method is not what getattr gives
+                with patch.problems("cannot be replaced"):
+                    setattr(owner, name, own)  # fails where nothing can be replaced: then there is nothing to undo
+                self._undo.append(functools.partial(setattr, owner, name, own))
+                setattr(owner, name, wrapper)
+        except Exception:
+            self._take_out()
+            raise
+
+    def _take_out(self) -> None:
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()

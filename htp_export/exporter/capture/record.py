@@ -1,0 +1,88 @@
+"""What a capture hands on: operations as PyTorch ran them, and what became of their tensors.
+
+Both exporters fill the same record. Operations are those of the exporter's own first graph (ONNX nodes before any
+optimisation under dynamo, traced ATen operations under TorchScript), where each belongs to exactly one call.
+Tensors are named by any hashable key; `Record.final` says under which key the exported graph still has each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, Passing
+
+Key = Hashable
+
+# The evidence of which module a node belongs to.
+SCOPE = "scope"
+PARAMETERS = "parameters"
+FLOW = "flow"
+
+
+@dataclass(slots=True)
+class Operation:
+    """One operation as PyTorch ran it.
+
+    Attributes:
+        call: Index of the call that ran it, ``NO_CALL`` where nothing says.
+        inputs: Keys of the tensors it reads.
+        outputs: Keys of the tensors it makes.
+        shape_only: Whether its result depends on shapes alone (``Shape``, ``aten::size``).
+    """
+
+    call: int
+    inputs: tuple[Key, ...]
+    outputs: tuple[Key, ...]
+    shape_only: bool = False
+
+
+@dataclass(slots=True)
+class Node:
+    """One node of the exported graph, or of a body inside it.
+
+    Attributes:
+        inputs: Keys of the tensors it reads, those that its bodies return included.
+        outputs: Keys of the tensors it makes.
+        hint: Index of the call that other evidence names, or ``NO_CALL``.
+        evidence: Which evidence that is: ``scope``, ``parameters`` or ``flow``.
+        shape_only: As in `Operation`.
+    """
+
+    inputs: tuple[Key, ...]
+    outputs: tuple[Key, ...]
+    hint: int = NO_CALL
+    evidence: str = SCOPE
+    shape_only: bool = False
+
+
+@dataclass
+class Record:
+    """Everything that one export told about its modules.
+
+    Attributes:
+        log: The calls.
+        operations: What PyTorch ran, in order.
+        dead: Calls that did something which the captured graph does not have, because nothing needed it.
+        moved: Call → other calls to which work of it was given, because the tensor that it made is not in the captured
+            graph: a view of a tensor that was changed afterwards.
+        passed: Call → the tensors that it was given and gave back; a key that is None was not seen.
+        inputs: Keys of the captured graph's inputs whose values the user gives.
+        outputs: Keys of the tensors that the captured graph returns.
+        final: For a captured tensor, its key in the exported graph; absent where no tensor of it is left.
+        nodes: The exported graph's nodes, in order, bodies included.
+        graph_inputs: Keys of the exported graph's inputs whose values the user gives.
+        graph_outputs: Keys of the tensors that the exported graph returns.
+    """
+
+    log: CallLog
+    operations: list[Operation] = field(default_factory=list)
+    dead: set[int] = field(default_factory=set)
+    moved: dict[int, set[int]] = field(default_factory=dict)
+    passed: dict[int, Passing] = field(default_factory=dict)
+    inputs: set[Key] = field(default_factory=set)
+    outputs: list[Key] = field(default_factory=list)
+    final: dict[Key, Key] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+    graph_inputs: set[Key] = field(default_factory=set)
+    graph_outputs: set[Key] = field(default_factory=set)

@@ -1,0 +1,214 @@
+"""Nodes that torch adds while it decomposes a graph in which tensors that share memory are changed in place.
+
+Functionalization replaces each change in place by a new tensor, and keeps the tensors that share its memory in step:
+
+- A view of the changed tensor is out of date, also a view that is made after the change. It is computed again, from
+  the tensor as it is now, when an operation reads it, or after the last operation if the model returns it. The nodes
+  made for that are a chain of view operators, the same as when the view was first made.
+- Where the changed tensor is itself a view, the change is written back into the tensor under it: each view operator is
+  reversed, ``slice_scatter`` for ``slice``, and then the view is computed again.
+
+torch gives all these nodes the scope of the operation that reads the view or changes it, although they are the work of
+those who made the views, or who have the tensor under them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+from htp_export.exporter.capture.torch_internals import Ran, State, is_view, reversed_view
+
+
+class View(NamedTuple):
+    """One view in the way to a tensor, as it was first made. torch may erase the nodes later.
+
+    Attributes:
+        operator: The view operator; None for one that has several results, since another may stand for it afterwards:
+            ``slice`` for ``split``.
+        call: The call that made the view.
+        number: The number of the node that gives the view.
+        below: The number of the node that gives the tensor under it.
+    """
+
+    operator: Any
+    call: int
+    number: int
+    below: int
+
+
+class Way(NamedTuple):
+    """How a tensor was first made.
+
+    Attributes:
+        maker: The node of the decomposed graph that made it.
+        views: The views that lead to it, from the last to the first; none for a tensor that is no view.
+    """
+
+    maker: Any
+    views: tuple[View, ...]
+
+
+class Repeated(NamedTuple):
+    """Nodes that repeat the way to a tensor.
+
+    Attributes:
+        views: For each view, from the last to the first, its nodes: the operator, after the one that picks a result.
+        base: The node that gives the tensor under them.
+    """
+
+    views: list[list[Any]]
+    base: Any
+
+
+class Replays:
+    """Finds the calls to which these nodes belong.
+
+    A view computed again from the same tensor is the work of the call that made it first. Computed from another state
+    of the tensor, it combines the work of that call and of the call that made the change: it belongs to the innermost
+    call around both. What is written back belongs to the innermost call that has the tensor under the view: the call
+    around the one that made the change and those that made the views.
+
+    Args:
+        mark: A node of the decomposed graph → a number that copies of the node have too.
+        call_of: A node of an FX graph → its call.
+        common: Two calls → the innermost call around both.
+        assign: Gives a node of the decomposed graph to a call.
+
+    Attributes:
+        moved: For views that were computed again from another state of the tensor, and do not belong to the call that
+            made them first: the number of the node that made them first, that call, and the call that has them now.
+        again: Number of the node that made a view first → the numbers of those that computed the same again.
+    """
+
+    def __init__(
+        self,
+        mark: Callable[[Any], int],
+        call_of: Callable[[Any], int],
+        common: Callable[[int, int], int],
+        assign: Callable[[Any, int], None],
+    ) -> None:
+        self._mark, self._call_of, self._common, self._assign = mark, call_of, common, assign
+        self._first: dict[Any, Way] = {}  # node of the exported graph → how its tensor was first made
+        self.moved: list[tuple[int, int, int]] = []
+        self.again: dict[int, list[int]] = {}
+        self._written: set[Any] = set()  # nodes that write back
+
+    def ran(self, ran: Ran) -> dict[Any, Any]:
+        """Assign the nodes that were added when a node of the exported graph ran.
+
+        Returns:
+            For views that the node changed: the node of the decomposed graph that makes the tensor afterwards → the
+            node that has its value before that is written back.
+        """
+        made, changed = set(ran.made), {}
+        for state in ran.read:
+            first = self._first.get(state.node)
+            if first is None or not first.views or first.maker is state.maker:
+                continue
+            if not state.changed:
+                self._computed_again(first, state.maker, made)
+                continue
+            self._computed_again(first, self._before_change(first, ran.made), made)
+            value = self._written_back(first, state, made)
+            if value is not None:
+                changed[state.maker] = value
+        for state in (*ran.read, *ran.returned):
+            if state.maker is not None and state.node not in self._first:
+                self._first[state.node] = self._way(state.maker)
+        return changed
+
+    def returned(self, outputs: Iterable[tuple[Any, Any]], late: Collection[Any]) -> None:
+        """Assign the nodes that compute views again for what the graph returns.
+
+        Args:
+            outputs: Nodes of the exported graph whose results are returned, each with the node of the decomposed
+                graph that is returned; None for what is no tensor.
+            late: The nodes of the decomposed graph that were made after the last node of the exported graph ran.
+        """
+        for node, again in outputs:
+            if node in self._first:
+                self._computed_again(self._first[node], again, late)
+
+    def _way(self, maker: Any) -> Way:
+        views = []
+        node = maker
+        while is_view(node) and node not in self._written:
+            nodes, below = _step(node)
+            target = nodes[0].target if len(nodes) == 1 else None
+            views.append(View(target, self._call_of(node), self._mark(node), self._mark(below)))
+            node = below
+        return Way(maker, tuple(views))
+
+    @staticmethod
+    def _repeated(first: Way, again: Any, made: Collection[Any]) -> Repeated | None:
+        """The nodes among ``made`` that lead to ``again`` on the same way; None if it is another."""
+        found = Repeated([], again)
+        for view in first.views:
+            if found.base not in made:
+                break
+            if not is_view(found.base):
+                return None
+            nodes, below = _step(found.base)
+            if view.operator is not None and [node.target for node in nodes] != [view.operator]:
+                return None
+            found = Repeated([*found.views, nodes], below)
+        return found if found.views else None
+
+    def _computed_again(self, first: Way, again: Any, made: Collection[Any]) -> None:
+        """Assign the nodes that repeat the first way to a tensor."""
+        found = self._repeated(first, again, made)
+        if found is None:
+            return
+        same, change = self._mark(found.base) == first.views[len(found.views) - 1].below, self._call_of(found.base)
+        for nodes, view in zip(found.views, first.views, strict=False):
+            call = view.call if same else self._common(view.call, change)
+            for node in nodes:
+                self._assign(node, call)
+            if same:
+                self.again.setdefault(view.number, []).append(self._mark(nodes[0]))
+            if call != view.call:
+                self.moved.append((view.number, view.call, call))
+
+    def _before_change(self, first: Way, made: list[Any]) -> Any:
+        """The node that computes a view again before the view is changed; None where it was not out of date."""
+        for node in made:
+            found = self._repeated(first, node, made)
+            if found is not None and found.base not in made:
+                return node
+        return None
+
+    def _written_back(self, first: Way, state: State, made: Collection[Any]) -> Any:
+        """Assign the nodes that write the new value of a view into the tensor under it; the node of that value.
+
+        Returns:
+            None if nothing is written back, or not in the way that is known.
+        """
+        found = self._repeated(first, state.maker, made)
+        if found is None or found.base not in made:
+            return None
+        node, value = found.base, None
+        call, calls = self._call_of(node), []
+        for view in first.views:
+            call = self._common(call, view.call)
+            calls.append(call)
+        for call in reversed(calls):
+            value = reversed_view(node) if node in made else None
+            if value is None:
+                break
+            self._assign(node, call)
+            self._written.add(node)
+            below = node.args[0]
+            while below is not value and below in made and is_view(below):  # the views before this one, as they were
+                self._assign(below, call)
+                below = below.args[0]
+            node = value
+        self._computed_again(first, state.maker, made)
+        return value
+
+
+def _step(node: Any) -> tuple[list[Any], Any]:
+    """The nodes of the view that a node gives, and the node that gives the tensor under it."""
+    several = node.args[0]
+    return ([node, several], several.args[0]) if node.target is operator.getitem else ([node], several)

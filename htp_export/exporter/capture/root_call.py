@@ -1,0 +1,245 @@
+"""How the TorchScript exporter calls the model: as torch calls it, and as the user does where torch's call fails.
+
+torch formats the arguments first. It fills the signature of ``forward`` by position, defaults included, drops keywords
+that ``forward`` does not name, and makes tensors of numbers and flags, which become inputs of the graph. Whatever torch
+exports in this way is exported in this way.
+
+Some models refuse it (transformers 5: ``got multiple values for argument 'use_cache'``), the tracer refuses objects
+among the arguments, and objects such as a key-value cache among the outputs; and a model that asks whether an argument
+is a number may compute something else (transformers: ``logits_to_keep``). Then only what the user gave is passed, as
+the user gave it: tensors are traced, all else is constant. No wrapper module is needed for that, so that no module path
+changes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from htp_export.exporter.capture.calls import named_leaves
+from htp_export.exporter.capture.torch_internals import flattened, numbers_as_tensors
+from htp_export.exporter.capture.undoing import Before
+
+_MISSING = object()
+_log = logging.getLogger(__name__)
+
+
+class RootCall(Protocol):
+    """One way of calling the model.
+
+    Attributes:
+        traced: The arguments that become inputs of the trace, in order.
+    """
+
+    traced: Any
+
+    def arguments(self, traced: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What ``forward`` is called with, positional and by keyword: the tracer's tensors in their places."""
+
+    def result(self, result: Any) -> Any:
+        """What the model returns, as the tracer takes it."""
+
+
+class GivenCall:
+    """The call as the user gave it: by position and by keyword, tensors traced, all else constant.
+
+    Args:
+        model: The module that is exported.
+        args: The arguments as ``torch.onnx.export`` passes them on: a tuple, keyword arguments as a dict at its end.
+        in_signature_order: Whether keyword arguments become inputs in the order of ``forward``'s signature, as torch
+            has it; else in the order in which they were given, as under dynamo.
+
+    Attributes:
+        positional: The positional arguments.
+        keywords: The keyword arguments, in the order in which they become inputs.
+        traced: The arguments that become inputs of the trace, in order.
+        constants: The names or places of those that do not.
+    """
+
+    def __init__(self, model: Any, args: Any, *, in_signature_order: bool) -> None:
+        args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+        keywords = dict(args[-1]) if args and isinstance(args[-1], dict) else {}
+        self.positional = args[:-1] if args and isinstance(args[-1], dict) else args
+        known = []
+        if in_signature_order:
+            known = [name for name in inspect.signature(model.forward).parameters if name in keywords]
+        self.keywords = {name: keywords[name] for name in dict.fromkeys((*known, *keywords))}
+        slots: list[tuple[int | str, Any]] = [*enumerate(self.positional), *self.keywords.items()]
+        self._slots = [(where, _MISSING if _traceable(value) else value) for where, value in slots]
+        self.traced = tuple(value for _, value in slots if _traceable(value))
+        self.constants = [where for where, value in self._slots if value is not _MISSING]
+
+    def arguments(self, traced: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What ``forward`` is called with, positional and by keyword: the tracer's tensors in their places."""
+        values = iter(traced)
+        given = [(where, next(values) if value is _MISSING else value) for where, value in self._slots]
+        positional = tuple(value for where, value in given if isinstance(where, int))
+        return positional, {where: value for where, value in given if isinstance(where, str)}
+
+    @staticmethod
+    def result(result: Any) -> Any:
+        """What the model returns, as the tracer takes it."""
+        return result if _traceable(result) else tuple(_tensors(result))
+
+
+class FormattedCall:
+    """The call as torch formats it.
+
+    Args:
+        formatted: The arguments as torch formats them; a tuple, as a rule.
+        given: The call as the user gave it.
+
+    Attributes:
+        formatted: As above, always a tuple.
+        traced: The arguments that become inputs of the trace, keyword arguments in the order of ``given``.
+        same_values: Whether ``forward`` is certain to get the values that the user gave it. Else there are numbers
+            among the arguments, which become tensors, or keywords that torch drops.
+        same_call: Whether, besides, it gets them as the user gave them: by position, and no defaults.
+    """
+
+    def __init__(self, formatted: Any, given: GivenCall) -> None:
+        values = formatted if isinstance(formatted, tuple) else (formatted,)
+        by_position = min(len(given.positional), len(values))
+        rest, found = [*range(by_position, len(values))], []
+        for value in given.keywords.values():
+            found += [at for at in rest if at not in found and values[at] is value][:1]
+        self._order = [*range(by_position), *found, *(at for at in rest if at not in found)]
+        self.traced = tuple(values[at] for at in self._order) if isinstance(formatted, tuple) else formatted
+        self.formatted = values
+        self.same_values = len(found) == len(given.keywords) and all(map(_traceable, values))
+        self.same_call = self.same_values and not given.keywords and len(values) == len(given.positional)
+
+    def arguments(self, traced: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What ``forward`` is called with, positional and by keyword: the tracer's tensors in their places."""
+        placed = dict(zip(self._order, traced, strict=True))
+        return tuple(placed[at] for at in range(len(placed))), {}
+
+    def result(self, result: Any) -> Any:
+        """What the model returns, as the tracer takes it."""
+        if not self.same_values or not _refused(result):
+            return result
+        _log.info("torch does not take a %s as output: its tensors become outputs", type(result).__name__)
+        return GivenCall.result(result)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The call that is traced.
+
+    Attributes:
+        call: The call.
+        before: The state to go back to before the call as given is tried; None if that is no other call.
+    """
+
+    call: RootCall
+    before: Before | None = None
+
+    @property
+    def after_trace(self) -> Choice:
+        """What is left to choose once the trace is made: as given, the model has the same trace but for numbers."""
+        same = isinstance(self.call, FormattedCall) and self.call.same_values
+        return replace(self, before=None) if same else self
+
+
+def choose(model: Any, formatted: Any, given: GivenCall, refusal: str) -> Choice:
+    """How to call a model.
+
+    Args:
+        model: The module.
+        formatted: The arguments as torch formats them.
+        given: The call as the user gave it.
+        refusal: Why an export with torch's call has failed; empty if there was none.
+    """
+    if not refusal:
+        call = FormattedCall(formatted, given)
+        if call.same_call:
+            return Choice(call)
+        before = Before(model, (given.positional, given.keywords))
+        refusal = "" if call.same_values else _changed_meaning(model, call, given, before)
+        if not refusal:
+            return Choice(call, before)
+    level = logging.WARNING if given.constants else logging.INFO
+    constants = f"; constants in the file: {', '.join(map(str, given.constants))}" if given.constants else ""
+    _log.log(level, "%s: not called as torch calls it: %s%s", type(model).__name__, refusal, constants)
+    return Choice(given)
+
+
+def _changed_meaning(model: Any, call: FormattedCall, given: GivenCall, before: Before) -> str:
+    """Why the call as torch formats it does not give what the call as given gives; empty if it does.
+
+    Both are run to find out, without a trace.
+    """
+    try:
+        arguments = numbers_as_tensors(call.formatted)
+    except RuntimeError as error:
+        return first_line(error)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            theirs = flattened(model(*arguments))
+        except Exception as error:
+            return first_line(error)
+        finally:
+            before.put_back()
+        try:
+            ours = flattened(model(*given.positional, **given.keywords))
+            same = _equal(theirs, ours)
+        except Exception:  # the call as given is none: nothing to compare with
+            return ""
+        finally:
+            before.put_back()
+    return "" if same else "numbers that become tensors, or keywords that are dropped, change its result"
+
+
+def _equal(theirs: list[Any], ours: list[Any]) -> bool:
+    """Whether two results are the same, but for types and rounding."""
+    import torch
+
+    def wide(tensor: Any) -> Any:
+        return tensor.dequantize() if tensor.is_quantized else tensor.to(torch.complex128)
+
+    return [tensor.shape for tensor in theirs] == [tensor.shape for tensor in ours] and all(
+        torch.allclose(wide(one), wide(other), rtol=1e-3, atol=1e-5, equal_nan=True)
+        for one, other in zip(theirs, ours, strict=True)
+    )
+
+
+def first_line(error: Exception) -> str:
+    """The type of an error and the first line of its message."""
+    told = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {told}"
+
+
+def _refused(result: Any) -> bool:
+    """Whether the tracer refuses what a model returns."""
+    try:
+        flattened(result)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _traceable(value: Any) -> bool:
+    """Whether the tracer takes a value among inputs and outputs, and gives it on as it is."""
+    import torch
+
+    if isinstance(value, Mapping):
+        return isinstance(value, dict) and all(map(_traceable, value.values()))
+    if isinstance(value, (tuple, list)):
+        return all(map(_traceable, value))
+    return value is None or isinstance(value, (torch.Tensor, str))
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """Every tensor in a structure, attributes of objects (transformers' caches) included, in order."""
+    import torch
+
+    for _, leaf in named_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, torch.nn.Module)):
+            yield from _tensors(vars(leaf))

@@ -1,0 +1,604 @@
+"""Private parts of torch that are used, each behind a function that says what for.
+
+The places that are patched stand in ``patches.py``. ``tests/test_torch_internals.py`` fails where a part has moved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import operator
+import re
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from htp_export.exporter.capture.calls import tensors_in
+from htp_export.process.restoring import Changes, locked, restored
+
+
+def bodies_run_in_place(module: Any) -> Iterator[Any]:
+    """The graph modules inside an exported one that torch runs where they stand, once: ``with torch.no_grad():``."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and "wrap_with" in str(node.target):
+            for given in node.all_input_nodes:
+                if given.op == "get_attr" and hasattr(body := getattr(module, given.target), "graph"):
+                    yield body
+                    yield from bodies_run_in_place(body)
+
+
+class Scope(NamedTuple):
+    """One module of those in which a node of a graph that Dynamo made runs.
+
+    Attributes:
+        key: Dynamo's key of the module's call.
+        name: The expression by which Dynamo reaches the module.
+        module: Its ``id``; -1 where the key does not hold it.
+    """
+
+    key: str
+    name: str
+    module: int
+
+
+def scopes_of(node: Any) -> list[Scope]:
+    """The modules in which a node of a graph that Dynamo made runs, outermost first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    numbers = {key: key.partition("@")[0] for key in stack}  # from the second call on, the keys are "id@1", ...
+    return [
+        Scope(key, str(name), int(numbers[key]) if numbers[key].isdecimal() else -1) for key, (name, _) in stack.items()
+    ]
+
+
+def bodies_of(module: Any) -> dict[Any, list[Any]]:
+    """The branches and loop bodies in the graph of a module: node → graph modules; none for what has no graph."""
+    import torch
+
+    found: dict[Any, list[Any]] = {}
+    for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+        if has_bodies(node.target):
+            given = [getattr(module, each.target, None) for each in node.all_input_nodes if each.op == "get_attr"]
+            found[node] = [body for body in given if isinstance(body, torch.fx.GraphModule)]
+    return found
+
+
+def has_bodies(function: Any) -> bool:
+    """Whether a function that torch runs may take branches or loop bodies: ``torch.cond``, ``while_loop``, ``scan``."""
+    import torch
+
+    return isinstance(function, torch._ops.HigherOrderOperator)
+
+
+def is_choice(node: Any) -> bool:
+    """Whether of the bodies of a node one alone runs."""
+    import torch
+
+    return node.target is torch.ops.higher_order.cond
+
+
+def file_of_code(module: Any) -> str | None:
+    """The name of the file that FX invents for the code of a graph module; None for other modules."""
+    import torch
+
+    code = getattr(module.forward, "__code__", None) if isinstance(module, torch.fx.GraphModule) else None
+    return None if code is None else str(code.co_filename)
+
+
+def generated_lines(trace: str) -> list[tuple[str, str]]:
+    """The lines of code made by FX in the stack trace of a node, innermost first: file, and name of the line's node."""
+    return re.findall(r'File "(<eval_with_key>[^"]*)", line \d+, in .*\n\s*(\w+)\b[^=\n]* = ', trace)[::-1]
+
+
+class State(NamedTuple):
+    """A tensor that a node of an FX graph read or returned, after the node ran while another graph was traced.
+
+    Attributes:
+        node: The node of the executed graph whose result the tensor is.
+        changes: How often the tensor has been changed in place.
+        maker: The node of the traced graph that makes it, or None.
+        changed: Whether this run changed it in place.
+    """
+
+    node: Any
+    changes: int
+    maker: Any
+    changed: bool = False
+
+
+class Ran(NamedTuple):
+    """One node of an FX graph that ran while another graph was traced.
+
+    Attributes:
+        node: The node.
+        made: The nodes of the traced graph that it became, in order.
+        read: The tensors that it read.
+        returned: The tensor that it returned; none where it returned several.
+    """
+
+    node: Any
+    made: list[Any]
+    read: list[State]
+    returned: list[State]
+
+
+class Tracing(NamedTuple):
+    """A trace of an FX graph that runs in this thread, before a node of another graph runs in it.
+
+    Attributes:
+        tracer: What traces it.
+        made: How many nodes the traced graph has.
+        held: The tensors that the node reads: the node that gave it, the tensor, how often it has been changed.
+    """
+
+    tracer: Any
+    made: int
+    held: list[tuple[Any, Any, int]]
+
+
+def fx_tracing(interpreter: Any, node: Any) -> Tracing | None:
+    """The trace that runs, as it is before a node of another graph runs; None where none does.
+
+    Args:
+        interpreter: Runs the node's graph; it has what the other nodes gave.
+        node: The node.
+    """
+    import torch
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode: Any = get_proxy_mode()
+    if mode is None:
+        return None
+    given = [(each, interpreter.env.get(each)) for each in node.all_input_nodes]
+    held = [(each, value, changes_of(value)) for each, value in given if isinstance(value, torch.Tensor)]
+    return Tracing(mode.tracer, len(mode.tracer.graph.nodes), held)
+
+
+def ran_since(before: Tracing, node: Any, result: Any) -> Ran:
+    """What a node of an FX graph became in the graph that was traced while it ran.
+
+    Args:
+        before: The trace as it was before the node ran.
+        node: The node.
+        result: What it gave.
+    """
+    nodes = before.tracer.graph.nodes
+    made = list(itertools.islice(reversed(nodes), len(nodes) - before.made))[::-1]
+    read = [
+        State(each, now, fx_node_of(value, before.tracer), now != was)
+        for each, value, was in before.held
+        for now in [changes_of(value)]
+    ]
+    returned = [State(node, changes_of(value), fx_node_of(value, before.tracer)) for value in tensors_in(result)]
+    return Ran(node, made, read, returned if len(returned) == 1 else [])
+
+
+def is_view(node: Any) -> bool:
+    """Whether what a node of a functional FX graph gives is a view of its first argument.
+
+    So is one of several results of such an operator, which a node of its own picks.
+    """
+    import torch
+
+    given = node.args[0] if node.args else None
+    if not isinstance(given, torch.fx.Node):
+        return False
+    if node.target is operator.getitem:
+        return given.target is not operator.getitem and is_view(given)
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None
+
+
+def reversed_view(node: Any) -> Any:
+    """What a node writes back, if it does what functionalization does to write a view back into the tensor under it.
+
+    Returns:
+        The node that has the value of the view; None if the node does something else.
+    """
+    import torch
+
+    if node.target is operator.getitem:
+        return None
+    aten = torch.ops.aten
+    scatters = (aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.as_strided_scatter)
+    place = 1 if getattr(node.target, "overloadpacket", None) in scatters else 0 if is_view(node) else None
+    return node.args[place] if place is not None and isinstance(node.args[place], torch.fx.Node) else None
+
+
+def changes_of(tensor: Any) -> int:
+    """How often a tensor was changed in place, through views of it too; 0 where nobody counts."""
+    try:
+        return int(tensor._version)
+    except RuntimeError:  # made in inference mode
+        return 0
+
+
+def watch_bodies(changes: Changes, module: Any, watched: Callable[[Callable[[], Any], Any, Any], Any]) -> None:
+    """Watch bodies run while torch decomposes an exported graph: it dissolves them, and their nodes lose their scopes.
+
+    Args:
+        changes: When they are taken back, the bodies get their own code back.
+        module: The exported graph module.
+        watched: Called for each node of a body with what runs it, with what runs the body, and with the node; gives
+            what the first gives.
+    """
+    import torch
+
+    class Watched(torch.fx.Interpreter):
+        """Runs a body node by node, as its own code does."""
+
+        def __init__(self, body: torch.fx.GraphModule) -> None:
+            super().__init__(body)
+            self._file = file_of_code(body) or ""
+            self._lines = _lines_of_nodes(body)
+
+        def run_node(self, n: torch.fx.Node) -> Any:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            if n.op == "call_function" and n.name in self._lines:
+                call = _calling_from(self._file, self._lines[n.name])
+                return watched(lambda: call(n.target, args, kwargs), self, n)
+            return watched(lambda: getattr(self, n.op)(n.target, args, kwargs), self, n)
+
+    for body in bodies_run_in_place(module):
+        interpreter = Watched(body)
+        changes.will_undo(functools.partial(vars(body).pop, "forward", None))
+        body.forward = interpreter.run
+
+
+def _lines_of_nodes(module: Any) -> dict[str, int]:
+    """Name of a node of a graph module → its line in the code that FX made of the graph."""
+    lines = enumerate(module.code.splitlines(), 1)
+    found = [(match.group(1), line) for line, text in lines if (match := re.match(r"\s+(\w+)\b[^=\n]* = ", text))]
+    return dict(reversed(found))  # the first line of each name
+
+
+def _calling_from(file: str, line: int) -> Callable[[Any, Any, Any], Any]:
+    """Call a function from a ``forward`` at a line of a file, as torch sees it, which writes the place on each node."""
+
+    def call(target: Any, args: Any, kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    code = call.__code__.replace(co_name="forward", co_filename=file, co_firstlineno=line - 1)
+    return types.FunctionType(code, {})
+
+
+@functools.cache
+def usual_name(kind: str) -> str:
+    """The operator that torch puts for one that is another name of it, ``aten::mul`` for ``aten::multiply``.
+
+    It does so at the end of every trace, and whenever it compiles a function; so one is compiled.
+
+    Args:
+        kind: The kind of a node of a JIT graph.
+
+    Returns:
+        The kind that the node has afterwards: its own, if the operator has no other name.
+    """
+    import torch
+
+    name = kind.removeprefix("aten::")
+    if name == kind or not name.isidentifier():
+        return kind
+    for schema in torch._C._jit_get_schemas_for_operator(kind):
+        types = ", ".join(f"a{k}: {given.type.annotation_str}" for k, given in enumerate(schema.arguments))
+        given = ", ".join(f"{'' if not a.kwarg_only else a.name + '='}a{k}" for k, a in enumerate(schema.arguments))
+        try:
+            unit = torch.jit.CompilationUnit(f"def f({types}):\n    return torch.ops.aten.{name}({given})\n")
+        except RuntimeError:  # arguments of a type that cannot be written down
+            continue
+        kinds = {node.kind() for node in unit.f.graph.nodes()} - {"prim::Constant"}
+        return kinds.pop() if len(kinds) == 1 else kind
+    return kind
+
+
+class _FastPath:
+    """The switch of attention's fast path, which all threads share: off while anyone wants it off."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users: set[object] = set()
+        self._before = True
+
+    def turn_off(self, user: object) -> None:
+        locked(self._lock, functools.partial(self._turn_off, user))
+
+    def leave(self, user: object) -> None:
+        locked(self._lock, functools.partial(self._leave, user))
+
+    def _turn_off(self, user: object) -> None:
+        from torch.backends import mha
+
+        if not self._users:
+            self._before = mha.get_fastpath_enabled()
+        self._users.add(user)
+        mha.set_fastpath_enabled(False)
+
+    def _leave(self, user: object) -> None:
+        from torch.backends import mha
+
+        if self._users == {user}:
+            mha.set_fastpath_enabled(self._before)
+        self._users.discard(user)
+
+
+_FAST_PATH = _FastPath()
+
+
+def attention_fast_path_off() -> contextlib.AbstractContextManager[None]:
+    """Run ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` in their plain form, which ONNX can express."""
+    return restored(turn_attention_fast_path_off)
+
+
+def turn_attention_fast_path_off(changes: Changes) -> None:
+    """The same, until the changes are taken back."""
+    user = object()
+    changes.will_undo(functools.partial(_FAST_PATH.leave, user))
+    _FAST_PATH.turn_off(user)
+
+
+def exported_by_dynamo_alone() -> tuple[type, ...]:
+    """What ``torch.onnx.export`` gives to the dynamo exporter under ``dynamo=False`` too."""
+    import torch
+
+    exportable = getattr(torch.onnx, "ExportableModule", None)  # since torch 2.11
+    return (torch.export.ExportedProgram, *([exportable] if exportable else []))
+
+
+def tracing_state() -> Any:
+    """The state of the TorchScript trace that runs in this thread; None where none does."""
+    import torch
+
+    return torch._C._get_tracing_state()
+
+
+def flattened(value: Any) -> list[Any]:
+    """What the TorchScript tracer makes of arguments or results: their tensors, numbers and flags as tensors, in order.
+
+    Raises:
+        RuntimeError: If something among them is none of what it takes.
+    """
+    import torch
+
+    tensors, _ = torch._C._jit_flatten(value)
+    return list(tensors)
+
+
+def numbers_as_tensors(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments as the TorchScript tracer passes them on: numbers and flags are tensors.
+
+    Raises:
+        RuntimeError: If something among them is none of what it takes.
+    """
+    import torch
+
+    tensors, structure = torch._C._jit_flatten(arguments)
+    changed: tuple[Any, ...] = torch._C._jit_unflatten(tensors, structure)
+    return changed
+
+
+def keep_autocast_cache(changes: Changes) -> None:
+    """Leave autocast's cache as it is: torch turns it off while it traces, and leaves it off where that fails."""
+    import torch
+
+    changes.will_undo(functools.partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()))
+
+
+def state_names(model: Any) -> frozenset[str]:
+    """Names of the parameters and buffers that a traced graph of this model takes as inputs, shared ones once."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        return frozenset()
+    # With its tensors as they are: a quantized model holds more than tensors, which cannot be detached.
+    return frozenset(torch.jit._unique_state_dict(model, keep_vars=True))  # type: ignore[attr-defined, no-untyped-call]
+
+
+@functools.cache
+def written(kind: str, count: int) -> int:
+    """Which of its ``count`` arguments an operator changes in place and gives back; -1 for none.
+
+    Overloads of one name have different counts of arguments where one of them has an ``out``.
+    """
+    return next((place for place, alias in _aliases(kind, count) if alias.is_write), -1)
+
+
+@functools.cache
+def viewed(kind: str, count: int) -> int:
+    """Of which of its ``count`` arguments an operator may give back a view; -1 for none."""
+    if kind in ("prim::ListUnpack", "prim::TupleUnpack"):
+        return 0
+    return next((place for place, alias in _aliases(kind, count) if not alias.is_write), -1)
+
+
+@functools.cache
+def out_of_place(kind: str) -> str:
+    """What an operator in place is called where it is not: ``aten::add`` for ``aten::add_``; others keep their name.
+
+    The schemas decide: ``aten::__rshift__`` ends like an operator in place and is none, ``aten::__ior__`` is one.
+    """
+    first = [schema.arguments[0].alias_info for schema in _schemas(kind) if schema.arguments]
+    if not any(alias is not None and alias.is_write for alias in first):
+        return kind
+    if kind.endswith("__"):
+        return kind.replace("::__i", "::__")
+    return kind.removesuffix("_")
+
+
+def _schemas(kind: str) -> list[Any]:
+    import torch
+
+    schemas: list[Any] = torch._C._jit_get_schemas_for_operator(kind) if kind.startswith("aten::") else []
+    return schemas
+
+
+def _aliases(kind: str, count: int) -> list[tuple[int, Any]]:
+    """The arguments of an operator whose memory what it gives back may have."""
+    return [
+        (place, argument.alias_info)
+        for schema in _schemas(kind)
+        if len(schema.arguments) == count and any(result.alias_info is not None for result in schema.returns)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None
+    ]
+
+
+_TRACED_ROOT = "__module"  # stands for the root in the scopes of ``torch.jit.trace``, which opens no scope for it
+
+
+class _ScopeNames(dict[str, str]):
+    """Module path → the name of its scope in the trace; filled when the exporter has made its map."""
+
+    def __init__(self, paths: dict[int, str]) -> None:
+        self._paths = paths
+
+    def get(self, path: str, default: Any = None) -> Any:
+        if not self:
+            import torch
+
+            modules = torch.jit._trace._trace_module_map or {}
+            scopes = ((key, name) for key, name in modules.items() if key != _TRACED_ROOT)
+            self.update((self._paths.get(id(module.__dict__), ""), name) for module, name in scopes)
+        return super().get(path, default)
+
+
+def scope_names(paths: dict[int, str]) -> dict[str, str]:
+    """Module path → the name that the tracer of the running export gives the module's scope."""
+    return _ScopeNames(paths)
+
+
+def is_listed(module: Any) -> bool:
+    """Whether the tracer of the running export listed a module when it began: only then it opens a scope for it."""
+    import torch
+
+    return module in (torch.jit._trace._trace_module_map or {})
+
+
+def names_of_traced_scope(scope: str) -> str:
+    """The names of the modules that run, outermost first, from the scope of a node under ``torch.jit.trace``.
+
+    Each part is a module's path below ``__module``, a name its end: ``__module.layers.0/__module.layers.0.fc``.
+    """
+    return "/".join(part.rpartition(".")[2] for part in scope.split("/")) if scope else ""
+
+
+def names_of_inlined_scope(scope: str) -> str:
+    """The same, from the scope that a node has once the methods of a traced module were inlined.
+
+    Each part is a class and a name, with containers that did not run or without: ``Net::/Block::layers.0/Linear::fc``.
+    """
+    return "/".join(part.rpartition("::")[2].rpartition(".")[2] for part in scope.split("/")[1:])
+
+
+def next_number() -> int:
+    """A number between those of the values that the running TorchScript trace has made, and those that it will make."""
+    value = tracing_state().graph().insertConstant(0)
+    number = int(value.unique())
+    value.node().destroy()
+    return number
+
+
+def run_after_hooks(changes: Changes, module: Any, finish: Callable[[Any], Any]) -> bool:
+    """Run something once, when the user's forward hooks on a module have run, with what the module gives back then.
+
+    It is asked for while the module's ``forward`` runs.
+
+    Args:
+        changes: When they are taken back, nothing is left to be run.
+        module: The module.
+        finish: Gets what the module gives back, and gives back what it is to give back.
+
+    Returns:
+        Whether there are hooks; else it would not run.
+    """
+    from torch.nn.modules import module as modules
+
+    hooks, key = module._forward_hooks, object()
+    if not (hooks or modules._global_forward_hooks):
+        return False
+
+    def last(_module: Any, _args: Any, returned: Any) -> Any:
+        hooks.pop(key, None)
+        return finish(returned)
+
+    changes.will_undo(functools.partial(hooks.pop, key, None))
+    hooks[key] = last
+    return True
+
+
+def is_script_method(forward: Any) -> bool:
+    """Whether a module's ``forward`` is scripted: then the tracer opens no scope for it."""
+    import torch
+
+    return isinstance(forward, torch._C.ScriptMethod)
+
+
+def traced_number(*tensor: Any) -> int | None:
+    """The number of a tensor in the graph of the TorchScript trace that runs; None for one it does not know.
+
+    The tracer names a value that has no name yet by the variable that holds it in the frame that asks, or in the next
+    one. Here that variable holds a tuple, and in the next frame there is none: values keep the names that torch gives.
+    """
+    import torch
+
+    try:
+        return int(torch._C._get_value_trace(*tensor).unique())  # type: ignore[attr-defined]
+    except RuntimeError:  # a parameter that is none of the model's: the tracer takes it for no constant
+        return None
+
+
+def fx_node_of(tensor: Any, tracer: Any) -> Any:
+    """The node that makes a tensor in the FX graph that is being traced; None for one that the tracer does not know."""
+    import torch
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    if isinstance(tensor, FunctionalTensor):
+        tensor = torch._from_functional_tensor(tensor.elem)
+    slot = get_proxy_slot(tensor, tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def called_by_export(module: Any) -> Any:
+    """The module that runs when ``torch.export`` calls ``module``: as a rule itself.
+
+    ``torch.export`` traces the model inside a wrapper module. It calls the model from there, so that the call is seen;
+    but a model that is a ``GraphModule`` it interprets node by node, in the wrapper's own call.
+    """
+    import torch
+
+    inner = getattr(module, "_modules", {}).get("_export_root")
+    return inner if isinstance(inner, torch.fx.GraphModule) else module
+
+
+def without_export_root(name: str, root: str | None) -> str:
+    """A module's name in a scope, without the name of the wrapper in which ``torch.export`` traces the model.
+
+    torch takes it off the names in the main graph, and leaves it in branches and loop bodies.
+
+    Args:
+        name: The name, ``_export_root.layer.0``.
+        root: The model's own name in the trace; None where the trace was not seen, and has the usual one.
+    """
+    root = "_export_root" if root is None else root
+    return "" if name == root else name.removeprefix(f"{root}.")
+
+
+def outputs_of(output: Any) -> list[Any]:
+    """What the ``output`` node of an FX graph returns, one after the other: nodes, and None for all else."""
+    import torch
+
+    leaves = torch.utils._pytree.tree_leaves(output.args[0])
+    return [leaf if isinstance(leaf, torch.fx.Node) else None for leaf in leaves]
+
+
+def opset_range(*, dynamo: bool) -> tuple[int, int]:
+    """The lowest and the highest ONNX opset that an exporter of torch can be asked for.
+
+    Under dynamo, that is the newest that onnx knows: torch tries to convert the graph to it.
+    """
+    import onnx
+    from torch.onnx import _constants
+
+    highest = onnx.defs.onnx_opset_version() if dynamo else _constants.ONNX_TORCHSCRIPT_EXPORTER_MAX_OPSET
+    return _constants.ONNX_MIN_OPSET, highest

@@ -1,0 +1,403 @@
+"""`export` and `tagging`: ``torch.onnx.export`` with module tags. Only the sequence; the work is in the rows above."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.onnx import OperatorExportTypes, TrainingMode
+
+from htp_export.errors import CaptureError, TorchChangedError
+from htp_export.exporter.capture import patches, running, torch_internals
+from htp_export.exporter.capture.dynamo import DynamoCapture
+from htp_export.exporter.capture.guarded import export_untagged, seam
+from htp_export.exporter.capture.modules import ModuleNames, keep_training_modes
+from htp_export.exporter.capture.opsets import check_opset, other_opset
+from htp_export.exporter.capture.patching import Patches
+from htp_export.exporter.capture.root_call import first_line
+from htp_export.exporter.capture.running import Exporter
+from htp_export.exporter.capture.saving import check_writable, save_whole
+from htp_export.exporter.capture.torchscript import TorchScriptCapture
+from htp_export.exporter.owners.write import make_tags
+from htp_export.files.wire import SerializedModel
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.process.garbage_collection import hold_collection
+from htp_export.process.restoring import Changes, set_variable
+
+__all__ = ["export", "tagging"]
+
+IR_VERSION = 10  # the first with metadata on nodes
+
+
+def export(
+    model: torch.nn.Module | torch.export.ExportedProgram | torch.jit.ScriptModule | torch.jit.ScriptFunction[Any, Any],
+    args: tuple[Any, ...] = (),
+    f: str | os.PathLike[str] | None = None,
+    *,
+    kwargs: dict[str, Any] | None = None,
+    verbose: bool | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    opset_version: int | None = None,
+    dynamo: bool = True,
+    external_data: bool = True,
+    dynamic_shapes: dict[str, Any] | tuple[Any, ...] | list[Any] | None = None,
+    custom_translation_table: dict[Callable[..., Any], Callable[..., Any]] | None = None,
+    report: bool = False,
+    optimize: bool = True,
+    verify: bool = False,
+    profile: bool = False,
+    dump_exported_program: bool = False,
+    artifacts_dir: str | os.PathLike[str] = ".",
+    export_params: bool = True,
+    keep_initializers_as_inputs: bool = False,
+    dynamic_axes: Mapping[str, Mapping[int, str]] | Mapping[str, Sequence[int]] | None = None,
+    training: TrainingMode = TrainingMode.EVAL,
+    operator_export_type: OperatorExportTypes = OperatorExportTypes.ONNX,
+    do_constant_folding: bool = True,
+    custom_opsets: Mapping[str, int] | None = None,
+    export_modules_as_functions: bool | Collection[type[torch.nn.Module]] = False,
+    autograd_inlining: bool = True,
+) -> torch.onnx.ONNXProgram | None:
+    """Export a model to ONNX as ``torch.onnx.export`` does, with the module that computes each node written on it.
+
+    Every parameter has the meaning, the default and the place that it has in ``torch.onnx.export``; the graph is the
+    same, node for node. ``docs/format.md`` says what is added.
+
+    Under ``dynamo=False`` the model is called as torch calls it: ``forward``'s whole signature by position, numbers and
+    flags as inputs of the graph. If torch's call fails or changes the result, the model is called with the arguments as
+    given: tensors are inputs, all else is constant, and the log says so. ``docs/export.md`` has the details.
+
+    Args:
+        model: The model. An ``nn.Module`` keeps its whole hierarchy; an ``ExportedProgram`` what its graph says of
+            it; a ``ScriptModule`` what its inlined methods say of themselves.
+        args: Example positional inputs.
+        f: Where to write the model; None to only return it (``dynamo=True``).
+        kwargs: Example keyword inputs.
+        verbose: See ``torch.onnx.export``, as for all that follow.
+        input_names: Names for the graph's inputs. Under ``dynamo=False``, keyword inputs come in the order of
+            ``forward``'s signature if names are given, as in torch, and else in the order in which they were given,
+            which may be another than torch's.
+        output_names: Names for the graph's outputs.
+        opset_version: ONNX opset to target. A `UserWarning` says so if torch writes another one, because it cannot
+            convert the model.
+        dynamo: Whether to export with ``torch.export``; else with TorchScript.
+        external_data: Whether weights go into a file of their own (``dynamo=True``).
+        dynamic_shapes: Dynamic dimensions (``dynamo=True``).
+        custom_translation_table: Own translations of operators (``dynamo=True``).
+        report: Whether to write a report (``dynamo=True``).
+        optimize: Whether to optimise the graph (``dynamo=True``).
+        verify: Whether to run the model in ONNX Runtime (``dynamo=True``).
+        profile: Whether to profile the export (``dynamo=True``).
+        dump_exported_program: Whether to save the ``ExportedProgram`` (``dynamo=True``).
+        artifacts_dir: Where reports go.
+        export_params: Whether weights are written.
+        keep_initializers_as_inputs: Whether weights are graph inputs too.
+        dynamic_axes: Dynamic dimensions (``dynamo=False``).
+        training: Deprecated by torch.
+        operator_export_type: Deprecated by torch.
+        do_constant_folding: Deprecated by torch.
+        custom_opsets: Deprecated by torch.
+        export_modules_as_functions: Deprecated by torch.
+        autograd_inlining: Deprecated by torch.
+
+    Returns:
+        The ``ONNXProgram`` under ``dynamo=True``, None under ``dynamo=False``.
+
+    Raises:
+        OSError: The file cannot be written in its folder; raised before the model runs.
+        Exception: Whatever ``torch.onnx.export`` raises, with a note that names the module that was running. No file
+            is left that was not there before.
+        InputError: torch's exporter cannot write ``opset_version``; nothing was exported.
+        CaptureError: htp_export failed to follow the export, a fault of its own. Inside `tagging` with ``strict=False``
+            the model is exported without tags instead.
+        TorchChangedError: The installed torch lacks a part that htp_export relies on.
+
+    Examples:
+        >>> import torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = export(net, (torch.randn(2, 4),), verbose=False)
+        >>> [(node.op_type, node.metadata_props["htp.module"]) for node in program.model.graph]
+        [('Gemm', '0'), ('Relu', '1')]
+    """
+    if isinstance(f, str | os.PathLike):
+        check_writable(f)
+    uses_dynamo = dynamo is True or isinstance(model, torch_internals.exported_by_dynamo_alone())
+    check_opset(opset_version, dynamo=uses_dynamo)
+    entry = patches.DYNAMO_ENTRY if uses_dynamo else patches.TORCHSCRIPT_ENTRY
+    exporter = running.wanted() or _Exporter()
+    # All of it alone, not the trace only: torch reads its translations first, which parses sources, and CPython 3.11's
+    # parser fails now and then where two threads do that ("AST constructor recursion depth mismatch").
+    changes = Changes()
+    try:
+        try:
+            running.wait_alone(changes)
+            _watch(changes, entry, exporter)
+            set_variable(changes, running.exporter, exporter)
+            program = torch.onnx.export(
+                model,
+                args,
+                f,
+                kwargs=kwargs,
+                verbose=verbose,
+                input_names=input_names,
+                output_names=output_names,
+                opset_version=opset_version,
+                dynamo=dynamo,
+                external_data=external_data,
+                dynamic_shapes=dynamic_shapes,
+                custom_translation_table=custom_translation_table,
+                report=report,
+                optimize=optimize,
+                verify=verify,
+                profile=profile,
+                dump_exported_program=dump_exported_program,
+                artifacts_dir=artifacts_dir,
+                export_params=export_params,
+                keep_initializers_as_inputs=keep_initializers_as_inputs,
+                dynamic_axes=dynamic_axes,
+                training=training,
+                operator_export_type=operator_export_type,
+                do_constant_folding=do_constant_folding,
+                custom_opsets=custom_opsets,
+                export_modules_as_functions=export_modules_as_functions,
+                autograd_inlining=autograd_inlining,
+            )
+        finally:
+            changes.take_back()
+    finally:
+        changes.take_back()
+    # The TorchScript exporter writes the opset that it is asked for, or fails.
+    other = other_opset(opset_version, program.model.opset_imports.get("")) if program is not None else None
+    if other is not None:
+        warnings.warn(f"{other}; torch's log says why", stacklevel=2)
+    return program
+
+
+@contextlib.contextmanager
+def tagging(*, strict: bool = True) -> Iterator[None]:
+    """Write tags in every ``torch.onnx.export`` that runs inside, whoever calls it and however it was imported.
+
+    Holds for the thread (or task) that enters it, and for nothing else: an export in another thread is left alone
+    unless that thread enters it as well. Exports with tags in several threads run one after the other. May be nested;
+    the innermost one decides. Afterwards torch is as it was, on error too.
+
+    Args:
+        strict: Whether an export fails if htp_export cannot follow it. If not, the model is exported without tags, as
+            torch exports it, and an `htp_export.errors.UntaggedExportWarning` says why. Errors of the model and of
+            torch are raised in both cases. Holds for `export` inside too.
+
+    Raises:
+        CaptureError: htp_export failed to follow an export; raised by the export.
+        TorchChangedError: The installed torch lacks a part that htp_export relies on.
+
+    Examples:
+        >>> import torch
+        >>> from torch.onnx import export as theirs
+        >>> with tagging():
+        ...     program = theirs(torch.nn.ReLU().eval(), (torch.randn(2),), verbose=False)
+        >>> program.model.metadata_props["htp.version"]
+        '1'
+    """
+    exporter, changes = _Exporter(strict), Changes()
+    try:
+        try:
+            for entry in (patches.DYNAMO_ENTRY, patches.TORCHSCRIPT_ENTRY):
+                _watch(changes, entry, exporter)
+            set_variable(changes, running.exporter, exporter)
+            changes.will_undo(exporter.end)  # for tasks that were begun inside, and go on
+            yield
+        finally:
+            changes.take_back()
+    finally:
+        changes.take_back()
+
+
+def _watch(changes: Changes, entry: Patches, exporter: Exporter) -> None:
+    """Watch one of torch's exporters, if it can be watched."""
+    try:
+        entry.hold(changes)
+    except TorchChangedError as fault:
+        if exporter.strict:
+            raise
+        export_untagged(fault)
+
+
+class _Exporter:
+    """What runs in place of torch's exporters while tags are wanted.
+
+    Args:
+        strict: Whether an export fails that cannot be tagged.
+    """
+
+    def __init__(self, strict: bool = True) -> None:
+        self.strict = strict
+        self.ended = False
+
+    def end(self) -> None:
+        self.ended = True
+
+    def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
+        return self._run(export, functools.partial(_Dynamo, model))
+
+    def torchscript(self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool) -> Any:
+        return self._run(export, functools.partial(_TorchScript, model, args, names_inputs))
+
+    def _run(self, export: Callable[[], Any], begin: Callable[[Changes], _Dynamo | _TorchScript]) -> Any:
+        changes = Changes()
+        try:
+            try:
+                running.wait_alone(changes)
+                watched = self._begun(begin, changes)
+                return export() if watched is None else watched.run(export)
+            finally:
+                changes.take_back()
+        finally:
+            changes.take_back()
+
+    def _begun(
+        self, begin: Callable[[Changes], _Dynamo | _TorchScript], changes: Changes
+    ) -> _Dynamo | _TorchScript | None:
+        """An export that is about to run, watched; None if it cannot be watched, and goes on without tags."""
+        try:
+            with seam("reading the names of the model's modules and parameters"):
+                watched = begin(changes)
+            watched.patches.hold(changes)
+        except (CaptureError, TorchChangedError) as fault:
+            if self.strict:
+                raise
+            export_untagged(fault)
+            return None
+        watched.capture.strict = self.strict
+        return watched
+
+
+class _Dynamo:
+    """One export under ``dynamo=True``."""
+
+    patches = patches.DYNAMO
+
+    def __init__(self, model: Any, changes: Changes) -> None:
+        self._changes, reading = changes, changes.inner()
+        hold_collection(reading, kept=True)
+        self.names = ModuleNames(model)
+        self.capture = DynamoCapture(self.names.path_now, self.names.aliases, self.names.by_id)
+        reading.take_back()
+
+    def run(self, export: Callable[[], Any]) -> Any:
+        capture = self.capture
+        capture.changes = self._changes.inner()
+        try:
+            set_variable(capture.changes, running.dynamo_capture, capture)
+            with _named_failure(capture):
+                program = export()
+        finally:
+            capture.changes.take_back()
+        hold_collection(self._changes, kept=True)
+        capture.step("tagging the nodes of the program", self._tag, program)
+        if capture.fault is not None:
+            capture.withdraw(program.model)
+            capture.give_up()
+        else:
+            save_whole(program)
+        return program
+
+    def _tag(self, program: Any) -> None:
+        capture, names = self.capture, self.names
+        with seam("matching the nodes of the ONNX graph with what the modules ran"):
+            record, nodes = capture.finish(program.model)
+        with seam("finding the owners of each node"):
+            seen = Hierarchy.from_classes(capture.classes)
+            made = make_tags(record, names.hierarchy or seen, names.parameters)
+        tagged = list(zip(nodes, made.nodes, strict=True))
+        for node, metadata in tagged:
+            node.metadata_props.update(metadata)
+        program.model.metadata_props.update(made.model)
+        program.model.graph.name = made.graph_name
+        program.model.ir_version = max(program.model.ir_version, IR_VERSION)
+
+
+class _TorchScript:
+    """One export under ``dynamo=False``."""
+
+    patches = patches.TORCHSCRIPT
+
+    def __init__(self, model: Any, args: Any, names_inputs: bool, changes: Changes) -> None:
+        self._changes = changes
+        self.model, self.args, self.names_inputs = model, args, names_inputs
+        self.capture = self._new_capture()
+
+    def _new_capture(self, refusal: str = "") -> TorchScriptCapture:
+        self.names = names = ModuleNames(self.model)
+        scopes, state = torch_internals.scope_names(names.paths), torch_internals.state_names(self.model)
+        paths = names.paths.values()
+        return TorchScriptCapture(names.path_now, paths, scopes, state, self.args, self.names_inputs, refusal)
+
+    def run(self, export: Callable[[], Any]) -> Any:
+        """Export with the call that torch makes; once more, with the call as given, where torch refuses it."""
+        torch_internals.turn_attention_fast_path_off(self._changes)
+        keep_training_modes(self._changes, self.model)
+        hold_collection(self._changes)
+        try:
+            return self._attempt(export)
+        except (Warning, CaptureError):  # a warning that the user made an error, or a fault of ours
+            raise
+        except Exception as error:
+            choice = self.capture.choice
+            if choice is None or choice.before is None:
+                raise
+            refusal, before = error, choice.before
+        before.put_back()
+        strict = self.capture.strict
+        self.capture = self._new_capture(first_line(refusal))
+        self.capture.strict = strict
+        try:
+            return self._attempt(export)
+        except CaptureError:
+            raise
+        except Exception as error:
+            refusal.add_note(f"htp_export: called as the arguments were given, it fails too: {first_line(error)}")
+            raise refusal from error
+
+    def _attempt(self, export: Callable[[], Any]) -> Any:
+        capture = self.capture
+        capture.tag, capture.changes = self._tagged, self._changes.inner()
+        try:
+            set_variable(capture.changes, running.script_capture, capture)
+            with _named_failure(capture):
+                return export()
+        finally:
+            capture.changes.take_back()
+            capture.tag = capture.whole = None  # they hold the weights, and each other
+
+    def _tagged(self, file: SerializedModel) -> Iterable[bytes | memoryview]:
+        with seam("matching the nodes of the ONNX graph with what the modules ran"):
+            record, nodes = self.capture.finish(file)
+        with seam("finding the owners of each node"):
+            made = make_tags(record, self.names.hierarchy or Hierarchy([ModuleInfo("", "")]), self.names.parameters)
+        for node, metadata in zip(nodes, made.nodes, strict=True):
+            for key, value in metadata.items():
+                node.metadata_props.add(key=key, value=value)
+        file.metadata = made.model
+        file.graph_name = made.graph_name or file.graph_name
+        file.ir_version = max(file.ir_version, IR_VERSION)
+        return file.chunks()
+
+
+@contextlib.contextmanager
+def _named_failure(capture: DynamoCapture | TorchScriptCapture) -> Iterator[None]:
+    """Add to an error which module was running."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        called = capture.log.running if capture.fault is None else ()
+        if called:
+            error.add_note(f"htp_export: while module {called[-1] or '(the root)'!r} was running")
+        raise

@@ -1,0 +1,170 @@
+"""Each node's owners, from what PyTorch ran and from what became of it.
+
+A node of the exported graph computes some tensor. Where captured operations made the same tensor, the calls that ran
+those operations own the node: one call as a rule, several where equal work was merged. Operations whose tensors are
+nowhere in the graph any more were absorbed: a merged node did their work, so their calls own it as well. A node that
+computes no captured tensor lies inside the work of the nodes that read it, and takes its owners from them.
+
+Everything here is one walk over the operations and one over the nodes in each direction: linear in their number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from htp_export.exporter.capture.calls import NO_CALL, CallLog
+from htp_export.exporter.capture.record import FLOW, SCOPE, Key, Node, Operation, Record
+from htp_export.exporter.owners.flow import Flow, place_strays
+
+SHARED = "shared"
+FUSED = "fused"
+
+Calls = frozenset[int]
+_NOBODY: Calls = frozenset()
+_LOOK_BACK = 32  # operations
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Who owns one node, and how that is known.
+
+    Attributes:
+        paths: The owners' module paths in order of execution, never empty.
+        reason: ``scope``, ``shared``, ``fused``, ``flow`` or ``parameters``; see ``docs/owners.md``.
+        calls: Indices of the calls that the paths come from.
+    """
+
+    paths: tuple[str, ...]
+    reason: str
+    calls: tuple[int, ...]
+
+
+class Origins:
+    """For every tensor of the exported graph, the calls that computed it, and those whose work went into it.
+
+    Attributes:
+        made: Exported tensor → calls of the operations that made the same tensor.
+        placed: Exported tensors whose calls are known by flow alone.
+        absorbed: Exported tensor → calls of further operations whose own tensors are gone.
+    """
+
+    def __init__(self, record: Record, flow: Flow) -> None:
+        self.made: dict[Key, set[int]] = {}
+        self.placed: set[Key] = set()
+        self.absorbed: dict[Key, set[int]] = {}
+        self._first: dict[Key, int] = {}  # exported tensor → operation that made it first
+        self._maker: dict[Key, int] = {}
+        self._final, self._live = record.final, flow.live
+        strays = place_strays(record, flow)
+        final, live = record.final, flow.live
+        lost: dict[Key, tuple[Calls, frozenset[Key]]] = {}  # lost tensor → calls that it took, and what they read
+        for index, operation in enumerate(record.operations):
+            if not flow.wanted[index]:
+                continue
+            calls = _NOBODY
+            reads: set[Key] = set()
+            for key in operation.inputs:
+                if key in lost:
+                    calls, more = calls | lost[key][0], lost[key][1]
+                    reads |= more
+                elif key in final:
+                    reads.add(final[key])
+            self._maker.update(dict.fromkeys(operation.outputs, index))
+            for key in operation.outputs:
+                here = final.get(key)
+                if here is None:  # work on constants and sizes is folded away, and absorbed by nobody
+                    lost[key] = (calls | {operation.call} if key in live else calls, frozenset(reads))
+                elif here not in reads and not self._undoes(record.operations, index, here):
+                    self._first.setdefault(here, index)
+                    self.made.setdefault(here, set()).add(operation.call)
+                    if index in strays:
+                        self.placed.add(here)
+                    if calls:
+                        self.absorbed.setdefault(here, set()).update(calls)
+
+    def _undoes(self, operations: list[Operation], index: int, here: Key) -> bool:
+        """Whether an operation only gives back what the work before it began with, so that no node computes it.
+
+        It reads, through others, the very tensor that stands for its result: a size made a vector again, a
+        transposition turned back. Equal work of two modules does not read one another, but where the tensor that both
+        read was made again in between. What undoes stands close to what it undoes, so that a short look back is enough.
+        """
+        origin = self._first.get(here)
+        if origin is None:
+            return False
+        reads = self._reads(operations[index])
+        if reads == self._reads(operations[origin]) and None not in reads:
+            return False
+        seen: set[int] = set()
+        queue = [index]
+        while queue and len(seen) < _LOOK_BACK:
+            for key in operations[queue.pop(0)].inputs:
+                maker = self._maker.get(key, -1)
+                if maker == origin:
+                    return True
+                if maker > origin and maker not in seen:
+                    seen.add(maker)
+                    queue.append(maker)
+        return False
+
+    def _reads(self, operation: Operation) -> frozenset[Key]:
+        """The exported tensors that stand for what an operation reads, as far as the inputs change them."""
+        return frozenset(self._final.get(key) for key in operation.inputs if key in self._live)
+
+
+def assign(record: Record, flow: Flow) -> list[Ownership]:
+    """Owners of every node of the exported graph, in the order of ``record.nodes``."""
+    origins = Origins(record, flow)
+    demand: dict[Key, set[int]] = {}  # tensor that no captured operation made → calls whose work reads it
+    found: list[tuple[Calls, str] | None] = [None] * len(record.nodes)
+    for index in range(len(record.nodes) - 1, -1, -1):
+        node = record.nodes[index]
+        calls, reason = _calls_of(node, origins, demand)
+        if not calls:
+            continue
+        found[index] = calls, reason
+        takes = calls.union(*(origins.absorbed.get(key, ()) for key in node.outputs))
+        for key in node.inputs:
+            if key not in origins.made:
+                demand.setdefault(key, set()).update(takes)
+    _fill_forward(record.nodes, found)
+    return [_ownership(record.log, *(entry or (_NOBODY, FLOW))) for entry in found]
+
+
+def _calls_of(node: Node, origins: Origins, demand: dict[Key, set[int]]) -> tuple[Calls, str]:
+    made = _NOBODY.union(*(origins.made.get(key, ()) for key in node.outputs)) - {NO_CALL}
+    by_flow = not origins.placed.isdisjoint(node.outputs)
+    if made and not (by_flow and node.hint != NO_CALL):
+        absorbed = _NOBODY.union(*(origins.absorbed.get(key, ()) for key in node.outputs)) - {NO_CALL}
+        if absorbed - made:
+            return made | absorbed, FUSED
+        return made, FLOW if by_flow else SCOPE
+    if node.hint != NO_CALL:
+        return frozenset({node.hint}), node.evidence
+    return _NOBODY.union(*(demand.get(key, ()) for key in node.outputs)) - {NO_CALL}, FLOW
+
+
+def _fill_forward(nodes: list[Node], found: list[tuple[Calls, str] | None]) -> None:
+    """Give nodes that nothing reads the owners of what they read."""
+    if all(found):
+        return
+    by_output: dict[Key, Calls] = {}
+    for index, node in enumerate(nodes):
+        entry = found[index]
+        if entry is None:
+            calls = _NOBODY.union(*(by_output.get(key, _NOBODY) for key in node.inputs))
+            if calls:
+                found[index] = entry = calls, FLOW
+        if entry is not None:
+            by_output.update(dict.fromkeys(node.outputs, entry[0]))
+
+
+def _ownership(log: CallLog, calls: Calls, reason: str) -> Ownership:
+    ordered = tuple(sorted(calls))
+    if len(ordered) == 1:
+        paths = log.owners(ordered[0])
+    else:
+        paths = tuple(dict.fromkeys(path for call in ordered for path in log.owners(call)))
+    if reason == SCOPE and len({log.calls[call].path for call in ordered}) > 1:
+        reason = SHARED
+    return Ownership(paths or ("",), reason, ordered)

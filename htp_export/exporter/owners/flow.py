@@ -1,0 +1,109 @@
+"""How values flow through captured operations: what varies, what is needed, and where strays belong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from htp_export.exporter.capture.calls import NO_CALL
+from htp_export.exporter.capture.record import Key, Node, Operation, Record
+from htp_export.model.dependence import dependence
+
+
+def varying(steps: list[Operation] | list[Node], inputs: set[Key]) -> set[Key]:
+    """The tensors whose values depend on the values of ``inputs``; sizes of tensors do not count as their values."""
+    reading = ((step.inputs, step.outputs) for step in steps if not step.shape_only)
+    return set(dependence(reading, dict.fromkeys(inputs, 1)))
+
+
+def needed(operations: list[Operation], outputs: list[Key], *, values_only: bool = False) -> list[bool]:
+    """For each operation, whether what the model returns depends on it; or on its values, not on their sizes alone."""
+    wanted = set(outputs)
+    marks = [False] * len(operations)
+    for index in range(len(operations) - 1, -1, -1):
+        operation = operations[index]
+        if not wanted.isdisjoint(operation.outputs):
+            marks[index] = True
+            if not (values_only and operation.shape_only):
+                wanted.update(operation.inputs)
+    return marks
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Which captured tensors and operations count.
+
+    Attributes:
+        live: The tensors whose values depend on what the user gives.
+        wanted: For each operation, whether what the model returns depends on it.
+    """
+
+    live: set[Key]
+    wanted: list[bool]
+
+    @classmethod
+    def of(cls, record: Record) -> Flow:
+        """How values flow through what was captured; who ran it plays no part."""
+        return cls(varying(record.operations, record.inputs), needed(record.operations, record.outputs))
+
+
+def place_strays(record: Record, flow: Flow) -> set[int]:
+    """Find a call for each operation that the exporter moved away from the module that asked for it.
+
+    ``torch.export`` knows sizes by symbols, and reads each size once, from an input of the model, wherever in the
+    model it was asked for; what it makes of symbols has the scope of one of those who asked, or none. An operation
+    without a call goes into the innermost call around its readers.
+    One that reads the size of a tensor which its call neither makes nor otherwise reads goes into the innermost call
+    around it that does.
+
+    Returns:
+        Indices of the operations that were placed; their ``call`` is set.
+    """
+    if not record.log.calls:
+        return set()
+    placed = {index for index, operation in enumerate(record.operations) if operation.call == NO_CALL}
+    if placed:
+        _place_between(record, placed)
+    return placed | _place_sizes(record, flow)
+
+
+def _place_between(record: Record, strays: set[int]) -> None:
+    """Give each stray the innermost call around its readers."""
+    log = record.log
+    outermost = next(index for index, call in enumerate(log.calls) if call.parent == NO_CALL)
+    around: dict[Key, tuple[int, ...]] = dict.fromkeys(record.outputs, (outermost,))  # tensor → calls around readers
+
+    def common(first: tuple[int, ...] | None, second: tuple[int, ...]) -> tuple[int, ...]:
+        return second if first is None else tuple(call for call in first if call in second)
+
+    for index in range(len(record.operations) - 1, -1, -1):
+        operation = record.operations[index]
+        if index in strays:
+            chain: tuple[int, ...] | None = None
+            for key in operation.outputs:
+                if key in around:
+                    chain = common(chain, around[key])
+            operation.call = chain[0] if chain else outermost
+        for key in operation.inputs:
+            around[key] = common(around.get(key), log.chain(operation.call))
+
+
+def _place_sizes(record: Record, flow: Flow) -> set[int]:
+    """Move readings of sizes out to the innermost call that has the tensor."""
+    log = record.log
+    measured = {key for operation in record.operations if operation.shape_only for key in operation.inputs} & flow.live
+    near: dict[Key, set[int]] = {key: set() for key in measured}  # tensor → calls that make it or read its values
+    for operation in record.operations:
+        touched = operation.outputs if operation.shape_only else (*operation.inputs, *operation.outputs)
+        for key in touched:
+            if key in near:
+                near[key].update(log.chain(operation.call))
+    placed = set()
+    for index, operation in enumerate(record.operations):
+        if not operation.shape_only or not any(key in near for key in operation.inputs):
+            continue
+        chain = log.chain(operation.call)
+        has = [call for call in chain if all(call in near[key] for key in operation.inputs if key in near)]
+        if chain and (call := has[0] if has else chain[-1]) != operation.call:
+            operation.call = call
+            placed.add(index)
+    return placed

@@ -1,0 +1,141 @@
+"""Owners and fates into the model: node metadata, and the module tree in the model's metadata."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from htp_export.exporter.capture.calls import NO_CALL, CallLog
+from htp_export.exporter.capture.record import Key, Record
+from htp_export.exporter.owners.assign import Ownership, assign
+from htp_export.exporter.owners.fates import Fates
+from htp_export.exporter.owners.flow import Flow
+from htp_export.format import tags
+from htp_export.format.call_tree import CallTree, Instance, Work
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.parameters import Held, parameters_to_json
+from htp_export.format.signatures import Signature, signatures_to_json
+
+
+def works_of(log: CallLog, owners: Sequence[Ownership], hierarchy: Hierarchy) -> tuple[CallTree, list[Work]]:
+    """The calls of a model's modules as they ran, and whose work each node does.
+
+    Args:
+        log: The calls.
+        owners: Who owns each node.
+        hierarchy: The module tree, with how often each module ran.
+    """
+    instances = [Instance(call.path, call.nth) for call in log.calls]
+    callers: dict[str, list[Instance | None]] = {}
+    for call in log.calls:
+        callers.setdefault(call.path, []).append(None if call.parent == NO_CALL else instances[call.parent])
+    tree = CallTree(hierarchy, callers)
+
+    @cache
+    def work(paths: tuple[str, ...], calls: tuple[int, ...]) -> Work:
+        return tree.of_calls(paths, [instances[index] for index in calls] or [Instance("")])
+
+    return tree, [work(owner.paths, owner.calls) for owner in owners]
+
+
+def node_metadata(
+    owners: Sequence[Ownership], works: Sequence[Work], calls: CallTree, hierarchy: Hierarchy
+) -> list[dict[str, str]]:
+    """The metadata of each node, in order."""
+    called = hierarchy.called
+
+    @cache
+    def fixed(paths: tuple[str, ...], reason: str) -> dict[str, str]:
+        return tags.node_tags(paths, reason, called)
+
+    @cache
+    def said(work: Work) -> dict[str, str]:
+        entry: dict[str, str] = {}
+        tags.say_calls(entry, calls.said(work.owners, work.calls))
+        return entry
+
+    return [{**fixed(owner.paths, owner.reason), **said(work)} for owner, work in zip(owners, works, strict=True)]
+
+
+def model_metadata(
+    record: Record, fates: Fates, calls: CallTree, hierarchy: Hierarchy
+) -> tuple[Hierarchy, dict[str, str]]:
+    """The module tree with fates, and the model's metadata that holds it.
+
+    Args:
+        record: What the export told.
+        fates: What became of the modules.
+        calls: Their calls.
+        hierarchy: The module tree without fates.
+    """
+    found = {path: fates.of(path) for path in hierarchy}
+    tree = Hierarchy(
+        [replace(info, fate=found[path].name, fused_with=found[path].fused_with) for path, info in hierarchy.items()]
+    )
+    metadata = {tags.FORMAT: tags.VERSION, tags.MODULES: tree.to_json(), tags.CALLERS: calls.to_json()}
+    signatures = _signatures(record)
+    if signatures:
+        metadata[tags.SIGNATURES] = signatures_to_json(signatures)
+    if fates.contamination:
+        listed = [[path, str(getattr(key, "name", key)), leaves] for path, key, leaves in fates.contamination]
+        metadata[tags.CONTAMINATION] = json.dumps(listed, separators=(",", ":"))
+    return tree, metadata
+
+
+def _with_calls(hierarchy: Hierarchy, log: CallLog) -> Hierarchy:
+    """The module tree with how often each module ran; modules that ran and are not in it are added."""
+    paths = dict.fromkeys((*hierarchy, *(call.path for call in log.calls)))
+    known = (hierarchy.get(path) or ModuleInfo(path, "") for path in paths)
+    return Hierarchy([replace(module, calls=log.count(module.path)) for module in known])
+
+
+def _signatures(record: Record) -> dict[str, list[Signature]]:
+    """Module path → its calls; only modules all of whose calls were seen from inside."""
+    found: dict[str, list[Signature]] = {}
+    for index, call in enumerate(record.log.calls):
+        passing = record.passed.get(index)
+        if passing is not None:
+            inputs = {name: _name(record, key) for name, key in passing.given}
+            found.setdefault(call.path, []).append(Signature(inputs, tuple(_name(record, k) for k in passing.returned)))
+    return {path: calls for path, calls in found.items() if len(calls) == record.log.count(path)}
+
+
+def _name(record: Record, key: Key | None) -> str | None:
+    """The name that a captured tensor has in the file."""
+    final = record.final.get(key)
+    return None if final is None else str(getattr(final, "name", final))
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Everything that is written into one exported model.
+
+    Attributes:
+        nodes: Metadata of each node, in the order of the record's nodes.
+        model: Metadata of the model.
+        graph_name: The main graph's name: the root's class.
+    """
+
+    nodes: list[dict[str, str]]
+    model: dict[str, str]
+    graph_name: str
+
+
+def make_tags(record: Record, hierarchy: Hierarchy, parameters: Mapping[str, Held] | None = None) -> Tags:
+    """Find owners and fates, and say them in the file format's words.
+
+    Args:
+        record: What the export told.
+        hierarchy: The module tree without calls and fates.
+        parameters: Module path → the parameters it holds, where they are known.
+    """
+    flow = Flow.of(record)
+    owners = assign(record, flow)
+    ran = _with_calls(hierarchy, record.log)
+    calls, works = works_of(record.log, owners, ran)
+    tree, metadata = model_metadata(record, Fates(record, works, flow), calls, ran)
+    if parameters is not None:
+        metadata[tags.PARAMETERS] = parameters_to_json(parameters)
+    return Tags(node_metadata(owners, works, calls, tree), metadata, tree.root.simple_class)

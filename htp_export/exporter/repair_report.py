@@ -1,0 +1,142 @@
+"""What repair did: the tensors at modules' borders that PyTorch does not know, before and after."""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.errors import UntaggedModelError
+from htp_export.exporter.capture.calls import CallLog
+from htp_export.exporter.capture.dynamo import describe
+from htp_export.exporter.capture.record import Record
+from htp_export.exporter.owners.boundaries import crossings_of
+from htp_export.format import tags
+from htp_export.format.call_tree import CallTree, Work
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.torch_scopes import scopes_of
+from htp_export.model.boundaries import OUTSIDE
+from htp_export.model.tagged import load
+
+__all__ = ["Contamination", "contamination"]
+
+Finding = tuple[str, str, str]
+_Border = dict[tuple[str, str, bool], int]  # (module, tensor, whether it leaves) → node on the other side
+
+
+@dataclass(frozen=True)
+class Contamination:
+    """The border tensors of modules that are no inputs or outputs of theirs in PyTorch.
+
+    Attributes:
+        before: With torch's own scopes as owners, ``(module, tensor, kind)``; ``kind`` says from which module to
+            which the tensor passes, and which operator makes it: ``layers.0 → layers.1, Unsqueeze``.
+        after: The same with the file's tags; empty where repair was complete.
+        nodes: How many nodes the file has.
+    """
+
+    before: list[Finding]
+    after: list[Finding]
+    nodes: int
+
+    def kinds(self) -> dict[str, tuple[int, int]]:
+        """For each kind, how many there were before and how many after, the most frequent first."""
+        before = collections.Counter(kind for _, _, kind in self.before)
+        after = collections.Counter(kind for _, _, kind in self.after)
+        return {kind: (before[kind], after[kind]) for kind, _ in (before + after).most_common()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.before)} contaminated border tensors before repair, {len(self.after)} after"]
+        lines += [f"{before:6} → {after:<6} {kind}" for kind, (before, after) in self.kinds().items()]
+        return "\n".join(lines)
+
+
+def contamination(model: Any) -> Contamination:
+    """What repair did to an exported model: contaminated border tensors before it and after it.
+
+    Before are torch's own scopes as they stand in the file (dynamo: ``pkg.torch.onnx.name_scopes``; TorchScript: node
+    names), after are the tags. A tensor at a module's border is known to PyTorch where the export saw it pass in or
+    out of the module; the export writes down those that it could not repair, under ``htp.contamination``.
+
+    Args:
+        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model`` that htp_export exported.
+
+    Returns:
+        Lists of ``(module, tensor, kind)``.
+
+    Raises:
+        UntaggedModelError: The model was not exported by htp_export.
+        FileError: The file cannot be read.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> program = htp_export.export(torch.nn.Linear(4, 3).eval(), (torch.randn(2, 4),), verbose=False)
+        >>> contamination(program).after
+        []
+    """
+    tagged = load(model)
+    if tagged.source != "htp":
+        raise UntaggedModelError("the model has no module tags; export it with htp_export.export to have them")
+    nodes, record = describe(tagged.model, Record(CallLog()))
+    whole = tagged.calls.work(("",))
+    works = [work if (work := tagged.work_of(node)).owners else whole for node in nodes]
+    by_path = CallTree(Hierarchy([tagged.hierarchy.root]))  # torch's scopes say nothing of calls
+    scoped = [by_path.work(_torch_owner(node, tagged.hierarchy)) for node in nodes]
+    after, before = (_borders(record, each, tagged.hierarchy) for each in (works, scoped))
+    unknown = _written_down(tagged.model)
+    known = {(path, name) for path, name, leaves in after if (path, name, leaves) not in unknown}
+    return Contamination(
+        before=_findings(
+            {key: at for key, at in before.items() if key[:2] not in known},
+            nodes,
+            lambda n: _torch_owner(n, tagged.hierarchy),
+        ),
+        after=_findings({key: at for key, at in after.items() if key in unknown}, nodes, tagged.owners_of),
+        nodes=len(nodes),
+    )
+
+
+def _torch_owner(node: ir.Node, hierarchy: Hierarchy) -> tuple[str, ...]:
+    """The module that torch's own scope names; its nearest ancestor where the name leads to none."""
+    scopes = scopes_of(node)
+    path = scopes[-1][0] if scopes else ""
+    return (next(up for up in tags.ancestors(path) if up in hierarchy),)
+
+
+def _borders(record: Record, works: Sequence[Work], hierarchy: Hierarchy) -> _Border:
+    crossings = crossings_of(record, works)
+    found: _Border = {}
+    for path in hierarchy:
+        if hierarchy[path].calls and hierarchy[path].fate == "computed":
+            for value, other, leaves in crossings.of([path]):
+                found.setdefault((path, str(value.name), leaves), other)  # type: ignore[attr-defined]
+    return found
+
+
+def _written_down(model: ir.Model) -> set[tuple[str, str, bool]]:
+    try:
+        listed = json.loads(model.metadata_props.get(tags.CONTAMINATION, "[]"))
+        return {(str(path), str(name), bool(leaves)) for path, name, leaves in listed}
+    except (ValueError, TypeError, RecursionError):
+        return set()
+
+
+def _findings(
+    borders: _Border, nodes: Sequence[ir.Node], owners_of: Callable[[ir.Node], Iterable[str]]
+) -> list[Finding]:
+    made_by = {str(value.name): node for node in nodes for value in node.outputs}
+    found = []
+    for (path, name, leaves), other in borders.items():
+        maker = made_by.get(name)
+        beyond = ", ".join(owners_of(nodes[other])) or "(root)" if other != OUTSIDE else "model"
+        way = f"{path or '(root)'} → {beyond}" if leaves else f"{beyond} → {path or '(root)'}"
+        found.append((path, name, f"{way}, {maker.op_type if maker else 'input'}"))
+    return found

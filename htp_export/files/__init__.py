@@ -1,0 +1,1 @@
+"""ONNX files and the files of data beside them: read without their weights, written whole."""

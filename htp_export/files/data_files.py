@@ -1,0 +1,303 @@
+"""Data files: the files beside a model in which its external tensors lie.
+
+Which file a name stands for is decided here once, when the model is read: one in the folder of the model, or, where
+the model's name is a symbolic link, in the folder of the file that it leads to. Nothing else is ever opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.errors import FileError
+from htp_export.files.filesystem import Identity
+from htp_export.files.slots import Slot
+from htp_export.files.stored import write_values
+from htp_export.process.progress import counted
+
+__all__ = ["DataFile", "DataTensor", "check_data", "find_data", "place_data"]
+
+_FICLONE = 0x40049409  # of Linux: <linux/fs.h>; file systems that share blocks copy a file at once
+_MOSTLY = 0.9  # of a file has to be in use for a copy of all of it
+_CHUNK_BYTES = 1 << 20
+
+
+class DataFile:
+    """A data file, with what was known of it when the model was read.
+
+    Args:
+        path: The file; it need not be there yet.
+        model: The ONNX file that names it.
+        shown: What errors call it; its path where it is None.
+        state: Which file it is; the one that is there now where it is None.
+    """
+
+    def __init__(self, path: Path, model: Path, shown: Path | None = None, state: Identity | None = None) -> None:
+        self.path, self.model, self._shown = path, model, shown or path
+        self.needed = 0
+        self._state = state
+        if state is None:
+            self.note()
+
+    def note(self) -> None:
+        """Note which file it is, as it is there now."""
+        self._state = None
+        with contextlib.suppress(OSError):
+            if self.path.is_file():
+                with self.path.open("rb") as file:
+                    self._state = Identity.of(os.fstat(file.fileno()))
+
+    def need(self, tensor: ir.ExternalTensor) -> None:
+        """Note that a tensor lies there."""
+        self.needed = max(self.needed, (tensor.offset or 0) + (tensor.length or tensor.nbytes))
+
+    def check(self) -> None:
+        """Refuse a file that is not there, is too short, or is not the one that was there when the model was read.
+
+        Raises:
+            FileError: If it is one of these; it names the file, and the model that needs it.
+        """
+        with self.opened():
+            pass
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[IO[bytes]]:
+        """The file, open, and checked before and after it is read.
+
+        Raises:
+            FileError: As `check`; or if the file was written to meanwhile.
+        """
+        try:
+            if not stat.S_ISREG(self.path.stat().st_mode) and not self.path.is_dir():  # a pipe would be waited for
+                raise OSError(errno.EINVAL, "it is no plain file")
+            file = self.path.open("rb", buffering=0)
+        except FileNotFoundError:
+            replaced = " (it was there when the model was read; load the model again)" if self._state else ""
+            raise FileError(self._shown, f"is missing: weights of {self.model} lie in this file{replaced}") from None
+        except OSError as error:
+            problem = f"cannot be read, and weights of {self.model} lie in it: {error.strerror or error}"
+            raise FileError(self._shown, problem) from error
+        with file:
+            self._check(file)
+            yield file
+            self._check(file)
+
+    def _check(self, file: IO[bytes]) -> None:
+        found = os.fstat(file.fileno())
+        if found.st_size < self.needed:
+            problem = f"is too short: it has {found.st_size:,} bytes, and the weights of {self.model} take "
+            raise FileError(self._shown, f"{problem}{self.needed:,}")
+        if self._state is None:  # it was not there when the model was read
+            self._state = Identity.of(found)
+        if self._state != Identity.of(found):
+            raise FileError(self._shown, f"was changed after {self.model} was read; load the model again")
+
+
+class DataTensor(ir.ExternalTensor):
+    """An external tensor whose file is checked before it is read.
+
+    onnx_ir refuses files with several hard links. Here the folder decides, where `find_data` saw that the file lies.
+
+    Args:
+        tensor: The tensor as the model has it.
+        file: The data file.
+        base_dir: Its folder, or one above.
+        location: Its path from there.
+    """
+
+    __slots__ = ("_file", "_plain")
+
+    def __init__(
+        self, tensor: ir.ExternalTensor, file: DataFile, base_dir: str | os.PathLike[str], location: str
+    ) -> None:
+        super().__init__(
+            location,
+            tensor.offset,
+            tensor.length,
+            tensor.dtype,
+            shape=ir.Shape(tensor.shape.numpy()),
+            name=tensor.name or "",
+            doc_string=tensor.doc_string,
+            metadata_props=dict(tensor.metadata_props),
+            base_dir=os.fspath(base_dir),
+        )
+        self._file = file
+        self._plain: ir.ExternalTensor | None = None
+        file.need(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = (self.location, self.offset, self.length, self.dtype, tuple(self.shape.numpy()), self.name)
+        return _tensor_again, (fields, self.doc_string, dict(self.metadata_props), self._file, self.base_dir)
+
+    @property
+    def file(self) -> DataFile:
+        """Where it lies."""
+        return self._file
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The values, mapped from the file; read-only."""
+        return self._opened().numpy()
+
+    def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
+        return self._opened().__array__(dtype)
+
+    def tobytes(self) -> bytes:
+        """The values as they are in the file."""
+        return self._opened().tobytes()
+
+    def tofile(self, file: IO[bytes]) -> None:
+        """Copy the values to another file, a part at a time."""
+        left = self.length or self.nbytes
+        with self._file.opened() as source:
+            source.seek(self.offset or 0)
+            while left:
+                part = source.read(min(left, _CHUNK_BYTES))
+                if not part:
+                    raise FileError(self._file.path, f"cannot be read: it ends within tensor {self.name!r}")
+                file.write(part)
+                left -= len(part)
+
+    def release(self) -> None:
+        """Close the file."""
+        if self._plain is not None:
+            self._plain.release()
+            self._plain = None
+
+    def _opened(self) -> ir.ExternalTensor:
+        """The same tensor for onnx_ir, which checks nothing of one without a folder; mapped from the file."""
+        self._file.check()
+        if self._plain is None:
+            shape = ir.Shape(self.shape.numpy())
+            plain = ir.ExternalTensor(
+                self.path, self.offset, self.length, self.dtype, shape=shape, name=self.name or ""
+            )
+            plain.numpy()
+            self._file.check()  # it was opened by its name again
+            self._plain = plain
+        return self._plain
+
+
+def _tensor_again(
+    fields: tuple[Any, ...], doc_string: str | None, metadata: dict[str, str], file: DataFile, base_dir: str
+) -> DataTensor:
+    """A tensor that was pickled."""
+    location, offset, length, dtype, shape, name = fields
+    about: dict[str, Any] = {"name": name, "doc_string": doc_string, "metadata_props": metadata}
+    plain = ir.ExternalTensor(location, offset, length, dtype, shape=ir.Shape(shape), **about)
+    return DataTensor(plain, file, base_dir, location)
+
+
+def find_data(model: Path, location: str) -> tuple[Path, str]:
+    """Where a data file is: a folder, and the path from there.
+
+    Args:
+        model: The ONNX file that names it; it may be a symbolic link, as in the cache of the Hugging Face hub.
+        location: What the model calls it.
+
+    Raises:
+        FileError: If the name leads out of the folder of the model and that of the file which the model's link leads
+            to, through ``..``, an absolute path, or a link.
+    """
+    outside = FileError(model, f"its external data {location!r} lies outside its folder; it will not be read")
+    if Path(location).is_absolute() or Path(os.path.normpath(location)).parts[:1] == ("..",):
+        raise outside
+    try:
+        homes = list(dict.fromkeys((model.parent.absolute(), model.resolve().parent)))
+        for home in homes:
+            found = (home / location).resolve()
+            if not any(found.is_relative_to(allowed.resolve()) for allowed in homes):
+                raise outside
+            if found.exists() and not found.is_file() and not found.is_dir():  # a pipe would be waited for
+                raise FileError(model, f"its external data {location!r} is no plain file; it will not be read")
+            if found.exists():
+                return (home, location) if found.is_relative_to(home.resolve()) else (found.parent, found.name)
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, names that no file can have
+        raise FileError(model, f"its external data {location!r} cannot be found: {error}") from error
+    return homes[0], location
+
+
+def check_data(tensors: Iterable[ir.TensorProtocol | None]) -> None:
+    """Refuse data files that are not there, or too short, before others read them.
+
+    Raises:
+        FileError: If one is.
+    """
+    for file in {tensor.file for tensor in tensors if isinstance(tensor, DataTensor)}:
+        file.check()
+
+
+def place_data(slots: Sequence[Slot], stream: IO[bytes], data: Path, model: Path) -> list[DataTensor]:
+    """Write the tensors of slots into a data file; those that share their storage once.
+
+    A file that is nearly all in use is copied as it is where the file system can let two files share their blocks.
+
+    Args:
+        slots: Where the tensors are.
+        stream: The data file, new.
+        data: What it will be called.
+        model: The ONNX file that will name it.
+
+    Returns:
+        The same tensors as they are there.
+    """
+    places = _clone(slots, stream)
+    if places is None:
+        places = {}
+        for slot in counted(slots, "weights"):
+            key = _place(slot.tensor)
+            if key not in places:
+                start = stream.tell()
+                write_values(slot.tensor, stream)
+                places[key] = (start, stream.tell() - start)
+    stream.flush()
+    file = DataFile(data.absolute(), model, data, Identity.of(os.fstat(stream.fileno())))
+    return [_external(slot.tensor, places[_place(slot.tensor)], file) for slot in slots]
+
+
+def _place(tensor: ir.TensorProtocol) -> object:
+    """What tells tensors that share their storage."""
+    if isinstance(tensor, ir.ExternalTensor):
+        return (tensor.path, tensor.offset or 0, tensor.length or tensor.nbytes)
+    return id(tensor)
+
+
+def _external(tensor: ir.TensorProtocol, place: tuple[int, int], file: DataFile) -> DataTensor:
+    offset, length = place
+    shape = ir.Shape(tensor.shape.numpy())
+    about = {"name": tensor.name or "", "doc_string": tensor.doc_string}
+    plain = ir.ExternalTensor(file.path.name, offset, length, tensor.dtype, shape=shape, **about)  # type: ignore[arg-type]
+    return DataTensor(plain, file, file.path.parent.absolute(), file.path.name)
+
+
+def _clone(slots: Sequence[Slot], stream: IO[bytes]) -> dict[object, tuple[int, int]] | None:
+    """Let the new file share blocks with the one that holds all tensors; where they are, or None if it cannot."""
+    tensors = [slot.tensor for slot in slots if isinstance(slot.tensor, DataTensor)]
+    sources = {tensor.path for tensor in tensors}
+    if len(tensors) < len(slots) or len(sources) != 1:
+        return None
+    places: dict[object, tuple[int, int]] = {
+        _place(tensor): (tensor.offset or 0, tensor.length or tensor.nbytes) for tensor in tensors
+    }
+    try:
+        import fcntl
+
+        with tensors[0].file.opened() as source:
+            if sum(length for _, length in places.values()) < _MOSTLY * os.fstat(source.fileno()).st_size:
+                return None
+            fcntl.ioctl(stream.fileno(), _FICLONE, source.fileno())
+    except ImportError:  # Windows
+        return None
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM):
+            return None
+        raise
+    stream.seek(0, os.SEEK_END)
+    return places

@@ -1,0 +1,206 @@
+"""What a model says of its data files, and whether they still are what it says.
+
+Of a file that it shares with another model, ``htp.weights`` says what was in it: exporting the other model again would
+change what this one computes. Of files of its own, ``htp.data`` says enough to know model and data as a pair: these are
+two files, and one of them may be replaced, or copied, without the other. ``docs/format.md`` has the format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from htp_export.errors import FileError
+from htp_export.format import tags
+
+__all__ = ["Place", "check_notes", "describe_own", "describe_shared", "put_notes", "shared_files"]
+
+Place = tuple[int, int]
+"""Where a tensor lies in a data file: where it begins, and how many bytes it takes."""
+
+_BLOCK_BYTES = 4096
+_BLOCKS = 64
+_TENSOR_BYTES = 256
+_CHUNK_BYTES = 1 << 20
+
+_SHARED = {"size": int, "modified_ns": int, "sha256": str}
+_OWN = {"size": int, "serial": str, "tensors": str}
+
+
+def describe_shared(file: Path) -> dict[str, Any]:
+    """What ``htp.weights`` says of a file that belongs to another model: size, time and content; reads all of it."""
+    state = file.stat()
+    return {"size": state.st_size, "modified_ns": state.st_mtime_ns, "sha256": _digest(file)}
+
+
+def describe_own(file: Path, tensors: Iterable[Place], replaced: Path | None = None) -> dict[str, Any]:
+    """What ``htp.data`` says of a model's own data file: its size and a serial made of samples of its contents.
+
+    Args:
+        file: The file.
+        tensors: What of the model lies in it.
+        replaced: The file whose place it takes. If the samples of both are the same, the first block that differs is
+            sampled, too; so the model never fits the file that was there.
+    """
+    places = sorted(tensors)
+    size = file.stat().st_size
+    said: dict[str, Any] = {"size": size, "serial": _serial(file, places, size), "tensors": _layout(places)}
+    alike = replaced is not None and replaced.is_file() and replaced.stat().st_size >= size
+    if replaced is not None and alike and _serial(replaced, places, size) == said["serial"]:
+        at = _first_difference(file, replaced)
+        said |= {} if at is None else {"serial": _serial(file, places, size, at), "differs": at}
+    return said
+
+
+def put_notes(
+    metadata: MutableMapping[str, str],
+    own: Mapping[str, Mapping[str, Any]],
+    shared: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """Write into a model's metadata what is said of its data files, in place of what was said before.
+
+    Args:
+        metadata: The metadata of the model.
+        own: The name by which the model knows a file of its own → what is said of it.
+        shared: The same for files of other models.
+    """
+    for key, notes in ((tags.DATA, own), (tags.WEIGHTS, shared)):
+        metadata.pop(key, None)
+        if notes:
+            metadata[key] = json.dumps(dict(sorted(notes.items())), separators=(",", ":"))
+
+
+def shared_files(model: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """What a model says of the files that it shares with others: name → facts; empty if it shares none.
+
+    Args:
+        model: The ONNX file, for errors.
+        metadata: Its metadata.
+
+    Raises:
+        FileError: If it is not what the file format says.
+    """
+    return _notes(model, metadata, tags.WEIGHTS, _SHARED)
+
+
+def check_notes(
+    model: Path, metadata: Mapping[str, str], files: Mapping[str, Path], tensors: Callable[[str], Iterable[Place]]
+) -> None:
+    """Refuse a model whose data files are not those that it was written with.
+
+    A shared file that has its size and time is taken as it is; one that was copied or changed meanwhile is read. Of a
+    file of the model's own, samples are read. If the model's tensors lie elsewhere in it than when it was written,
+    another tool has written both files, and what was said is out of date.
+
+    Args:
+        model: The ONNX file.
+        metadata: Its metadata.
+        files: The name by which the model knows a file → the file.
+        tensors: Gives the tensors of the model that lie in a file, by this name.
+
+    Raises:
+        FileError: If a file is not what it was.
+    """
+    shared = shared_files(model, metadata)
+    own = _notes(model, metadata, tags.DATA, _OWN)
+    for location, facts in (*shared.items(), *own.items()):
+        file = files.get(location)
+        if file is None or not file.is_file():  # what is missing is said when it is needed
+            continue
+        try:
+            if location in shared:
+                _check_shared(model, file, facts)
+            else:
+                _check_own(model, file, facts, sorted(tensors(location)))
+        except OSError as error:
+            raise FileError(file, f"cannot be read: {error.strerror or error}") from error
+
+
+def _check_shared(model: Path, file: Path, facts: Mapping[str, Any]) -> None:
+    state = file.stat()
+    problem = ""
+    if state.st_size != facts["size"]:
+        problem = f"it had {facts['size']:,} bytes and has {state.st_size:,}"
+    elif state.st_mtime_ns != facts["modified_ns"] and _digest(file) != facts["sha256"]:
+        problem = "it has other contents"
+    if problem:
+        raise FileError(
+            model,
+            f"shares its weights, which were changed: {file} is not what it was ({problem}); "
+            f"write {model.name} again, without --share-weights to be safe from this",
+        )
+
+
+def _check_own(model: Path, file: Path, facts: Mapping[str, Any], places: list[Place]) -> None:
+    size = file.stat().st_size
+    if _layout(places) != facts["tensors"] or size < max((at + length for at, length in places), default=0):
+        return  # written by another tool; or too short, which is said when a tensor is read
+    if size < facts["size"]:
+        problem = f"the model was written with {facts['size']:,} bytes of data, and there are {size:,}"
+    elif _serial(file, places, facts["size"], facts.get("differs")) != facts["serial"]:
+        problem = "it has other contents than the data that the model was written with"
+    else:  # what follows in a file that is longer was appended by another tool
+        return
+    raise FileError(
+        model,
+        f"does not fit its data file {file.name}: {problem}. One of the two was replaced without the other, as by an "
+        "export that was interrupted; write the model again",
+    )
+
+
+def _notes(model: Path, metadata: Mapping[str, str], key: str, kinds: Mapping[str, type]) -> dict[str, dict[str, Any]]:
+    try:
+        said = json.loads(metadata.get(key, "{}"))
+        if all(_is_note(facts, kinds) for facts in said.values()):
+            return dict(said)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    raise FileError(model, f"its {key} is not what the file format says")
+
+
+def _is_note(facts: Mapping[str, Any], kinds: Mapping[str, type]) -> bool:
+    numbers = (facts["size"], facts.get("differs", 0))
+    places = all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+    return places and all(isinstance(facts[key], kind) for key, kind in kinds.items())
+
+
+def _serial(file: Path, places: Iterable[Place], size: int, differs: int | None = None) -> str:
+    """A digest of samples of the first ``size`` bytes: blocks at equal distances, beginnings of tensors, a block."""
+    last = max(size - _BLOCK_BYTES, 0)
+    parts = {(last * number // (_BLOCKS - 1), min(_BLOCK_BYTES, size)) for number in range(_BLOCKS)}
+    parts |= {(at, min(length, _TENSOR_BYTES)) for at, length in places}
+    parts |= {(differs, min(_BLOCK_BYTES, size - differs))} if differs is not None else set()
+    digest = hashlib.sha256()
+    with file.open("rb", buffering=0) as stream:
+        for at, length in sorted(parts):
+            stream.seek(at)
+            digest.update(stream.read(max(length, 0)))
+    return digest.hexdigest()[:32]
+
+
+def _layout(places: list[Place]) -> str:
+    """A digest of which tensors lie where."""
+    return hashlib.sha256(json.dumps(places).encode()).hexdigest()[:16]
+
+
+def _first_difference(one: Path, other: Path) -> int | None:
+    """Where the first block begins in which a file differs from the beginning of another; None if it does not."""
+    with one.open("rb") as first, other.open("rb") as second:
+        at = 0
+        while chunk := first.read(_CHUNK_BYTES):
+            opposite = second.read(len(chunk))
+            if chunk != opposite:
+                bounds = [*range(0, len(chunk), _BLOCK_BYTES), len(chunk)]
+                same = (chunk[start:end] == opposite[start:end] for start, end in pairwise(bounds))
+                return at + _BLOCK_BYTES * list(same).index(False)
+            at += len(chunk)
+    return None
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

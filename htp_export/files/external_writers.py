@@ -1,0 +1,92 @@
+"""Models that other programs write: into a work folder, from where they take their places with all their files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from htp_export.errors import FileError
+from htp_export.files.data_notes import describe_own, put_notes
+from htp_export.files.data_plan import in_safe_order, is_named_by_us
+from htp_export.files.filesystem import is_special
+from htp_export.files.model_files import is_protobuf, own_files, places_of, read_model, write_model
+from htp_export.files.replacing import Move, work_folder
+from htp_export.files.slots import slots
+from htp_export.format import tags
+
+__all__ = ["written_whole"]
+
+
+@contextlib.contextmanager
+def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path to write a model to, with its data files beside it; what was written takes its place when all went well.
+
+    The model gets a note of what is in its data files. If ``path`` is a device or a pipe, it gets all weights.
+
+    Args:
+        path: Where the model is to be. If it is a symbolic link, the model goes where it leads to, and the data files
+            beside the link, as with ``torch.onnx.export``.
+
+    Raises:
+        OSError: If it cannot be written; what was there is untouched.
+        FileError: If a device or a pipe is to get more than an ONNX file can hold.
+    """
+    target = Path(path)
+    if is_special(target):
+        with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
+            new = Path(folder) / "model.onnx"
+            yield new
+            write_model(read_model(new), target)
+        return
+    with work_folder(target) as work:
+        new = work.new / target.name
+        yield new
+        data = [Move(file, target.with_name(file.name), like=target) for file in work.new.iterdir() if file != new]
+        if not new.exists():
+            return
+        if data:
+            _note(new, {move.new.name: move.target for move in data})
+        places = {move.target.resolve() for move in data}
+        obsolete = [file for file in own_files(target) if is_named_by_us(target, file.name) and file not in places]
+        work.commit(in_safe_order(Move(new, target), data), obsolete)
+
+
+def _note(file: Path, replaced: Mapping[str, Path]) -> None:
+    """Write into a model what is in its data files.
+
+    Args:
+        file: The model.
+        replaced: The name of each data file → the file whose place it takes.
+    """
+    try:
+        model = read_model(file)
+    except FileError:  # torch writes files that are no valid models: with ``export_params=False``, weights are missing
+        return
+    tensors: dict[str, list[ir.ExternalTensor]] = {}
+    for slot in slots(model):
+        if isinstance(slot.tensor, ir.ExternalTensor):
+            tensors.setdefault(os.fspath(slot.tensor.location), []).append(slot.tensor)
+    notes: dict[str, Mapping[str, Any]] = {
+        name: describe_own(file.with_name(name), places_of(there), replaced[name])
+        for name, there in tensors.items()
+        if name in replaced
+    }
+    metadata: dict[str, str] = {}
+    put_notes(metadata, notes)
+    entries = [onnx.StringStringEntryProto(key=key, value=value) for key, value in metadata.items()]
+    if is_protobuf(file) and tags.DATA not in model.metadata_props:
+        with file.open("ab") as stream:  # protobuf merges messages that follow each other
+            stream.write(onnx.ModelProto(metadata_props=entries).SerializeToString())
+        return
+    proto = onnx.load(file, load_external_data=False)
+    kept = [each for each in proto.metadata_props if each.key != tags.DATA]
+    del proto.metadata_props[:]
+    proto.metadata_props.extend([*kept, *entries])
+    onnx.save(proto, file)

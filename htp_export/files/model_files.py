@@ -1,0 +1,412 @@
+"""ONNX files, read without their weights and written whole.
+
+External data stays external: reading opens no data file, and writing streams it, tensor by tensor, into a file that
+belongs to the new model alone, unless it is asked to share one (`data_notes`). Large weights within the ONNX file stay
+there too, until they are asked for, and are written one at a time (`stored`). Everything is written into a work folder
+beside its target and renamed (`replacing`); a failure leaves what was there. What is written is a copy of the model
+that shares its tensors: other threads can read the model meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx
+import onnx_ir as ir
+
+from htp_export.errors import FileError, InputError
+from htp_export.files.data_files import DataFile, DataTensor, check_data, find_data, place_data
+from htp_export.files.data_notes import Place, check_notes, describe_own, describe_shared, put_notes, shared_files
+from htp_export.files.data_plan import DataPlan, in_safe_order, plan_data
+from htp_export.files.filesystem import is_special, why_not_writable
+from htp_export.files.replacing import Move, real_path, replace_file, work_folder
+from htp_export.files.slots import Slot, slots
+from htp_export.files.sparse import with_dense_initializers
+from htp_export.files.stored import Marks, read_hollow, write_filled
+from htp_export.files.structure import at_fault, check_structure
+
+__all__ = [
+    "check_target",
+    "external_files",
+    "has_external_data",
+    "is_protobuf",
+    "model_from_proto",
+    "own_files",
+    "places_of",
+    "read_model",
+    "write_model",
+]
+
+_LARGE_BYTES = 1_800_000_000
+"""Models with more in them get external data; protobuf refuses messages of 2 GiB."""
+
+_INVALID = "not a valid ONNX model"
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Held while a model is written: one thread may replace the file from which another one copies weights."""
+
+
+def read_model(path: str | os.PathLike[str]) -> ir.Model:
+    """Read an ONNX file; external data and large weights are left where they are until somebody asks for their values.
+
+    The file may be replaced or deleted meanwhile, by `write_model` and whoever else renames, but not written over. A
+    data file has to be the one that is there now.
+
+    Args:
+        path: The file. Its extension says the format, as in ``onnx.load``.
+
+    Raises:
+        FileError: If it is missing, cannot be read, is not ONNX, names external data outside its folder, or has other
+            data than it was written with.
+    """
+    file = Path(path)
+    try:
+        model = _parse(file)
+    except FileError:
+        raise
+    except InputError as error:
+        raise FileError(file, str(error)) from error
+    except OSError as error:
+        raise FileError(file, f"cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # parsers of four formats raise whatever they like on bytes that are not theirs
+        raise FileError(file, f"not an ONNX model: {_first_line(error)}") from error
+    if model is None:  # what protobuf makes of an empty file, and of some that are not ONNX
+        raise FileError(file, "not an ONNX model")
+    _find_weights(model, file)
+    return model
+
+
+def _find_weights(model: ir.Model, file: Path) -> None:
+    """Let external tensors lie where their files are; a model that shares them is held against what they were."""
+    found: dict[str, tuple[Path, str, DataFile]] = {}
+    placed: dict[str, list[ir.ExternalTensor]] = {}
+    for slot in list(slots(model)):
+        tensor = slot.tensor
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        location = os.fspath(tensor.location)
+        if location not in found:
+            folder, name = find_data(file, location)
+            shown = file.parent / name if folder == file.parent.absolute() else None
+            found[location] = (folder, name, DataFile(folder / name, file, shown))
+        folder, name, data = found[location]
+        slot.put(DataTensor(tensor, data, folder, name))
+        placed.setdefault(location, []).append(tensor)
+    files = {location: data.path for location, (*_, data) in found.items()}
+    check_notes(file, model.metadata_props, files, lambda location: places_of(placed[location]))
+
+
+def places_of(tensors: Iterable[ir.ExternalTensor]) -> list[Place]:
+    """What `data_notes` has to know of the tensors in a data file."""
+    return [(tensor.offset or 0, tensor.length or tensor.nbytes) for tensor in tensors]
+
+
+def _parse(file: Path) -> ir.Model | None:
+    """The model; None for what protobuf can read, but is not one."""
+    hollow = read_hollow(file) if is_protobuf(file) else None
+    proto = onnx.load(file, load_external_data=False) if hollow is None else hollow.proto
+    if not proto.ir_version or not proto.HasField("graph"):
+        return None
+    model = _deserialized(proto)
+    if hollow is not None:
+        for slot in list(slots(model)):
+            tensor = hollow.tensor(slot.tensor)
+            if tensor is not None:
+                slot.put(tensor)
+        if not hollow.is_whole:  # some are where there are no slots, or twice under a name
+            model = _deserialized(onnx.load(file, load_external_data=False))
+    return _checked(model)
+
+
+def is_protobuf(file: Path) -> bool:
+    """Whether an extension says protobuf, or nothing."""
+    return onnx.serialization.registry.get_format_from_file_extension(file.suffix) in ("protobuf", None)
+
+
+def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
+    """A model whose nodes stand in the order in which they run, as the ONNX specification has it.
+
+    Some tools, ``onnxruntime.transformers.float16`` for one, append nodes where they should insert them; ONNX Runtime
+    takes that, and onnx_ir cannot copy it. A model that is in order stays as it is.
+
+    Raises:
+        InputError: If it is not a valid model (`structure`); a node needs what is made of its own results, for one.
+    """
+    return _checked(_deserialized(proto))
+
+
+def _deserialized(proto: onnx.ModelProto) -> ir.Model:
+    try:
+        model = ir.from_proto(with_dense_initializers(proto))
+    except Exception as error:  # whatever it comes across
+        where = at_fault(proto)
+        raise InputError(f"{_INVALID}: {where}{': ' if where else ''}{_first_line(error)}") from error
+    return model
+
+
+def _checked(model: ir.Model) -> ir.Model:
+    try:
+        _put_in_order(model)
+        check_structure(model)
+    except (ValueError, UnicodeDecodeError) as error:
+        raise InputError(f"{_INVALID}: {error}") from error
+    return model
+
+
+def _put_in_order(model: ir.Model) -> None:
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        if not _is_in_order(graph):
+            graph.sort()
+
+
+def _is_in_order(graph: ir.Graph) -> bool:
+    seen = set[ir.Node]()
+    for node in graph.all_nodes():
+        for value in node.inputs:
+            maker = None if value is None else value.producer()
+            if maker is not None and maker not in seen:
+                return False
+        seen.add(node)
+    return True
+
+
+def check_target(path: str | os.PathLike[str] | None) -> None:
+    """Refuse a file that cannot be written, before the work that would be lost.
+
+    Args:
+        path: The file; None where nothing is to be written.
+
+    Raises:
+        FileError: If its folder does not exist, or no file can be made there.
+    """
+    target = Path(path) if path is not None else None
+    if target is None or is_special(target):
+        return
+    if target.is_dir():
+        raise FileError(target, "is a folder")
+    error = why_not_writable(target.absolute().parent)
+    if error is not None:
+        raise FileError(target, f"cannot be written: {error.filename}: {error.strerror}") from error
+
+
+def write_model(
+    model: ir.Model,
+    path: str | os.PathLike[str],
+    external_data: str | Literal[True] | None = None,
+    *,
+    share_weights: bool = False,
+) -> None:
+    """Write an ONNX file whole, and its external data.
+
+    The file has its weights for itself. What is external is streamed into ``<name>.data`` beside it, or, if there is
+    such a file, into ``<name>.<serial>.data``, unless ``path`` is the file that it belongs to. Weights in memory go
+    into the file, unless together they are too large for one.
+
+    Args:
+        model: The model; left as it was, except that weights whose file is overwritten are read from the new one, and
+            that nodes that stand in no order in which they can run are put in one.
+        path: The file to write; its extension says the format, as in ``onnx.save``. A symbolic link is followed; a
+            device or a pipe is written to, with all weights.
+        external_data: Name of a file beside ``path`` that takes all weights of more than 256 bytes; True for a name
+            that is chosen as above.
+        share_weights: Leave external weights where they are, in the file of another model in the same folder. Its size
+            and contents are written down, and a model whose weights were changed meanwhile is not read any more.
+
+    Raises:
+        FileError: If either file cannot be written, external data cannot be read, or weights in another folder are to
+            be shared; what was there is untouched.
+    """
+    target = Path(path)
+    if isinstance(external_data, str) and (Path(external_data).name != external_data or external_data == target.name):
+        raise FileError(target, f"external data goes into another file in the same folder, not {external_data!r}")
+    if external_data is not None and share_weights:
+        raise FileError(target, "its weights are either written to external data or shared with another file")
+    check_target(target)
+    if is_special(target) and (isinstance(external_data, str) or share_weights):
+        raise FileError(target, "is no plain file; no weights can lie beside it")
+    with _ONE_AT_A_TIME:
+        if any(slot.external and _same_file(slot.path, target) for slot in slots(model)):
+            raise FileError(target, "holds the weights of this model; write the model under another name")
+        try:
+            copy = _copied(model)
+            places = list(zip(slots(model), slots(copy), strict=True))
+            if is_special(target):
+                _write_whole(copy, places, target)
+                return
+            target = real_path(target)
+            choose = functools.partial(
+                plan_data, [slot for slot, _ in places], target, external_data, own_files(target),
+                most_inside=_LARGE_BYTES, share=share_weights,
+            )  # fmt: skip
+            try:
+                moved = _write_files(copy, places, choose())
+            except FileExistsError:  # another process has just taken the name of the data file
+                moved = _write_files(copy, places, choose(serial=True))
+        except FileError:
+            raise
+        except Exception as error:  # whatever it was, the caller's files are as they were
+            said = "; ".join((_without_work_folder(error), *getattr(error, "__notes__", ())))
+            raise FileError(target, f"cannot be written: {said}") from error
+        for slot, tensor in moved:
+            slot.put(tensor)
+
+
+def _write_whole(copy: ir.Model, places: list[tuple[Slot, Slot]], target: Path) -> None:
+    """Write a model to a device or a pipe, with all its weights."""
+    for slot, same in places:
+        if slot.external:
+            tensor, shape = slot.tensor, ir.Shape(slot.tensor.shape.numpy())
+            same.put(ir.LazyTensor(lambda tensor=tensor: tensor, tensor.dtype, shape, name=tensor.name))  # type: ignore[misc]
+    put_notes(copy.metadata_props, {})
+    with replace_file(target) as new:
+        _write(copy, new)
+
+
+def own_files(target: Path) -> set[Path]:
+    """The data files of an ONNX file, resolved, less those that it shares with others; none where it cannot be read."""
+    if not target.is_file():
+        return set()
+    try:
+        there = read_model(target)
+        shared = shared_files(target, there.metadata_props)
+    except FileError:
+        return set()
+    others = {(target.parent / name).resolve() for name in shared}
+    return {file.resolve() for file in external_files(there)} - others
+
+
+def _write_files(copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan) -> list[tuple[Slot, DataTensor]]:
+    """Write a model, and a file with the weights that need a new place.
+
+    Args:
+        copy: A copy of the model that nobody else needs.
+        places: Each place of a tensor in the model, with the same place in the copy.
+        plan: Where weights go.
+
+    Returns:
+        The places in the model whose tensors were in a file that is gone now, with the same tensors where they are.
+    """
+    copies = {id(slot): same for slot, same in places}
+    with work_folder(plan.target) as work:
+        new_file, new_data = work.new / plan.target.name, work.new / plan.data.name
+        moved: list[tuple[Slot, DataTensor]] = []
+        if plan.moving:
+            with new_data.open("xb") as stream:
+                moved = list(zip(plan.moving, place_data(plan.moving, stream, plan.data, plan.target), strict=True))
+        for slot, tensor in moved:
+            copies[id(slot)].put(tensor)
+        for slot, name in plan.staying:
+            copies[id(slot)].put(_named(slot.tensor, name))
+        own, shared = _notes_of_staying(plan)
+        if moved:
+            own[plan.data.name] = describe_own(new_data, places_of(tensor for _, tensor in moved), plan.data)
+        put_notes(copy.metadata_props, own, shared)
+        _write(copy, new_file)
+        gone = {plan.data.resolve(), *plan.obsolete}
+        data = [Move(new_data, plan.data, plan.free, like=plan.target)] if moved else []
+        work.commit(in_safe_order(Move(new_file, plan.target), data), plan.obsolete)
+    if moved and plan.data.is_symlink():  # it may have been copied to another file system
+        moved[0][1].file.note()
+    return moved if any(slot.external and Path(slot.path).resolve() in gone for slot, _ in moved) else []
+
+
+def _notes_of_staying(plan: DataPlan) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """What is said of the data files that stay where they are: of the model's own, and of those of other models."""
+    check_data(slot.tensor for slot, _ in plan.staying)
+    tensors: dict[str, list[ir.ExternalTensor]] = {}
+    for slot, name in plan.staying:
+        if isinstance(slot.tensor, ir.ExternalTensor):
+            tensors.setdefault(name, []).append(slot.tensor)
+    files = {name: Path(there[0].path) for name, there in tensors.items()}
+    own = {
+        name: describe_own(files[name], places_of(there)) for name, there in tensors.items() if name not in plan.shared
+    }
+    return own, {name: describe_shared(files[name]) for name in plan.shared}
+
+
+def _named(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
+    """An external tensor under another name of its file."""
+    if not isinstance(tensor, ir.ExternalTensor) or os.fspath(tensor.location) == name:
+        return tensor
+    about = {"name": tensor.name or "", "doc_string": tensor.doc_string, "metadata_props": {**tensor.metadata_props}}
+    shape = ir.Shape(tensor.shape.numpy())
+    return ir.ExternalTensor(name, tensor.offset, tensor.length, tensor.dtype, shape=shape, **about)  # type: ignore[arg-type]
+
+
+def _without_work_folder(error: Exception) -> str:
+    """What an error says, without names that nobody knows."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return _first_line(error)
+    named = error.filename is not None and "/.htp-" not in Path(os.fsdecode(error.filename)).as_posix()
+    return f"{error.filename}: {error.strerror}" if named else error.strerror
+
+
+def _first_line(error: BaseException) -> str:
+    if "Error calling" in str(error):  # onnx_ir says first, level by level, what it was doing
+        while deeper := error.__cause__ or error.__context__:
+            error = deeper
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _copied(model: ir.Model) -> ir.Model:
+    """A copy that shares the tensors; nodes that stand in no order in which they can run are put in one first."""
+    try:
+        return model.clone()
+    except RuntimeError:  # a node comes before one that it reads, or it reads what nothing makes
+        _put_in_order(model)
+    try:
+        return model.clone()
+    except RuntimeError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # onnx_ir wraps it at each level, with all that is there
+            cause = cause.__cause__
+        raise ValueError(f"a node reads what nothing in the model makes: {cause}") from error
+
+
+def _write(copy: ir.Model, file: Path) -> None:
+    """Write the ONNX file itself, weights in it one at a time, of a copy that nobody else needs."""
+    _say_once(copy)
+    if not is_protobuf(file):
+        onnx.save_model(ir.to_proto(copy), file)
+        return
+    marks, marked = Marks(), list[ir.TensorProtocol]()
+    for slot in list(slots(copy)):
+        stand_in = marks.stand_in(slot.tensor)
+        if stand_in is not None:
+            marked.append(slot.tensor)
+            slot.put(stand_in)
+    proto = ir.to_proto(copy)
+    with file.open("xb") as stream:
+        write_filled(proto, marks, marked, stream)
+
+
+def _say_once(model: ir.Model) -> None:
+    """Keep onnx_ir from saying the shapes of weights a second time, in ``value_info``.
+
+    A tool that transposes a weight and leaves what was said of it, as ONNX Runtime's quantizers do, writes no valid
+    model.
+    """
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            said_elsewhere = value.is_graph_input() or value.metadata_props or value.doc_string
+            if value.const_value is not None and not said_elsewhere:
+                value.shape = value.type = None
+
+
+def has_external_data(model: ir.Model) -> bool:
+    """Whether any tensor of a model lies in a file of its own."""
+    return any(slot.external for slot in slots(model))
+
+
+def external_files(model: ir.Model) -> set[Path]:
+    """The files that tensors of a model lie in, each once, whether they are there or not."""
+    return {Path(slot.path) for slot in slots(model) if slot.external}
+
+
+def _same_file(one: str, other: Path) -> bool:
+    return Path(one).resolve() == other.resolve()

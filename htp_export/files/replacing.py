@@ -1,0 +1,373 @@
+"""Files that are written beside their targets, and take their places together.
+
+What is written lies in a *work folder*, ``.htp-<random>`` beside the target, until it is whole. There is a lock in it,
+which is free once the process has ended, and, while files are renamed, a journal that says what is to be renamed and
+what is to be removed. Whoever opens a work folder clears away those of processes that were killed:
+
+- before the first rename, nothing but the work folder is there, and it goes;
+- between two renames, the files that took new names are removed; if one of them has replaced another file, the renames
+  are finished instead, unless somebody changed one of the targets meanwhile;
+- after the last rename, the files that are not needed any more are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from htp_export.files import filesystem
+from htp_export.files.filesystem import Identity
+
+__all__ = ["Move", "WorkFolder", "clear_killed", "real_path", "replace_file", "work_folder"]
+
+_NAME = re.compile(r"\.htp-[0-9a-f]{12}")
+_ATTEMPTS = 100
+
+
+@dataclass(frozen=True)
+class Move:
+    """A new file (or folder), and the place that it takes.
+
+    Attributes:
+        new: It, in the work folder.
+        target: Its place; a symbolic link there is followed.
+        free: Whether the place has to be free.
+        like: A file whose owner and mode it gets where nothing is in its place.
+    """
+
+    new: Path
+    target: Path
+    free: bool = False
+    like: Path | None = None
+
+
+class WorkFolder:
+    """A folder beside a target, for files that are not whole yet.
+
+    Args:
+        path: The folder.
+        lock: What says that it is in use; None for one that is to be cleared.
+    """
+
+    def __init__(self, path: Path, lock: filesystem.Lock | None) -> None:
+        self.path, self._lock = path, lock
+        self.new, self._old, self._journal = path / "new", path / "old", path / "journal"
+        self._keeps_old = False  # what could not be put back
+
+    @classmethod
+    def open(cls, parent: Path) -> WorkFolder:
+        """Make one, and clear away those that killed processes left there.
+
+        Raises:
+            OSError: If none can be made.
+        """
+        clear_killed(parent)
+        for _ in range(_ATTEMPTS):
+            path = parent / f".htp-{secrets.token_hex(6)}"
+            try:
+                path.mkdir(0o700)
+            except OSError as error:
+                raise filesystem.why_not_writable(parent) or error from None
+            lock = filesystem.Lock.new(path / "lock")
+            if lock is not None:  # else another process has just cleared it away
+                work = cls(path, lock)
+                work.new.mkdir()
+                return work
+        raise OSError(f"no folder can be locked in {parent}")
+
+    def close(self) -> None:
+        """Remove it with all that is in it; what has a journal still waits for a later run."""
+        if self._journal.exists():
+            self._release()
+            return
+        for each in (self.new, *(() if self._keeps_old else (self._old,))):
+            shutil.rmtree(each, ignore_errors=True)
+        if not filesystem.removes_open_files():
+            self._release()
+        filesystem.remove(self.path / "lock")
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def commit(self, moves: Sequence[Move], obsolete: Iterable[Path] = ()) -> None:
+        """Let the new files take their places, one right after the other: all of them, or none.
+
+        Args:
+            moves: What goes where, in this order.
+            obsolete: Files that nobody needs any more once that is done.
+
+        Raises:
+            FileExistsError: If a place that has to be free is not.
+            OSError: If a file cannot be renamed. Every target is what it was; one that cannot be put back is named in a
+                note, with the file that holds what it was.
+        """
+        with contextlib.ExitStack() as others:
+            steps = [self._prepared(move, others) for move in moves]
+            removed = [_Removal.of(path) for path in obsolete]
+            replaces = bool(removed) or any(step.old is not None for step in steps)
+            if replaces:  # without that, a crash of the machine could lose the old files and the new ones
+                for step in steps:
+                    _sync(step.new)
+            self._old.mkdir()
+            try:
+                _write_json(self._journal, {"steps": [*map(_said, steps)], "obsolete": [*map(_said, removed)]})
+            except BaseException:
+                self._journal.unlink(missing_ok=True)
+                raise
+            self._rename(steps)
+            if replaces:
+                for folder in {step.target.parent for step in steps}:
+                    filesystem.sync_folder(folder)
+            if _all_done(removed):
+                self._journal.unlink()
+
+    def _prepared(self, move: Move, others: contextlib.ExitStack) -> _Step:
+        """Everything that can fail before the first rename."""
+        target = real_path(move.target)
+        new, folder = move.new, target.parent
+        if folder.stat().st_dev != self.path.stat().st_dev:  # behind a link: files are not renamed across file systems
+            work = WorkFolder.open(folder)
+            others.callback(work.close)
+            copied = work.new / new.name
+            shutil.copytree(new, copied) if new.is_dir() else shutil.copy(new, copied)
+            new = copied
+        model = target if os.path.lexists(target) else move.like
+        if model is not None and model.is_file() and not new.is_dir():
+            filesystem.keep_owner_and_mode(new, model.stat())
+        was, now = Identity.at(target), Identity.at(new)
+        if now is None:
+            raise FileNotFoundError(2, "No such file or directory", os.fspath(new))
+        return _Step(new, target, move.free, was, now)
+
+    def _rename(self, steps: Sequence[_Step]) -> None:
+        kept: list[tuple[_Step, Path | None]] = []
+        try:
+            for number, step in enumerate(steps):
+                if number < len(steps) - 1 or step.new.is_dir():  # a last file needs no copy: it is replaced, or is not
+                    kept.append((step, self._kept(step, number)))
+                step.do()
+        except BaseException as error:
+            self._journal.unlink(missing_ok=True)
+            for step, old in reversed(kept):
+                self._keeps_old |= not _put_back(step, old, error)
+            raise
+
+    def _kept(self, step: _Step, number: int) -> Path | None:
+        """Another name for what is in the place now; None where nothing is."""
+        if step.old is None:
+            return None
+        kept = self._old / str(number)
+        if not step.target.is_dir():
+            with contextlib.suppress(OSError):  # no file system has to have links
+                os.link(step.target, kept)  # so that the target is there all the time
+                return kept
+        os.replace(step.target, kept)  # noqa: PTH105 - one function for all renames: tests make it fail
+        return kept
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One rename of a journal.
+
+    Attributes:
+        new: The file in the work folder.
+        target: Its place.
+        free: Whether the place has to be free.
+        old: What was in the place.
+        made: What takes it.
+    """
+
+    new: Path
+    target: Path
+    free: bool
+    old: Identity | None
+    made: Identity
+
+    def do(self) -> None:
+        if self.free:
+            filesystem.place_new(self.new, self.target)
+        else:
+            os.replace(self.new, self.target)  # noqa: PTH105
+
+    @property
+    def is_done(self) -> bool:
+        return Identity.at(self.target) == self.made
+
+    @property
+    def waits(self) -> bool:
+        return Identity.at(self.new) == self.made and Identity.at(self.target) == self.old
+
+
+@dataclass(frozen=True)
+class _Removal:
+    """A file that is to be removed, if it is still the one that it was."""
+
+    target: Path
+    old: Identity | None
+
+    @classmethod
+    def of(cls, path: Path) -> _Removal:
+        return cls(path.absolute(), Identity.at(path))
+
+    def done(self) -> bool:
+        """Remove it; False if it cannot be removed now."""
+        return Identity.at(self.target) != self.old or filesystem.remove(self.target)
+
+
+def _all_done(removed: Iterable[_Removal]) -> bool:
+    """Remove each; False if one is left."""
+    return not [each for each in removed if not each.done()]
+
+
+def _put_back(step: _Step, old: Path | None, error: BaseException) -> bool:
+    """Undo a rename; False, and a note on the error, if that is not possible."""
+    try:
+        if old is not None:
+            os.replace(old, step.target)  # noqa: PTH105
+            old.unlink(missing_ok=True)  # two names of one file: the rename did nothing
+        elif step.is_done:
+            step.target.unlink()
+    except OSError as again:
+        where = f"; what it was is in {old}" if old else ""
+        error.add_note(f"{step.target} could not be put back ({again}){where}")
+        return False
+    return True
+
+
+def real_path(path: Path) -> Path:
+    """Where a file lies that symbolic links lead to.
+
+    Raises:
+        OSError: If links lead in a circle.
+    """
+    return path.resolve() if path.is_symlink() else path.absolute()
+
+
+@contextlib.contextmanager
+def work_folder(target: Path) -> Iterator[WorkFolder]:
+    """A work folder beside a target, removed at the end.
+
+    Raises:
+        OSError: If none can be made there.
+    """
+    work = WorkFolder.open(target.absolute().parent)
+    try:
+        yield work
+    finally:
+        work.close()
+
+
+@contextlib.contextmanager
+def replace_file(target: Path) -> Iterator[Path]:
+    """A path to write a file to, which takes the place of another one when all went well.
+
+    Symbolic links are followed. What is no plain file, as a device or a pipe, is written to at the end.
+
+    Raises:
+        OSError: If it cannot be written; what was there is untouched.
+    """
+    if filesystem.is_special(target):
+        with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
+            new = Path(folder) / (target.name or "new")
+            yield new
+            with new.open("rb") as source, target.open("wb") as stream:
+                shutil.copyfileobj(source, stream, 1 << 20)
+        return
+    with work_folder(target) as work:
+        new = work.new / target.name
+        yield new
+        work.commit([Move(new, target)])
+
+
+def clear_killed(parent: Path) -> None:
+    """Clear away the work folders of processes that were killed; see the top of this file."""
+    try:
+        with os.scandir(parent) as entries:
+            found = [Path(entry.path) for entry in entries if _NAME.fullmatch(entry.name) and _is_ours(entry)]
+    except OSError:
+        return
+    for path in found:
+        lock = filesystem.Lock.left(path / "lock")
+        if lock is None:
+            with contextlib.suppress(OSError):  # killed before there was a lock; else it is not empty
+                path.rmdir()
+            continue
+        work = WorkFolder(path, lock)
+        _finish(path / "journal")
+        work.close()
+
+
+def _is_ours(entry: os.DirEntry[str]) -> bool:
+    user = os.geteuid() if hasattr(os, "geteuid") else 0
+    return entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == user
+
+
+def _finish(journal: Path) -> None:
+    """Do what a journal says has still to be done; or undo it, where no target was replaced yet."""
+    try:
+        said = json.loads(journal.read_text(encoding="utf-8"))
+        steps = [_Step(Path(e["new"]), Path(e["target"]), e["free"], _same(e["old"]), Identity(*e["made"]))
+                 for e in said["steps"]]  # fmt: skip
+        removed = [_Removal(Path(entry["target"]), _same(entry["old"])) for entry in said["obsolete"]]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError, KeyError):  # the machine crashed before it was on the disk
+        filesystem.remove(journal)
+        return
+    done = [step for step in steps if step.is_done]
+    waiting = [step for step in steps if step not in done]
+    old_folder = journal.with_name("old")
+    for step in waiting:  # what was moved away goes back first
+        kept = old_folder / str(steps.index(step))
+        if Identity.at(step.target) is None and step.old is not None and Identity.at(kept) == step.old:
+            os.replace(kept, step.target)  # noqa: PTH105
+    replaced = any(step.old is not None for step in done)
+    try:
+        if replaced and all(step.waits for step in waiting):
+            for step in waiting:
+                step.do()
+            waiting = []
+        elif waiting and not replaced:
+            for step in done:
+                filesystem.remove(step.target)
+    except OSError:
+        return  # another time
+    if waiting or _all_done(removed):
+        filesystem.remove(journal)
+
+
+def _said(entry: _Step | _Removal) -> dict[str, object]:
+    said = {field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)}
+    return {
+        name: os.fspath(value) if isinstance(value, Path) else
+        dataclasses.astuple(value) if isinstance(value, Identity) else value
+        for name, value in said.items()
+    }  # fmt: skip
+
+
+def _same(said: Sequence[int] | None) -> Identity | None:
+    return None if said is None else Identity(*said)
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _sync(new: Path) -> None:
+    for path in new.rglob("*") if new.is_dir() else [new]:
+        if path.is_file():
+            filesystem.sync_file(path)

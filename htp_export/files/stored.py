@@ -1,0 +1,325 @@
+"""Weights that stay in the ONNX file that holds them, until somebody asks for their values.
+
+Protobuf copies what it reads and what it writes: a model of 400 MB would take twice that, and nobody has looked at a
+weight. So the large weights of a file are cut out of its bytes before protobuf sees them, and are put between the bytes
+that protobuf makes when they are written. A mark of random bytes keeps the place of each, ``raw_data`` for
+``raw_data``: what else a tensor says, in whatever node, subgraph or function, protobuf goes on reading and writing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import stat
+import weakref
+from bisect import bisect_left
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from htp_export.errors import FileError
+from htp_export.files.wire import rewrite_raw_data, total_size
+
+__all__ = ["LARGE_BYTES", "FileTensor", "HollowModel", "Marks", "read_hollow", "write_filled", "write_values"]
+
+LARGE_BYTES = 1 << 16
+"""Tensors of at least this size stay in their file; a few bytes of each smaller one are soon read."""
+
+_CHUNK_BYTES = 1 << 20
+_MESSAGE_BYTES = (1 << 31) - 1
+"""Protobuf reads no more."""
+
+_STANDARD = frozenset(("dims", "data_type", "name", "doc_string", "metadata_props", "raw_data"))
+
+
+class _OpenFile:
+    """A file that is kept open, so that it can be read after another has taken its name or it was deleted.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: If it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.number)
+        state = os.fstat(self.number)
+        self.size = state.st_size if stat.S_ISREG(state.st_mode) else 0
+        self._written = state.st_mtime_ns
+
+    def check(self) -> None:
+        """Refuse a file that was written to since it was opened.
+
+        Raises:
+            FileError: If it was.
+        """
+        state = os.fstat(self.number)
+        if (state.st_size, state.st_mtime_ns) != (self.size, self._written):
+            raise FileError(self.path, "was written over after it was read, and its weights are gone; load it again")
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill a buffer with what begins at an offset.
+
+        Raises:
+            FileError: If the file was written to since it was opened, or cannot be read.
+        """
+        self.check()
+        done = 0
+        try:
+            while done < len(into):
+                count = os.preadv(self.number, [into[done : done + (1 << 30)]], offset + done)
+                if count == 0:
+                    raise OSError("it ends too soon")
+                done += count
+        except OSError as error:
+            raise FileError(self.path, f"cannot be read: {error.strerror or error}") from error
+
+
+class FileTensor(ir.TensorProtoTensor):
+    """A tensor whose values are in an ONNX file, and are read from there each time that they are asked for.
+
+    Those who ask while an array of it is still in use are given the same memory.
+
+    Args:
+        header: Everything but the values.
+        file: Where they are.
+        offset: Where they begin, in bytes.
+        length: How many bytes they are.
+    """
+
+    __slots__ = ("_array", "_file", "_length", "_offset")
+
+    def __init__(self, header: onnx.TensorProto, file: _OpenFile, offset: int, length: int) -> None:
+        super().__init__(header)
+        self._file, self._offset, self._length = file, offset, length
+        self._array: weakref.ref[np.ndarray[Any, Any]] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ir.TensorProtoTensor, (self.raw,)  # another process has not this file open
+
+    def __repr__(self) -> str:
+        return f"{self._repr_base()}(name={self.name!r}, file={os.fspath(self._file.path)!r}, offset={self._offset})"
+
+    @property
+    def header(self) -> onnx.TensorProto:
+        """Everything but the values."""
+        return self._proto
+
+    @property
+    def raw(self) -> onnx.TensorProto:
+        """The tensor with its values, as protobuf has it; a copy."""
+        whole = onnx.TensorProto(raw_data=self.tobytes())
+        whole.MergeFrom(self._proto)
+        return whole
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The values; read-only, as those of any tensor that comes from a file."""
+        if self.dtype.bitwidth < 8:  # several in a byte
+            return ir.TensorProtoTensor(self.raw).numpy()
+        plain = self.dtype.numpy().newbyteorder("<")
+        return self._bytes().view(plain).reshape(tuple(self.shape.numpy()))
+
+    def tobytes(self) -> bytes:
+        """The values as they are in the file."""
+        return self._bytes().tobytes()
+
+    def tofile(self, file: IO[bytes]) -> None:
+        """Copy the values to another file, a part at a time."""
+        buffer = memoryview(bytearray(min(_CHUNK_BYTES, self._length)))
+        for start in range(0, self._length, _CHUNK_BYTES):
+            part = buffer[: min(_CHUNK_BYTES, self._length - start)]
+            self._file.read(self._offset + start, part)
+            file.write(part)
+
+    def _bytes(self) -> np.ndarray[Any, Any]:
+        held = self._array() if self._array is not None else None
+        if held is None:
+            held = np.empty(self._length, np.uint8)
+            self._file.read(self._offset, held.data)
+            held.flags.writeable = False
+            self._array = weakref.ref(held)
+        return held
+
+
+class Marks:
+    """What stands in ``raw_data`` for the values of tensors."""
+
+    def __init__(self) -> None:
+        self._mark = secrets.token_bytes(24)  # nobody who wrote a file can have known it
+        self.count = 0
+
+    def new(self) -> bytes:
+        """A mark for the next tensor."""
+        self.count += 1
+        return self._mark + (self.count - 1).to_bytes(8, "little")
+
+    def number(self, data: bytes) -> int | None:
+        """Which tensor a mark is for; None for bytes that are none."""
+        return int.from_bytes(data[24:], "little") if len(data) == 32 and data.startswith(self._mark) else None
+
+    def places(self, data: bytes) -> list[int]:
+        """Where there are marks."""
+        found = [data.find(self._mark)]
+        while found[-1] >= 0:
+            found.append(data.find(self._mark, found[-1] + 1))
+        return found[:-1]
+
+    def stand_in(self, tensor: ir.TensorProtocol) -> ir.TensorProtocol | None:
+        """A tensor like another with a mark in place of its values; None for one that protobuf may as well write."""
+        if isinstance(tensor, ir.ExternalTensor) or tensor.dtype == ir.DataType.STRING or tensor.nbytes < LARGE_BYTES:
+            return None
+        if isinstance(tensor, ir.TensorProtoTensor):
+            return self._hollow(tensor)
+        mark = ir.tensor(np.frombuffer(self.new(), np.uint8))
+        about = {"name": tensor.name, "doc_string": tensor.doc_string, "metadata_props": {**tensor.metadata_props}}
+        return ir.LazyTensor(lambda: mark, tensor.dtype, ir.Shape(tensor.shape.numpy()), **about)  # type: ignore[arg-type]
+
+    def _hollow(self, tensor: ir.TensorProtoTensor) -> ir.TensorProtoTensor | None:
+        if isinstance(tensor, FileTensor):
+            header = onnx.TensorProto()
+            header.CopyFrom(tensor.header)
+        else:
+            fields = {field.name: value for field, value in tensor.raw.ListFields()}
+            if not fields.keys() <= _STANDARD or len(fields.pop("raw_data", b"")) != tensor.nbytes:
+                return None
+            header = onnx.TensorProto(**fields)  # no copy that is cleared: protobuf would keep the memory
+        header.raw_data = self.new()
+        return ir.TensorProtoTensor(header)
+
+
+class HollowModel:
+    """A file's model without its large weights.
+
+    Args:
+        proto: The model, with marks in their places.
+        marks: What marks there are.
+        file: The file.
+        places: Where the values are for each mark: offset and length, in bytes.
+    """
+
+    def __init__(
+        self, proto: onnx.ModelProto, marks: Marks, file: _OpenFile, places: Sequence[tuple[int, int]]
+    ) -> None:
+        self.proto = proto
+        self._marks, self._file, self._places = marks, file, places
+        self._left = set(range(len(places)))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `tensor` was asked for every weight."""
+        return not self._left
+
+    def tensor(self, hollow: ir.TensorProtocol) -> ir.TensorProtocol | None:
+        """The tensor that a mark stands for; None for a tensor without a mark.
+
+        Raises:
+            FileError: If the file was written to meanwhile, or cannot be read.
+        """
+        if not isinstance(hollow, ir.TensorProtoTensor) or not hollow.raw.HasField("raw_data"):
+            return None
+        number = self._marks.number(hollow.raw.raw_data)
+        if number is None:
+            return None
+        self._left.discard(number)
+        header = onnx.TensorProto()
+        header.CopyFrom(hollow.raw)
+        header.ClearField("raw_data")
+        tensor = FileTensor(header, self._file, *self._places[number])
+        if {field.name for field, _ in header.ListFields()} <= _STANDARD and tensor.nbytes == self._places[number][1]:
+            return tensor
+        return ir.TensorProtoTensor(tensor.raw)  # what it says of itself is not so; whoever uses it will see
+
+
+def read_hollow(path: Path) -> HollowModel | None:
+    """Read an ONNX file, and leave its large weights where they are.
+
+    Returns:
+        None for what is better read as it is: a small file, or what may be none of ONNX's.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If it is not ONNX.
+    """
+    if not hasattr(os, "preadv") or not path.is_file():  # Windows, where no file that is open can be replaced, either
+        return None
+    file = _OpenFile(path)
+    if file.size < LARGE_BYTES:
+        return None
+    marks, places = Marks(), list[tuple[int, int]]()
+
+    def cut(start: int, end: int) -> bytes:
+        places.append((start, end - start))
+        return marks.new()
+
+    data = memoryview(mmap.mmap(file.number, file.size, access=mmap.ACCESS_READ))
+    skeleton = b"".join(rewrite_raw_data(data, lambda start, end: end - start >= LARGE_BYTES, cut))
+    return HollowModel(onnx.ModelProto.FromString(skeleton), marks, file, places)
+
+
+class _Values:
+    """The bytes of a tensor, in a message that is being written."""
+
+    def __init__(self, tensor: ir.TensorProtocol) -> None:
+        self._tensor = tensor
+
+    def __len__(self) -> int:
+        return self._tensor.nbytes
+
+    def write(self, stream: IO[bytes]) -> None:
+        start = stream.tell()
+        write_values(self._tensor, stream)
+        if stream.tell() - start != len(self):
+            raise ValueError(f"tensor {self._tensor.name!r} has {stream.tell() - start} bytes, not {len(self)}")
+
+
+def write_values(tensor: ir.TensorProtocol, stream: IO[bytes]) -> None:
+    """Write the values of a tensor, as ``raw_data`` or external data has them."""
+    if isinstance(tensor, ir.LazyTensor) and tensor.dtype.bitwidth >= 8:
+        # It may be a view, and numpy writes what is not contiguous one element at a time.
+        tensor = ir.Tensor(np.ascontiguousarray(tensor.numpy()), dtype=tensor.dtype)
+    if hasattr(tensor, "tofile"):  # not in the protocol, but every tensor of onnx_ir and torch has it
+        tensor.tofile(stream)
+    else:
+        stream.write(tensor.tobytes())
+
+
+def write_filled(proto: onnx.ModelProto, marks: Marks, tensors: Sequence[ir.TensorProtocol], stream: IO[bytes]) -> None:
+    """Write a model with the values of tensors in the places of their marks, one after the other.
+
+    Args:
+        proto: The model, with marks.
+        marks: What marks there are.
+        tensors: The tensor of each mark.
+        stream: Where to write it.
+
+    Raises:
+        ValueError: If the model is larger than a message can be.
+    """
+    skeleton = proto.SerializeToString()
+    places = marks.places(skeleton)
+
+    def wanted(start: int, end: int) -> bool:
+        return places[at] < end if (at := bisect_left(places, start)) < len(places) else False
+
+    def values(start: int, end: int) -> _Values:
+        number = marks.number(skeleton[start:end])
+        assert number is not None
+        return _Values(tensors[number])
+
+    pieces = rewrite_raw_data(memoryview(skeleton), wanted, values)
+    assert sum(isinstance(piece, _Values) for piece in pieces) == len(places)
+    if (size := total_size(pieces)) > _MESSAGE_BYTES:
+        raise ValueError(f"an ONNX file of {size} bytes is more than protobuf reads; give it external data")
+    for piece in pieces:
+        if isinstance(piece, _Values):
+            piece.write(stream)
+        else:
+            stream.write(piece)

@@ -1,0 +1,324 @@
+"""What every use of a model relies on, checked once, when it is read: edges, names, operators, attributes, tensors.
+
+onnx_ir reads a model that no runtime would load: an edge to a tensor that nothing produces, an attribute of the wrong
+kind, a tensor with fewer values than its shape has. Each would end a command at some later place with an error that
+names neither. What is checked here is what the ONNX specification requires and ONNX Runtime refuses, no more: a model
+that runs is not refused. One pass over the graph; no weights are read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+__all__ = ["at_fault", "check_structure", "node_text"]
+
+_STANDARD = ("", "ai.onnx")
+_SMALL = 1 << 16
+"""Bytes; to tell the length of ``raw_data``, protobuf copies it, which larger tensors are spared."""
+
+_FIELDS = {
+    ir.DataType.FLOAT: "float_data",
+    ir.DataType.COMPLEX64: "float_data",
+    ir.DataType.DOUBLE: "double_data",
+    ir.DataType.COMPLEX128: "double_data",
+    ir.DataType.INT64: "int64_data",
+    ir.DataType.UINT64: "uint64_data",
+    ir.DataType.UINT32: "uint64_data",
+}
+"""Where values are that are not in ``raw_data``; of all other types, in ``int32_data``."""
+_ALL_FIELDS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
+_BITS = {
+    int(dtype): dtype.bitwidth for dtype in ir.DataType if dtype not in (ir.DataType.UNDEFINED, ir.DataType.STRING)
+}
+_PARTS = {ir.DataType.COMPLEX64: 2, ir.DataType.COMPLEX128: 2}
+
+
+def check_structure(model: ir.Model) -> None:
+    """Refuse a model that breaks a rule of ONNX on which the work on any model relies.
+
+    Element types and sizes that a value does not have (``UNDEFINED``, negative sizes) become unknown.
+
+    Args:
+        model: The model, as it was read; its nodes are in topological order.
+
+    Raises:
+        ValueError: If it breaks one; the message names the node or the tensor at fault.
+
+    Examples:
+        >>> relu = ir.node("Relu", [ir.val("nowhere")], name="act")
+        >>> graph = ir.Graph([], relu.outputs, nodes=[relu], opset_imports={"": 20})
+        >>> check_structure(ir.Model(graph, ir_version=10))
+        Traceback (most recent call last):
+        ...
+        ValueError: node 'act' (Relu) reads 'nowhere', which nothing produces
+    """
+    _decode(model.metadata_props)
+    called = {(domain, name) for domain, name, _ in model.functions}
+    _check_graphs(model.graph, model.opset_imports, called)
+    for function in model.functions.values():
+        _check_graphs(function.graph, function.opset_imports, called)
+
+
+def _check_graphs(graph: ir.Graph, imports: Mapping[str, int], called: Collection[tuple[str, str]]) -> None:
+    """Check a graph and its subgraphs."""
+    version = imports.get("", imports.get("ai.onnx", 0))
+    waiting = [graph]
+    while waiting:
+        graph = waiting.pop()
+        _check_ends(graph)
+        for name, value in graph.initializers.items():
+            if isinstance(name, bytes):
+                raise ValueError(f"a tensor has a name that is not UTF-8: {name!r}")  # noqa: TRY004 - it is a bad value
+            _check_value(value)
+            if value.const_value is not None:
+                _check_tensor(value.const_value)
+        for node in graph:
+            _check_node(node)
+            if node.domain in _STANDARD and (node.domain, node.op_type) not in called:
+                _check_operator(node, version)
+            for attribute in node.attributes.data.values():
+                if attribute.value is None:
+                    continue
+                match attribute.type:
+                    case ir.AttributeType.TENSOR:
+                        _check_tensor(attribute.value)
+                    case ir.AttributeType.GRAPH:
+                        waiting.append(attribute.value)
+                    case ir.AttributeType.GRAPHS:
+                        waiting.extend(attribute.value)
+
+
+def node_text(node: ir.Node) -> str:
+    """A node as errors name it.
+
+    Examples:
+        >>> node_text(ir.node("Relu", [ir.val("x")], name="act"))
+        "node 'act' (Relu)"
+    """
+    return f"node {_short(node.name or '')} ({node.op_type})"
+
+
+def at_fault(proto: onnx.ModelProto) -> str:
+    """The first node, tensor or value of a model that onnx_ir cannot read; empty where each can be read by itself.
+
+    Examples:
+        >>> weight = onnx.TensorProto(name="w", data_type=99, data_location=onnx.TensorProto.EXTERNAL)
+        >>> at_fault(onnx.ModelProto(graph=onnx.GraphProto(initializer=[weight])))
+        "tensor 'w'"
+    """
+    graph = proto.graph
+    kinds: Sequence[tuple[str, Iterable[Any]]] = (
+        ("value", (*graph.input, *graph.output, *graph.value_info)),
+        ("tensor", graph.initializer),
+        ("node", (*graph.node, *(node for function in proto.functions for node in function.node))),
+        ("function", proto.functions),
+    )
+    for kind, messages in kinds:
+        for message in messages:
+            try:
+                read = ir.from_proto(_without_edges(message) if kind == "node" else message)
+                _ = getattr(read, "dtype", None)
+            except Exception:  # whatever it comes across
+                operator = f" ({message.op_type})" if kind == "node" else ""
+                return f"{kind} {_short(message.name)}{operator}"
+    return ""
+
+
+def _without_edges(node: onnx.NodeProto) -> onnx.NodeProto:
+    """A node by itself: onnx_ir warns of inputs that it does not know."""
+    bare = onnx.NodeProto()
+    bare.CopyFrom(node)
+    del bare.input[:]
+    return bare
+
+
+def _short(name: str) -> str:
+    """A name, quoted; the beginning of one that fills a screen."""
+    return repr(name if len(name) <= 200 else f"{name[:200]}…")
+
+
+def _check_ends(graph: ir.Graph) -> None:
+    names = set[str]()
+    for value in graph.inputs:
+        _check_value(value)
+        if not value.name or isinstance(value.name, bytes):
+            raise ValueError(f"an input of graph {_short(graph.name or '')} has no name that is UTF-8: {value.name!r}")
+        if value.name in names:
+            raise ValueError(f"two inputs of graph {_short(graph.name or '')} are called {_short(value.name)}")
+        names.add(value.name)
+    for value in graph.outputs:
+        if _is_dangling(value):
+            within = f" in graph {_short(graph.name)}" if graph.name else ""
+            raise ValueError(f"nothing produces the output {_short(value.name or '')}{within}")
+
+
+def _is_dangling(value: ir.Value) -> bool:
+    return value.producer() is None and not value.is_graph_input() and not value.is_initializer()
+
+
+def _check_value(value: ir.Value) -> None:
+    """Let a type be unknown that is none."""
+    if value.type is not None and value.dtype == ir.DataType.UNDEFINED:
+        value.type = None
+    shape = value.shape
+    if shape is not None and any(isinstance(dim, int) and dim < 0 for dim in shape):
+        value.shape = ir.Shape([None if isinstance(dim, int) and dim < 0 else dim for dim in shape])
+
+
+def _decode(metadata: MutableMapping[str, str]) -> None:
+    """Make text of metadata that is not UTF-8, paths of source files for one, which protobuf hands over as bytes."""
+    for key, value in list(metadata.items()):
+        for text in (key, value):
+            if isinstance(text, bytes):
+                del metadata[key]
+                metadata[_text(key)] = _text(value)
+                break
+
+
+def _text(text: str | bytes) -> str:
+    return text.decode(errors="replace") if isinstance(text, bytes) else text
+
+
+def _check_node(node: ir.Node) -> None:
+    if not node.op_type:
+        raise ValueError(f"{node_text(node)} names no operator")
+    for name in (node.op_type, node.domain, node.name, *(value.name for value in node.outputs)):
+        if isinstance(name, bytes):
+            raise ValueError(f"{node_text(node)} has a name that is not UTF-8: {name!r}")  # noqa: TRY004
+    if node.metadata_props:
+        _decode(node.metadata_props)
+    for value in node.inputs:
+        if value is not None and _is_dangling(value):
+            raise ValueError(f"{node_text(node)} reads {_short(value.name or '')}, which nothing produces")
+    for value in node.outputs:
+        if value.type is not None or value.shape is not None:
+            _check_value(value)
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What an operator requires of its nodes.
+
+    Attributes:
+        kinds: The kind of each attribute that it has.
+        required: Those that a node must have.
+        inputs: The fewest inputs, and the most.
+        outputs: The same of outputs.
+    """
+
+    kinds: Mapping[str, ir.AttributeType]
+    required: tuple[str, ...]
+    inputs: tuple[int, int]
+    outputs: tuple[int, int]
+
+
+@lru_cache(maxsize=4096)
+def _rules(op_type: str, version: int) -> _Rules | None:
+    """The rules of a standard operator; None for one that this onnx does not know, or not as it is in that opset."""
+    if not 0 < version <= onnx.defs.onnx_opset_version():
+        return None
+    try:
+        schema = onnx.defs.get_schema(op_type, version, "")
+    except onnx.defs.SchemaError:
+        return None
+    if schema.deprecated:
+        return None
+    attributes = schema.attributes
+    return _Rules(
+        {name: ir.AttributeType[each.type.name] for name, each in attributes.items()},  # type: ignore[attr-defined]
+        tuple(name for name, each in attributes.items() if each.required),
+        (schema.min_input, schema.max_input),
+        (schema.min_output, schema.max_output),
+    )
+
+
+def _check_operator(node: ir.Node, version: int) -> None:
+    """Hold a node against what ONNX says of its operator."""
+    rules = _rules(node.op_type, version)
+    if rules is None:
+        return
+    attributes = node.attributes.data
+    for name, attribute in attributes.items():
+        wanted = rules.kinds.get(name)
+        if wanted is not None and attribute.type != wanted:
+            said = f"is of type {attribute.type.name}, not {wanted.name}"
+            raise ValueError(f"attribute {name!r} of {node_text(node)} {said}")
+    for name in rules.required:
+        if name not in attributes:
+            raise ValueError(f"{node_text(node)} has no attribute {name!r}")
+    if not rules.inputs[0] <= len(node.inputs) <= rules.inputs[1]:
+        raise ValueError(_how_many(node, "inputs", len(node.inputs), *rules.inputs))
+    if not rules.outputs[0] <= len(node.outputs) <= rules.outputs[1]:
+        raise ValueError(_how_many(node, "outputs", len(node.outputs), *rules.outputs))
+
+
+def _how_many(node: ir.Node, what: str, count: int, fewest: int, most: int) -> str:
+    allowed = str(fewest) if fewest == most else f"{fewest} to {most}" if most < 1 << 30 else f"{fewest} or more"
+    return f"{node_text(node)} has {count} {what}, and the operator takes {allowed}"
+
+
+def _check_tensor(tensor: ir.TensorProtocol) -> None:
+    """Refuse a tensor that cannot have the values that it says it has."""
+    if type(tensor) is ir.TensorProtoTensor:
+        _check_proto(tensor.raw)
+        return
+    dims = tensor.shape.numpy()
+    if any(dim < 0 for dim in dims):
+        raise ValueError(f"{_tensor_text(tensor.name)} has a negative size: {list(dims)}")
+    if tensor.dtype == ir.DataType.UNDEFINED:
+        raise ValueError(f"{_tensor_text(tensor.name)} has no element type")
+    if isinstance(tensor, ir.StringTensor):
+        _compare(tensor.name, len(tensor.string_data()), tensor.size, "values")
+    elif isinstance(tensor, ir.ExternalTensor) and tensor.length is not None and tensor.length < tensor.nbytes:
+        problem = f"takes {tensor.nbytes:,} bytes, and its external data has {tensor.length:,}"
+        raise ValueError(f"{_tensor_text(tensor.name)} {problem}")
+
+
+def _tensor_text(name: str | None) -> str:
+    return f"tensor {_short(name or '')}"
+
+
+def _check_proto(proto: onnx.TensorProto) -> None:
+    """Hold the number of values that a tensor has against its shape."""
+    bits, dims = _BITS.get(proto.data_type), proto.dims
+    if bits is None:
+        problem = (
+            f"is of type {proto.data_type}, which ONNX does not have" if proto.data_type else "has no element type"
+        )
+        raise ValueError(f"{_tensor_text(proto.name)} {problem}")
+    if dims and min(dims) < 0:
+        raise ValueError(f"{_tensor_text(proto.name)} has a negative size: {list(dims)}")
+    size = math.prod(dims)
+    nbytes = -(-size * bits // 8)
+    if proto.HasField("raw_data"):
+        if nbytes < _SMALL or not _fits(proto, nbytes):
+            _compare(proto.name, len(proto.raw_data), nbytes, "bytes")
+        return
+    dtype = ir.DataType(proto.data_type)
+    field = _FIELDS.get(dtype, "int32_data")
+    for other in _ALL_FIELDS:
+        if other != field and len(getattr(proto, other)):
+            raise ValueError(f"{_tensor_text(proto.name)} is of type {dtype.name}, and has values in {other}")
+    packed = bits in (2, 4)
+    _compare(proto.name, len(getattr(proto, field)), nbytes if packed else size * _PARTS.get(dtype, 1), "values")
+
+
+def _fits(proto: onnx.TensorProto, nbytes: int) -> bool:
+    """Whether a large tensor is as long as one with so many bytes of values; False does not mean that it has not."""
+    header = onnx.TensorProto(dims=proto.dims, data_type=proto.data_type, metadata_props=proto.metadata_props)
+    for field in ("name", "doc_string"):
+        if proto.HasField(field):
+            setattr(header, field, getattr(proto, field))
+    return bool(proto.ByteSize() == header.ByteSize() + 1 + (max(nbytes.bit_length(), 1) + 6) // 7 + nbytes)
+
+
+def _compare(name: str | None, there: int, wanted: int, what: str) -> None:
+    if there != wanted:
+        raise ValueError(f"{_tensor_text(name)} has {there:,} {what}, and its shape and type take {wanted:,}")

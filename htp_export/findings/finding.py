@@ -1,0 +1,232 @@
+"""Findings: patterns in a graph that somebody may want to be otherwise, and what would change them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.format import tags
+from htp_export.model.tag_facts import TagFacts, tag_lines
+
+__all__ = ["KINDS", "Finding", "Forensics", "Kind", "Match", "node_name"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of finding.
+
+    Attributes:
+        title: What it is, for readers.
+        fixed_by: The pass that changes it; None where there is none.
+        why: Why there is none.
+    """
+
+    title: str
+    fixed_by: str | None
+    why: str = ""
+
+
+_ORDER = "adds up in another order, so that results differ"
+
+KINDS: Mapping[str, Kind] = {
+    "matmul_add_2d": Kind("MatMul + Add of matrices", "fuse_matmul_add"),
+    "matmul_add_3d": Kind("MatMul + Add with batch", "fuse_matmul_add_3d"),
+    "qkv_projections": Kind("three projections of one tensor", "merge_parallel_projections"),
+    "attention": Kind("attention in single steps", "fuse_for_onnxruntime"),
+    "double_scaling": Kind("queries and keys scaled apart", "cleanup_attention"),
+    "layer_norm": Kind(
+        "LayerNorm in single steps",
+        None,
+        f"LayerNormalization {_ORDER}; export at opset 17 or later, where PyTorch's is one operator",
+    ),
+    "rms_norm": Kind("RMSNorm in single steps", "fuse_for_onnxruntime"),
+    "gelu_erf": Kind("GELU in single steps", "fuse_for_onnxruntime"),
+    "gelu_tanh": Kind("GELU by tanh in single steps", "fuse_for_onnxruntime"),
+    "softmax": Kind("softmax in single steps", None, f"Softmax {_ORDER}; write it as one operator in the model"),
+    "conv_batchnorm": Kind("Conv + BatchNormalization", "fuse_conv_batchnorm"),
+    "conv_relu": Kind("Conv + Relu", "fuse_conv_relu"),
+    "identity": Kind("Identity", "eliminate_identity_ops"),
+    "identity_weight": Kind("Identity around a weight", "eliminate_identity_ops"),
+    "identity_cast": Kind("Cast to the same type", "eliminate_identity_ops"),
+    "cast_chain": Kind("Cast after Cast", None, "no pass merges casts"),
+    "identity_transpose": Kind("Transpose that moves nothing", "eliminate_redundant_transposes"),
+    "cancelling_transposes": Kind("Transposes that cancel", "eliminate_redundant_transposes"),
+    "chained_transposes": Kind("Transpose after Transpose", "eliminate_redundant_transposes"),
+    "identity_reshape": Kind("Reshape to the same shape", "eliminate_identity_ops"),
+    "chained_reshapes": Kind("Reshape after Reshape", "merge_reshapes"),
+    "shape_chain": Kind("sizes computed from Shape", "simplify_shape_chains"),
+    "unfolded_constants": Kind("work on constants alone", "fold_constants"),
+    "duplicate_constants": Kind("equal constants", "eliminate_duplicate_constants"),
+    "unused_initializers": Kind("weights that nothing reads", "eliminate_unused_initializers"),
+    "dead_nodes": Kind("nodes that nothing needs", "eliminate_dead_nodes"),
+}
+"""Every kind of finding, by the word that `Finding.kind` has, in the order of tables."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A pattern found in a graph, as matchers give it.
+
+    Attributes:
+        kind: A key of `KINDS`.
+        nodes: The nodes of the pattern.
+        detail: What is particular to this one, in a few words.
+        blocked: Why the pass of its kind cannot change this one; empty where it can.
+        tensors: Names of tensors that it is about, where it is about tensors.
+        readers: Nodes that say whose a pattern is that has no nodes of its own.
+    """
+
+    kind: str
+    nodes: tuple[ir.Node, ...]
+    detail: str = ""
+    blocked: str = ""
+    tensors: tuple[str, ...] = ()
+    readers: tuple[ir.Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One pattern, with where it is and what would change it.
+
+    Attributes:
+        kind: What it is, a key of `KINDS`.
+        module: The deepest module that all its nodes belong to; ``""`` is the root, and all that untagged models have.
+        nodes: Names of its nodes; of a node that has no name, the name of its first output.
+        fixed_by: The pass of `htp_export.optimize` that changes it; None where none does.
+        why: Where none does, why.
+        detail: What is particular to it.
+        tensors: The constants that it is about.
+        level: The level of `htp_export.optimize` from which on the pass may run; None where there is none.
+    """
+
+    kind: str
+    module: str
+    nodes: tuple[str, ...]
+    fixed_by: str | None
+    why: str = ""
+    detail: str = ""
+    tensors: tuple[str, ...] = ()
+    level: str | None = None
+
+
+@dataclass(frozen=True)
+class Forensics:
+    """What was found in a graph.
+
+    Attributes:
+        findings: Every pattern, by kind in the order of `KINDS`, then in graph order.
+        nodes: Nodes of the model.
+        tags: What the model knows about its module tags.
+    """
+
+    findings: tuple[Finding, ...]
+    nodes: int
+    tags: TagFacts | None = None
+
+    @cached_property
+    def kinds(self) -> Mapping[str, int]:
+        """Kind → how many there are, in the order of `KINDS`."""
+        counts = Counter(finding.kind for finding in self.findings)
+        return {kind: counts[kind] for kind in KINDS if counts[kind]}
+
+    @cached_property
+    def modules(self) -> Mapping[str, Mapping[str, int]]:
+        """Module path → kind → how many lie at or below it; modules without any are left out."""
+        found: dict[str, Counter[str]] = {}
+        for finding in self.findings:
+            for path in tags.ancestors(finding.module):
+                found.setdefault(path, Counter())[finding.kind] += 1
+        return {path: dict(found[path]) for path in sorted(found, key=tags.path_order)}
+
+    def of(self, kind: str) -> tuple[Finding, ...]:
+        """The findings of one kind."""
+        return tuple(finding for finding in self.findings if finding.kind == kind)
+
+    def summary(self) -> list[KindSummary]:
+        """A line for each kind that was found."""
+        return [_summed(kind, self.of(kind)) for kind in self.kinds]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data."""
+        return {
+            "nodes": self.nodes,
+            "kinds": dict(self.kinds),
+            "modules": {path: dict(kinds) for path, kinds in self.modules.items()},
+            "findings": [asdict(finding) for finding in self.findings],
+            "tags": self.tags and self.tags.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        if not self.findings:
+            return f"nothing found in {self.nodes} nodes"
+        lines = [("found", "nodes", "what", "fixed by", "not fixed")]
+        lines += [(str(row.count), str(row.nodes), row.title, row.fix or "-", row.not_fixed) for row in self.summary()]
+        widths = [max(len(line[column]) for line in lines) for column in range(4)]
+        layout = "{:>%d}  {:>%d}  {:<%d}  {:<%d}  {}" % tuple(widths)  # noqa: UP031 - braces stay
+        return "\n".join((*(layout.format(*line).rstrip() for line in lines), *tag_lines(self.tags)))
+
+
+@dataclass(frozen=True)
+class KindSummary:
+    """All findings of one kind.
+
+    Attributes:
+        kind: The kind.
+        title: What it is, for readers.
+        count: How many there are.
+        nodes: Different nodes in them.
+        fixed_by: The pass that changes them; None where none changes any of them.
+        level: The level of `htp_export.optimize` that it needs.
+        fixed: How many it changes.
+        reasons: Why the others stay → how many.
+    """
+
+    kind: str
+    title: str
+    count: int
+    nodes: int
+    fixed_by: str | None
+    level: str | None
+    fixed: int
+    reasons: Mapping[str, int]
+
+    @property
+    def fix(self) -> str:
+        """The pass, with the level that it needs where that is not the lowest; empty where none changes any."""
+        if self.fixed_by is None:
+            return ""
+        return self.fixed_by if self.level in (None, "exact") else f"{self.fixed_by} ({self.level})"
+
+    @property
+    def not_fixed(self) -> str:
+        """Why some or all stay, in words; empty where none do."""
+        if len(self.reasons) == 1 and not self.fixed:
+            return next(iter(self.reasons))
+        return "; ".join(f"{count}: {why}" for why, count in self.reasons.items())
+
+
+def _summed(kind: str, findings: tuple[Finding, ...]) -> KindSummary:
+    fixed = [finding for finding in findings if finding.fixed_by is not None]
+    reasons = Counter(finding.why for finding in findings if finding.fixed_by is None)
+    return KindSummary(
+        kind=kind,
+        title=KINDS[kind].title,
+        count=len(findings),
+        nodes=len({name for finding in findings for name in finding.nodes}),
+        fixed_by=fixed[0].fixed_by if fixed else None,
+        level=fixed[0].level if fixed else None,
+        fixed=len(fixed),
+        reasons=dict(reasons.most_common()),
+    )
+
+
+def node_name(node: ir.Node) -> str:
+    """The name of a node, or of its first output where it has none."""
+    if node.name:
+        return node.name
+    return next((value.name for value in node.outputs if value.name), node.op_type)

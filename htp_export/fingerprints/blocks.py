@@ -1,0 +1,122 @@
+"""Blocks that a graph repeats: modules of equal structure, or equal pieces of the chain from input to output."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from htp_export.findings.finding import node_name
+from htp_export.fingerprints.repeats import holds_weights, repeated_pieces
+from htp_export.format import tags
+from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.structural_hash import Hasher
+from htp_export.model.tagged import Region
+
+__all__ = ["Block", "repeated_blocks"]
+
+_LEAST_NODES = 3
+
+
+@dataclass(frozen=True)
+class Block:
+    """A structure that stands in a graph several times.
+
+    Attributes:
+        count: How many times it runs.
+        name: The class of its modules; for untagged models, the operators that most of its work is.
+        modules: The modules; a module that ran several times stands there once. Empty for untagged models.
+        nodes: Nodes in each.
+        starts: The first node of each.
+    """
+
+    count: int
+    name: str
+    modules: tuple[str, ...]
+    nodes: int
+    starts: tuple[str, ...]
+
+
+def repeated_blocks(facts: GraphFacts) -> tuple[Block, ...]:
+    """The structures that a graph repeats, those that make up most of it first.
+
+    Parts of a repeated block are no blocks of their own, unless each block has several of them.
+    """
+    blocks = _modules(facts) if facts.tagged.source != "none" else ()
+    return tuple(sorted(blocks or _pieces(facts), key=lambda block: -block.count * block.nodes))
+
+
+def _modules(facts: GraphFacts) -> tuple[Block, ...]:
+    hasher, tagged = Hasher(facts), facts.tagged
+    groups: defaultdict[str, list[Region]] = defaultdict(list)
+    for path in tagged.paths:
+        region = tagged[path]
+        if path and region.calls and len(region.nodes) >= _LEAST_NODES and any(map(holds_weights, region.nodes)):
+            groups[hasher.part(region.nodes, frozenset(region.nodes))].append(region)
+    repeated = {key: regions for key, regions in groups.items() if _runs(regions) > 1}
+    group_of = {region.path: key for key, regions in repeated.items() for region in regions}
+    blocks = []
+    for regions in repeated.values():
+        kept = [region for region in regions if not _only_part(region, group_of, repeated)]
+        if kept and _runs(kept) > 1:
+            blocks.append(_block(kept, _runs(kept)))
+    return tuple(blocks)
+
+
+def _runs(regions: Iterable[Region]) -> int:
+    return sum(region.calls for region in regions)
+
+
+def _only_part(region: Region, group_of: dict[str, str], groups: dict[str, list[Region]]) -> bool:
+    """Whether a module is a part of a block and no block of its own: it holds none, or stands in each block once."""
+    around = next((group_of[up] for up in tags.ancestors(region.path) if up != region.path and up in group_of), None)
+    if around is None:
+        return False
+    holders = {holder.path for holder in groups[around]}
+    ours = groups[group_of[region.path]]
+    inside = [each for each in ours if any(up in holders for up in tags.ancestors(each.path) if up != each.path)]
+    return not region.children or len(inside) <= len(holders)
+
+
+def _block(regions: list[Region], count: int) -> Block:
+    names = list(dict.fromkeys(region.info.simple_class or region.path.rpartition(".")[2] for region in regions))
+    return Block(
+        count=count,
+        name=" / ".join(names),
+        modules=tuple(region.path for region in regions),
+        nodes=len(regions[0].nodes) // max(regions[0].calls, 1),
+        starts=tuple(node_name(region.nodes[0]) for region in regions),
+    )
+
+
+def _pieces(facts: GraphFacts) -> tuple[Block, ...]:
+    return tuple(
+        Block(
+            count=len(pieces),
+            name=_operators(pieces[0]),
+            modules=(),
+            nodes=len(pieces[0]),
+            starts=tuple(node_name(piece[0]) for piece in pieces),
+        )
+        for pieces in repeated_pieces(facts)
+    )
+
+
+def _operators(nodes: Iterable[ir.Node]) -> str:
+    """The operators that hold weights or give a block its name, with how many there are of each."""
+    telling = (
+        "MatMul",
+        "Gemm",
+        "Conv",
+        "Softmax",
+        "Attention",
+        "LayerNormalization",
+        "LSTM",
+        "GRU",
+        "BatchNormalization",
+    )
+    counts = Counter(node.op_type for node in nodes)
+    parts = [f"{counts[op]} {op}" for op in telling if counts[op]]
+    return ", ".join(parts or [f"{count} {op}" for op, count in counts.most_common(3)])

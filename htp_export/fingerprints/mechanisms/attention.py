@@ -1,0 +1,119 @@
+"""Attention: whether it is causal, and whether its keys come from where its queries do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from htp_export.findings.patterns.attention import MaskUse, attention_steps
+from htp_export.fingerprints.mechanisms.masks import CausalMasks
+from htp_export.fingerprints.mechanisms.streams import Streams
+from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.operators import is_standard
+
+__all__ = ["Attention", "attentions_of"]
+
+_FUSED = (
+    "Attention",
+    "MultiHeadAttention",
+    "GroupQueryAttention",
+    "PackedMultiHeadAttention",
+    "DecoderMaskedMultiHeadAttention",
+)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention.
+
+    Attributes:
+        node: Its softmax, or the operator that does it all.
+        causal: Whether each position sees only those before it.
+        queries_from: The data inputs that its queries depend on, one bit each.
+        keys_from: Those that its keys depend on.
+    """
+
+    node: ir.Node
+    causal: bool
+    queries_from: int
+    keys_from: int
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the keys come from elsewhere than the queries."""
+        return self.queries_from != self.keys_from
+
+    @property
+    def kind(self) -> str:
+        """``"causal"``, ``"bidirectional"``, ``"cross"``, or ``"learned queries"``."""
+        if self.causal:
+            return "causal"
+        if self.crosses:
+            return "cross" if self.queries_from else "learned queries"
+        return "bidirectional"
+
+
+def attentions_of(facts: GraphFacts, streams: Streams, masks: CausalMasks) -> list[Attention]:
+    """Every attention of a graph, in single steps or as one operator."""
+    found = {
+        steps.softmax: _from_steps(streams, masks, steps.softmax, steps.scores, steps.masks)
+        for steps in attention_steps(facts)
+    }
+    for node in facts.nodes:
+        if node.op_type in _FUSED:
+            found[node] = _from_operator(streams, masks, node)
+    for softmax in facts.nodes_of("Softmax"):
+        if softmax not in found and _weighs(facts, softmax):
+            reach = streams.reaching(softmax.outputs[0])
+            found[softmax] = Attention(softmax, False, reach, reach)
+    return list(found.values())
+
+
+def _from_steps(
+    streams: Streams, masks: CausalMasks, softmax: ir.Node, scores: ir.Node, used: tuple[MaskUse, ...]
+) -> Attention:
+    queries, keys = scores.inputs[0], scores.inputs[1]
+    causal = any(masks.is_causal(mask) for mask in used)
+    return Attention(softmax, causal, streams.reaching(queries), streams.reaching(keys))
+
+
+def _from_operator(streams: Streams, masks: CausalMasks, node: ir.Node) -> Attention:
+    packed = node.domain not in ("", "ai.onnx") and node.op_type == "Attention"
+    queries = node.inputs[0]
+    keys = queries if packed or len(node.inputs) < 2 or node.inputs[1] is None else node.inputs[1]
+    written = any(node.attributes.get_int(name, 0) for name in ("is_causal", "unidirectional"))
+    causal = bool(written) or node.op_type == "GroupQueryAttention"
+    place = 3 if is_standard(node) else 5  # of the mask
+    mask = node.inputs[place] if place < len(node.inputs) else None
+    if not causal and mask is not None:
+        floating = mask.dtype is None or mask.dtype.is_floating_point()
+        causal = bool(masks.is_causal(MaskUse(mask, "added" if floating else "kept")))
+    return Attention(node, causal, streams.reaching(queries), streams.reaching(keys))
+
+
+def _weighs(facts: GraphFacts, softmax: ir.Node) -> bool:
+    """Whether a softmax weighs what another computed matrix holds: attention whose scores come about otherwise."""
+    rank = facts.rank(softmax.outputs[0])
+    if rank is not None and rank < 3:
+        return False
+    return any(not facts.is_constant(other) for other in _multiplied(softmax))
+
+
+def _multiplied(softmax: ir.Node) -> Iterator[ir.Value]:
+    """What the result of a softmax is multiplied with, a few changes of shape later: sums that it weighs."""
+    values = [softmax.outputs[0]]
+    for _ in range(4):
+        readers = [use for value in values for use in value.uses()]
+        for use in readers:
+            if use.node.op_type in ("MatMul", "Einsum") and use.idx == 0 and use.node.inputs[1] is not None:
+                yield use.node.inputs[1]
+            elif use.node.op_type == "Mul" and _is_summed(use.node.outputs[0]):
+                yield from (value for value in use.node.inputs if value is not None and value not in values)
+        onward = ("Cast", "Dropout", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Where")
+        values = [output for use in readers if use.node.op_type in onward for output in use.node.outputs]
+
+
+def _is_summed(product: ir.Value) -> bool:
+    return any(use.node.op_type == "ReduceSum" for use in product.uses())

@@ -1,0 +1,216 @@
+"""Whether a mask is causal, told by computing it: by what it is, not by how it is written."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.errors import FileError
+from htp_export.findings.patterns.attention import MaskUse
+from htp_export.model.graph_facts import Array, GraphFacts
+from htp_export.model.operators import SIZES_ONLY, is_standard
+
+__all__ = ["CausalMasks"]
+
+_log = logging.getLogger(__name__)
+
+_MOST_NODES = 400  # a mask that takes more to compute is no mask
+_MOST_ELEMENTS = 1 << 22
+_FAR_BELOW = 1e3  # a score that is so much lower than the others has no weight
+_HEAVY = frozenset((
+    "Attention", "Conv", "ConvTranspose", "Einsum", "GRU", "Gemm", "LSTM", "MatMul", "RNN", "Softmax"
+))  # fmt: skip
+
+
+class CausalMasks:
+    """Tells which masks let each position see only those before it.
+
+    A mask is computed from what it depends on; inputs of the model are all ones, so that nothing is padding. Equal
+    questions are answered once.
+
+    Args:
+        facts: The graph; its inputs have sizes.
+    """
+
+    def __init__(self, facts: GraphFacts) -> None:
+        self._facts = facts
+        self._known: dict[MaskUse, bool | None] = {}
+
+    def is_causal(self, mask: MaskUse) -> bool | None:
+        """Whether a mask is causal; None where it cannot be computed."""
+        if mask not in self._known:
+            array = _evaluate(self._facts, mask.value)
+            self._known[mask] = None if array is None else _causal(array, mask.role)
+        return self._known[mask]
+
+
+def _causal(array: Array, role: str) -> bool | None:
+    """Whether what lies above the diagonal is masked, and the diagonal not; None for a mask of one position.
+
+    Rows and columns are the last two dimensions, but for those of size one that stand behind them: what is masked may
+    have several channels for each pair of positions.
+    """
+    while array.ndim > 2 and array.shape[-1] == 1:
+        array = array[..., 0]
+    if array.ndim < 2 or array.shape[-2] < 2 or array.shape[-1] < 2:
+        return None if array.ndim >= 2 and array.shape[-1] < 2 else False
+    if role == "added":
+        if array.dtype.kind != "f":
+            return None
+        numbers = np.nan_to_num(array.astype(np.float64), nan=-np.inf)
+        hidden = numbers < numbers.max() - _FAR_BELOW
+    else:
+        hidden = array.astype(bool) if role == "dropped" else ~array.astype(bool)
+    rows, columns = hidden.shape[-2:]
+    offset = max(columns - rows, 0)  # keys of earlier calls stand before
+    ahead = np.triu(np.ones((rows, columns), bool), k=1 + offset)
+    if not ahead.any():
+        return False
+    now = np.eye(rows, columns, k=offset, dtype=bool)
+    return bool(hidden[..., ahead].all() and not hidden[..., now].all())
+
+
+def _evaluate(facts: GraphFacts, value: ir.Value) -> Array | None:
+    """The elements of a value that depends on sizes, constants and masks; None where it takes more than that."""
+    held = facts.array(value)
+    if held is not None:
+        return held
+    nodes = _needed(facts, value)
+    if nodes is None:
+        return None
+    model = _extracted(facts, nodes, value)
+    if model is None:
+        return None
+    from onnx.reference import ReferenceEvaluator
+
+    try:
+        with np.errstate(all="ignore"):
+            (result,) = ReferenceEvaluator(ir.to_proto(model)).run(None, {})
+    except Exception as error:  # it raises whatever numpy does on what does not fit
+        _log.debug("mask %s cannot be computed: %s", value.name, error)
+        return None
+    return np.asarray(result)
+
+
+def _needed(facts: GraphFacts, value: ir.Value) -> list[ir.Node] | None:
+    """The nodes that make a value, in order; there is no need to look behind the ``Shape`` of what has a known one."""
+    found: set[ir.Node] = set()
+    pending = [value]
+    while pending:
+        node = pending.pop().producer()
+        if node is None or node in found:
+            continue
+        if node.op_type in _HEAVY or node in facts.tagged.index.bodies or len(found) >= _MOST_NODES:
+            return None
+        found.add(node)
+        if _sizes(facts, node) is None:
+            pending += [given for given in node.inputs if given is not None]
+    graph = value.producer().graph if value.producer() is not None else None  # type: ignore[union-attr]
+    if any(node.graph is not graph for node in found):
+        return None
+    return _in_order(found)
+
+
+def _in_order(nodes: set[ir.Node]) -> list[ir.Node]:
+    """The nodes, each after those that it reads."""
+    ordered: list[ir.Node] = []
+    done: set[ir.Node] = set()
+    pending = [(node, False) for node in nodes]
+    while pending:
+        node, ready = pending.pop()
+        if node in done:
+            continue
+        if ready:
+            done.add(node)
+            ordered.append(node)
+            continue
+        pending.append((node, True))
+        makers = (None if value is None else value.producer() for value in node.inputs)
+        pending += [(maker, False) for maker in makers if maker in nodes and maker not in done]
+    return ordered
+
+
+def _extracted(facts: GraphFacts, nodes: list[ir.Node], value: ir.Value) -> ir.Model | None:
+    """A model of its own that computes a value: sizes, inputs and tables are constants in it."""
+    made: dict[ir.Value, ir.Value] = {}
+    constants: list[ir.Value] = []
+
+    def constant(old: ir.Value, array: Array) -> None:
+        made[old] = ir.Value(name=f"c{len(made)}", const_value=ir.tensor(array))
+        constants.append(made[old])
+
+    copies = []
+    for node in nodes:
+        sizes = _sizes(facts, node)
+        if sizes is not None:
+            constant(node.outputs[0], sizes)
+            continue
+        for given in node.inputs:
+            if given is None or given in made:
+                continue
+            array = _leaf(facts, given)
+            if array is None:
+                return None
+            constant(given, array)
+        outputs = [ir.Value(name=f"v{len(made) + k}") for k in range(len(node.outputs))]
+        made.update(zip(node.outputs, outputs, strict=True))
+        inputs = [None if given is None else made[given] for given in node.inputs]
+        copies.append(ir.Node(node.domain, node.op_type, inputs, node.attributes.values(), outputs=outputs))
+    if value not in made:
+        return None
+    if not copies:
+        copies.append(ir.node("Identity", [made[value]]))
+        result = copies[-1].outputs[0]
+        result.name = "result"
+    else:
+        result = made[value]
+    opsets = dict(facts.tagged.model.graph.opset_imports)
+    graph = ir.Graph([], [result], nodes=copies, initializers=constants, opset_imports=opsets, name="mask")
+    return ir.Model(graph, ir_version=10)
+
+
+def _leaf(facts: GraphFacts, value: ir.Value) -> Array | None:
+    """What stands for a value that nothing computes: an initializer, or ones for an input."""
+    source = facts.tagged.index.initializer(value)
+    if source is not None and source.const_value is not None:
+        if source.const_value.size > _MOST_ELEMENTS:
+            return None
+        try:
+            return np.asarray(source.const_value.numpy())
+        except (OSError, FileError):
+            return None
+    sizes, dtype = _static(facts, value), facts.dtype(value)
+    if sizes is None or dtype is None or value.producer() is not None or math.prod(sizes) > _MOST_ELEMENTS:
+        return None
+    return np.ones(sizes, dtype.numpy())
+
+
+def _sizes(facts: GraphFacts, node: ir.Node) -> Array | None:
+    """What ``Shape``, ``Size`` or ``ConstantOfShape`` gives, where that is known without looking further."""
+    if is_standard(node, "ConstantOfShape"):
+        return _filled(facts, node)
+    sizes = _static(facts, node.inputs[0]) if is_standard(node, *SIZES_ONLY) else None
+    if sizes is None:
+        return None
+    if node.op_type == "Size":
+        return np.array(math.prod(sizes), np.int64)
+    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
+    return np.array(sizes[start:end], np.int64)
+
+
+def _filled(facts: GraphFacts, node: ir.Node) -> Array | None:
+    """What ``ConstantOfShape`` gives, where its size is known, whatever that is computed from."""
+    sizes, written = _static(facts, node.outputs[0]), node.attributes.get("value")
+    if sizes is None or math.prod(sizes) > _MOST_ELEMENTS or (written is not None and written.is_ref()):
+        return None
+    number = np.zeros(1, np.float32) if written is None else np.asarray(written.as_tensor().numpy())
+    return np.full(sizes, number.reshape(())[()], number.dtype)
+
+
+def _static(facts: GraphFacts, value: ir.Value | None) -> list[int] | None:
+    shape = facts.shape(value)
+    sizes = [size for size in shape or () if isinstance(size, int)]
+    return sizes if shape is not None and len(sizes) == len(shape) else None

@@ -1,0 +1,349 @@
+"""Which call of a module ran in which call of another, and whose calls the work of each node is.
+
+Written at export as ``htp.callers``, where calls are known as they ran; see ``docs/format.md``. Everything that has to
+know in which call something ran asks here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from htp_export.format import tags
+from htp_export.format.hierarchy import Hierarchy
+
+__all__ = ["CallTree", "Instance", "Part", "Work"]
+
+_log = logging.getLogger(__name__)
+
+_UNKNOWN = -1  # in place of a call's number
+_MOST = 1 << 16  # calls of one module that are looked at: a broken file may claim any number
+
+
+class Instance(NamedTuple):
+    """One call of a module."""
+
+    path: str
+    call: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One call whose work a node does.
+
+    Attributes:
+        call: The innermost call.
+        running: It, and the calls that it happened in.
+        modules: The modules of these calls, and those that only hold one of them and never run themselves.
+    """
+
+    call: Instance
+    running: frozenset[Instance]
+    modules: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """Whose work a node does.
+
+    Attributes:
+        owners: Its owners; empty for an untagged node.
+        parts: The calls that did what the node does; several where work was merged.
+        modules: The modules whose regions the node is in.
+    """
+
+    owners: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    modules: frozenset[str] = frozenset()
+
+    @property
+    def calls(self) -> tuple[Instance, ...]:
+        """The innermost calls that did what the node does."""
+        return tuple(part.call for part in self.parts)
+
+    def in_call(self, call: Instance) -> bool:
+        """Whether the node does work of a call, or of one inside it."""
+        return any(call in part.running for part in self.parts)
+
+    def others(self, paths: Collection[str]) -> frozenset[str]:
+        """The blocks that the node does the same work for as for ``paths``, and that may read what it makes.
+
+        For each further call whose work it does, the modules around that which are around none of ``paths``. Equal
+        work of two blocks, merged into one node, feeds both blocks: what it makes may be read anywhere in the other
+        one, and leaves none of ``paths`` by that. A call inside one of ``paths``, or around one, is no other block.
+
+        This is the rule of every boundary in the package: of regions, of the crossings that an export and `carry` find
+        fates and contamination by, and of those that passes are held against.
+
+        Args:
+            paths: The modules whose common boundary is looked at.
+        """
+        if len(self.parts) < 2:
+            return frozenset()
+        apart = frozenset().union(*(part.modules for part in self.parts if part.modules.isdisjoint(paths)))
+        return frozenset(each for each in apart if not any(tags.is_under(path, each) for path in paths))
+
+
+class CallTree:
+    """The calls of the modules of one model.
+
+    Where nothing else is said of a module's calls, they ran in those of the nearest module above it that ran: in its
+    only call, or equally often in each.
+
+    Args:
+        hierarchy: The modules.
+        callers: Module path → for each of its calls in order, the call that made it, None for the outermost; without
+            the modules of which nothing else is to be said. None where nobody knows: then the rule is a guess.
+
+    Examples:
+        >>> from htp_export.format.hierarchy import ModuleInfo
+        >>> tree = Hierarchy([ModuleInfo("", "Net", 1), ModuleInfo("mlp", "Mlp", 2), ModuleInfo("mlp.fc", "Fc", 4)])
+        >>> calls = CallTree.from_json('{"mlp.fc":[0,1,1,1]}', tree)
+        >>> calls.caller(Instance("mlp.fc", 2)), calls.inside(Instance("mlp", 1))["mlp.fc"]
+        (Instance(path='mlp', call=1), (1, 2, 3))
+        >>> calls.work(("mlp.fc",), "0").in_call(Instance("mlp", 0))
+        True
+    """
+
+    def __init__(self, hierarchy: Hierarchy, callers: Mapping[str, Sequence[Instance | None]] | None = None) -> None:
+        self._hierarchy = hierarchy
+        self._callers, self._is_known = dict(callers or {}), callers is not None
+        self._running: dict[Instance, tuple[Instance, ...]] = {}
+        self._parts: dict[Instance, Part] = {}
+        self._works: dict[tuple[tuple[str, ...], str], Work] = {}
+        self._warned: set[str] = set()
+
+    # --- what is written ----------------------------------------------------------------------------------
+
+    @classmethod
+    def from_json(cls, text: str | None, hierarchy: Hierarchy) -> CallTree:
+        """The calls as the file format's ``htp.callers`` tells them; None for a file that does not.
+
+        What it says of modules that did not run as often is passed over: a tool has changed the modules.
+
+        Raises:
+            ValueError: If it is not what the file format says; the message names the module at fault.
+        """
+        if text is None:
+            return cls(hierarchy)
+        try:
+            listed = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{tags.CALLERS} is not JSON: {error}") from error
+        if not isinstance(listed, dict) or not all(isinstance(calls, list) for calls in listed.values()):
+            raise ValueError(f"{tags.CALLERS} is not a JSON object of modules and the callers of their calls")
+        found = cls(hierarchy, {})
+        for path, calls in listed.items():
+            callers = [found._read(path, said) for said in calls]
+            if len(callers) == found._ran(path):
+                found._callers[path] = callers
+        return found
+
+    def _read(self, path: str, said: object) -> Instance | None:
+        match said:
+            case None:
+                return None
+            case int(number) if number >= 0 and not isinstance(said, bool):
+                return Instance(self._nearest(path) or "", number)
+            case [str(caller), int(number)] if number >= 0 and not isinstance(number, bool):
+                return Instance(caller, number)
+        raise ValueError(f"{tags.CALLERS}: module {path!r} has a caller that is no call: {said!r}")
+
+    def to_json(self) -> str:
+        """The file format's ``htp.callers``: what does not follow from the tree of modules."""
+        plain: dict[str, list[int | list[str | int] | None]] = {}
+        for path in self._hierarchy:
+            callers, near = self._callers.get(path, ()), self._nearest(path)
+            if any(caller != self._usual(Instance(path, number)) for number, caller in enumerate(callers)):
+                plain[path] = [
+                    None if caller is None else caller.call if caller.path == near else [caller.path, caller.call]
+                    for caller in callers
+                ]
+        return json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
+
+    def among(self, hierarchy: Hierarchy) -> CallTree:
+        """The same calls, of those modules alone that another tree has, too."""
+        callers = {path: calls for path, calls in self._callers.items() if path in hierarchy}
+        return CallTree(hierarchy, callers if self._is_known else None)
+
+    # --- which call ran in which ----------------------------------------------------------------------------
+
+    def caller(self, call: Instance) -> Instance | None:
+        """The call that made a call; None for the outermost. Its number is -1 where that is not known."""
+        known = self._callers.get(call.path)
+        if known is not None and 0 <= call.call < len(known):
+            return known[call.call]
+        return self._usual(call)
+
+    def _usual(self, call: Instance) -> Instance | None:
+        near = self._nearest(call.path)
+        if near is None:
+            return None
+        ran, around = self._ran(call.path), self._ran(near)
+        if around == 1:
+            return Instance(near)
+        each, rest = divmod(ran, around)
+        return Instance(near, call.call // each if call.call >= 0 and each and not rest else _UNKNOWN)
+
+    def chain(self, call: Instance) -> tuple[Instance, ...]:
+        """The call and those it happened in, innermost first."""
+        if call not in self._running:
+            found: dict[Instance, None] = {}
+            current: Instance | None = call
+            while current is not None and current not in found:  # files come from anywhere: calls may go in circles
+                found[current] = None
+                current = self.caller(current)
+            self._running[call] = tuple(found)
+        return self._running[call]
+
+    def inside(self, call: Instance) -> dict[str, tuple[int, ...]]:
+        """What ran in a call, itself too: module path → the numbers of its calls, where there are any.
+
+        Where the file does not tell, a warning says so, and what may have run in it is taken to have.
+        """
+        self.warn(call.path)
+        return {path: numbers for path in self._hierarchy if (numbers := self.numbers(path, call))}
+
+    def numbers(self, path: str, call: Instance) -> tuple[int, ...]:
+        """The calls of a module that ran in a call of another one, as far as the file tells; as ``inside``."""
+        numbers = range(min(self._ran(path), _MOST))
+        if not self._ran(call.path):  # it only holds others
+            return tuple(numbers) if tags.is_under(path, call.path) else ()
+        around = (call, Instance(call.path, _UNKNOWN))
+        return tuple(number for number in numbers if not self._chains(path, number).isdisjoint(around))
+
+    def _chains(self, path: str, number: int) -> frozenset[Instance]:
+        return self._part(Instance(path, number)).running
+
+    def warn(self, path: str) -> None:
+        """Log, once, which modules below one are not known to have run in this or that call of it."""
+        if self._ran(path) < 2 or path in self._warned:
+            return
+        self._warned.add(path)
+        below = [each for each in self._hierarchy if each != path and tags.is_under(each, path)]
+        guessed = [each for each in below if self._is_guessed(each)]
+        lost = [each for each in guessed if (caller := self.caller(Instance(each))) and caller.call == _UNKNOWN]
+        for paths, what in (
+            ([each for each in guessed if each not in lost], "each is taken to have run equally often in every call"),
+            (lost, "their nodes are in no call of it"),
+        ):
+            if paths:
+                _log.warning(
+                    "the file does not say in which calls of module %r these ran: %s; %s. Files that are exported anew "
+                    "say it (%s)",
+                    *(path, ", ".join(map(repr, paths)), what, tags.CALLERS),
+                )
+
+    def _is_guessed(self, path: str) -> bool:
+        near = self._nearest(path)
+        return not self._is_known and self._ran(path) > 0 and near is not None and self._ran(near) > 1
+
+    def _ran(self, path: str) -> int:
+        info = self._hierarchy.get(path)
+        return info.calls if info is not None else 0
+
+    def _nearest(self, path: str) -> str | None:
+        """The nearest module above that ran."""
+        return next((up for up in tags.ancestors(path) if up != path and self._ran(up)), None)
+
+    # --- whose work a node does -----------------------------------------------------------------------------
+
+    def work(self, owners: tuple[str, ...], said: str = "") -> Work:
+        """Whose work a node does.
+
+        Args:
+            owners: Its owners.
+            said: What it says of its calls, as of ``tags.calls_said``.
+        """
+        if (owners, said) not in self._works:
+            self._works[owners, said] = self.of_calls(owners, self._calls_of(owners, said))
+        return self._works[owners, said]
+
+    def of_calls(self, owners: tuple[str, ...], calls: Iterable[Instance]) -> Work:
+        """Whose work a node with these owners does, where that of some calls was put into it."""
+        every = list(dict.fromkeys(calls))
+        around = {up for call in every for up in self.chain(call)[1:]}
+        parts = tuple(self._part(call) for call in every if call not in around)
+        return Work(owners, parts, frozenset().union(*(part.modules for part in parts)))
+
+    def around_owners(self, work: Work) -> dict[str, frozenset[str]]:
+        """For each owner of a node, the modules in whose regions its share of the node's work is."""
+        found = dict.fromkeys(work.owners, frozenset[str]())
+        for call in {call for part in work.parts for call in part.running if call.path in found}:
+            found[call.path] |= self._part(call).modules
+        return found
+
+    def said(self, owners: tuple[str, ...], calls: Iterable[Instance]) -> str:
+        """What a node has to say of its calls; nothing where its owners tell.
+
+        Args:
+            owners: Its owners.
+            calls: The calls that did what the node does.
+        """
+        work = self.of_calls(owners, calls)
+        if not work.parts:
+            return ""
+        (first, *more) = work.calls
+        by_number = str(first.call) if not more and first.path == owners[-1] and self._ran(first.path) > 1 else ""
+        for said in (by_number, ""):
+            if self._same(self.work(owners, said), work):
+                return said
+        listed: defaultdict[str, list[int]] = defaultdict(list)
+        for call in work.calls:
+            listed[call.path].append(call.call)
+        return json.dumps(listed, separators=(",", ":"), ensure_ascii=False)
+
+    def said_together(self, owners: tuple[str, ...], nodes: Iterable[tuple[tuple[str, ...], str]]) -> str:
+        """What a node says of its calls that does the work of several nodes.
+
+        Args:
+            owners: Its owners.
+            nodes: For each of those nodes, its owners and what it says of its calls.
+        """
+        return self.said(owners, [call for each in dict.fromkeys(nodes) for call in self.work(*each).calls])
+
+    def _same(self, one: Work, other: Work) -> bool:
+        return {part.call for part in one.parts} == {part.call for part in other.parts}
+
+    def _part(self, call: Instance) -> Part:
+        if call not in self._parts:
+            chain = self.chain(call)
+            above: set[str] = set()
+            for each in chain:
+                for up in tags.ancestors(each.path):
+                    if up in above:  # and with it all that lies above it
+                        break
+                    above.add(up)
+            held = (up for up in above if not self._ran(up))
+            self._parts[call] = Part(call, frozenset(chain), frozenset((*(each.path for each in chain), *held, "")))
+        return self._parts[call]
+
+    def _calls_of(self, owners: tuple[str, ...], said: str) -> list[Instance]:
+        listed = tags.calls_listed(said)
+        if listed:
+            return [Instance(path, number) for path, numbers in listed.items() for number in numbers]
+        last: list[Instance] = []
+        if said.isdecimal() and owners:
+            last.append(Instance(owners[-1], int(said)))
+        around = {each.path for call in last for each in self.chain(call)}
+        others = [owner for owner in owners if owner not in around]
+        return [
+            *(Instance(each, number) for each in others for number in range(min(max(self._ran(each), 1), _MOST))),
+            *last,
+        ]
+
+
+def renumbered(tree: CallTree, work: Work, number: Callable[[Instance], Instance | None]) -> list[Instance]:
+    """The calls of a node's work in another model, which has some of the calls under other numbers.
+
+    Args:
+        tree: The calls that the work is of.
+        work: The work.
+        number: A call → what it is in the other model, None where that has it not: then the one around it counts.
+    """
+    every = (next(filter(None, map(number, tree.chain(call))), None) for call in work.calls)
+    return [call for call in every if call is not None]

@@ -1,0 +1,298 @@
+"""The module tree: every module of a model with its class, its calls and its fate.
+
+It is read from an ``nn.Module`` and written into ONNX files as ``htp.modules``; see ``docs/format.md``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from htp_export.format import tags
+from htp_export.format.module_paths import module_paths
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FATES", "Hierarchy", "ModuleInfo"]
+
+FATES = ("computed", "identity", "fused", "constant", "dead", "uncalled")
+"""What an export can make of a module; each is defined in ``docs/format.md``."""
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """One module of the tree.
+
+    Attributes:
+        path: Its name in ``named_modules()``, made unique where an earlier module has that name; ``""`` for the root.
+        class_name: Its fully qualified class, ``torch.nn.modules.linear.Linear``; ``""`` where it is not known.
+        calls: How many times its ``forward`` ran during the export.
+        fate: What became of it, one of ``FATES``.
+        fused_with: For ``fused``, the paths of the modules that it was merged with.
+        torch_name: Its name in ``named_modules()``, where that is another one than the path; else None.
+    """
+
+    path: str
+    class_name: str
+    calls: int = 0
+    fate: str = "uncalled"
+    fused_with: tuple[str, ...] = ()
+    torch_name: str | None = field(default=None, repr=False)
+
+    @property
+    def simple_class(self) -> str:
+        """The class without its module.
+
+        Examples:
+            >>> ModuleInfo("fc", "torch.nn.modules.linear.Linear").simple_class
+            'Linear'
+        """
+        return self.class_name.rpartition(".")[2]
+
+
+class Hierarchy(Mapping[str, ModuleInfo]):
+    """Module path → module, in the order of ``named_modules()``; never changed once made.
+
+    Args:
+        modules: The modules, the root among them; the paths differ.
+
+    Raises:
+        ValueError: If there is no root, or a path stands there twice.
+
+    Examples:
+        >>> tree = Hierarchy([ModuleInfo("", "net.Net", 1, "computed"), ModuleInfo("fc", "torch.nn.Linear")])
+        >>> list(tree), tree["fc"].fate, tree.children(""), tree.called
+        (['', 'fc'], 'uncalled', ('fc',), frozenset({''}))
+    """
+
+    def __init__(self, modules: Iterable[ModuleInfo]) -> None:
+        listed = list(modules)
+        self._modules = {module.path: module for module in listed}
+        if len(self._modules) < len(listed):
+            raise ValueError("a module path stands there twice")
+        if "" not in self._modules:
+            raise ValueError("there is no root module")
+
+    @classmethod
+    def from_module(cls, module: torch.nn.Module) -> Hierarchy:
+        """The tree of a PyTorch model before it ran: no calls, every fate ``uncalled``.
+
+        Args:
+            module: The model. A module of it that has several names is listed under the first; of several modules that
+                have one name, each has a path of its own, see ``ModuleInfo.torch_name``.
+
+        Examples:
+            >>> import torch
+            >>> list(Hierarchy.from_module(torch.nn.Sequential(torch.nn.ReLU())).classes.items())
+            [('', 'torch.nn.modules.container.Sequential'), ('0', 'torch.nn.modules.activation.ReLU')]
+        """
+        return cls(
+            ModuleInfo(path, _class_name(child), torch_name=None if name == path else name)
+            for path, name, child in module_paths(module)
+        )
+
+    @classmethod
+    def from_classes(cls, classes: Mapping[str, str]) -> Hierarchy:
+        """The tree of a model of which only the modules that ran are known: every path above them belongs to it too.
+
+        Args:
+            classes: Module path → qualified class.
+
+        Examples:
+            >>> list(Hierarchy.from_classes({"layer.0.fc": "torch.nn.modules.linear.Linear"}).classes)
+            ['', 'layer', 'layer.0', 'layer.0.fc']
+        """
+        known: dict[str, str] = {}
+        for path in classes:
+            for above in reversed(list(tags.ancestors(path))):
+                known.setdefault(above, classes.get(above, ""))
+        return cls(ModuleInfo(path, name) for path, name in {"": "", **known}.items())
+
+    @classmethod
+    def from_json(cls, text: str) -> Hierarchy:
+        """The tree that ``to_json`` wrote.
+
+        Args:
+            text: The value of ``htp.modules``; it may come from anywhere. Unknown keys are passed over.
+
+        Raises:
+            ValueError: If it is not what the file format says; the message names the module at fault.
+
+        Examples:
+            >>> Hierarchy.from_json('{"": {"class": "net.Net", "calls": 1, "fate": "computed"}}').root.calls
+            1
+        """
+        try:
+            listed = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{tags.MODULES} is not JSON: {error}") from error
+        if not isinstance(listed, dict):
+            raise ValueError(f"{tags.MODULES} is not a JSON object of module paths")  # noqa: TRY004 - it is a bad value
+        return cls(_module_from_json(path, entry) for path, entry in listed.items())
+
+    def to_json(self) -> str:
+        """The tree as the file format's ``htp.modules``.
+
+        Examples:
+            >>> Hierarchy([ModuleInfo("", "net.Net", 1, "computed")]).to_json()
+            '{"":{"class":"net.Net","calls":1,"fate":"computed"}}'
+        """
+        entries: dict[str, dict[str, Any]] = {}
+        for module in self.values():
+            entries[module.path] = {"class": module.class_name, "calls": module.calls, "fate": module.fate}
+            if module.fate == "fused":
+                entries[module.path]["with"] = list(module.fused_with)
+            if module.torch_name is not None:
+                entries[module.path]["name"] = module.torch_name
+        return json.dumps(entries, separators=(",", ":"))
+
+    def with_results(
+        self,
+        *,
+        calls: Mapping[str, int] | None = None,
+        fates: Mapping[str, str] | None = None,
+        fused_with: Mapping[str, Sequence[str]] | None = None,
+    ) -> Hierarchy:
+        """A new tree that knows what an export did; modules that are not named stay as they are.
+
+        Args:
+            calls: Module path → how many times it ran.
+            fates: Module path → what became of it.
+            fused_with: Path of a fused module → the modules that it was merged with.
+
+        Raises:
+            ValueError: If a path is not in the tree, a fate is none of ``FATES``, or a module is said to be merged
+                with others whose fate is not ``fused``.
+
+        Examples:
+            >>> tree = Hierarchy([ModuleInfo("", "net.Net"), ModuleInfo("bn", "torch.nn.BatchNorm2d")])
+            >>> tree.with_results(calls={"bn": 1}, fates={"bn": "fused"}, fused_with={"bn": ["conv"]})["bn"]
+            ModuleInfo(path='bn', class_name='torch.nn.BatchNorm2d', calls=1, fate='fused', fused_with=('conv',))
+        """
+        calls, fates, fused_with = calls or {}, fates or {}, fused_with or {}
+        for path in (*calls, *fates, *fused_with):
+            if path not in self._modules:
+                raise ValueError(f"no module {path!r} in the tree")
+        modules = []
+        for path, module in self.items():
+            fate = fates.get(path, module.fate)
+            if fate not in FATES:
+                raise ValueError(f"module {path!r}: fate {fate!r} is none of {', '.join(FATES)}")
+            if path in fused_with and fate != "fused":
+                raise ValueError(f"module {path!r} is merged with others, but its fate is {fate!r}")
+            merged = tuple(fused_with.get(path, module.fused_with)) if fate == "fused" else ()
+            modules.append(replace(module, calls=calls.get(path, module.calls), fate=fate, fused_with=merged))
+        return Hierarchy(modules)
+
+    def including(self, calls: Mapping[str, int], classes: Mapping[str, str] | None = None) -> Hierarchy:
+        """A new tree that has these modules, and what lies above them, too; for files that name more than they list.
+
+        Args:
+            calls: Path of a module that ran → how many times. Known modules stay as they are, and what is not named
+                but lies above counts as a container, which never runs.
+            classes: Classes of the new modules, as far as they are known.
+
+        Examples:
+            >>> tree = Hierarchy([ModuleInfo("", "net.Net", 1, "computed")]).including({"layer.0": 2})
+            >>> [(path, module.calls) for path, module in tree.items()]
+            [('', 1), ('layer', 0), ('layer.0', 2)]
+        """
+        modules = dict(self._modules)
+        for path in calls:
+            for up in reversed(list(tags.ancestors(path))):
+                if up not in modules:
+                    ran = calls.get(up, 0)
+                    fate = "computed" if ran else "uncalled"
+                    modules[up] = ModuleInfo(up, (classes or {}).get(up, ""), ran, fate)
+        return Hierarchy(modules.values())
+
+    def __getitem__(self, path: str) -> ModuleInfo:
+        return self._modules[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __repr__(self) -> str:
+        return f"<Hierarchy of {self.root.class_name or 'an unnamed model'}, {len(self)} modules>"
+
+    @property
+    def root(self) -> ModuleInfo:
+        """The model itself."""
+        return self._modules[""]
+
+    @cached_property
+    def called(self) -> frozenset[str]:
+        """The paths of the modules whose ``forward`` ran."""
+        return frozenset(path for path, module in self.items() if module.calls > 0)
+
+    @cached_property
+    def classes(self) -> Mapping[str, str]:
+        """Module path → fully qualified class, in order; what ``tags.select`` takes."""
+        return {path: module.class_name for path, module in self.items()}
+
+    def parent(self, path: str) -> str | None:
+        """The nearest module above a path, which need not be a module itself; None above the root.
+
+        Examples:
+            >>> Hierarchy([ModuleInfo("", ""), ModuleInfo("a", "")]).parent("a.b.c")
+            'a'
+        """
+        return next((up for up in tags.ancestors(path) if up != path and up in self._modules), None)
+
+    def children(self, path: str) -> tuple[str, ...]:
+        """The modules right below one, in order.
+
+        Raises:
+            KeyError: If there is no such module.
+        """
+        return self._children[path]
+
+    @cached_property
+    def _children(self) -> dict[str, tuple[str, ...]]:
+        below: dict[str, list[str]] = {path: [] for path in self}
+        for path in self:
+            parent = self.parent(path)
+            if parent is not None:
+                below[parent].append(path)
+        return {path: tuple(found) for path, found in below.items()}
+
+
+def _module_from_json(path: str, entry: object) -> ModuleInfo:
+    """One entry of ``htp.modules``, checked."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{tags.MODULES}: module {path!r} is not a JSON object")  # noqa: TRY004 - it is a bad value
+    class_name, calls, fate = entry.get("class"), entry.get("calls"), entry.get("fate")
+    merged, torch_name = entry.get("with", []), entry.get("name")
+    if not isinstance(class_name, str):
+        problem = f"'class' is not a string: {class_name!r}"
+    elif not isinstance(calls, int) or isinstance(calls, bool) or calls < 0:
+        problem = f"'calls' is not a count: {calls!r}"
+    elif fate not in FATES:
+        problem = f"'fate' is none of {', '.join(FATES)}: {fate!r}"
+    elif not isinstance(merged, list) or not all(isinstance(other, str) for other in merged):
+        problem = f"'with' is not a list of module paths: {merged!r}"
+    elif not (torch_name is None or isinstance(torch_name, str)):
+        problem = f"'name' is not a string: {torch_name!r}"
+    else:
+        return ModuleInfo(path, class_name, calls, fate, tuple(merged) if fate == "fused" else (), torch_name)
+    raise ValueError(f"{tags.MODULES}: module {path!r}: {problem}")
+
+
+def _class_name(module: torch.nn.Module) -> str:
+    """The fully qualified class; for a scripted module, the name of the class that was scripted.
+
+    A ``GraphModule`` has a class of its own, which is given the name of the class that was traced.
+    """
+    kind = type(module)
+    scripted = getattr(module, "original_name", None) if kind.__module__.startswith("torch.jit") else None
+    if scripted:
+        return str(scripted)
+    renamed = kind.__qualname__.rpartition(".")[2] != kind.__name__
+    return f"{kind.__module__}.{kind.__name__ if renamed else kind.__qualname__}"

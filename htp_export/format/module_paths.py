@@ -1,0 +1,68 @@
+"""The paths of a model's modules: their names in ``named_modules()``, made unique where two modules have one name.
+
+Torch joins the names of modules by dots and never looks at the result: a module that is registered under the empty name
+has the name of its parent, and one that is registered as ``a.b`` has the name of the module ``b`` inside ``a``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["ModulePath", "module_paths"]
+
+
+class ModulePath(NamedTuple):
+    """One module of a model.
+
+    Attributes:
+        path: Its path, which no other module of the model has.
+        name: Its name in ``named_modules()``.
+        module: The module.
+    """
+
+    path: str
+    name: str
+    module: nn.Module
+
+
+def module_paths(model: nn.Module) -> list[ModulePath]:
+    """Every module of a model, once, in the order of ``named_modules()``.
+
+    The first module of a name has the name as its path. For each further one, the path is the name and ``#2``, ``#3``,
+    ...; the paths of the modules inside begin with it.
+
+    Args:
+        model: The model.
+
+    Examples:
+        >>> import torch
+        >>> model = torch.nn.Module()
+        >>> model._modules[""] = torch.nn.Sequential(torch.nn.ReLU())
+        >>> [(path, name) for path, name, _ in module_paths(model)]
+        [('', ''), ('#2', ''), ('#2.0', '0')]
+    """
+    named = list(model.named_modules())
+    if len({name for name, _ in named}) == len(named):
+        return [ModulePath(name, name, module) for name, module in named]
+    return list(_unique(model, "", "", set(), set()))
+
+
+def _unique(module: nn.Module, path: str, name: str, taken: set[str], seen: set[int]) -> Iterator[ModulePath]:
+    """A module and those inside it, as ``named_modules()`` goes through them."""
+    free = itertools.chain([path], (f"{path}#{number}" for number in itertools.count(2)))
+    path = next(each for each in free if each not in taken)
+    taken.add(path)
+    seen.add(id(module))
+    yield ModulePath(path, name, module)
+    for key, child in module._modules.items():
+        if child is not None and id(child) not in seen:
+            yield from _unique(child, _joined(path, key), _joined(name, key), taken, seen)
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

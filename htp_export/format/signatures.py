@@ -1,0 +1,75 @@
+"""Signatures: which tensors of a file are what PyTorch gave to a module's call, and what it got back.
+
+Written at export as ``htp.signatures``, when the arguments of every ``forward`` are at hand; see ``docs/format.md``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from htp_export.format import tags
+
+__all__ = ["Signature", "signatures_from_json", "signatures_to_json"]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The tensors of one call of a module.
+
+    Attributes:
+        inputs: Argument of ``forward`` (``hidden_states``, ``states.1``) → name of the tensor in the file, None where
+            the file has no tensor of that value: a constant, or one that was merged with its neighbours.
+        outputs: The same for what ``forward`` returned, in order.
+    """
+
+    inputs: Mapping[str, str | None]
+    outputs: tuple[str | None, ...]
+
+
+def signatures_to_json(signatures: Mapping[str, Sequence[Signature]]) -> str:
+    """The file format's ``htp.signatures``: module path → its calls in order.
+
+    Examples:
+        >>> signatures_to_json({"fc": [Signature({"input": "x"}, ("linear",))]})
+        '{"fc":[[{"input":"x"},["linear"]]]}'
+    """
+    plain = {path: [[dict(call.inputs), call.outputs] for call in calls] for path, calls in signatures.items()}
+    return json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
+
+
+def signatures_from_json(text: str) -> dict[str, tuple[Signature, ...]]:
+    """What ``signatures_to_json`` wrote.
+
+    Raises:
+        ValueError: If it is not what the file format says; the message names the module at fault.
+
+    Examples:
+        >>> signatures_from_json('{"fc":[[{"input":"x"},["linear"]]]}')["fc"][0].outputs
+        ('linear',)
+    """
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{tags.SIGNATURES} is not JSON: {error}") from error
+    if not isinstance(listed, dict):
+        raise ValueError(f"{tags.SIGNATURES} is not a JSON object of module paths")  # noqa: TRY004 - it is a bad value
+    return {path: _calls(path, calls) for path, calls in listed.items()}
+
+
+def _calls(path: str, calls: object) -> tuple[Signature, ...]:
+    if not isinstance(calls, list):
+        raise ValueError(f"{tags.SIGNATURES}: module {path!r} has no list of calls")  # noqa: TRY004 - it is a bad value
+    found = []
+    for call in calls:
+        match call:
+            case [dict() as inputs, list() as outputs] if all(map(_is_tensor, (*inputs.values(), *outputs))):
+                found.append(Signature(inputs, tuple(outputs)))
+            case _:
+                raise ValueError(f"{tags.SIGNATURES}: module {path!r} has a call that is not [inputs, outputs]")
+    return tuple(found)
+
+
+def _is_tensor(name: object) -> bool:
+    return name is None or isinstance(name, str)

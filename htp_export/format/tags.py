@@ -1,0 +1,363 @@
+"""Module paths, owners and the keys under which they are written into ONNX files.
+
+Knows neither torch nor ONNX: paths are strings, as ``model.named_modules()`` gives them, and the root is ``""``.
+See ``docs/format.md`` for the file format.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from htp_export.errors import SelectorError
+
+VERSION = "1"
+
+# On nodes.
+MODULE = "htp.module"
+OWNERS = "htp.owners"
+CALL = "htp.call"
+CALLS = "htp.calls"
+REASON = "htp.reason"
+NAMESPACE = "namespace"
+NODE_KEYS = (MODULE, OWNERS, CALL, CALLS, REASON, NAMESPACE)
+
+# On the model.
+FORMAT = "htp.version"
+MODULES = "htp.modules"
+CALLERS = "htp.callers"
+SIGNATURES = "htp.signatures"
+PARAMETERS = "htp.parameters"
+CONTAMINATION = "htp.contamination"
+FUNCTIONS = "htp.functions"
+MAP = "htp.map"
+WEIGHTS = "htp.weights"  # of the file, not of the model: it is there where a file shares the weights of another
+DATA = "htp.data"  # of the file, too: what is in its own data files
+MODEL_KEYS = (FORMAT, MODULES, CALLERS, SIGNATURES, PARAMETERS, CONTAMINATION, FUNCTIONS, MAP)
+
+
+def is_under(path: str, ancestor: str) -> bool:
+    """Whether ``path`` is ``ancestor`` or lies below it.
+
+    Examples:
+        >>> is_under("encoder.layer.1", "encoder"), is_under("encoder2", "encoder"), is_under("a", "")
+        (True, False, True)
+    """
+    return not ancestor or path == ancestor or path.startswith(ancestor + ".")
+
+
+@lru_cache(maxsize=1 << 16)  # one string for each path: deep trees copy and hash it once
+def parent_path(path: str) -> str | None:
+    """The path one level up; None for the root.
+
+    Examples:
+        >>> parent_path("encoder.layer.1"), parent_path("encoder"), parent_path("")
+        ('encoder.layer', '', None)
+    """
+    return path.rpartition(".")[0] if path else None
+
+
+def path_order(path: str) -> tuple[tuple[int, str], ...]:
+    """What to sort paths by: numbers in them count as numbers.
+
+    Examples:
+        >>> sorted(["layer.10", "layer.2", "head"], key=path_order)
+        ['head', 'layer.2', 'layer.10']
+    """
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in path.split("."))
+
+
+def ancestors(path: str) -> Iterator[str]:
+    """The path itself and everything above it, up to the root.
+
+    Examples:
+        >>> list(ancestors("a.b"))
+        ['a.b', 'a', '']
+    """
+    current: str | None = path
+    while current is not None:
+        yield current
+        current = parent_path(current)
+
+
+def common_ancestor(paths: Iterable[str]) -> str:
+    """The deepest path that all of ``paths`` are under.
+
+    Examples:
+        >>> common_ancestor(["layer.0.query", "layer.0.key"]), common_ancestor(["a", "b"])
+        ('layer.0', '')
+    """
+    parts: list[str] | None = None
+    for path in paths:
+        here = path.split(".") if path else []
+        if parts is None:
+            parts = here
+            continue
+        keep = 0
+        while keep < min(len(parts), len(here)) and parts[keep] == here[keep]:
+            keep += 1
+        parts = parts[:keep]
+    return ".".join(parts or ())
+
+
+def innermost(paths: Iterable[str]) -> tuple[str, ...]:
+    """The paths that no other of them lies below, in the order given, each once.
+
+    This is what turns a stack of running modules into owners: a node computed while ``decoder``, then
+    ``decoder.fc``, then the shared module ``embed`` ran belongs to ``decoder.fc`` and to ``embed``, and
+    through them to ``decoder``.
+
+    Examples:
+        >>> innermost(["", "decoder", "decoder.fc", "embed"])
+        ('decoder.fc', 'embed')
+    """
+    unique = list(dict.fromkeys(paths))
+    if len(unique) < 2:
+        return tuple(unique)
+    above = {up for path in unique for up in ancestors(path) if up != path}
+    return tuple(path for path in unique if path not in above)
+
+
+@lru_cache(maxsize=65536)
+def _escape(part: str) -> str:
+    return part.replace("%", "%25").replace("/", "%2F").replace(";", "%3B")
+
+
+def namespace(path: str, called: Collection[str]) -> str:
+    """The path as graph viewers group it: ``/`` between modules, containers joined to their children.
+
+    Args:
+        path: A module path.
+        called: The paths of the modules that ran. The others (``nn.ModuleList`` and the like) are no level.
+
+    Examples:
+        >>> namespace("encoder.layer.0.query", {"", "encoder", "encoder.layer.0", "encoder.layer.0.query"})
+        'encoder/layer.0/query'
+        >>> namespace("branches.a/b", {""})
+        'branches.a%2Fb'
+    """
+    levels = [up for up in ancestors(path) if up and (up in called or up == path)]
+    parts, above = [], ""
+    for level in reversed(levels):
+        parts.append(_escape(level[len(above) + 1 :] if above else level))
+        above = level
+    return "/".join(parts)
+
+
+def owners_of(metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """The owners that a node's metadata names; empty for an untagged node.
+
+    Examples:
+        >>> owners_of({"htp.module": "layer", "htp.owners": '["layer.0", "layer.1"]'})
+        ('layer.0', 'layer.1')
+    """
+    if OWNERS in metadata:
+        try:
+            listed = json.loads(metadata[OWNERS])
+        except (ValueError, RecursionError):
+            listed = None
+        if isinstance(listed, list) and listed and all(isinstance(path, str) for path in listed):
+            return tuple(listed)
+    return (metadata[MODULE],) if MODULE in metadata else ()
+
+
+def calls_said(metadata: Mapping[str, str]) -> str:
+    """What a node's metadata says of the calls of its owners; empty where it says nothing.
+
+    Examples:
+        >>> calls_said({"htp.module": "fc", "htp.call": "1"}), calls_said({"htp.calls": '{"fc":[0,2]}'})
+        ('1', '{"fc":[0,2]}')
+    """
+    return metadata.get(CALLS) or metadata.get(CALL, "")
+
+
+def calls_listed(said: str) -> dict[str, list[int]]:
+    """Module path → numbers of its calls, of what stands in ``htp.calls``; empty where it is something else.
+
+    Examples:
+        >>> calls_listed('{"fc":[0,2]}'), calls_listed("1")
+        ({'fc': [0, 2]}, {})
+    """
+    try:
+        listed = json.loads(said) if said.startswith("{") else {}
+    except (ValueError, RecursionError):
+        return {}
+    are_calls = (isinstance(calls, list) and all(type(k) is int and k >= 0 for k in calls) for calls in listed.values())
+    return listed if all(are_calls) else {}
+
+
+def say_calls(metadata: MutableMapping[str, str], said: str) -> None:
+    """Write what a node says of the calls of its owners, in place of what it said before.
+
+    Examples:
+        >>> metadata = {"htp.module": "fc", "htp.call": "1"}
+        >>> say_calls(metadata, '{"fc":[0,2]}')
+        >>> metadata
+        {'htp.module': 'fc', 'htp.calls': '{"fc":[0,2]}'}
+    """
+    for key in (CALL, CALLS):
+        metadata.pop(key, None)
+    if said:
+        metadata[CALLS if said.startswith("{") else CALL] = said
+
+
+def node_tags(owners: Sequence[str], reason: str, called: Collection[str]) -> dict[str, str]:
+    """A node's metadata, but for ``htp.call`` and ``htp.calls``.
+
+    Args:
+        owners: The modules that it computes, in order of execution.
+        reason: How that is known; a word of ``docs/format.md``.
+        called: As in ``namespace``.
+
+    Examples:
+        >>> node_tags(["layer.0", "layer.1"], "shared", {"", "layer.0", "layer.1"})["htp.owners"]
+        '["layer.0","layer.1"]'
+    """
+    module = owners[0] if len(owners) == 1 else common_ancestor(owners)
+    entry = {MODULE: module, REASON: reason, NAMESPACE: namespace(module, called)}
+    if len(owners) > 1:
+        entry[OWNERS] = json.dumps(owners, separators=(",", ":"), ensure_ascii=False)
+    return entry
+
+
+# Selectors: one small language wherever modules are named.
+
+
+def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str]:
+    r"""The module paths that a selector names.
+
+    ==================  ===============================================================================
+    ``encoder.layer.*``  a glob on paths: ``*``, ``?`` and ``[...]`` stay within one part of a path
+    ``encoder.**``       ``**`` is any number of parts, none too: ``encoder`` and everything below it
+    ``.`` or ``""``      the root
+    ``class:LayerNorm``  a glob on the class, by its simple or its full name
+    ``re:.*\.(q|k)``      a regular expression that matches the whole path; it may hold commas
+    ``a,b`` or a list    the union
+    ``!dropout``         not these, wherever it stands; with nothing but exclusions, all others
+    ==================  ===============================================================================
+
+    Args:
+        pattern: The selector. A comma splits it, except inside ``[...]`` and after ``re:``.
+        classes: Module path → fully qualified class name, for every module.
+
+    Returns:
+        The selected paths, each once, in the order of ``classes``.
+
+    Raises:
+        SelectorError: If the selector is empty or cannot be read, or if a part of it matches no module.
+
+    Examples:
+        >>> classes = {"": "net.Net", "layer": "net.List", "layer.0": "net.Block", "layer.0.fc": "torch.nn.Linear"}
+        >>> select("layer.*", classes), select("**.fc", classes), select(".", classes)
+        (['layer.0'], ['layer.0.fc'], [''])
+        >>> select("class:Block, class:torch.nn.*", classes), select(["layer.**", "!layer"], classes)
+        (['layer.0', 'layer.0.fc'], ['layer.0', 'layer.0.fc'])
+    """
+    terms = [_term(text) for item in ([pattern] if isinstance(pattern, str) else pattern) for text in _split(item)]
+    if not terms:
+        raise SelectorError("", "an empty list selects nothing; write '**' for every module")
+    chosen: set[str] = set() if any(not term.excludes for term in terms) else set(classes)
+    excluded: set[str] = set()
+    for term in terms:
+        found = [path for path, name in classes.items() if term.matches(path, name)]
+        if not found:
+            raise SelectorError(term.text, "matches no module" + term.hint(classes))
+        (excluded if term.excludes else chosen).update(found)
+    chosen -= excluded
+    if not chosen:
+        raise SelectorError(", ".join(term.text for term in terms), "excludes every module that it selects")
+    return [path for path in classes if path in chosen]
+
+
+@dataclass(frozen=True)
+class _Term:
+    """One part of a selector: what it says about a module's path or class."""
+
+    text: str
+    excludes: bool
+    kind: str  # "glob", "class" or "re"
+    regex: re.Pattern[str]
+
+    def matches(self, path: str, class_name: str) -> bool:
+        if self.kind == "class":
+            return any(map(self.regex.fullmatch, (class_name.rpartition(".")[2], class_name)))
+        if self.kind == "glob" and path:
+            path = "." + path  # as in _glob_regex: every part stands after a dot, and the root is ""
+        return self.regex.fullmatch(path) is not None
+
+    def hint(self, classes: Mapping[str, str]) -> str:
+        wanted = self.text.removeprefix("!").removeprefix(self.kind + ":")
+        known = {name.rpartition(".")[2] for name in classes.values()} if self.kind == "class" else classes
+        nearest = difflib.get_close_matches(wanted, sorted(known), n=3, cutoff=0.4)
+        return f"; nearest: {', '.join(map(repr, nearest))}" if nearest else ""
+
+
+_BRACKETS = r"\[!?\]?[^\]]*\]"  # "]" is literal where it stands first; a bracket that is never closed is no bracket
+
+
+def _split(text: str) -> list[str]:
+    """The parts of a selector between commas; a comma in brackets or after ``re:`` splits nothing."""
+    if not isinstance(text, str):
+        raise SelectorError(repr(text), "a selector is a string or a list of strings")
+    parts, rest = [], text
+    while not re.match(r"\s*!?\s*re:", rest):
+        part = re.match(rf"(?:{_BRACKETS}|[^,])*", rest)
+        end = part.end() if part else 0
+        if end == len(rest):
+            break
+        parts.append(rest[:end].strip())
+        rest = rest[end + 1 :]
+    parts.append(rest.strip())
+    if len(parts) > 1 and "" in parts:
+        raise SelectorError(text, "nothing stands between two commas; write '.' for the root")
+    return parts
+
+
+@lru_cache(maxsize=1024)
+def _term(text: str) -> _Term:
+    excludes = text.startswith("!")
+    body = text[1:].lstrip() if excludes else text
+    if excludes and not body:
+        raise SelectorError(text, "nothing after '!'; write '!.' to exclude the root")
+    kind, colon, rest = body.partition(":")
+    if not colon or kind not in ("class", "re"):
+        kind, rest = "glob", body
+    elif not rest:
+        raise SelectorError(text, f"nothing after '{kind}:'")
+    try:
+        regex = re.compile(fnmatch.translate(rest) if kind == "class" else rest if kind == "re" else _glob_regex(rest))
+    except (re.error, ValueError) as error:
+        raise SelectorError(text, str(error)) from error
+    return _Term(text, excludes, kind, regex)
+
+
+def _glob_regex(glob: str) -> str:
+    """The regular expression of a glob on paths that are written with a dot before every part."""
+    if glob in ("", "."):
+        return ""
+    parts = re.findall(rf"\.((?:{_BRACKETS}|[^.])*)", "." + glob)
+    if "" in parts:
+        raise ValueError("a part between two dots is empty")
+    return "".join(r"(?:\.[^.]+)*" if part == "**" else r"\." + _part_regex(part) for part in parts)
+
+
+def _part_regex(part: str) -> str:
+    regex = []
+    for token in re.findall(rf"{_BRACKETS}|\*+|.", part, re.DOTALL):
+        if token[0] == "*":
+            regex.append("[^.]*")
+        elif token == "?":
+            regex.append("[^.]")
+        elif len(token) > 1:
+            inside = token[1:-1].replace("\\", r"\\").replace("[", r"\[")
+            negated = inside.startswith("!")
+            inside = inside.removeprefix("!").replace("]", r"\]")
+            regex.append(rf"(?!\.)[{'^' if negated else ''}{inside}]")
+        else:
+            regex.append(re.escape(token))
+    return "".join(regex)

@@ -1,0 +1,60 @@
+"""The module scopes that torch itself writes into ONNX files, for files that nobody tagged.
+
+They are not exact (see ``docs/owners.md``), which is why whoever reads them is told so. The dynamo exporter writes
+them as node metadata, the TorchScript exporter into node names.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+__all__ = ["scopes_of"]
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_CLASSES = "pkg.torch.onnx.class_hierarchy"
+_CALL_SUFFIX = re.compile(r"@\d+(?=\.|$)")
+
+
+def scopes_of(node: ir.Node) -> tuple[tuple[str, str], ...]:
+    """The modules that torch says were running when a node was made, outermost first.
+
+    Args:
+        node: A node of a model that ``torch.onnx.export`` wrote, by either exporter.
+
+    Returns:
+        (module path, class) of each, the class ``""`` where torch does not write it; empty where torch says nothing.
+
+    Examples:
+        >>> import onnx_ir as ir
+        >>> scopes_of(ir.Node("", "MatMul", [], name="/encoder/layer.0/query/MatMul"))
+        (('', ''), ('encoder', ''), ('encoder.layer.0', ''), ('encoder.layer.0.query', ''))
+        >>> scopes = {"pkg.torch.onnx.name_scopes": "['', 'fc@1', 'linear_1']"}
+        >>> scopes_of(ir.Node("", "Gemm", [], metadata_props=scopes))
+        (('', ''), ('fc', ''))
+    """
+    if _SCOPES in node.metadata_props:
+        # The last entry is the FX node, not a module.
+        paths = [_CALL_SUFFIX.sub("", path) for path in _strings(node.metadata_props[_SCOPES])[:-1]]
+        classes = _strings(node.metadata_props.get(_CLASSES, "[]"))[:-1]
+        return tuple(zip(paths, classes if len(classes) == len(paths) else itertools.repeat(""), strict=False))
+    if node.name and node.name.startswith("/"):
+        parts = node.name.split("/")[1:-1]
+        return (("", ""), *((path, "") for path in itertools.accumulate(parts, "{}.{}".format)))
+    return ()
+
+
+@lru_cache(maxsize=4096)
+def _strings(literal: str) -> tuple[str, ...]:
+    """A Python list of strings as torch writes it; empty if it is not one (files come from anywhere)."""
+    try:
+        value = ast.literal_eval(literal)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return ()
+    return tuple(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else ()

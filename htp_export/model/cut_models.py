@@ -1,0 +1,315 @@
+"""A cut as a model of its own: valid, small, and with the tags and the module tree of what is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.format import tags
+from htp_export.format.call_tree import CallTree, Instance, renumbered
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.parameters import parameters_to_json
+from htp_export.format.signatures import Signature, signatures_to_json
+from htp_export.model.cutting import Cut, same_dimensions
+from htp_export.model.tagged import TaggedModel, all_nodes
+from htp_export.model.tensor_names import rename
+
+__all__ = ["cut_graph", "cut_model", "model_around", "narrow_owners", "output_name"]
+
+_FIRST_SHAPE_WITH_RANGE = 15  # opset in which Shape got its attributes start and end
+
+
+def cut_model(tagged: TaggedModel, part: Cut) -> ir.Model:
+    """A stand-alone model of a cut; it shares the tensors of its weights with the whole model, and nothing else.
+
+    Args:
+        tagged: The model that the cut was made of.
+        part: The cut.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> from htp_export.model.cutting import cut
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> tagged = htp_export.load(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
+        >>> model = cut_model(tagged, cut(tagged, "1"))
+        >>> model.graph.inputs[0].name, model.graph.node(0).metadata_props["htp.module"]
+        ('input', '1')
+    """
+    graph, renamed = cut_graph(tagged, part)
+    model = model_around(tagged, graph)
+    calls = _Calls(tagged, part)
+    narrow_owners(tagged, model, lambda owner: tags.is_under(owner, part.path), part.path, calls.tree, calls.number)
+    model.metadata_props[tags.MODULES] = calls.hierarchy.to_json()
+    if tags.CALLERS in tagged.model.metadata_props:
+        model.metadata_props[tags.CALLERS] = calls.tree.to_json()
+    signatures = _signatures(tagged, calls.numbers, renamed)
+    if signatures:
+        model.metadata_props[tags.SIGNATURES] = signatures_to_json(signatures)
+    if tagged.parameters is not None:
+        held = {path: held for path, held in tagged.parameters.items() if tags.is_under(path, part.path)}
+        model.metadata_props[tags.PARAMETERS] = parameters_to_json(held)
+    return model
+
+
+def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]:
+    """The graph of a cut, and what changed its name in it: name in the whole → name here.
+
+    Inputs are named as the cut says; outputs by ``output_name``.
+    """
+    whole = tagged.model
+    view = ir.GraphView(
+        [*part.inputs.values(), *part.sizes],
+        list(dict.fromkeys(part.outputs.values())),
+        nodes=part.nodes,
+        initializers=part.initializers,
+        opset_imports=dict(whole.graph.opset_imports),
+        name=tagged.hierarchy[part.path].simple_class or whole.graph.name,
+    )
+    graph = view.clone()
+    for value in graph.inputs:
+        value.const_value = None  # of a weight that is given, not held
+    _know_types(graph, tagged)
+    _compute_sizes(graph, part)
+    _own_outputs(graph, part.path)
+    return graph, _name_inputs(graph, list(part.inputs))
+
+
+def model_around(tagged: TaggedModel, graph: ir.Graph) -> ir.Model:
+    """A model of a graph that was cut out: with the functions that it calls, and of the whole's versions."""
+    whole = tagged.model
+    return ir.Model(
+        graph,
+        ir_version=whole.ir_version,
+        producer_name=whole.producer_name,
+        producer_version=whole.producer_version,
+        functions=_functions_used(whole, graph),
+        metadata_props={tags.FORMAT: tags.VERSION},
+    )
+
+
+def output_name(value: ir.Value) -> str:
+    """The name that a value of the whole has where it leaves a cut.
+
+    It is its own, but for what no node makes: an initializer and an output cannot be one tensor.
+    """
+    return str(value.name) if value.producer() is not None else f"{value.name}.returned"
+
+
+# --- the graph ------------------------------------------------------------------------------------------
+
+
+def _know_types(graph: ir.Graph, tagged: TaggedModel) -> None:
+    """Say types and shapes of what enters and leaves, where the file did not."""
+    for source in ("typed", "typed_by_symbols"):  # inference runs when asked for
+        missing = [value for value in (*graph.inputs, *graph.outputs) if value.dtype is None or value.shape is None]
+        for value in missing:
+            found = getattr(tagged, source).get(str(value.name))
+            if found is not None:
+                value.type, value.shape = value.type or found.type, value.shape or found.shape
+
+
+def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
+    """Put nodes that compute sizes from the inputs in the place of the inputs that stand for them."""
+    count = len(part.inputs)
+    here = dict(zip((*part.inputs.values(), *part.sizes), graph.inputs, strict=True))
+    by_name = {value.name: value for value in graph.initializers.values()}
+    made: dict[ir.Value, ir.Value] = {}
+    nodes: list[ir.Node] = []
+    for node in part.size_nodes:
+        places = None
+        if node.op_type == "Shape" and node.inputs[0] not in part.inputs.values():
+            places = same_dimensions(node, list(part.inputs.values()))
+        if places is not None:
+            built = _read_dimensions(places, here, graph.opset_imports.get("", 1), str(node.outputs[0].name))
+            nodes.extend(built)
+            result = [built[-1].outputs[0]]
+        else:
+            inputs = [
+                None if each is None else made.get(each) or here.get(each) or by_name[each.name] for each in node.inputs
+            ]
+            copy = ir.Node(
+                node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs)
+            )
+            nodes.append(copy)
+            result = list(copy.outputs)
+        for old, new in zip(node.outputs, result, strict=True):
+            new.name, new.type, new.shape = old.name, old.type, old.shape
+            made[old] = new
+    for value in part.sizes:
+        here[value].replace_all_uses_with(made[value], replace_graph_outputs=True)
+    del graph.inputs[count:]
+    for node in nodes:
+        node.metadata_props.update(tags.node_tags((part.path,), "flow", {part.path}))
+    if nodes:
+        first = next(iter(graph), None)
+        graph.insert_before(first, nodes) if first is not None else graph.extend(nodes)
+
+
+def _read_dimensions(
+    places: Sequence[int | tuple[ir.Value, int]], here: Mapping[ir.Value, ir.Value], opset: int, name: str
+) -> list[ir.Node]:
+    """Nodes whose last one gives the dimensions as a vector of int64."""
+    nodes: list[ir.Node] = []
+    for place in places:
+        if isinstance(place, int):
+            nodes.append(ir.node("Constant", [], {"value": ir.tensor(np.array([place], dtype=np.int64))}))
+        elif opset >= _FIRST_SHAPE_WITH_RANGE:
+            nodes.append(ir.node("Shape", [here[place[0]]], {"start": place[1], "end": place[1] + 1}))
+        else:
+            shape = ir.node("Shape", [here[place[0]]])
+            axis = ir.node("Constant", [], {"value": ir.tensor(np.array([place[1]], dtype=np.int64))})
+            nodes += [shape, axis, ir.node("Gather", [shape.outputs[0], axis.outputs[0]], {"axis": 0})]
+            shape.outputs[0].name, axis.outputs[0].name = f"{name}.{len(nodes)}.shape", f"{name}.{len(nodes)}.axis"
+        nodes[-1].outputs[0].name = f"{name}.{len(nodes)}"
+    ends = [node.outputs[0] for node in nodes if not any(node.outputs[0] in other.inputs for other in nodes)]
+    if len(ends) != 1:
+        nodes.append(ir.node("Concat", ends, {"axis": 0}))
+    return nodes
+
+
+def _own_outputs(graph: ir.Graph, path: str) -> None:
+    """Give every output a node of its own: what is given back as it came, and what is constant, gets an Identity."""
+    for place, value in enumerate(graph.outputs):
+        if value.producer() is not None:
+            continue
+        node = ir.node("Identity", [value], metadata_props=tags.node_tags((path,), "flow", {path}))
+        new = node.outputs[0]
+        new.name, new.type, new.shape = output_name(value), value.type, value.shape
+        graph.append(node)
+        graph.outputs[place] = new
+
+
+def _name_inputs(graph: ir.Graph, names: Sequence[str]) -> dict[str, str]:
+    """Name the inputs after the arguments; what has such a name already gets another. Old name → new."""
+    inputs, renamed = set(graph.inputs), {}
+    taken = {value.name: value for value in _all_values(graph) if value not in inputs}
+    for name in names:
+        other = taken.get(name)
+        if other is not None:
+            fresh = next(new for k in range(1, len(taken) + 2) if (new := f"{name}.{k}") not in taken)
+            renamed[name] = fresh
+            rename(other, fresh)
+            taken[fresh] = other
+    for value, name in zip(graph.inputs, names, strict=True):
+        renamed[str(value.name)] = name
+        rename(value, name)
+    return renamed
+
+
+def _all_values(graph: ir.Graph) -> list[ir.Value]:
+    bodies = [graph, *graph.subgraphs()]
+    held = [value for body in bodies for value in (*body.inputs, *body.initializers.values())]
+    return list(dict.fromkeys((*held, *(value for node in graph.all_nodes() for value in node.outputs))))
+
+
+def _functions_used(whole: ir.Model, graph: ir.Graph) -> list[ir.Function]:
+    """Copies of the functions that the graph calls, and of those that they call."""
+    found: dict[ir.OperatorIdentifier, ir.Function] = {}
+    queue = [node.op_identifier() for node in graph.all_nodes()]
+    while queue:
+        identifier = queue.pop()
+        if identifier in whole.functions and identifier not in found:
+            found[identifier] = whole.functions[identifier].clone()
+            queue.extend(node.op_identifier() for node in found[identifier].all_nodes())
+    return list(found.values())
+
+
+# --- the module tree --------------------------------------------------------------------------------------
+
+
+class _Calls:
+    """The calls that are in a cut, and what they are there.
+
+    Args:
+        tagged: The whole model.
+        part: The cut.
+
+    Attributes:
+        numbers: Module path → the numbers, in the whole, of its calls that are in the cut.
+        hierarchy: The module and what lies below it; what lies above it only holds it.
+        tree: The calls of these.
+    """
+
+    def __init__(self, tagged: TaggedModel, part: Cut) -> None:
+        tree, top = tagged.hierarchy, Instance(part.path, part.call)
+        inside = tagged.calls.inside(top)
+        below = [path for path in tree if tags.is_under(path, part.path)]
+        self.numbers = {path: inside[path] for path in below if path in inside}
+        holding = [up for up in tags.ancestors(part.path) if up != part.path and up in tree]
+        above = [ModuleInfo(up, tree[up].class_name) for up in reversed(holding)]
+        infos = [*above, *(self._info(tree[path]) for path in below)]
+        self.hierarchy = Hierarchy(infos if infos[0].path == "" else [tree.root, *infos])
+        here = (Instance(path, number) for path, numbers in self.numbers.items() for number in numbers)
+        self._calls = {call: Instance(call.path, self.numbers[call.path].index(call.call)) for call in here}
+        callers: dict[str, list[Instance | None]] = {}
+        for path, numbers in self.numbers.items():
+            found = [self._caller(tagged.calls, Instance(path, number), top) for number in numbers]
+            if all(caller is None or caller.call >= 0 for caller in found):
+                callers[path] = found
+        self.tree = CallTree(self.hierarchy, callers)
+
+    def number(self, call: Instance) -> Instance | None:
+        """What a call of the whole is in the cut."""
+        return self._calls.get(call)
+
+    def _info(self, info: ModuleInfo) -> ModuleInfo:
+        calls = len(self.numbers.get(info.path, ()))
+        if info.calls and not calls:  # it ran in other calls alone
+            return replace(info, calls=0, fate="uncalled", fused_with=())
+        return replace(info, calls=calls)
+
+    def _caller(self, tree: CallTree, call: Instance, top: Instance) -> Instance | None:
+        """The call in the cut that a call ran in; modules between that are registered elsewhere are not in it."""
+        if call == top:
+            return None
+        around = tree.chain(call)[1:]
+        if any(each.call < 0 for each in around[: around.index(top) if top in around else None]):
+            return Instance(top.path, -1)
+        return next((self._calls[each] for each in around if each in self._calls), None)
+
+
+def narrow_owners(
+    tagged: TaggedModel,
+    model: ir.Model,
+    inside: Callable[[str], bool],
+    otherwise: str,
+    calls: CallTree | None = None,
+    number: Callable[[Instance], Instance | None] | None = None,
+) -> None:
+    """Take the owners that are not in a part off its nodes: modules outside share no node with it any more.
+
+    Args:
+        tagged: The whole model.
+        model: The part.
+        inside: Whether a module is in it.
+        otherwise: The owner of nodes that have none inside.
+        calls: The calls of the part's modules; None where they are those of the whole.
+        number: A call of the whole → what it is in the part; None where all keep their numbers.
+    """
+    called, there = tagged.hierarchy.called, calls or tagged.calls
+    number = number or (lambda call: call if inside(call.path) else None)
+    for node in all_nodes(model):
+        said, work = node.metadata_props, tagged.work_of(node)
+        mine = tuple(filter(inside, work.owners)) or (otherwise,)
+        if mine != work.owners:
+            said.pop(tags.OWNERS, None)
+            said.update(tags.node_tags(mine, said.get(tags.REASON, "flow"), called))
+        tags.say_calls(said, there.said(mine, renumbered(tagged.calls, work, number)))
+
+
+def _signatures(
+    tagged: TaggedModel, numbers: Mapping[str, Sequence[int]], renamed: Mapping[str, str]
+) -> dict[str, list[Signature]]:
+    return {
+        path: [_renamed(signatures[number], renamed) for number in numbers[path]]
+        for path, signatures in tagged.signatures.items()
+        if path in numbers and len(signatures) == tagged.hierarchy[path].calls
+    }
+
+
+def _renamed(signature: Signature, names: Mapping[str, str]) -> Signature:
+    inputs = {argument: None if name is None else names.get(name, name) for argument, name in signature.inputs.items()}
+    return Signature(inputs, tuple(None if name is None else names.get(name, name) for name in signature.outputs))

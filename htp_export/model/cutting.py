@@ -1,0 +1,347 @@
+"""Cutting: the part of a graph that computes one call of a module from what PyTorch gave it.
+
+A region says which nodes are a module's. To run it alone, one call is taken, its arguments become inputs, and what it
+needs besides is found: constants come along, sizes that were read from some tensor far away are read from the
+arguments instead, and whatever else was computed outside becomes an input too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from htp_export.errors import InputError
+from htp_export.format import tags
+from htp_export.format.signatures import Signature
+from htp_export.model.operators import SIZES_ONLY
+from htp_export.model.regions import Region
+from htp_export.model.tagged import TaggedModel
+
+__all__ = ["Cut", "Cutter", "cut"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A part of the main graph: one call of a module, or a set of nodes; nothing of the model is copied or changed.
+
+    Attributes:
+        path: The module; for a set of nodes, the one above all of it.
+        call: Which call of it.
+        inputs: Tensors that enter, under their names: arguments of ``forward`` first, in order, as far as they are
+            needed; then, under the names they have in the file, those that were computed outside.
+        outputs: Tensors that leave, by name, in the order in which ``forward`` returns them.
+        nodes: The nodes that compute them, in order.
+        initializers: The initializers that these read, also in subgraphs, and that are no arguments.
+        sizes: Values that nodes read and that only depend on sizes of inputs, if on anything: they are computed
+            outside, but can be computed from the inputs by ``size_nodes``.
+        size_nodes: Nodes outside that compute ``sizes`` once their ``Shape`` nodes read inputs of the cut.
+    """
+
+    path: str
+    call: int
+    inputs: Mapping[str, ir.Value]
+    outputs: Mapping[str, ir.Value]
+    nodes: tuple[ir.Node, ...]
+    initializers: tuple[ir.Value, ...]
+    sizes: tuple[ir.Value, ...] = ()
+    size_nodes: tuple[ir.Node, ...] = ()
+
+
+def cut(tagged: TaggedModel, path: str, call: int = 0) -> Cut:
+    """Cut one call of a module out of a model; for several cuts of one model, keep a `Cutter`.
+
+    Args:
+        tagged: The model.
+        path: The module.
+        call: Which of its calls, from 0.
+
+    Raises:
+        UnknownModuleError: If the model has no such module.
+        InputError: If the module has no such call, or cannot be cut out: the message says why, and what to cut instead.
+        UntaggedModelError: If the model has no tags.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> tagged = htp_export.load(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
+        >>> part = cut(tagged, "1")
+        >>> list(part.inputs), [node.op_type for node in part.nodes]
+        (['input'], ['Relu'])
+    """
+    return Cutter(tagged).cut(path, call)
+
+
+class Cutter:
+    """Cuts modules out of one model.
+
+    Args:
+        tagged: The model.
+    """
+
+    def __init__(self, tagged: TaggedModel) -> None:
+        self._tagged = tagged
+        self._index = tagged.index
+        self._order = {node: place for place, node in enumerate(tagged.model.graph)}
+        self._only_sizes: dict[ir.Value, bool] = {}
+
+    def cut(self, path: str, call: int = 0) -> Cut:
+        """Cut one call of a module out; see the function `cut`."""
+        region = self._region(path, call)
+        members = frozenset(node for node in region.nodes if node in self._order)
+        given, wanted = self._ends(region, path, call)
+        walk = _Walk(self, members, frozenset(given.values()), self.is_free)
+        walk.from_outputs(wanted.values())
+        part = self._part(path, call, walk, given, wanted)
+        if not part.nodes and not part.inputs:
+            raise InputError(f"module {path!r} computes nothing from tensors of the model: it is constant")
+        return part
+
+    def cut_nodes(
+        self, members: Set[ir.Node], outputs: Mapping[str, ir.Value], comes_along: Callable[[ir.Value], bool]
+    ) -> Cut:
+        """Cut a set of nodes of the main graph out, as far as they compute some of its tensors.
+
+        Args:
+            members: The nodes.
+            outputs: What they are to give, by name.
+            comes_along: Whether a constant value, an initializer or what is made of such, is taken into the cut by
+                whoever needs it. The others are taken where their node is a member, and else they enter.
+
+        Returns:
+            The cut of the root. Its inputs are model inputs and what other nodes compute, by their names.
+        """
+        walk = _Walk(self, members, frozenset(), comes_along)
+        walk.from_outputs(outputs.values())
+        given = {str(value.name): value for value in walk.entering if not self.is_size(value)}
+        return self._part("", 0, walk, given, outputs)
+
+    def _part(
+        self, path: str, call: int, walk: _Walk, given: Mapping[str, ir.Value], wanted: Mapping[str, ir.Value]
+    ) -> Cut:
+        """What a walk found, with the sizes that it met outside read from what is given."""
+        known = frozenset(given.values())
+        needed, sizes, size_nodes = set(walk.entering), dict[ir.Value, None](), dict[ir.Node, None]()
+        for value in walk.entering:
+            if value not in known:
+                cone = self._size_cone(value, [*given.values()], walk.comes_along)
+                if cone is not None:
+                    sizes[value] = None
+                    size_nodes.update(dict.fromkeys(cone[0]))
+                    needed.update(cone[1])
+        reached = {name: value for name, value in given.items() if value in needed}
+        outside = (value for value in walk.entering if value not in sizes and value not in known)
+        reached.update((str(value.name), value) for value in outside)
+        both = [node for node in size_nodes if node in walk.nodes]  # constants, read on both sides; they are made once
+        sizes.update(dict.fromkeys(value for node in both for value in node.outputs))
+        nodes = tuple(sorted(walk.nodes - size_nodes.keys(), key=self._order.__getitem__))
+        ordered = tuple(sorted(size_nodes, key=self._order.__getitem__))
+        read = dict.fromkeys(self._initializers((*nodes, *ordered), wanted.values()))
+        entering = set(reached.values())
+        initializers = tuple(value for value in read if value not in entering)
+        return Cut(path, call, reached, wanted, nodes, initializers, tuple(sizes), ordered)
+
+    def _region(self, path: str, call: int) -> Region:
+        """The module's region, all calls together, once it is certain that it can be cut."""
+        region = self._tagged[path]
+        info = region.info
+        if call and not 0 <= call < info.calls:
+            raise InputError(f"module {path!r} has no call {call}: it ran {info.calls} times, counted from 0")
+        if info.fate == "fused":
+            others = ", ".join(map(repr, info.fused_with))
+            raise InputError(
+                f"module {path!r} was fused with {others}: a tensor at its border is not in the file; "
+                f"take {self._whole_around(path)!r} instead"
+            )
+        if not region.nodes:
+            told = {"identity": "it gives back what it is given", "dead": "nothing that the model returns needs it"}
+            told |= {"constant": "it was folded into constants", "uncalled": "its forward did not run"}
+            raise InputError(f"module {path!r} has no nodes: {told.get(info.fate, 'the file gives it none')}")
+        if not any(node in self._order for node in region.nodes):
+            *_, holder = self._index.scopes(region.nodes[0])
+            raise InputError(
+                f"module {path!r} lies inside a branch, a loop body or a function; "
+                f"take {tags.common_ancestor(self._tagged.owners_of(holder))!r} instead"
+            )
+        return region
+
+    def _whole_around(self, path: str) -> str:
+        """The nearest module above one whose border is in the file."""
+        above = (up for up in tags.ancestors(path) if up != path and up in self._tagged)
+        return next((up for up in above if self._tagged.hierarchy[up].fate == "computed"), "")
+
+    def _ends(self, region: Region, path: str, call: int) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
+        """The tensors that the call was given and that it gave back, as the file tells or as the graph shows."""
+        graph = self._tagged.model.graph
+        values, signature = self._tagged.values, self._signature(path, call)
+        if not path:
+            names = {name: argument for argument, name in signature.inputs.items()} if signature else {}
+            free = (value for value in graph.inputs if not value.is_initializer())
+            return {names.get(value.name, str(value.name)): value for value in free}, _named(graph.outputs)
+        one = region.call(call) if region.calls > 1 else region
+        if signature is None:
+            return _named(one.inputs), _named(one.outputs)
+        given: dict[str, ir.Value] = {}
+        for argument, name in signature.inputs.items():
+            value = values.get(name) if name is not None else None
+            if value is not None and value not in given.values() and value not in self._index.constant:
+                given[argument] = value
+        known = [name for name in signature.outputs if name is not None]
+        if not known or any(name not in values for name in known):  # a tool renamed or removed them
+            return given, _named(one.outputs)
+        return given, {name: values[name] for name in known}
+
+    def _signature(self, path: str, call: int) -> Signature | None:
+        calls = self._tagged.signatures.get(path, ())
+        return calls[call] if call < len(calls) else None
+
+    def _initializers(self, nodes: Sequence[ir.Node], outputs: Iterable[ir.Value]) -> Iterator[ir.Value]:
+        for node in nodes:
+            yield from (value for value in self.reads(node) if value.is_initializer())
+        yield from (value for value in outputs if value.is_initializer())
+
+    def reads(self, node: ir.Node) -> Iterator[ir.Value]:
+        """What a node reads of the main graph, in its subgraphs too."""
+        yield from (value for value in node.inputs if value is not None)
+        yield from self._index.captured(node)
+
+    # --- sizes ------------------------------------------------------------------------------------------
+
+    def _size_cone(
+        self, value: ir.Value, inputs: Sequence[ir.Value], comes_along: Callable[[ir.Value], bool]
+    ) -> tuple[list[ir.Node], set[ir.Value]] | None:
+        """The nodes that compute a value from sizes alone, and which of ``inputs`` have these sizes, if any do."""
+        if not self.is_size(value):
+            return None
+        cone: dict[ir.Node, None] = {}
+        used: set[ir.Value] = set()
+        queue = [value]
+        while queue:
+            current = queue.pop()
+            if self.is_free(current) and not comes_along(current):
+                return None
+            node = current.producer()
+            if node is None or node in cone:
+                continue
+            cone[node] = None
+            source = node.inputs[0] if node.op_type in SIZES_ONLY else None
+            if source is not None and source in inputs:
+                used.add(source)
+            elif node.op_type == "Shape" and not all(map(self._constant, node.inputs)):
+                places = same_dimensions(node, inputs)
+                if places is None:
+                    return None
+                used.update(place[0] for place in places if not isinstance(place, int))
+            elif node.op_type == "Size":
+                return None
+            else:
+                queue.extend(each for each in node.inputs if each is not None)
+        return list(cone), used
+
+    def _constant(self, value: ir.Value | None) -> bool:
+        return value is None or value.is_initializer() or value in self._index.constant
+
+    def is_size(self, value: ir.Value) -> bool:
+        """Whether a value depends on the model's inputs, and that through sizes of tensors alone."""
+        return not self._constant(value) and self._is_of_sizes(value)
+
+    def _is_of_sizes(self, value: ir.Value) -> bool:
+        """Whether a value depends on the model's inputs through sizes of tensors alone, or not at all."""
+        stack = [value]
+        while stack:
+            current = stack[-1]
+            node = current.producer()
+            if current in self._only_sizes:
+                stack.pop()
+            elif self._constant(current) or (node is not None and node.op_type in SIZES_ONLY):
+                self._only_sizes[stack.pop()] = True
+            elif node is None or node in self._index.bodies or node.graph is not self._tagged.model.graph:
+                self._only_sizes[stack.pop()] = False
+            else:
+                inputs = [each for each in node.inputs if each is not None]
+                unknown = [each for each in inputs if each not in self._only_sizes]
+                if unknown:
+                    stack.extend(unknown)
+                else:
+                    self._only_sizes[stack.pop()] = bool(inputs) and all(self._only_sizes[each] for each in inputs)
+        return self._only_sizes[value]
+
+    def is_free(self, value: ir.Value) -> bool:
+        """Whether a value comes along with whatever needs it: an initializer, or made of constants."""
+        return value.is_initializer() or value in self._index.constant
+
+
+class _Walk:
+    """The way back from outputs to where the values come from.
+
+    Args:
+        cutter: What knows the graph.
+        members: The nodes that may be taken.
+        stops: Values that enter even where a member makes them.
+        comes_along: Whether a constant value is taken whoever makes it.
+    """
+
+    def __init__(
+        self,
+        cutter: Cutter,
+        members: Set[ir.Node],
+        stops: frozenset[ir.Value],
+        comes_along: Callable[[ir.Value], bool],
+    ) -> None:
+        self._cutter, self._members, self._stops = cutter, members, stops
+        self.comes_along = comes_along
+        self.nodes: set[ir.Node] = set()
+        self.entering: dict[ir.Value, None] = {}
+
+    def from_outputs(self, outputs: Iterable[ir.Value]) -> None:
+        queue = list(outputs)
+        seen: set[ir.Value] = set()
+        while queue:
+            value = queue.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            producer = value.producer()
+            free = self._cutter.is_free(value) and self.comes_along(value)
+            if value in self._stops or (not free and (producer is None or producer not in self._members)):
+                self.entering[value] = None
+            elif producer is not None and producer not in self.nodes:
+                self.nodes.add(producer)
+                queue.extend(self._cutter.reads(producer))
+
+
+def same_dimensions(shape_node: ir.Node, inputs: Sequence[ir.Value]) -> list[int | tuple[ir.Value, int]] | None:
+    """For what a ``Shape`` node reads, where each of its dimensions can be read instead.
+
+    Dimensions are the same where the file gives them the same name.
+
+    Returns:
+        For each dimension that the node gives, the number that it is, or an input and which of its dimensions; None
+        where one of them is nowhere among the inputs.
+    """
+    source = shape_node.inputs[0]
+    if source is None or source.shape is None:
+        return None
+    start, end = shape_node.attributes.get_int("start", 0), shape_node.attributes.get_int("end", None)
+    found: list[int | tuple[ir.Value, int]] = []
+    for dimension in list(source.shape)[start:end]:
+        if isinstance(dimension, int):
+            found.append(dimension)
+            continue
+        places = (
+            (value, axis)
+            for value in inputs
+            if value.shape is not None
+            for axis, other in enumerate(value.shape)
+            if dimension.value is not None and other == dimension
+        )
+        place = next(places, None)
+        if place is None:
+            return None
+        found.append(place)
+    return found
+
+
+def _named(values: Iterable[ir.Value]) -> dict[str, ir.Value]:
+    return {str(value.name): value for value in values}

@@ -1,0 +1,230 @@
+"""What a model with functions says of its flat graph, and what that makes of the nodes of functions' bodies.
+
+A node in a body stands for as many nodes as the function has calls. It bears the name of the first of them and the
+owners of all. What it is in one call follows from that call's tags; what does not follow (names, types, torch's own
+metadata) is written down in the model's metadata, as ``htp.functions``; see ``docs/format.md``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import onnx_ir as ir
+
+from htp_export.format import tags
+from htp_export.format.call_tree import CallTree, Instance
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.model.regions import subgraphs
+from htp_export.model.tensor_names import rename
+
+__all__ = [
+    "DOMAIN",
+    "Expectations",
+    "Instance",
+    "Record",
+    "Records",
+    "entry_of",
+    "given_values",
+    "node_tags",
+    "restore",
+]
+
+DOMAIN = "htp"
+"""The domain of the functions that are made of modules."""
+
+
+Record: TypeAlias = dict[str, Any]
+"""Name of a node of a function's body → what it was in one call, as far as that is not expected."""
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a model with functions says of the flat graph: ``htp.functions``.
+
+    Attributes:
+        calls: Name of a call outside of functions → what its nodes were; calls that lose nothing are absent.
+        order: For each node of the graph, once all calls are dissolved, its place in the flat graph; empty where that
+            is their order.
+    """
+
+    calls: Mapping[str, Record]
+    order: Sequence[int] = ()
+
+    def to_json(self) -> str:
+        """What is written.
+
+        Examples:
+            >>> Records({}, [1, 0]).to_json()
+            '{"calls":{},"order":[1,0]}'
+        """
+        written: dict[str, Any] = {"calls": self.calls}
+        if self.order:
+            written["order"] = self.order
+        return json.dumps(written, separators=(",", ":"), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Records:
+        """What ``to_json`` wrote.
+
+        Raises:
+            ValueError: If it is something else.
+
+        Examples:
+            >>> Records.from_json('{"calls": {}}')
+            Records(calls={}, order=())
+        """
+        try:
+            written = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{tags.FUNCTIONS} is not JSON: {error}") from error
+        order = written.get("order", ()) if isinstance(written, dict) else None
+        if not isinstance(order, (list, tuple)) or not all(isinstance(place, int) for place in order):
+            raise ValueError(f"{tags.FUNCTIONS} is not a JSON object of calls and their order")
+        return cls(entry_of(written, "calls"), order)
+
+
+def entry_of(record: Mapping[str, Any], name: str) -> Record:
+    """What is written under a name, or nothing.
+
+    Raises:
+        ValueError: If that is no JSON object.
+    """
+    entry = record.get(name, {})
+    if not isinstance(entry, dict):
+        raise ValueError(f"{tags.FUNCTIONS}: what it says of {name!r} is no JSON object")  # noqa: TRY004 - a bad value
+    return entry
+
+
+class Expectations:
+    """What the nodes of functions' bodies are in certain calls, as far as the calls' tags tell.
+
+    Each body is looked at once, however many calls there are; make a new one when tags have changed.
+
+    Args:
+        hierarchy: The modules.
+        calls: Which of their calls ran in which.
+    """
+
+    def __init__(self, hierarchy: Hierarchy, calls: CallTree) -> None:
+        self._hierarchy, self._calls = hierarchy, calls
+        self._owners: dict[ir.Node, tuple[str, ...]] = {}
+        self._owned: dict[ir.Node, dict[str, list[str]]] = {}
+
+    def metadata(self, shared: ir.Node, instance: Instance) -> dict[str, str]:
+        """The metadata that a node of a body has in one call.
+
+        Of its owners, those at or below the module that is called; all, where none is.
+
+        Args:
+            shared: The node of the body.
+            instance: The module call that the function is called for.
+        """
+        metadata = dict(shared.metadata_props)
+        below = self._below(shared)
+        if not below:
+            return metadata
+        owners = below.get(instance.path) or below[""]
+        reason = metadata.get(tags.REASON, "")
+        if reason == "shared" and len(owners) < 2:
+            reason = "scope"
+        call = tags.calls_said(metadata) if len(owners) == len(self._owners_of(shared)) else ""
+        if len(owners) == 1 and not call:
+            call = self._call(owners[0], instance)
+        found = node_tags(owners, reason, call, self._hierarchy)
+        if tags.NAMESPACE not in metadata:  # viewers need it, nothing else does
+            del found[tags.NAMESPACE]
+        return {**{key: value for key, value in metadata.items() if key not in tags.NODE_KEYS}, **found}
+
+    def instance(self, shared: ir.Node, instance: Instance) -> Instance:
+        """The module call that a call in a body is for, when the function is called for ``instance``."""
+        metadata = self.metadata(shared, instance)
+        owners, call = tags.owners_of(metadata), metadata.get(tags.CALL, "0")
+        return Instance(owners[0] if owners else instance.path, int(call) if call.isdecimal() else 0)
+
+    def _owners_of(self, shared: ir.Node) -> tuple[str, ...]:
+        """The owners of a node of a body: those of all calls, which are read once."""
+        if shared not in self._owners:
+            self._owners[shared] = tags.owners_of(shared.metadata_props)
+        return self._owners[shared]
+
+    def _below(self, shared: ir.Node) -> dict[str, list[str]]:
+        """Path → the node's owners at or below it."""
+        if shared not in self._owned:
+            below: defaultdict[str, list[str]] = defaultdict(list)
+            for owner in self._owners_of(shared):
+                for up in tags.ancestors(owner):
+                    below[up].append(owner)
+            self._owned[shared] = dict(below)
+        return self._owned[shared]
+
+    def _call(self, owner: str, instance: Instance) -> str:
+        """Which call of a module it is, where that ran several times, and once in the one that is called."""
+        if owner not in self._hierarchy or self._hierarchy[owner].calls < 2:
+            return ""
+        here = self._calls.numbers(owner, instance)
+        return str(here[0]) if len(here) == 1 else ""
+
+
+def restore(node: ir.Node, entry: Record, metadata: Mapping[str, str]) -> None:
+    """Make a copy of a body's node what it was.
+
+    Args:
+        node: The copy.
+        entry: What is written down about it; nothing, where it was as expected.
+        metadata: Its expected metadata.
+
+    Raises:
+        ValueError: If the entry is not what ``share_bodies`` writes.
+    """
+    node.metadata_props.clear()
+    node.metadata_props.update(metadata)
+    try:
+        _change(node.metadata_props, entry.get("metadata", {}))
+        node.name = str(entry.get("name", node.name))
+        for position, written in entry.get("outputs", {}).items():
+            value = node.outputs[int(position)]
+            value.name = str(written.get("name", value.name))
+            _change(value.metadata_props, written.get("metadata", {}))
+            if "type" in written:
+                _set_type(value, written["type"])
+        for graph, (graph_name, *names) in zip(subgraphs(node), entry.get("graphs", ()), strict=False):
+            graph.name = str(graph_name)
+            for value, name in zip(given_values(graph), names, strict=True):
+                rename(value, str(name))
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"{tags.FUNCTIONS}: what it says of node {node.name!r} cannot be read: {error}") from error
+
+
+def node_tags(owners: Sequence[str], reason: str, call: str, hierarchy: Hierarchy) -> dict[str, str]:
+    """The tags of a node with these owners, one or more; ``call`` as of ``tags.calls_said``."""
+    found = tags.node_tags(owners, reason, hierarchy.called)
+    if not reason:
+        del found[tags.REASON]
+    tags.say_calls(found, call)
+    return found
+
+
+def _change(metadata: dict[str, str], changes: Mapping[str, str | None]) -> None:
+    for key, value in changes.items():
+        if value is None:
+            metadata.pop(key, None)
+        else:
+            metadata[str(key)] = str(value)
+
+
+def _set_type(value: ir.Value, written: Sequence[Any] | None) -> None:
+    if written is None:
+        value.type = value.shape = None
+        return
+    dtype, dimensions = written
+    value.type = ir.TensorType(ir.DataType(dtype))
+    value.shape = None if dimensions is None else ir.Shape(dimensions)
+
+
+def given_values(graph: ir.Graph) -> list[ir.Value]:
+    """The inputs and initializers of a subgraph."""
+    return list(dict.fromkeys((*graph.inputs, *graph.initializers.values())))

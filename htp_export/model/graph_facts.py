@@ -1,0 +1,184 @@
+"""What patterns ask of a graph: shapes, small constants, who makes a value and who alone reads it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.errors import FileError
+from htp_export.format import tags
+from htp_export.model.operators import is_standard
+from htp_export.model.tagged import TaggedModel
+
+__all__ = ["Array", "GraphFacts", "constant_tensor"]
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+_SMALL = 1024
+"""Constants of more elements than this are not read: they are weights."""
+
+Shape: TypeAlias = tuple[int | str | None, ...]
+
+
+class GraphFacts:
+    """A tagged model as patterns look at it; each answer costs the same however large the model is.
+
+    Args:
+        tagged: The model. It is not changed, and large tensors are not read.
+
+    Attributes:
+        tagged: The model.
+        nodes: Every node, in subgraphs and functions too.
+        by_op: ONNX operator → the nodes that compute it, in order.
+
+    Examples:
+        >>> import onnx_ir as ir
+        >>> from htp_export.model.tagged import load
+        >>> relu = ir.node("Relu", [ir.val("x", ir.DataType.FLOAT, [2, 3])])
+        >>> facts = GraphFacts(load(ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu]), ir_version=10)))
+        >>> facts.shape(relu.inputs[0]), facts.maker(relu.outputs[0], "Relu") is relu
+        ((2, 3), True)
+    """
+
+    def __init__(self, tagged: TaggedModel) -> None:
+        self.tagged = tagged
+        self.nodes: Sequence[ir.Node] = tagged.nodes
+        by_op: defaultdict[str, list[ir.Node]] = defaultdict(list)
+        for node in self.nodes:
+            if is_standard(node):
+                by_op[node.op_type].append(node)
+        self.by_op: Mapping[str, Sequence[ir.Node]] = dict(by_op)
+        self._arrays: dict[ir.Value, Array | None] = {}
+
+    def nodes_of(self, *ops: str) -> list[ir.Node]:
+        """The nodes that compute one of some operators, operator by operator."""
+        return [node for op in ops for node in self.by_op.get(op, ())]
+
+    @cached_property
+    def _typed(self) -> Mapping[str, ir.Value]:
+        return self.tagged.typed
+
+    def _known(self, value: ir.Value | None) -> ir.Value | None:
+        """The value, or the one of the same name for which types have been inferred."""
+        if value is None or (value.shape is not None and value.dtype is not None):
+            return value
+        inferred = self._typed.get(value.name) if value.name and value.graph is self.tagged.model.graph else None
+        return value if inferred is None else inferred
+
+    def shape(self, value: ir.Value | None) -> Shape | None:
+        """The dimensions of a value, each a number or a name or None; None where the rank is not known."""
+        tensor = None if value is None else value.const_value
+        if tensor is not None:
+            return tuple(int(size) for size in tensor.shape.numpy())
+        known = self._known(value)
+        if known is None or known.shape is None:
+            return None
+        return tuple(size if isinstance(size, int) else size.value for size in known.shape.dims)
+
+    def rank(self, value: ir.Value | None) -> int | None:
+        """How many dimensions a value has; None where that is not known."""
+        shape = self.shape(value)
+        return None if shape is None else len(shape)
+
+    def dtype(self, value: ir.Value | None) -> ir.DataType | None:
+        """The element type of a value; None where it is not known."""
+        tensor = None if value is None else value.const_value
+        if tensor is not None:
+            return tensor.dtype
+        known = self._known(value)
+        return None if known is None else known.dtype
+
+    def array(self, value: ir.Value | None) -> Array | None:
+        """The elements of a small constant, be it an initializer or a ``Constant``; None for anything else."""
+        if value is None:
+            return None
+        if value not in self._arrays:
+            self._arrays[value] = _small_array(self._tensor(value))
+        return self._arrays[value]
+
+    def scalar(self, value: ir.Value | None) -> float | None:
+        """The number that a constant of one element holds; None for anything else."""
+        array = self.array(value)
+        return float(array.reshape(())) if array is not None and array.size == 1 and array.dtype.kind in "fiu" else None
+
+    def is_constant(self, value: ir.Value | None) -> bool:
+        """Whether a value is the same in every run: a weight, a constant, or computed from these."""
+        if value is None:
+            return False
+        if value.is_graph_input() and value.graph is self.tagged.model.graph:
+            return False  # whoever runs the model may give another one
+        return self.tagged.index.initializer(value) is not None or value in self.tagged.index.constant
+
+    def maker(self, value: ir.Value | None, *ops: str) -> ir.Node | None:
+        """The node that makes a value, if it computes one of some operators."""
+        node = None if value is None else value.producer()
+        return node if node is not None and is_standard(node, *ops) else None
+
+    def only_reader(self, value: ir.Value, *ops: str) -> ir.Node | None:
+        """The one node that reads a value, once, if it computes one of some operators."""
+        uses = tuple(value.uses())
+        if len(uses) != 1 or value.is_graph_output():
+            return None
+        return uses[0].node if is_standard(uses[0].node, *ops) else None
+
+    def with_constant(self, node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+        """What a node of two inputs reads: the one that varies, then the constant; None where it is otherwise."""
+        if len(node.inputs) != 2:
+            return None
+        first, second = node.inputs
+        if first is None or second is None:
+            return None
+        if self.is_constant(second):
+            return None if self.is_constant(first) else (first, second)
+        return (second, first) if self.is_constant(first) else None
+
+    def with_scalar(self, node: ir.Node) -> tuple[ir.Value, float] | None:
+        """What a node of two inputs reads: the one that varies, then a constant number.
+
+        The number stands second where the order matters (``Div``, ``Sub``, ``Pow``).
+        """
+        if len(node.inputs) != 2:
+            return None
+        for place in (1, 0) if node.op_type in ("Add", "Mul") else (1,):
+            number, other = self.scalar(node.inputs[place]), node.inputs[1 - place]
+            if number is not None and other is not None:
+                return other, number
+        return None
+
+    def module_of(self, nodes: Sequence[ir.Node]) -> str:
+        """The deepest module above all owners of some nodes; the root where they have none."""
+        owners = self.tagged.index.owners
+        return tags.common_ancestor(dict.fromkeys(owner for node in nodes for owner in owners[node]))
+
+    def _tensor(self, value: ir.Value) -> ir.TensorProtocol | None:
+        source = self.tagged.index.initializer(value)
+        if source is not None:
+            is_input = source.is_graph_input() and source.graph is self.tagged.model.graph
+            return None if is_input else source.const_value
+        return constant_tensor(value)
+
+
+def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
+    """What a ``Constant`` gives; None for what is made by anything else."""
+    node = value.producer()
+    if node is None or not is_standard(node, "Constant"):
+        return None
+    written = node.attributes.get("value")
+    if written is not None and written.type == ir.AttributeType.TENSOR and not written.is_ref():
+        tensor: ir.TensorProtocol = written.value  # as_tensor() looks at every method of it, which takes longer
+        return tensor
+    return ir.convenience.get_const_tensor(value)
+
+
+def _small_array(tensor: ir.TensorProtocol | None) -> Array | None:
+    if tensor is None or tensor.size > _SMALL or tensor.dtype == ir.DataType.STRING:
+        return None
+    try:
+        return np.asarray(tensor.numpy())
+    except (OSError, FileError):  # the file of its external data is not there
+        return None

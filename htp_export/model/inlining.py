@@ -1,0 +1,304 @@
+"""``inline``: functions dissolved into the graph that calls them, every node as it was before it went into one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass
+
+from htp_export.errors import InputError
+from htp_export.files.model_files import check_target, write_model
+from htp_export.format import tags
+from htp_export.format.call_tree import CallTree
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.model.function_records import DOMAIN, Expectations, Instance, Record, Records, entry_of, restore
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.regions import all_nodes, subgraphs
+from htp_export.model.rewiring import replace_inputs
+from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.model.tensor_names import UsedNames, rename
+
+__all__ = ["Inlined", "dissolve", "inline", "read_flat"]
+
+_log = logging.getLogger(__name__)
+
+_CALLER = "htp.caller"  # never written to files
+
+
+@dataclass(frozen=True)
+class Inlined:
+    """What became of a model's functions.
+
+    Attributes:
+        model: The model without functions.
+        functions: Identifier of each function that it had, ``htp::BertLayer`` → its calls in the flat graph.
+        nodes_before: Nodes that it had, those in functions once.
+        nodes_after: Nodes that it has.
+    """
+
+    model: ir.Model
+    functions: Mapping[str, int]
+    nodes_before: int
+    nodes_after: int
+
+    def to_dict(self) -> dict[str, object]:
+        """The result as plain data, for JSON; without the model."""
+        return {
+            "functions": dict(self.functions),
+            "nodes_before": self.nodes_before,
+            "nodes_after": self.nodes_after,
+        }
+
+    def __str__(self) -> str:
+        if not self.functions:
+            return f"there are no functions; {self.nodes_after} nodes"
+        calls = sum(self.functions.values())
+        return f"{calls} calls of {len(self.functions)} functions inlined: {self.nodes_after} nodes"
+
+
+@names_model_faults("onnx")
+def inline(onnx: ModelSource, output: str | os.PathLike[str] | None = None, *, share_weights: bool = False) -> Inlined:
+    """Dissolve the functions of a model: the flat, tagged graph.
+
+    Of a model that ``functions`` made, every node gets back its name, its owners and its types. Nodes of other
+    functions get unique names, and the tags of the call where they have none of their own. Weights are not read, and
+    a model in memory is left as it is.
+
+    Args:
+        onnx: A file, ``ModelProto``, ``ir.Model`` or ``TaggedModel``; it needs no tags.
+        output: The file to write.
+        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
+            no copy. If that file changes, ``output`` is not read any more.
+
+    Raises:
+        FileError: If a file cannot be read or written.
+        InputError: If a function cannot be inlined: it calls itself, needs another opset, or has graphs as attributes.
+
+    Examples:
+        >>> import onnx_ir as ir
+        >>> relu = ir.node("Relu", [ir.val("a")])
+        >>> body = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20})
+        >>> call = ir.node("Act", [ir.val("x")], domain="net", metadata_props={"htp.module": "act"})
+        >>> graph = ir.Graph(call.inputs, call.outputs, nodes=[call], opset_imports={"": 20, "net": 1})
+        >>> function = ir.Function("net", "Act", graph=body, attributes=[])
+        >>> result = inline(ir.Model(graph, ir_version=10, functions=[function]))
+        >>> [(node.op_type, node.metadata_props["htp.module"]) for node in result.model.graph]
+        [('Relu', 'act')]
+        >>> print(result)
+        1 calls of 1 functions inlined: 1 nodes
+    """
+    check_target(output)
+    inlined = _inlined(load(onnx), others=True)
+    if output is not None:
+        write_model(inlined.model, output, share_weights=share_weights)
+    return inlined
+
+
+@names_model_faults("source")
+def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
+    """A model whose functions are dissolved, each node in the module whose work it does; as it is where it has none.
+
+    Functions that cannot be dissolved stay: one that calls itself, or has graphs as attributes. A warning says so.
+
+    Args:
+        source: Whatever ``load`` takes; a model in memory is not changed.
+        others: Dissolve functions that were not made of modules, too.
+
+    Raises:
+        FileError: If a file cannot be read.
+
+    Examples:
+        >>> import onnx_ir as ir
+        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "act"})
+        >>> model = ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}), ir_version=10)
+        >>> read_flat(model).model is model
+        True
+    """
+    tagged = load(source)
+    if not any(others or domain == DOMAIN for domain, _, _ in tagged.model.functions):
+        return tagged
+    try:
+        return load(_inlined(tagged, others=others).model)
+    except InputError as error:
+        _log.warning("functions are looked at apart from the nodes that call them: %s", error)
+        return tagged
+
+
+def _inlined(tagged: TaggedModel, *, others: bool) -> Inlined:
+    model = tagged.model.clone()
+    before = sum(1 for _ in all_nodes(model))
+    counts = dissolve(model, tagged.hierarchy, tagged.calls)
+    if others:
+        counts.update(_inline_others(model))
+    return Inlined(model, counts, before, sum(1 for _ in all_nodes(model)))
+
+
+def dissolve(model: ir.Model, hierarchy: Hierarchy, calls: CallTree) -> dict[str, int]:
+    """Inline the functions that ``functions`` made, in place.
+
+    Args:
+        model: The model.
+        hierarchy: Its modules.
+        calls: Which of their calls ran in which.
+
+    Returns:
+        Identifier of each function → how often it was called.
+
+    Raises:
+        InputError: If a function calls itself, or what the model says of its functions cannot be read.
+    """
+    made = {key: function for key, function in model.functions.items() if function.domain == DOMAIN}
+    dissolver = _Dissolver(made, Expectations(hierarchy, calls), model.graph)
+    try:
+        written = Records.from_json(model.metadata_props.get(tags.FUNCTIONS, "{}"))
+        for call in [node for node in model.graph.all_nodes() if node.op_identifier() in made]:
+            dissolver.dissolve(call, entry_of(written.calls, str(call.name)))
+    except ValueError as error:
+        raise InputError(f"model {model.graph.name!r}: its functions cannot be inlined: {error}") from error
+    _reorder(model.graph, written.order)
+    for key in made:
+        del model.functions[key]
+    model.metadata_props.pop(tags.FUNCTIONS, None)
+    if made and all(node.domain != DOMAIN for node in all_nodes(model)):
+        for imports in (model.opset_imports, *(function.opset_imports for function in model.functions.values())):
+            imports.pop(DOMAIN, None)
+    return dissolver.counts
+
+
+_Call: TypeAlias = tuple[ir.Node, Record, Instance, tuple[ir.OperatorIdentifier, ...]]
+"""A call to replace, what its nodes were, which module call it is, and the functions whose bodies it comes from."""
+
+
+class _Dissolver:
+    """Puts copies of functions' bodies in place of their calls.
+
+    Attributes:
+        counts: Identifier of each function → calls dissolved so far.
+    """
+
+    def __init__(
+        self, functions: Mapping[ir.OperatorIdentifier, ir.Function], expected: Expectations, graph: ir.Graph
+    ) -> None:
+        self._functions, self._expected = functions, expected
+        self.counts = {f"{domain}::{name}": 0 for domain, name, _ in functions}
+        self._node_names = UsedNames(str(node.name) for node in graph.all_nodes())
+        self._value_names = UsedNames(str(value.name) for value in _values(graph))
+
+    def dissolve(self, call: ir.Node, record: Record) -> None:
+        """Replace a call, and the calls in what comes in its place.
+
+        Args:
+            call: The call, in the model's graph or a subgraph of it.
+            record: What its nodes were, where that is not expected.
+
+        Raises:
+            ValueError: If a function calls itself.
+        """
+        waiting: list[_Call] = [(call, record, self._expected.instance(call, Instance("")), ())]
+        while waiting:
+            waiting += reversed(self._replace(*waiting.pop()))
+
+    def _replace(
+        self, call: ir.Node, record: Record, instance: Instance, running: tuple[ir.OperatorIdentifier, ...]
+    ) -> list[_Call]:
+        """Replace one call, as the module call that it is; the calls that are in its place now."""
+        identifier, graph = call.op_identifier(), call.graph
+        function = self._functions[identifier]
+        if identifier in running or graph is None:
+            raise ValueError(f"function {function.name!r} calls itself")
+        self.counts[f"{function.domain}::{function.name}"] += 1
+        body = function.graph.clone()
+        inner: list[_Call] = []
+        for shared, node in list(zip(function.all_nodes(), body.all_nodes(), strict=True)):
+            entry = entry_of(record, str(shared.name))
+            restore(node, entry, self._expected.metadata(shared, instance))
+            if node.op_identifier() in self._functions:
+                place = self._expected.instance(shared, instance)
+                inner.append((node, entry_of(entry, "inside"), place, (*running, identifier)))
+            elif node.name:
+                node.name = self._node_names.unused(node.name)
+        self._put_in_place(body, call, graph)
+        return inner
+
+    def _put_in_place(self, body: ir.Graph, call: ir.Node, graph: ir.Graph) -> None:
+        returned = set(body.outputs)
+        for value in _values(body):
+            if value.name and value not in returned and not value.is_graph_input():
+                rename(value, self._value_names.unused(value.name))
+        arguments = dict(zip(body.inputs, call.inputs, strict=False))
+        given = {formal: arguments.get(formal) for formal in body.inputs}
+        for node in dict.fromkeys(use.node for formal in body.inputs for use in formal.uses()):
+            replace_inputs(node, given)
+        nodes, results = list(body), list(body.outputs)
+        body.outputs.clear()
+        body.remove(nodes)
+        graph.insert_before(call, nodes)
+        for value, result in zip(results, call.outputs, strict=False):
+            value.name, value.type, value.shape = result.name, result.type, result.shape
+            value.metadata_props.clear()
+            value.metadata_props.update(result.metadata_props)
+            result.replace_all_uses_with(value, replace_graph_outputs=True)
+        replace_inputs(call, {value: None for value in call.inputs if value is not None})
+        graph.remove(call)
+
+
+def _reorder(graph: ir.Graph, order: Sequence[int]) -> None:
+    """Put the nodes where they were, unless another tool has changed the graph since."""
+    nodes = list(graph)
+    if sorted(order) != list(range(len(nodes))):
+        return
+    ordered = [node for _, node in sorted(zip(order, nodes, strict=True), key=lambda placed: placed[0])]
+    made: set[ir.Node] = set()
+    for node in ordered:
+        for held in (node, *(inner for body in subgraphs(node) for inner in body.all_nodes())):
+            producers = (value.producer() for value in held.inputs if value is not None)
+            if any(one is not None and one.graph is graph and one not in made for one in producers):
+                return
+        made.add(node)
+    graph.remove(nodes)
+    graph.extend(ordered)
+
+
+def _inline_others(model: ir.Model) -> dict[str, int]:
+    """Inline functions that were in the model as it was exported, or that another tool made.
+
+    A node keeps tags of its own, unless they lie outside the modules of the call: then one function serves several
+    modules, and the call says which. The pass merges metadata key by key, and would mix the two.
+    """
+    if not model.functions:
+        return {}
+    called = {f"{domain}::{name}": 0 for domain, name, _ in model.functions}
+    for node in all_nodes(model):
+        if node.op_identifier() in model.functions:
+            own = {key: node.metadata_props.pop(key) for key in tags.NODE_KEYS if key in node.metadata_props}
+            node.metadata_props[_CALLER] = json.dumps(own)
+            called[f"{node.domain}::{node.op_type}"] += 1
+    try:
+        InlinePass()(model)
+    except (ValueError, ir.passes.PreconditionError) as error:
+        raise InputError(f"model {model.graph.name!r}: its functions cannot be inlined: {error}") from error
+    model.functions.clear()
+    for node in all_nodes(model):
+        caller = json.loads(node.metadata_props.pop(_CALLER, "{}"))
+        named, above = tags.owners_of(node.metadata_props), tags.owners_of(caller)
+        if above and not (named and all(any(tags.is_under(path, up) for up in above) for path in named)):
+            for key in tags.NODE_KEYS:
+                node.metadata_props.pop(key, None)
+            node.metadata_props.update(caller)
+    return called
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Every value of a graph and its subgraphs."""
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in graph:
+        yield from node.outputs
+        for body in subgraphs(node):
+            yield from _values(body)

@@ -1,0 +1,259 @@
+"""What stands in each module: nodes, parameters, weights. Every table takes these numbers from here.
+
+- **Nodes** of a module are those with an owner at or below it; the root has all nodes of the model, those of no module
+  included. Its **own nodes** are those that it owns itself; nodes of no module are the root's own.
+- **Weights** are the initializers and constants that nodes read, of floating point, complex, or quantized (integers of
+  eight bits and fewer, and the 32-bit biases of quantized operators); no scalars, constants of one element, indices or
+  sizes.
+- **Parameters** of a module are the elements of those that PyTorch had, as the file says (``htp.parameters``), also
+  where an exporter merged or folded them. Where the file's own tensor of that name has another size, as after pruning,
+  that counts. If the file does not say what PyTorch had, they are the elements of the weights.
+
+Each tensor counts once in a module, and once in every module above it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from htp_export.format import tags
+from htp_export.model.graph_facts import constant_tensor
+from htp_export.model.operators import is_standard
+from htp_export.model.tagged import TaggedModel
+
+__all__ = ["Contents", "ModuleContents", "contents_of", "dtype_name", "tied_parameters"]
+
+_QUANTIZED_BITS = 8
+_WITH_QUANTIZED_BIAS = frozenset(("QLinearConv", "DequantizeLinear", "QGemm"))
+_COMPLEX = (ir.DataType.COMPLEX64, ir.DataType.COMPLEX128)
+
+
+@dataclass(frozen=True)
+class ModuleContents:
+    """What stands in one module.
+
+    Attributes:
+        nodes: The nodes of the module and of those below it, in order.
+        own_nodes: Of those, the nodes that it owns itself.
+        parameters: Elements of the parameters at or below the module.
+        self_parameters: Of those, elements of the parameters that it holds itself, and no module before it does.
+        weight_bytes: Size of the weights that its nodes read.
+        self_weight_bytes: Of those, the weights that its own nodes are the first to read.
+        weight_bytes_by_dtype: Element type, as numpy names it → bytes.
+        own_weights: The weights that its own nodes read.
+    """
+
+    nodes: Sequence[ir.Node] = ()
+    own_nodes: Sequence[ir.Node] = ()
+    parameters: int = 0
+    self_parameters: int = 0
+    weight_bytes: int = 0
+    self_weight_bytes: int = 0
+    weight_bytes_by_dtype: Mapping[str, int] = field(default_factory=dict)
+    own_weights: Sequence[ir.Value] = ()
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What stands in the modules of a model.
+
+    Attributes:
+        modules: Module path → what stands in it, for every module.
+        shared: Name of each parameter that belongs to several modules → these modules.
+        from_pytorch: Whether the parameters are those that PyTorch had; else they are the weights in the file.
+    """
+
+    modules: Mapping[str, ModuleContents]
+    shared: Mapping[str, tuple[str, ...]]
+    from_pytorch: bool
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A parameter or weight, and the modules that hold or read it, the first one first."""
+
+    elements: int
+    holders: Sequence[str]
+
+
+def contents_of(tagged: TaggedModel) -> Contents:
+    """What stands in each module of a model. No values are read.
+
+    Args:
+        tagged: The model. Without tags, everything is the root's.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> tagged = htp_export.load(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
+        >>> contents = contents_of(tagged).modules
+        >>> [(path, len(each.nodes), each.parameters, each.weight_bytes) for path, each in contents.items()]
+        [('', 2, 15, 60), ('0', 1, 15, 60), ('1', 1, 0, 0)]
+    """
+    index = tagged.index
+    own_nodes: defaultdict[str, list[ir.Node]] = defaultdict(list)
+    for node, owners in index.owners.items():
+        for owner in owners or ("",):
+            own_nodes[owner].append(node)
+    readers = _readers(tagged)
+    stored = {value: _Held(_elements(value), tuple(paths)) for value, paths in readers.items()}
+    sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    own_sizes: Counter[str] = Counter()
+    own_weights: defaultdict[str, list[ir.Value]] = defaultdict(list)
+    for value, held in stored.items():
+        own_sizes[held.holders[0]] += _bytes(value)
+        for path in held.holders:
+            own_weights[path].append(value)
+        for path in _above(held.holders):
+            sizes[path][dtype_name(_dtype(value))] += _bytes(value)
+    declared = _declared(tagged)
+    listed = list(stored.items()) if declared is None else list(declared.items())
+    parameters, own_parameters = _summed([held for _, held in listed])
+    modules = {
+        path: ModuleContents(
+            nodes=index.below.get(path, ()) if path else index.nodes,
+            own_nodes=own_nodes[path],
+            parameters=parameters[path],
+            self_parameters=own_parameters[path],
+            weight_bytes=sizes[path].total(),
+            self_weight_bytes=own_sizes[path],
+            weight_bytes_by_dtype=dict(sizes[path]),
+            own_weights=own_weights[path],
+        )
+        for path in tagged.hierarchy
+    }
+    shared = {str(getattr(each, "name", each)): tuple(held.holders) for each, held in listed if len(held.holders) > 1}
+    return Contents(modules, shared, declared is not None)
+
+
+def dtype_name(dtype: ir.DataType) -> str:
+    """The element type as numpy names it.
+
+    Examples:
+        >>> dtype_name(ir.DataType.FLOAT), dtype_name(ir.DataType.STRING)
+        ('float32', 'string')
+    """
+    return "string" if dtype == ir.DataType.STRING else str(dtype.numpy().name)
+
+
+def _summed(listed: Sequence[_Held]) -> tuple[Counter[str], Counter[str]]:
+    """Module path → elements at or below it; and those that it is the first to hold."""
+    total: Counter[str] = Counter()
+    own: Counter[str] = Counter()
+    for held in listed:
+        own[held.holders[0]] += held.elements
+        for path in _above(held.holders):
+            total[path] += held.elements
+    return total, own
+
+
+def _above(paths: Sequence[str]) -> dict[str, None]:
+    """The paths, and all above them, each once."""
+    return dict.fromkeys(up for path in paths for up in tags.ancestors(path))
+
+
+# --- parameters -----------------------------------------------------------------------------------------
+
+
+def _declared(tagged: TaggedModel) -> dict[str, _Held] | None:
+    """Full name of each parameter of the PyTorch model → the modules that hold it; None where it is not known."""
+    if tagged.parameters is None:
+        return None
+    initializers = tagged.model.graph.initializers
+    shapes: dict[str, tuple[int, ...]] = {}
+    holders: defaultdict[str, list[str]] = defaultdict(list)
+    for path, held in tagged.parameters.items():
+        for name, shape in held.shapes.items():
+            full = held.tied.get(name) or (f"{path}.{name}" if path else name)
+            shapes[full] = shape
+            if path not in holders[full]:
+                holders[full].append(path)
+    found = {}
+    for full, shape in shapes.items():
+        tensor = initializers[full].const_value if full in initializers else None
+        floating = tensor is not None and tensor.dtype.is_floating_point()
+        sizes = tensor.shape.numpy() if tensor is not None and floating else shape
+        found[full] = _Held(math.prod(sizes), holders[full])
+    return found
+
+
+# --- weights --------------------------------------------------------------------------------------------
+
+
+def _readers(tagged: TaggedModel) -> dict[ir.Value, dict[str, None]]:
+    """Each weight of the file → the modules whose nodes read it, in order."""
+    index, functions = tagged.index, tagged.model.functions
+    calls = Counter(node.op_identifier() for node in index.nodes) if functions else Counter[ir.OperatorIdentifier]()
+    found: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
+    for node, owners in index.owners.items():
+        if node.op_identifier() in functions and calls[node.op_identifier()] == 1:
+            continue  # the nodes of the function read its arguments
+        for value in _sources(tagged, node):
+            if _is_weight(value, node):
+                found[value].update(dict.fromkeys(owners or ("",)))
+    return found
+
+
+def _sources(tagged: TaggedModel, node: ir.Node) -> Iterator[ir.Value]:
+    """The initializers and outputs of ``Constant`` nodes that a node reads."""
+    for value in node.inputs:
+        if value is None:
+            continue
+        producer = value.producer()
+        if producer is None:
+            source = tagged.index.initializer(value)
+            if source is not None:
+                yield source
+        elif is_standard(producer, "Constant"):
+            yield value
+
+
+def _is_weight(value: ir.Value, reader: ir.Node) -> bool:
+    tensor = _tensor(value)
+    if tensor is None or not len(tensor.shape):
+        return False
+    if value.producer() is not None and _elements(value) <= 1:
+        return False
+    dtype = tensor.dtype
+    if dtype.is_floating_point() or dtype in _COMPLEX:
+        return True
+    if dtype == ir.DataType.INT32:
+        return reader.op_type in _WITH_QUANTIZED_BIAS
+    return dtype.is_integer() and dtype.bitwidth <= _QUANTIZED_BITS
+
+
+def _tensor(value: ir.Value) -> ir.TensorProtocol | None:
+    """What an initializer or a ``Constant`` node holds."""
+    return value.const_value if value.producer() is None else constant_tensor(value)
+
+
+def _elements(value: ir.Value) -> int:
+    tensor = _tensor(value)
+    return 0 if tensor is None else math.prod(tensor.shape.numpy())
+
+
+def _bytes(value: ir.Value) -> int:
+    tensor = _tensor(value)
+    return 0 if tensor is None else tensor.nbytes
+
+
+def _dtype(value: ir.Value) -> ir.DataType:
+    tensor = _tensor(value)
+    return ir.DataType.UNDEFINED if tensor is None else tensor.dtype
+
+
+def tied_parameters(tagged: TaggedModel) -> dict[str, dict[str, str]]:
+    """Module path → its parameters that another module before it holds too: full name → full name there.
+
+    Empty where the file does not say what PyTorch had.
+    """
+    return {
+        path: {f"{path}.{name}" if path else name: first for name, first in held.tied.items()}
+        for path, held in (tagged.parameters or {}).items()
+        if held.tied
+    }

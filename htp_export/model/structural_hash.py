@@ -1,0 +1,120 @@
+"""What nodes compute, as hashes: equal where operators, wiring, attributes and shapes of weights are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import onnx_ir as ir
+
+from htp_export.model.graph_facts import GraphFacts
+
+__all__ = ["Hasher"]
+
+_NUMBERS = 16  # constants of up to so many whole numbers are settings, and count with their values
+
+_MEASURED: Mapping[str, tuple[int, ...]] = {
+    "QuantizeLinear": (1, 2), "DequantizeLinear": (1, 2), "MatMulInteger": (2, 3), "ConvInteger": (2, 3),
+    "QLinearMatMul": (1, 2, 4, 5, 6, 7), "QLinearConv": (1, 2, 4, 5, 6, 7),
+}  # fmt: skip
+"""Where scales and zero points stand: numbers that were measured, as weights are, and no settings."""
+
+
+class Hasher:
+    """Hashes of parts of a graph.
+
+    Names, metadata, values of weights, and the order of nodes that do not read each other do not count.
+
+    Args:
+        facts: The graph.
+    """
+
+    def __init__(self, facts: GraphFacts) -> None:
+        self._facts = facts
+        self._own: dict[ir.Node, str] = {}
+        self._leaves: dict[ir.Value, str] = {}
+
+    def part(self, nodes: Sequence[ir.Node], members: Collection[ir.Node]) -> str:
+        """The hash of a part of a graph.
+
+        Args:
+            nodes: Its nodes, each after those that it reads.
+            members: The same nodes, as something that can be asked.
+        """
+        below: dict[ir.Value, str] = {}
+        for node in nodes:
+            read = [self._input(value, below, members) for value in node.inputs]
+            digest = _digest((self.node(node), *read))
+            for place, value in enumerate(node.outputs):
+                below[value] = f"{digest}.{place}"
+        return _digest(sorted(below.values()))
+
+    def node(self, node: ir.Node) -> str:
+        """The hash of what a node does to whatever it reads."""
+        if node not in self._own:
+            written = {
+                name: self._attribute(attribute) for name, attribute in node.attributes.items() if name != "doc_string"
+            }
+            self._own[node] = _digest((node.domain, node.op_type, *_pairs(written)))
+        return self._own[node]
+
+    def _input(self, value: ir.Value | None, below: Mapping[ir.Value, str], members: Collection[ir.Node]) -> str:
+        if value is None:
+            return "-"
+        if value in below:
+            return below[value]
+        if value.producer() in members:
+            return "later"  # of a loop through a function: no order is right there
+        if value not in self._leaves:
+            self._leaves[value] = self._leaf(value)
+        return self._leaves[value]
+
+    def _leaf(self, value: ir.Value) -> str:
+        """What enters: a weight by type and shape, a setting by its value, anything else as such."""
+        source = self._facts.tagged.index.initializer(value)
+        if source is None:
+            return "constant" if self._facts.is_constant(value) else "in"
+        array = None if _was_measured(value) else self._facts.array(value)
+        if array is not None and array.size <= _NUMBERS and (array.dtype.kind in "iub" or array.ndim == 0):
+            return f"{array.dtype}{array.shape}{array.reshape(-1).tolist()}"
+        return f"{self._facts.dtype(source)}{self._facts.shape(source)}"
+
+    def _attribute(self, attribute: ir.Attr) -> str:
+        if attribute.is_ref():
+            return f"ref {attribute.ref_attr_name}"
+        if attribute.type == ir.AttributeType.GRAPH:
+            return self._body(attribute.as_graph())
+        if attribute.type == ir.AttributeType.GRAPHS:
+            return _digest(self._body(graph) for graph in attribute.as_graphs())
+        if attribute.type == ir.AttributeType.TENSOR:
+            tensor: ir.TensorProtocol = attribute.value  # as_tensor() looks at every method of it
+            small = tensor.size <= _NUMBERS and tensor.dtype != ir.DataType.STRING
+            return f"{tensor.dtype}{tuple(tensor.shape.numpy())}{tensor.numpy().reshape(-1).tolist() if small else ''}"
+        if attribute.type in (ir.AttributeType.TENSORS, ir.AttributeType.SPARSE_TENSOR):
+            return str(attribute.type)
+        return repr(attribute.value)
+
+    def _body(self, graph: ir.Graph) -> str:
+        nodes = list(graph)
+        return self.part(nodes, frozenset(nodes))
+
+
+def _was_measured(value: ir.Value) -> bool:
+    """Whether a constant is a scale or zero point of quantization."""
+    for use in value.uses():
+        if use.idx in _MEASURED.get(use.node.op_type, ()):
+            return True
+        if use.node.op_type == "Mul":  # the scale of a weight and that of what is quantized while the model runs
+            others = [other for other in use.node.inputs if other is not None and other is not value]
+            makers = [(other.producer(), other.index()) for other in others]
+            if any(maker is not None and maker.op_type == "DynamicQuantizeLinear" and k == 1 for maker, k in makers):
+                return True
+    return False
+
+
+def _pairs(written: Mapping[str, str]) -> Iterable[str]:
+    return (f"{name}={value}" for name, value in sorted(written.items()))
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()

@@ -1,0 +1,141 @@
+"""Results by module as tables: for notebooks, and for pandas where that is there."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+from htp_export.errors import InputError
+
+__all__ = ["ModuleTable", "html_table", "html_tree"]
+
+_MOST_IN_TREE = 4000
+_OPEN_LEVELS = 2
+_MOST = 400  # lines of a table in a notebook
+_NUMBER = re.compile(r"(?:[-+\d.,e]+|nan|-?inf)?")
+_STYLE = "font-family:monospace;white-space:pre"
+_SCROLLED = "max-height:480px;overflow:auto"
+_TREE = f"font-family:monospace;line-height:1.6;text-align:left;{_SCROLLED}"
+
+
+class ModuleTable:
+    """A result with numbers by module; what it takes is ``to_dict()["modules"]``, module path → plain data.
+
+    Attributes:
+        in_notebook: Draws a result as HTML as its command draws it. What draws stands above what is drawn: the face of
+            the package puts it here.
+    """
+
+    in_notebook: ClassVar[Callable[[Any], str | None] | None] = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data."""
+        raise NotImplementedError
+
+    def to_pandas(self) -> Any:
+        """The modules as a ``pandas.DataFrame``: a row for each, a column for each number or word.
+
+        Raises:
+            InputError: If pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise InputError("to_pandas needs pandas; install it with: pip install pandas") from error
+        rows = self._rows()
+        return pandas.DataFrame(list(rows.values()), index=pandas.Index(list(rows), name="module"))
+
+    def _rows(self) -> dict[str, dict[str, Any]]:
+        """The modules, with what has no parts."""
+        modules = self.to_dict()["modules"]
+        return {
+            path: {
+                name: value for name, value in module.items() if value is None or isinstance(value, str | int | float)
+            }
+            for path, module in modules.items()
+        }
+
+    def _repr_html_(self) -> str:
+        """The table of the command line, for notebooks; all numbers where there is none."""
+        draw = type(self).in_notebook
+        drawn = draw(self) if draw is not None else None
+        if drawn is not None:
+            return drawn
+        rows = self._rows()
+        names = list(dict.fromkeys(name for row in rows.values() for name in row))
+        lines = [[path or "(root)", *(_text(row.get(name)) for name in names)] for path, row in rows.items()]
+        return html_table(["module", *names], lines)
+
+
+def html_table(header: Sequence[str], lines: Iterable[Sequence[str]], notes: Iterable[str] = ()) -> str:
+    """A table as HTML; whatever a cell looks like, it is text.
+
+    Args:
+        header: The heads of the columns.
+        lines: The cells, line by line; the first few hundred lines are drawn.
+        notes: Sentences that stand below.
+
+    Examples:
+        >>> "&lt;b&gt;" in html_table(["module"], [["<b>"]])
+        True
+    """
+    listed = list(lines)
+    right = [all(_NUMBER.fullmatch(cell) for cell in column) for column in zip(*listed, strict=True)]
+    right = right or [False] * len(header)
+
+    def row(kind: str, cells: Sequence[str]) -> str:
+        return f"<tr>{''.join(_cell(kind, cell, at) for cell, at in zip(cells, right, strict=True))}</tr>"
+
+    cells = "".join(row("td", line) for line in listed[:_MOST])
+    more = [f"and {len(listed) - _MOST} more lines"] if len(listed) > _MOST else []
+    below = "".join(f"<p>{html.escape(note)}</p>" for note in (*more, *notes))
+    table = f"<table><thead>{row('th', header)}</thead><tbody>{cells}</tbody></table>"
+    return f'<div style="{_SCROLLED}">{table}</div>{below}'
+
+
+def html_tree(lines: Iterable[tuple[int, str, str, str]], notes: Iterable[str] = ()) -> str:
+    """A tree as HTML that folds without a script; whatever a name looks like, it is text.
+
+    Args:
+        lines: Level from 0, name, its whole path, and what is said of it; a line stands after the one that holds it.
+        notes: Sentences that stand below.
+
+    Examples:
+        >>> drawn = html_tree([(0, "net", "net", ""), (1, "fc", "net.fc", "Linear")])
+        >>> drawn.count("<details"), drawn.count("<div"), "Linear" in drawn
+        (1, 2, True)
+    """
+    listed = list(lines)
+    parts: list[str] = []
+    open_levels: list[int] = []
+    for k, (level, name, path, said) in enumerate(listed[:_MOST_IN_TREE]):
+        while open_levels and open_levels[-1] >= level:
+            open_levels.pop()
+            parts.append("</details>")
+        text = f'{html.escape(name)} <span style="opacity:.6">{html.escape(said)}</span>'
+        style = f"margin-left:{1.2 if level else 0}em"
+        if k + 1 < len(listed) and listed[k + 1][0] > level:
+            opened = " open" if level < _OPEN_LEVELS else ""
+            summary = f'<summary title="{html.escape(path)}" style="cursor:pointer">{text}</summary>'
+            parts.append(f'<details{opened} style="{style}">{summary}')
+            open_levels.append(level)
+        else:  # as far in as the names of those that fold
+            parts.append(f'<div title="{html.escape(path)}" style="{style};padding-left:1em">{text}</div>')
+    parts += ["</details>"] * len(open_levels)
+    more = [f"and {len(listed) - _MOST_IN_TREE} more"] if len(listed) > _MOST_IN_TREE else []
+    below = "".join(f"<p>{html.escape(note)}</p>" for note in (*more, *notes))
+    return f'<div style="{_TREE}">{"".join(parts)}</div>{below}'
+
+
+def _cell(kind: str, text: str, right: bool) -> str:
+    return f'<{kind} style="text-align:{"right" if right else "left"};{_STYLE}">{html.escape(text)}</{kind}>'
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value)
+    return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,106 @@
+"""What a file knows about its tags, as a sentence: it stands under every table that is by module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["TagFacts", "tag_lines"]
+
+_CARRIED = "recovered by carry"
+_EVIDENCE = {
+    "scope": "captured at export",
+    "shared": "shared by several modules",
+    "fused": "fused from several modules",
+    "flow": "found by the nodes around them",
+    "function": "calls of module functions",
+    "spliced": "spliced in",
+    "parameters": "found by their parameters",
+    **dict.fromkeys(("tensor", "node", "initializer", "values", "region"), _CARRIED),
+    "inserted": "inserted by a tool",
+}
+"""Each word of ``htp.reason`` as it is shown; one that is not here, of a later version, is shown as it is."""
+
+
+@dataclass(frozen=True)
+class TagFacts:
+    """What a model knows about its module tags.
+
+    Attributes:
+        source: Where the owners of nodes come from: ``"htp"``, ``"torch"`` or ``"none"``, as `TaggedModel.source` has
+            it.
+        reasons: How the owners are known, a word of ``docs/format.md`` → nodes; most first.
+        untagged: Nodes that belong to no module.
+        lost: Whether the model still knows its modules, and its nodes no longer.
+
+    Examples:
+        >>> print(TagFacts("htp", {"scope": 12, "fused": 2}, untagged=1))
+        1 node has no module; the others: 12 captured at export, 2 fused from several modules
+    """
+
+    source: str = "none"
+    reasons: Mapping[str, int] = field(default_factory=dict)
+    untagged: int = 0
+    lost: bool = False
+
+    @property
+    def advice(self) -> str:
+        """What to do about tags that are missing or not exact; ``""`` where they are exact."""
+        if self.lost:
+            scopes = " Modules are read from torch's own scopes, which are not exact." if self.source == "torch" else ""
+            return (
+                "The nodes of this file have lost their module tags: "
+                f"htp_export.carry(before, after) brings them back.{scopes}"
+            )
+        if self.source == "none":
+            return (
+                "This file has no module tags. "
+                "Export it with htp_export.export(...) in place of torch.onnx.export(...)."
+            )
+        if self.source == "torch":
+            return (
+                "The modules are read from torch's own scopes, which are not exact. "
+                "Export with htp_export.export(...) in place of torch.onnx.export(...) for exact ones."
+            )
+        return ""
+
+    def __str__(self) -> str:
+        if self.source != "htp":
+            return self.advice
+        found = Counter[str]()
+        for reason, count in self.reasons.items():
+            found[_EVIDENCE.get(reason, reason)] += count
+        evidence = ", ".join(f"{count:,} {how}" for how, count in found.most_common())
+        if self.untagged:
+            lacking = f"{self.untagged:,} node{' has' if self.untagged == 1 else 's have'} no module"
+            return f"{lacking}; the others: {evidence}" if evidence else lacking
+        return f"every node has a module: {evidence}" if evidence else "every node has a module"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data, for JSON."""
+        return asdict(self)
+
+
+def tag_lines(*facts: TagFacts | None, names: Sequence[str] = ("before", "after")) -> tuple[str, ...]:
+    """The line that stands under a table; for two files one for each, or one where both know the same.
+
+    Args:
+        facts: What the file knows, or each of the files; None where nobody asked, which is no line.
+        names: What the files are called, where there are several.
+
+    Examples:
+        >>> for line in tag_lines(TagFacts("htp", {"scope": 3}), TagFacts("htp", {"scope": 2, "fused": 1})):
+        ...     print(line)
+        before: every node has a module: 3 captured at export
+        after: every node has a module: 2 captured at export, 1 fused from several modules
+        >>> tag_lines(*[TagFacts("htp", {"scope": 3})] * 2), tag_lines(None)
+        (('both: every node has a module: 3 captured at export',), ())
+    """
+    told = [str(each) for each in facts if each is not None]
+    if len(told) < 2:
+        return tuple(told)
+    if len(set(told)) == 1:
+        return (f"both: {told[0]}",)
+    return tuple(f"{name}: {line}" for name, line in zip(names, told, strict=True))

@@ -1,0 +1,357 @@
+"""TaggedModel: an ONNX model whose nodes know their modules; load, look at, select, save."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Literal, Protocol, TypeAlias
+
+import onnx
+import onnx_ir as ir
+
+from htp_export.errors import FileError, InputError, UnknownModuleError, UntaggedModelError
+from htp_export.files.model_files import model_from_proto, read_model, write_model
+from htp_export.format import tags
+from htp_export.format.call_tree import CallTree, Work
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.parameters import Held, parameters_from_json
+from htp_export.format.signatures import Signature, signatures_from_json
+from htp_export.format.torch_scopes import scopes_of
+from htp_export.model.regions import GraphIndex, Region, all_nodes
+from htp_export.model.shapes import shapes_by_symbols
+from htp_export.model.tables import html_table, html_tree
+from htp_export.model.tag_facts import TagFacts
+
+__all__ = ["ModelSource", "Region", "TagSource", "TaggedModel", "all_nodes", "load", "model_of", "name_of"]
+
+_log = logging.getLogger(__name__)
+
+TagSource: TypeAlias = Literal["htp", "torch", "none"]
+
+
+class _HasModel(Protocol):
+    """What ``torch.onnx.ONNXProgram`` and the results of this package have in common."""
+
+    @property
+    def model(self) -> ir.Model: ...
+
+
+class TaggedModel:
+    """An ONNX model and its module tree; indexed by module path.
+
+    What it knows of the graph is found once, when first asked for. After changing the graph, ``load(tagged.model)``.
+
+    Args:
+        model: The model.
+        hierarchy: Its modules, every owner of a node among them.
+        source: Where the owners come from: ``"htp"``, the exact tags of this package; ``"torch"``, torch's own scopes;
+            ``"none"`` of them.
+
+    Attributes:
+        model: The model.
+        hierarchy: Its modules.
+        source: Where the owners come from.
+
+    Examples:
+        >>> import onnx_ir as ir
+        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "act", "htp.reason": "scope"})
+        >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20})
+        >>> tagged = load(ir.Model(graph, ir_version=10))
+        >>> tagged.paths, [node.op_type for node in tagged["act"].nodes], tagged.reasons
+        (['', 'act'], ['Relu'], Counter({'scope': 1}))
+    """
+
+    def __init__(self, model: ir.Model, hierarchy: Hierarchy, source: TagSource = "htp") -> None:
+        self.model = model
+        self.hierarchy = hierarchy
+        self.source: TagSource = source
+
+    def __repr__(self) -> str:
+        name = self.hierarchy.root.simple_class or self.model.graph.name or "unnamed"
+        return f"<TaggedModel {name}: {len(self)} modules, tags: {self.source}>"
+
+    def _repr_html_(self) -> str:
+        """The module tree, for notebooks; ``htp_export.view`` draws it with everything that is known."""
+        if self.source == "none":
+            return html_table(["nodes"], [[str(len(self.nodes))]], [str(self.tag_facts)])
+        return html_tree(self._lines(), [str(self.tag_facts)])
+
+    def _lines(self) -> Iterator[tuple[int, str, str, str]]:
+        """The lines of the tree. A container, which never ran itself, is none: its name stands before what it holds."""
+        holding = {up for path in self.hierarchy for up in tags.ancestors(path) if up != path}
+        levels: dict[str, int] = {}
+        for path, module in self.hierarchy.items():
+            if path and not module.calls and path in holding and self[path].nodes:
+                continue
+            above = next((up for up in tags.ancestors(path) if up != path and up in levels), None)
+            levels[path] = 0 if above is None else levels[above] + 1
+            nodes = len(self[path].nodes)
+            said = [module.simple_class, f"{nodes} node{'s' * (nodes != 1)}"]
+            said += [f"{module.calls} calls"] if module.calls > 1 else []
+            said += [module.fate] if module.fate != "computed" else []
+            yield levels[path], path[len(above) + 1 if above else 0 :] or "(root)", path or "(root)", " · ".join(said)
+
+    def __getitem__(self, path: str) -> Region:
+        self._require_tags()
+        if path not in self.hierarchy:
+            raise UnknownModuleError(path, self.hierarchy)
+        return Region(self.index, self.hierarchy, self.calls, path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.hierarchy)
+
+    def __len__(self) -> int:
+        return len(self.hierarchy)
+
+    def __contains__(self, path: object) -> bool:
+        return path in self.hierarchy
+
+    @property
+    def paths(self) -> list[str]:
+        """Every module path, in the order of ``named_modules()``."""
+        return list(self.hierarchy)
+
+    @property
+    def nodes(self) -> list[ir.Node]:
+        """Every node, in subgraphs and functions too, in the order of ``all_nodes``."""
+        return self.index.nodes
+
+    @property
+    def untagged(self) -> list[ir.Node]:
+        """The nodes without owners."""
+        return [node for node, owners in self.index.owners.items() if not owners]
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """How the owners are known: ``htp.reason`` → nodes."""
+        found = (node.metadata_props.get(tags.REASON) for node in all_nodes(self.model))
+        return Counter(reason for reason in found if reason is not None)
+
+    @property
+    def tag_facts(self) -> TagFacts:
+        """What the model knows about its tags, as it stands under tables."""
+        lost = self.source != "htp" and tags.MODULES in self.model.metadata_props
+        untagged = 0 if self.source == "none" else len(self.untagged)
+        return TagFacts(self.source, dict(self.reasons.most_common()), untagged, lost)
+
+    @cached_property
+    def signatures(self) -> Mapping[str, tuple[Signature, ...]]:
+        """Module path → for each of its calls, what it took and gave in PyTorch; absent where the file does not say.
+
+        Raises:
+            InputError: If the model's ``htp.signatures`` is not what the file format says.
+        """
+        written = self.model.metadata_props.get(tags.SIGNATURES)
+        try:
+            return {} if written is None else signatures_from_json(written)
+        except ValueError as error:
+            raise InputError(f"model {self.model.graph.name!r}: {error}") from error
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Held] | None:
+        """Module path → the parameters that it holds in PyTorch; None where the file does not say.
+
+        Nor does it where it names a module that is not there: then the file was made of a part of the model, by a tool
+        that let the metadata be.
+
+        Raises:
+            InputError: If the model's ``htp.parameters`` is not what the file format says.
+        """
+        written = self.model.metadata_props.get(tags.PARAMETERS)
+        try:
+            known = None if written is None else parameters_from_json(written)
+        except ValueError as error:
+            raise InputError(f"model {self.model.graph.name!r}: {error}") from error
+        return known if known is not None and all(path in self.hierarchy for path in known) else None
+
+    @cached_property
+    def values(self) -> Mapping[str, ir.Value]:
+        """The tensors of the main graph by name: inputs, initializers, and what its nodes make."""
+        graph = self.model.graph
+        made = (value for node in graph for value in node.outputs)
+        return {value.name: value for value in (*graph.initializers.values(), *graph.inputs, *made) if value.name}
+
+    @cached_property
+    def typed(self) -> Mapping[str, ir.Value]:
+        """The same, of a copy in which types and shapes have been inferred where the file does not say them."""
+        from onnx_ir.passes.common import ShapeInferencePass
+
+        if all(value.dtype is not None and value.shape is not None for value in self.values.values()):
+            return self.values
+        copy = self.model.clone()
+        ShapeInferencePass(check_type=False, strict_mode=False)(copy)
+        return TaggedModel(copy, self.hierarchy, self.source).values
+
+    @cached_property
+    def typed_by_symbols(self) -> Mapping[str, ir.Value]:
+        """The same by ONNX Runtime's inference: slower, but it knows sizes that are computed, and its own operators."""
+        return TaggedModel(shapes_by_symbols(self.model), self.hierarchy, self.source).values
+
+    def owners_of(self, node: ir.Node) -> tuple[str, ...]:
+        """The modules that a node computes, in order of execution; empty for an untagged node."""
+        if self.source == "htp":
+            return tags.owners_of(node.metadata_props)
+        if self.source == "torch":
+            return tuple(path for path, _ in scopes_of(node)[-1:])
+        return ()
+
+    @cached_property
+    def calls(self) -> CallTree:
+        """Which call of a module ran in which call of another.
+
+        Raises:
+            InputError: If the model's ``htp.callers`` is not what the file format says.
+        """
+        written = self.model.metadata_props.get(tags.CALLERS) if self.source == "htp" else None
+        try:
+            return CallTree.from_json(written, self.hierarchy)
+        except ValueError as error:
+            raise InputError(f"model {self.model.graph.name!r}: {error}") from error
+
+    def work_of(self, node: ir.Node) -> Work:
+        """Whose work a node does: its owners, in which of their calls, and in whose regions it is."""
+        said = tags.calls_said(node.metadata_props) if self.source == "htp" else ""
+        return self.calls.work(self.owners_of(node), said)
+
+    def select(self, patterns: str | Sequence[str]) -> list[str]:
+        """The module paths that a selector names; see ``tags.select`` for the language.
+
+        Raises:
+            SelectorError: If the selector cannot be read, or a part of it matches no module.
+            UntaggedModelError: If the model has no tags.
+        """
+        self._require_tags()
+        return tags.select(patterns, self.hierarchy.classes)
+
+    def save(
+        self, path: str | os.PathLike[str], external_data: str | None = None, *, share_weights: bool = False
+    ) -> None:
+        """Write the model, whole or not at all.
+
+        External weights stay external: they are streamed into ``<name>.data`` beside the file, or
+        ``<name>.<serial>.data`` if there is such a file, unless it is the file that they belong to.
+
+        Args:
+            path: The file to write.
+            external_data: Name of a file beside it, for all weights of more than 256 bytes.
+            share_weights: Leave external weights in the data file of another model in the same folder, and write no
+                copy. If that file changes, this one is not read any more.
+
+        Raises:
+            FileError: If it cannot be written; what was there before is untouched.
+        """
+        write_model(self.model, path, external_data, share_weights=share_weights)
+
+    @cached_property
+    def index(self) -> GraphIndex:
+        """What one pass over the model tells about every region of it."""
+        return GraphIndex(self.model, self.work_of)
+
+    def _require_tags(self) -> None:
+        if self.source != "none":
+            return
+        problem = "it has no module tags; export it with htp_export.export(...) in place of torch.onnx.export(...)"
+        if tags.MODULES in self.model.metadata_props:
+            problem = "its nodes have lost their module tags; htp_export.carry(before, after) brings them back"
+        raise UntaggedModelError(f"model {self.model.graph.name!r}: {problem}")
+
+
+ModelSource: TypeAlias = str | os.PathLike[str] | onnx.ModelProto | ir.Model | TaggedModel | _HasModel
+"""Everything that ``load`` takes."""
+
+
+def load(source: ModelSource) -> TaggedModel:
+    """A model with its module tree.
+
+    An untagged model is read with torch's own module scopes, where it has them: node metadata from the dynamo
+    exporter, node names from the TorchScript exporter. They are not exact, and a warning is logged.
+
+    Args:
+        source: A file, an ``ONNXProgram``, a ``ModelProto``, an ``ir.Model``, or anything with an ``ir.Model`` as
+            ``model``. Models in memory are taken as they are, not copied. External data and large weights of a file
+            are read when they are asked for. Until then the ONNX file may be replaced, but not written over; a data
+            file that was replaced is not read any more.
+
+    Raises:
+        FileError: If the file is missing, is not ONNX, has broken tags, or names external data outside its folder; or
+            if its data file was replaced without it, as by a process that was killed.
+        InputError: If a model in memory has broken tags.
+    """
+    if isinstance(source, TaggedModel):
+        return source
+    model = model_of(source)
+    try:
+        return _tagged(model)
+    except ValueError as error:
+        if isinstance(source, str | os.PathLike):
+            raise FileError(os.fspath(source), str(error)) from error
+        raise InputError(f"model {model.graph.name!r}: {error}") from error
+
+
+def name_of(source: ModelSource, otherwise: str) -> str:
+    """What a model is called in messages: its file, or ``otherwise`` for one in memory.
+
+    Examples:
+        >>> name_of("a.onnx", "the ONNX model"), name_of(onnx.ModelProto(), "the ONNX model")
+        ('a.onnx', 'the ONNX model')
+    """
+    return os.fspath(source) if isinstance(source, str | os.PathLike) else otherwise
+
+
+def model_of(source: ModelSource) -> ir.Model:
+    """The model alone, whatever is known of its modules; a model in memory as it is.
+
+    Raises:
+        FileError: If the file is missing, is not ONNX, or names external data outside its folder.
+    """
+    if isinstance(source, str | os.PathLike):
+        return read_model(source)
+    if isinstance(source, onnx.ModelProto):
+        return model_from_proto(source)
+    model = source if isinstance(source, ir.Model) else getattr(source, "model", None)
+    if not isinstance(model, ir.Model):
+        raise TypeError(f"no ONNX model: {type(source).__name__}; give a file, a ModelProto or an ir.Model")
+    return model
+
+
+def _tagged(model: ir.Model) -> TaggedModel:
+    declared = model.metadata_props.get(tags.MODULES)
+    newer = _newer_version(model)
+    try:
+        known = None if declared is None else Hierarchy.from_json(declared)
+    except ValueError as error:
+        raise ValueError(f"{error}; {newer}, so that it needs a newer htp_export" if newer else str(error)) from error
+    if newer:
+        _log.warning("model %r: %s; what that adds is passed over", model.graph.name, newer)
+    hierarchy = known or Hierarchy([ModuleInfo("", "", 1, "computed")])
+    calls: dict[str, int] = {}
+    for node in all_nodes(model):
+        owners, call = tags.owners_of(node.metadata_props), node.metadata_props.get(tags.CALL, "0")
+        for owner in owners:
+            number = int(call) if owner == owners[-1] and call.isdecimal() else 0
+            calls[owner] = max(calls.get(owner, 1), number + 1)
+    if calls:
+        above = {up: 1 for path in calls for up in tags.ancestors(path)}  # what ran inside them says that they ran
+        return TaggedModel(model, hierarchy.including({**above, **calls}), "htp")
+    classes = dict(scope for node in all_nodes(model) for scope in scopes_of(node))
+    if not classes:
+        return TaggedModel(model, hierarchy, "none")
+    if declared is None:
+        hierarchy = Hierarchy([ModuleInfo("", classes.get("", ""), 1, "computed")])
+    _log.warning(
+        "model %r has no htp_export tags; its modules are read from torch's own scopes, which are not exact. "
+        "Export it with htp_export.export(...) for exact ones",
+        model.graph.name,
+    )
+    return TaggedModel(model, hierarchy.including(dict.fromkeys(classes, 1), classes), "torch")
+
+
+def _newer_version(model: ir.Model) -> str:
+    """That a model is of a later version of the file format than is known here; ``""`` where it is not."""
+    said = model.metadata_props.get(tags.FORMAT, tags.VERSION)
+    if said.isdecimal() and int(said) <= int(tags.VERSION):
+        return ""
+    return f"its tags are of version {said} of the file format, and this htp_export knows version {tags.VERSION}"

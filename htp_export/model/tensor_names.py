@@ -1,0 +1,65 @@
+"""Names of tensors and nodes: free ones, and new ones for tensors that other models hold as well."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import onnx_ir as ir
+
+__all__ = ["UsedNames", "rename"]
+
+
+class UsedNames:
+    """Names that are in use. It grows, and finds names that are not in it.
+
+    Args:
+        names: The names.
+
+    Examples:
+        >>> used = UsedNames(["input"])
+        >>> used.unused("input"), used.unused("input"), used.unused("mask")
+        ('input_2', 'input_3', 'mask')
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = set(names)
+        self._numbers: dict[str, int] = {}  # a name → the last number after it; all before it are in use
+
+    def unused(self, wanted: str) -> str:
+        """The name, or it with the first number from 2 that makes it new; noted as used."""
+        name, number = wanted, self._numbers.get(wanted, 1)
+        while name in self._names:
+            number += 1
+            name = f"{wanted}_{number}"
+        self._numbers[wanted] = number
+        self._names.add(name)
+        return name
+
+
+def rename(value: ir.Value, name: str) -> None:
+    """Give a value another name, and leave its weights' name alone where other models hold them too.
+
+    Copies of models share their weights, and onnx_ir renames the tensor together with the value, and with the tensor
+    the ``TensorProto`` that it is a view of.
+
+    Examples:
+        >>> weight = ir.tensor([1.0], name="weight")
+        >>> values = [ir.Value(name="weight", const_value=weight) for _ in range(2)]
+        >>> rename(values[1], "layer.weight")
+        >>> [(value.name, value.const_value.name) for value in values]
+        [('weight', 'weight'), ('layer.weight', 'layer.weight')]
+    """
+    tensor = value.const_value
+    if tensor is not None and value.name != name:
+        value.const_value = _other_view(tensor)
+    value.name = name
+
+
+def _other_view(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    """The same weights in another object, not copied."""
+    if not isinstance(tensor, ir.serde.TensorProtoTensor):
+        return copy.copy(tensor)
+    if tensor.dtype == ir.DataType.STRING:
+        return ir.StringTensor(list(tensor.numpy().flat), shape=ir.Shape(tensor.shape), name=tensor.name)
+    return ir.LazyTensor(lambda: tensor, tensor.dtype, ir.Shape(tensor.shape), name=tensor.name)

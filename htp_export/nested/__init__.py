@@ -1,1 +1,0 @@
-"""Models whose modules are ONNX functions, and the flat graph that they stand for."""

@@ -1,0 +1,1 @@
+"""What concerns the whole process: changes that are put back, garbage collection, progress."""

@@ -1,0 +1,152 @@
+"""What the adapters have in common: a file for the tool, and the tags for what it made of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from htp_export.errors import HtpExportError, InputError
+from htp_export.files.model_files import check_target, model_from_proto, read_model, write_model
+from htp_export.model.tagged import ModelSource, model_of
+from htp_export.provenance.carrying import Carried, carry_in_place, tagged_model
+
+__all__ = ["Tool", "adapted", "library", "share_unchanged"]
+
+Tool = Callable[[Path, Path], "onnx.ModelProto | ir.Model | None"]
+"""Given the file to work on: returns the model that it made, or writes it to the second path."""
+
+_NAMED_HERE = "htp_export/"
+
+
+def library(name: str, extra: str | None = "tools") -> Any:
+    """Import the library of a tool.
+
+    Raises:
+        InputError: It is not installed; the message says how to install it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        what = f'"htp-export[{extra}]"' if extra else name.partition(".")[0]
+        raise InputError(f"{name} cannot be imported ({error}); pip install {what}") from error
+
+
+def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike[str] | None) -> Carried:
+    """Run a tool on a tagged model and put the tags on its result.
+
+    Nodes without a name of their own get one for the time, by which they are known again. What torch notes of weights
+    is taken off for the time: it stands beside their shapes, which tools that transpose a weight leave as they were.
+
+    Args:
+        name: The tool's name, for messages.
+        tool: The tool.
+        model: The tagged model.
+        output: The file to write.
+
+    Raises:
+        UntaggedModelError: The model has no tags of htp_export.
+        HtpExportError: The tool failed; its own error is the cause.
+        FileError: A file cannot be read or written.
+    """
+    check_target(output)
+    before = tagged_model(model)
+    names, notes = _name_nodes(before), _take_notes(before)
+    with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
+        given, made = Path(folder) / "model.onnx", Path(folder) / "made.onnx"
+        write_model(before, given)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                after = tool(given, made)
+        except HtpExportError:
+            raise
+        except Exception as error:
+            if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+                raise InputError(f"{name}: {error}") from error
+            said = _plain(error, {given: _name_of(model), made: "its result"})
+            raise HtpExportError(f"{name} failed on this model: {type(error).__name__}: {said}") from error
+        try:
+            after = read_model(made) if after is None else after
+            after = model_from_proto(after) if isinstance(after, onnx.ModelProto) else after
+        except Exception as error:
+            raise HtpExportError(
+                f"{name} made a model of this one that is not valid: {_plain(error, {made: 'its result'})}"
+            ) from error
+        result = carry_in_place(before, after)
+        for node in result.model.graph.all_nodes():
+            if node.name in names:
+                node.name = names[node.name]
+        for name, value in result.model.graph.initializers.items():
+            value.metadata_props.update(notes.get(name, {}))
+        if output is not None:
+            write_model(result.model, output)
+        _into_memory(result.model, Path(folder))
+    return result
+
+
+def share_unchanged(model: ir.Model, source: ModelSource) -> None:
+    """Let weights of a result that are those of the model that the tool was given lie where they lie there.
+
+    Args:
+        model: The result.
+        source: The model; of its weights, only those in data files count.
+    """
+    before = model_of(source).graph.initializers
+    for name, value in model.graph.initializers.items():
+        tensor, original = value.const_value, before[name].const_value if name in before else None
+        if tensor is None or not isinstance(original, ir.ExternalTensor):
+            continue
+        alike = tensor.dtype == original.dtype and tensor.shape == original.shape
+        if alike and tensor.tobytes() == original.tobytes():
+            value.const_value = original
+
+
+def _name_of(model: ModelSource) -> str:
+    return os.fspath(model) if isinstance(model, str | os.PathLike) else "the model"
+
+
+def _plain(error: BaseException, names: Mapping[Path, str]) -> str:
+    """An error in one line, with the names that users know in place of temporary ones."""
+    text = " ".join(str(error).split())
+    for file, name in names.items():
+        text = text.replace(os.fspath(file), name)
+    return text
+
+
+def _name_nodes(model: ir.Model) -> dict[str, str | None]:
+    """Give every node a name of its own; new name → old name."""
+    nodes = list(model.graph.all_nodes())
+    uses, names = Counter(node.name for node in nodes), dict[str, str | None]()
+    for index, node in enumerate(nodes):
+        if not node.name or uses[node.name] > 1:
+            names[f"{_NAMED_HERE}{index}"] = node.name
+            node.name = f"{_NAMED_HERE}{index}"
+    return names
+
+
+def _take_notes(model: ir.Model) -> dict[str, dict[str, str]]:
+    """Take the metadata off all weights; name of one → its metadata."""
+    notes = dict[str, dict[str, str]]()
+    for graph in model.graphs():
+        for name, value in graph.initializers.items():
+            notes[name] = dict(value.metadata_props)
+            value.metadata_props.clear()
+    return notes
+
+
+def _into_memory(model: ir.Model, folder: Path) -> None:
+    """Read the weights that lie in a folder that is about to go."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if isinstance(tensor, ir.ExternalTensor) and Path(tensor.base_dir).resolve() == folder.resolve():
+                value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)

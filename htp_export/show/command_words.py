@@ -1,0 +1,49 @@
+"""What the library advises in Python, said as commands, or as both for pages: the same messages are shown in all."""
+
+from __future__ import annotations
+
+__all__ = ["in_both", "in_commands"]
+
+_COMMANDS = {
+    "htp_export.tagging(strict=False), or --allow-untagged on the command line": "--allow-untagged",
+    "htp_export.export(...) in place of torch.onnx.export(...)": "htp-export export",
+    "htp_export.export(...)": "htp-export export",
+    "htp_export.carry(before, after)": "htp-export carry BEFORE AFTER -o OUT",
+    "carry(before, after, ...)": "htp-export carry BEFORE AFTER",
+    "carry(before, after)": "htp-export carry BEFORE AFTER",
+    "htp_export.embed_map(before)": "--embed-map of export and run",
+    "inputs=[{name: array}, ...]": "--set inputs=FILE.npz",
+    "passes=[...]": "--passes",
+}
+"""Python → command, the longer of two that begin alike first."""
+
+
+def in_commands(text: str) -> str:
+    """A message with commands in place of Python.
+
+    Examples:
+        >>> in_commands("htp_export.carry(before, after) brings them back")
+        'htp-export carry BEFORE AFTER -o OUT brings them back'
+    """
+    for python, command in _COMMANDS.items():
+        text = text.replace(python, command)
+    return text
+
+
+def in_both(text: str) -> str:
+    """A message with commands beside Python, for pages: nobody knows from where their readers come.
+
+    Examples:
+        >>> in_both("Export it with htp_export.export(...) in place of torch.onnx.export(...).")
+        'Export it with htp-export export, or in Python with htp_export.export(...) in place of torch.onnx.export(...).'
+        >>> in_both("htp_export.carry(before, after) brings them back.")
+        'htp-export carry BEFORE AFTER -o OUT (in Python: htp_export.carry(before, after)) brings them back.'
+    """
+    for python, command in _COMMANDS.items():
+        if python in text:
+            before, after = text.split(python, 1)
+            said = f"{command} (in Python: {python})"
+            if before.endswith(" with "):
+                said = f"{command}, or in Python with {python}"
+            return f"{in_both(before)}{said}{in_both(after)}"
+    return text

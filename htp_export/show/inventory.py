@@ -1,0 +1,217 @@
+"""What a drawing of a model needs of it: every module and every node, as plain data, and what is known of the tags."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import onnx_ir as ir
+
+from htp_export.files.model_files import has_external_data
+from htp_export.format import tags
+from htp_export.format.hierarchy import ModuleInfo
+from htp_export.model.module_facts import ModuleContents, contents_of, tied_parameters
+from htp_export.model.tag_facts import TagFacts
+from htp_export.model.tagged import Region, TaggedModel, TagSource
+from htp_export.show.node_facts import NodeEntry, NodeReader, TensorEntry
+from htp_export.show.weight_statistics import WeightStatistics, weight_statistics
+
+__all__ = ["Inventory", "ModuleEntry", "take_inventory"]
+
+
+@dataclass(frozen=True)
+class ModuleEntry:
+    """One module.
+
+    Attributes:
+        info: Path, class, calls and fate.
+        nodes: How many nodes it has; for this, ``parameters`` and ``weight_bytes`` see ``analyze.contents``.
+        own_nodes: Positions, in ``Inventory.nodes``, of those that it computes itself, and no module below it.
+        shared: Of its nodes, those that do what several modules did each.
+        fused: Of its nodes, those that do a part of several modules' work each.
+        parameters: Elements of its parameters in PyTorch, each once; where the file does not say what these were, of
+            its weights.
+        weight_bytes: Bytes of the weights that its nodes read, each tensor once.
+        operators: Operator → its nodes, the most frequent first.
+        reasons: ``htp.reason`` → its nodes.
+        weights: The weights that it reads itself.
+        inputs: The tensors that enter its region.
+        outputs: The tensors that leave it.
+        tied: Parameters that it holds itself and a module before it holds too: full name → full name there.
+        counted_parameters: Of ``parameters``, those that a module at or below it is the first to hold: siblings add up
+            to what is above them. None where that is not known.
+        counted_bytes: The same of ``weight_bytes``.
+        source: Where its ``forward`` stands, ``modeling_bert.py:140-172``, as far as the file says; else ``""``.
+        failure: Why it could not be exported; ``""`` as a rule.
+    """
+
+    info: ModuleInfo
+    nodes: int = 0
+    own_nodes: tuple[int, ...] = ()
+    shared: int = 0
+    fused: int = 0
+    parameters: int = 0
+    weight_bytes: int = 0
+    operators: Mapping[str, int] = field(default_factory=dict)
+    reasons: Mapping[str, int] = field(default_factory=dict)
+    weights: tuple[TensorEntry, ...] = ()
+    inputs: tuple[TensorEntry, ...] = ()
+    outputs: tuple[TensorEntry, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    counted_parameters: int | None = None
+    counted_bytes: int | None = None
+    source: str = ""
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """A model, ready to be drawn.
+
+    Attributes:
+        name: What to call it.
+        tags: Where the owners of nodes come from, as in ``TaggedModel.source``.
+        lost: Whether the file was tagged once, and its nodes have lost the tags.
+        modules: Module path → module, in the order of ``named_modules()``; the root alone where there are no tags.
+        nodes: Every node, those of subgraphs after the node that holds them.
+        reasons: ``htp.reason`` → nodes.
+        untagged: How many nodes belong to no module.
+        called: The paths of the modules that ran; the others are no level of their own.
+        producer: The program that wrote the file, with its version.
+        opsets: Domain → version; the main domain is ``ai.onnx``.
+        ir_version: Version of the file format.
+        external_data: Whether the weights lie in a file of their own.
+        inputs: The model's inputs.
+        outputs: The model's outputs.
+        constants: Its initializers.
+        statistics: Name of each initializer → what its values are like; empty where they were not read.
+        notes: What else there is to know, as sentences.
+    """
+
+    name: str
+    tags: TagSource
+    lost: bool
+    modules: Mapping[str, ModuleEntry]
+    nodes: tuple[NodeEntry, ...]
+    reasons: Mapping[str, int]
+    untagged: int
+    called: frozenset[str]
+    producer: str = ""
+    opsets: Mapping[str, int] = field(default_factory=dict)
+    ir_version: int = 0
+    external_data: bool = False
+    inputs: tuple[TensorEntry, ...] = ()
+    outputs: tuple[TensorEntry, ...] = ()
+    constants: tuple[TensorEntry, ...] = ()
+    statistics: Mapping[str, WeightStatistics] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def advice(self) -> str:
+        """What to do about tags that are missing or not exact; ``""`` where they are exact."""
+        return TagFacts(self.tags, self.reasons, self.untagged, self.lost).advice
+
+
+def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False) -> Inventory:
+    """Everything that a drawing of a model shows.
+
+    The weights are not read, unless their statistics are asked for. A model without tags is one module, its root,
+    which owns every node.
+
+    Args:
+        tagged: The model.
+        name: What to call it; the graph's own name where it is empty.
+        statistics: Read every weight, and say what its values are like.
+
+    Raises:
+        InputError: If a weight is to be read and cannot be.
+
+    Examples:
+        >>> import onnx_ir as ir
+        >>> from htp_export.model.tagged import load
+        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "act", "htp.reason": "scope"})
+        >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="Net")
+        >>> inventory = take_inventory(load(ir.Model(graph, ir_version=10)))
+        >>> inventory.modules["act"].operators, inventory.reasons
+        ({'Relu': 1}, {'scope': 1})
+    """
+    reader = NodeReader(tagged)
+    nodes = reader.entries()
+    model = tagged.model
+    place = {node: position for position, node in enumerate(tagged.nodes)}
+    contents = contents_of(tagged).modules
+    modules = {path: _module(tagged, path, contents[path], reader, nodes, place) for path in tagged.hierarchy}
+    parameters, weight_bytes = Counter[str](), Counter[str]()
+    for path, found in contents.items():
+        for up in tags.ancestors(path):
+            parameters[up] += found.self_parameters
+            weight_bytes[up] += found.self_weight_bytes
+    modules = {
+        path: replace(module, counted_parameters=parameters[path], counted_bytes=weight_bytes[path])
+        for path, module in modules.items()
+    }
+    for path, tied in tied_parameters(tagged).items():
+        if path in modules:
+            modules[path] = replace(modules[path], tied=tied)
+    return Inventory(
+        name=name or model.graph.name or "model",
+        tags=tagged.source,
+        lost=tagged.tag_facts.lost,
+        modules=modules,
+        nodes=nodes,
+        reasons=dict(tagged.reasons.most_common()),
+        untagged=len(tagged.untagged),
+        called=tagged.hierarchy.called,
+        producer=" ".join(part for part in (model.producer_name, model.producer_version) if part),
+        opsets={domain or "ai.onnx": version for domain, version in model.opset_imports.items()},
+        ir_version=model.ir_version,
+        external_data=has_external_data(model),
+        inputs=tuple(map(reader.tensor_entry, model.graph.inputs)),
+        outputs=tuple(map(reader.tensor_entry, model.graph.outputs)),
+        constants=tuple(
+            reader.tensor_entry(value) for graph in model.graphs() for value in graph.initializers.values()
+        ),
+        statistics=weight_statistics(model) if statistics else {},
+    )
+
+
+def _module(
+    tagged: TaggedModel,
+    path: str,
+    contents: ModuleContents,
+    reader: NodeReader,
+    nodes: tuple[NodeEntry, ...],
+    place: Mapping[ir.Node, int],
+) -> ModuleEntry:
+    inside = [nodes[place[node]] for node in contents.nodes]
+    own = [place[node] for node in contents.own_nodes]
+    ends: Region | ir.Graph = tagged.model.graph if tagged.source == "none" else tagged[path]
+    return ModuleEntry(
+        info=tagged.hierarchy[path],
+        nodes=len(inside),
+        own_nodes=tuple(own),
+        shared=sum(node.reason == "shared" for node in inside),
+        fused=sum(node.reason == "fused" for node in inside),
+        parameters=contents.parameters,
+        weight_bytes=contents.weight_bytes,
+        operators=dict(Counter(node.operator for node in inside).most_common()),
+        reasons=dict(Counter(node.reason for node in inside if node.reason).most_common()),
+        weights=tuple(map(reader.tensor_entry, contents.own_weights)),
+        inputs=tuple(map(reader.tensor_entry, ends.inputs)),
+        outputs=tuple(map(reader.tensor_entry, ends.outputs)),
+        source=_source([nodes[position] for position in own]),
+    )
+
+
+def _source(own: list[NodeEntry]) -> str:
+    """The file in which most of a module's own nodes were written down, with the lines, first to last."""
+    lines: dict[str, list[int]] = {}
+    for node in own:
+        if node.source is not None:
+            lines.setdefault(node.source.file, []).append(node.source.line)
+    if not lines:
+        return ""
+    file = max(lines, key=lambda name: len(lines[name]))
+    first, last = min(lines[file]), max(lines[file])
+    return f"{file}:{first}" if first == last else f"{file}:{first}-{last}"

@@ -1,0 +1,193 @@
+"""Numbers by module, out of any result that has them: columns of a table, sizes and colours of a drawing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
+
+from htp_export.errors import InputError
+from htp_export.show.inventory import Inventory
+
+__all__ = ["Measure", "measures_of", "spread"]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One number for each module.
+
+    Attributes:
+        key: What it is called in the result: ``total_ms``.
+        title: What it is called at the head of a column: ``time``.
+        unit: ``ms``, ``B`` for bytes, or ``""``.
+        additive: Whether a module's value is the sum of its own and those of the modules below it.
+        main: Whether it is shown before anybody asks for it.
+        total: Module path → value, with everything below the module.
+        own: Module path → what the module has itself; empty where the result does not say.
+        nodes: Name of a node → value, as far as the result says.
+        words: Module path → what the result says in words: ``differs``.
+    """
+
+    key: str
+    title: str
+    unit: str = ""
+    additive: bool = False
+    main: bool = False
+    total: Mapping[str, float] = field(default_factory=dict)
+    own: Mapping[str, float] = field(default_factory=dict)
+    nodes: Mapping[str, float] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    title: str
+    unit: str = ""
+    additive: bool = True
+    main: bool = False
+    own: str = ""
+
+
+_KINDS = {
+    "total_ms": _Kind("time", "ms", main=True, own="self_ms"),
+    "fused_ms": _Kind("time in fused kernels", "ms"),
+    "kernels": _Kind("kernels"),
+    "launches": _Kind("launches"),
+    "flops": _Kind("FLOPs", main=True, own="self_flops"),
+    "macs": _Kind("multiply-adds", own="self_macs"),
+    "other_flops": _Kind("other FLOPs", own="self_other_flops"),
+    "activation_bytes": _Kind("activations", "B", own="self_activation_bytes"),
+    "traffic_bytes": _Kind("traffic", "B", own="self_traffic_bytes"),
+    "peak_bytes": _Kind("peak memory", "B", additive=False),
+    "fused_traffic_bytes": _Kind("traffic, fused", "B", additive=False),
+    "fused_peak_bytes": _Kind("peak memory, fused", "B", additive=False),
+    "intensity": _Kind("FLOPs per byte", additive=False),
+    "max_abs": _Kind("max abs error", additive=False, main=True),
+    "mean_abs": _Kind("mean abs error", additive=False),
+    "max_rel": _Kind("max rel error", additive=False),
+    "mean_rel": _Kind("mean rel error", additive=False),
+    "cosine": _Kind("cosine", additive=False),
+    "sparsity": _Kind("sparsity", additive=False, main=True),
+    "bytes_before": _Kind("bytes before", "B", main=True),
+    "bytes_after": _Kind("bytes after", "B", main=True),
+}
+# What is in every drawing anyway, and what is a part of another number.
+_KNOWN_ANYWAY = frozenset(
+    ("path", "class_name", "calls", "fate", "nodes", "own_nodes", "parameters", "weight_bytes", "share", "number")
+)
+
+
+def measures_of(result: object) -> list[Measure]:
+    """The numbers by module that a result holds, those that are to be shown first in front.
+
+    Args:
+        result: Anything with ``modules``, a mapping from module path to an object or a mapping with numbers in it: what
+            ``profile``, ``cost``, ``verify`` or ``compare`` returns, or what their commands write with ``--json``.
+
+    Raises:
+        InputError: If it has no such ``modules``.
+
+    Examples:
+        >>> [measure] = measures_of({"modules": {"": {"total_ms": 3.0, "self_ms": 1.0}, "fc": {"total_ms": 2.0}}})
+        >>> measure.title, measure.total, measure.own
+        ('time', {'': 3.0, 'fc': 2.0}, {'': 1.0})
+    """
+    modules = _get(result, "modules")
+    if not isinstance(modules, Mapping) or not all(isinstance(path, str) for path in modules):
+        raise InputError(
+            f"{type(result).__name__} has no numbers by module; give what profile, cost or verify returns, "
+            "or the JSON that their commands write"
+        )
+    rows = {path: dict(_numbers(entry)) for path, entry in modules.items()}
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    words = {
+        path: ": ".join(str(said) for name in ("status", "problem", "reason") if (said := _get(entry, name)))
+        for path, entry in modules.items()
+    }
+    found = []
+    for name in names:
+        kind = _KINDS.get(name, _Kind(name.replace("_", " "), additive=False))
+        if name not in _KINDS and (name in _KNOWN_ANYWAY or name.startswith(("self_", "own_"))):
+            continue
+        found.append(
+            Measure(
+                key=name,
+                title=kind.title,
+                unit=kind.unit,
+                additive=kind.additive,
+                main=kind.main,
+                total={path: row[name] for path, row in rows.items() if name in row},
+                own={path: row[kind.own] for path, row in rows.items() if kind.own in row},
+                nodes=_by_node(result, name),
+                words={path: said for path, said in words.items() if said} if kind.main else {},
+            )
+        )
+    return sorted(found, key=lambda measure: not measure.main)
+
+
+def spread(measure: Measure, inventory: Inventory) -> list[float | None]:
+    """A value for each node, from the values of modules.
+
+    Of a measure that adds up, a node has its own value where the result says it. What is left of a module's own value
+    is divided among its other nodes in equal parts, so that the nodes of a module sum up to what the module has. Of
+    any other measure, a node has the value of its owner.
+
+    Args:
+        measure: The measure.
+        inventory: The model.
+
+    Returns:
+        In the order of ``inventory.nodes``; None where nothing is known.
+    """
+    if not measure.additive:
+        return [
+            max((measure.total[owner] for owner in node.owners if owner in measure.total), default=None)
+            for node in inventory.nodes
+        ]
+    known = [measure.nodes.get(node.name) if node.name else None for node in inventory.nodes]
+    values = list(known)
+    for path, module in inventory.modules.items():
+        own = measure.own.get(path)
+        if own is None or not module.own_nodes:
+            continue
+        said = sum((known[k] or 0.0) / max(len(inventory.nodes[k].owners), 1) for k in module.own_nodes)
+        open_nodes = [k for k in module.own_nodes if known[k] is None] or list(module.own_nodes)
+        left = own - said
+        if left > 0:
+            for k in open_nodes:
+                values[k] = (values[k] or 0.0) + left / len(open_nodes)
+    return values
+
+
+def _get(thing: object, name: str) -> Any:
+    return thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None)
+
+
+def _numbers(entry: object) -> Iterator[tuple[str, float]]:
+    """The numbers of one module; None and words are passed over, but for numbers that JSON has no sign for."""
+    if isinstance(entry, Mapping):
+        fields: Mapping[str, Any] = entry
+    elif is_dataclass(entry):
+        declared = {name: getattr(entry, name) for name in entry.__dataclass_fields__}
+        computed = {name: getattr(entry, name) for name in _KINDS if name not in declared and hasattr(entry, name)}
+        fields = {**declared, **computed}
+    else:
+        fields = {name: getattr(entry, name) for name in dir(entry) if not name.startswith("_")}
+    for name, value in fields.items():
+        written = isinstance(value, str) and value.lower() in ("nan", "inf", "-inf")
+        if written or (isinstance(value, int | float) and not isinstance(value, bool)):
+            yield name, float(value)
+
+
+def _by_node(result: object, name: str) -> dict[str, float]:
+    """What a result says of single nodes: the nodes of a cost, the kernels of a profile."""
+    entries, field_name = (_get(result, "kernels"), "ms") if name == "total_ms" else (_get(result, "nodes"), name)
+    if not isinstance(entries, Sequence) or isinstance(entries, str):
+        return {}
+    values: dict[str, float] = {}
+    for entry in entries:
+        key, value = _get(entry, "name"), _get(entry, field_name)
+        if isinstance(key, str) and key and isinstance(value, int | float) and math.isfinite(value):
+            values[key] = values.get(key, 0.0) + value
+    return values

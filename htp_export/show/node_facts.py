@@ -1,0 +1,220 @@
+"""One node of a model as plain data: what it computes, for whom, from what, and which line of Python asked for it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from htp_export.format import tags
+from htp_export.model.tagged import TaggedModel
+
+__all__ = ["Link", "NodeEntry", "NodeReader", "Source", "TensorEntry"]
+
+_log = logging.getLogger(__name__)
+
+_STACK_TRACE = "pkg.torch.onnx.stack_trace"  # of torch's dynamo exporter
+_FRAME = re.compile(r'File "([^"\n]*)", line (\d+), in ([^\n]*)(?:\n *([^\n]*))?')
+_LONGEST = 400  # characters of an attribute or a constant that are kept
+_SMALL = 16  # elements of a tensor whose values are kept
+
+
+class Link(NamedTuple):
+    """A tensor that a node reads.
+
+    Attributes:
+        tensor: Its name; ``""`` for an input that is left out.
+        node: Position of the node that makes it; None for inputs of the model and for weights.
+        output: Which output of that node it is.
+    """
+
+    tensor: str
+    node: int | None = None
+    output: int = 0
+
+
+class Source(NamedTuple):
+    """The line of Python that a node was captured at."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor.
+
+    Attributes:
+        name: Its name.
+        type: As it is written down, ``float32[batch, 16, 768]``; ``""`` where it is not known.
+        value: The values of a small constant, ``[1, 12, -1, 64]``; ``""`` for all others.
+    """
+
+    name: str
+    type: str = ""
+    value: str = ""
+
+
+@dataclass(frozen=True)
+class NodeEntry:
+    """One node.
+
+    Attributes:
+        name: Its name, which need not be unique.
+        op_type: Its operator.
+        domain: The operator's domain; ``""`` for ONNX's own.
+        owners: The modules that it computes, in order of execution; empty for an untagged node.
+        reason: How the owners are known, a word of the file format; ``""`` where it does not say.
+        call: Which call of the owner, as written; ``""`` where that ran once.
+        module: The owner, or the deepest module above all owners.
+        inputs: What it reads, and after that what its subgraphs give back.
+        outputs: What it makes.
+        attributes: Name → value, shortened.
+        source: Where it was captured, if the file says so.
+    """
+
+    name: str
+    op_type: str
+    domain: str = ""
+    owners: tuple[str, ...] = ()
+    reason: str = ""
+    call: str = ""
+    module: str = ""
+    inputs: tuple[Link, ...] = ()
+    outputs: tuple[TensorEntry, ...] = ()
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    source: Source | None = None
+
+    @property
+    def operator(self) -> str:
+        """The operator, with its domain where that is not ONNX's own."""
+        return f"{self.domain}::{self.op_type}" if self.domain else self.op_type
+
+
+class NodeReader:
+    """Reads the nodes of one model.
+
+    Args:
+        tagged: The model.
+    """
+
+    def __init__(self, tagged: TaggedModel) -> None:
+        self._tagged = tagged
+        self._place = {node: position for position, node in enumerate(tagged.nodes)}
+
+    def entries(self) -> tuple[NodeEntry, ...]:
+        """Every node, in the order of ``TaggedModel.nodes``."""
+        return tuple(map(self._entry, self._tagged.nodes))
+
+    def tensor_entry(self, value: ir.Value) -> TensorEntry:
+        """A tensor with its type, inferred where the file does not say it."""
+        said = value.const_value is not None or (value.dtype is not None and value.shape is not None)
+        text = _type_text(value if said else self._typed.get(value.name or "", value))
+        return TensorEntry(value.name or "", text, _value_text(value.const_value))
+
+    @cached_property
+    def _typed(self) -> Mapping[str, ir.Value]:
+        try:
+            return self._tagged.typed
+        except Exception as error:  # inference runs native code on files that come from anywhere
+            _log.debug("shape inference failed: %s", error)
+            return self._tagged.values
+
+    def _entry(self, node: ir.Node) -> NodeEntry:
+        owners = self._tagged.owners_of(node)
+        metadata = node.metadata_props
+        return NodeEntry(
+            name=node.name or "",
+            op_type=node.op_type,
+            domain="" if node.domain == "ai.onnx" else node.domain,
+            owners=owners,
+            reason=metadata.get(tags.REASON, "") if self._tagged.source == "htp" else "",
+            call=metadata.get(tags.CALL, "") if self._tagged.source == "htp" else "",
+            module=tags.common_ancestor(owners),
+            inputs=tuple(self._links(node)),
+            outputs=tuple(map(self.tensor_entry, node.outputs)),
+            attributes={name: _attribute_text(attribute) for name, attribute in node.attributes.items()},
+            source=_innermost_frame(metadata.get(_STACK_TRACE, "")),
+        )
+
+    def _links(self, node: ir.Node) -> Iterator[Link]:
+        for value in node.inputs:
+            yield Link("") if value is None else self._link(value)
+        for body in self._tagged.index.bodies.get(node, ()):
+            yield from map(self._link, body.outputs)
+
+    def _link(self, value: ir.Value) -> Link:
+        """Where a tensor is made; what goes into a subgraph is made where the node that holds it takes it from."""
+        name, seen = value.name or "", {value}
+        while True:
+            producer = value.producer()
+            if producer is not None:
+                return Link(name, self._place.get(producer), value.index() or 0)
+            holders = self._tagged.index.holders(value.graph) if value.is_graph_input() else ()
+            if len(holders) != 1 or value.graph is None:
+                return Link(name)
+            # Loop and Scan give what they are given to their body, in the same order; so do calls of functions.
+            position = next(k for k, formal in enumerate(value.graph.inputs) if formal is value)
+            given = holders[0].inputs[position] if position < len(holders[0].inputs) else None
+            if given is None or given in seen:
+                return Link(name)
+            value = given
+            seen.add(value)
+
+
+def _type_text(value: ir.Value) -> str:
+    if value.type is None and value.const_value is None:
+        return ""
+    dtype = value.dtype if value.dtype is not None else getattr(value.const_value, "dtype", None)
+    name = _dtype_name(dtype) if dtype is not None else str(value.type)
+    shape = value.shape if value.shape is not None else getattr(value.const_value, "shape", None)
+    if shape is None:
+        return name
+    dims = (dim if isinstance(dim, int) else dim.value for dim in shape)
+    return f"{name}[{', '.join('?' if dim is None else str(dim) for dim in dims)}]"
+
+
+def _dtype_name(dtype: ir.DataType) -> str:
+    return {"FLOAT": "float32", "DOUBLE": "float64"}.get(dtype.name, dtype.name.lower())
+
+
+def _attribute_text(attribute: ir.Attr) -> str:
+    if attribute.is_ref():
+        return f"@{attribute.ref_attr_name}"
+    if attribute.type == ir.AttributeType.GRAPH:
+        return f"graph of {sum(1 for _ in attribute.as_graph().all_nodes())} nodes"
+    if attribute.type == ir.AttributeType.GRAPHS:
+        return f"{len(attribute.as_graphs())} graphs"
+    if attribute.type == ir.AttributeType.TENSOR:
+        tensor = attribute.as_tensor()
+        text = f"{_dtype_name(tensor.dtype)}[{', '.join(map(str, tensor.shape.numpy()))}]"
+        value = _value_text(tensor)
+        return f"{text} = {value}" if value else text
+    return _shortened(str(attribute.value))
+
+
+def _value_text(tensor: ir.TensorProtocol | None) -> str:
+    """The values of a small tensor; ``""`` where it is larger, or lies in another file, which is not read."""
+    if tensor is None or tensor.size > _SMALL or isinstance(tensor, ir.ExternalTensor):
+        return ""
+    return _shortened(str(tensor.numpy().tolist()))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+@lru_cache(maxsize=65536)
+def _innermost_frame(trace: str) -> Source | None:
+    found = _FRAME.findall(trace)
+    if not found:
+        return None
+    file, line, function, code = found[-1]
+    return Source(file, int(line), function, code.strip())

@@ -1,0 +1,268 @@
+"""A PyTorch model that does not export as a whole: what each of its modules comes to, exported alone."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from htp_export.differences.equal_modules import call_signature
+from htp_export.exporter.capture.patches import translations_read_once
+from htp_export.exporter.exporting import export
+from htp_export.format import tags
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.module_paths import module_paths
+from htp_export.model.tagged import load
+from htp_export.show.inventory import Inventory, ModuleEntry, take_inventory
+from htp_export.show.node_facts import NodeEntry
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["inventory_of_module"]
+
+_log = logging.getLogger(__name__)
+
+_LONGEST = 300  # characters of an error that are kept
+
+
+def inventory_of_module(
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    statistics: bool = False,
+    **options: Any,
+) -> Inventory:
+    """A PyTorch model, exported to memory, ready to be drawn.
+
+    Where the model does not export, its modules are exported one by one, with what they are given in one run of it:
+    those that do not export in turn by their own modules. Each module that fails says why. Modules that are alike, and
+    are given alike tensors, are exported once.
+
+    Args:
+        model: The model; it is left as it was.
+        args: Its arguments.
+        kwargs: Its arguments by keyword.
+        statistics: Read every weight of a model that exports as a whole, and say what its values are like.
+        options: Further arguments of ``export``.
+
+    Raises:
+        TypeError: If no output could be read, as ``export`` does.
+    """
+    with translations_read_once():
+        try:
+            return _exported(model, tuple(args), dict(kwargs or {}), options, statistics)
+        except Exception as error:  # whatever torch raises on what it cannot export
+            parts = _Parts(model, options)
+            failure = parts.run(tuple(args), dict(kwargs or {}))
+            parts.take("", _text(error) if failure is None else failure)
+            found = parts.inventory()
+            unread = ("The weights were not read: of parts that are alike, one is exported.",) if statistics else ()
+            return replace(found, notes=(*found.notes, *unread))
+
+
+def _exported(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Mapping[str, Any],
+    statistics: bool = False,
+) -> Inventory:
+    said = io.StringIO()  # torch prints the graph of what fails; the page says why
+    try:
+        with contextlib.redirect_stderr(said):
+            program = export(model, args, kwargs=kwargs, **{"verbose": False, "dynamo": True, **options})
+    finally:
+        _log.debug("%s", said.getvalue())
+    if program is None:
+        raise TypeError("a model is shown from memory; leave out f and dynamo=False")
+    return take_inventory(load(program), statistics=statistics)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A module that was exported alone."""
+
+    path: str
+    inventory: Inventory
+
+
+class _Parts:
+    """What became of the modules of one model.
+
+    Args:
+        model: The model.
+        options: Arguments of ``export``.
+    """
+
+    def __init__(self, model: torch.nn.Module, options: Mapping[str, Any]) -> None:
+        self._model = model
+        self._options = options
+        self._tree = Hierarchy.from_module(model)
+        self._modules = {path: module for path, _, module in module_paths(model)}
+        self._calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._counts: dict[str, int] = {}
+        self._failures: dict[str, str] = {}
+        self._done: list[_Part] = []
+        self._tried: dict[Hashable, Inventory | str] = {}
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Run the model once and note what each module was given; why it failed, if it did."""
+        import torch
+
+        with self._noting(), torch.no_grad():
+            try:
+                self._model(*args, **kwargs)
+            except Exception as error:  # the modules that ran until then can be shown all the same
+                return _text(error)
+        return None
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        hooks = []
+        try:
+            for path in self._tree:
+                hook = self._modules[path].register_forward_pre_hook(self._noter(path), with_kwargs=True)
+                hooks.append(hook)
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _noter(self, path: str) -> Any:
+        def note(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._calls.setdefault(path, (args, kwargs))
+            self._counts[path] = self._counts.get(path, 0) + 1
+
+        return note
+
+    def take(self, path: str, failure: str) -> None:
+        """Export the modules below one that failed; those that fail too, by their own."""
+        self._failures[path] = failure
+        for child in self._children(path):
+            found = self._part(child)
+            if isinstance(found, str):
+                self.take(child, found)
+            else:
+                self._done.append(_Part(child, found))
+
+    def _part(self, path: str) -> Inventory | str:
+        """A module exported alone, or why that failed; of modules that are alike, the first is exported."""
+        module, (args, kwargs) = self._modules[path], self._calls[path]
+        alike = call_signature(module, args, kwargs)
+        if alike not in self._tried:
+            try:
+                self._tried[alike] = _exported(module, args, kwargs, self._options)
+            except Exception as error:
+                self._tried[alike] = _text(error)
+        return self._tried[alike]
+
+    def _children(self, path: str) -> Iterator[str]:
+        """The modules below that ran; containers are looked into."""
+        for child in self._tree.children(path):
+            if child in self._calls:
+                yield child
+            else:
+                yield from self._children(child)
+
+    def inventory(self) -> Inventory:
+        """All of it: the whole tree, with the nodes of what was exported."""
+        nodes: list[NodeEntry] = []
+        found: dict[str, ModuleEntry] = {}
+        for part in self._done:
+            found |= {_below(part.path, path): m for path, m in _moved(part, len(nodes)).items()}
+            nodes += [_moved_node(part.path, node, len(nodes)) for node in part.inventory.nodes]
+        counted = self._tree.with_results(calls=self._counts)
+        modules = {path: found.get(path) or ModuleEntry(info=info) for path, info in counted.items()}
+        for path in modules:
+            inside = [part.inventory.modules[""] for part in self._done if tags.is_under(part.path, path)]
+            if path not in found and inside:
+                modules[path] = _sum(modules[path], inside)
+            if path in self._failures:
+                modules[path] = replace(modules[path], failure=self._said(path))
+        reasons: dict[str, int] = {}
+        for node in nodes:
+            reasons[node.reason] = reasons.get(node.reason, 0) + 1
+        return Inventory(
+            name=type(self._model).__name__,
+            tags="htp",
+            lost=False,
+            modules=modules,
+            nodes=tuple(nodes),
+            reasons=reasons,
+            untagged=0,
+            called=counted.called | {""},
+            notes=(
+                f"This model does not export as a whole. {len(self._done)} of its modules were exported alone, "
+                f"and {len(self._innermost())} could not be: see those whose fate is failed.",
+            ),
+        )
+
+    def _innermost(self) -> list[str]:
+        return [
+            path
+            for path in self._failures
+            if not any(other != path and tags.is_under(other, path) for other in self._failures)
+        ]
+
+    def _said(self, path: str) -> str:
+        culprits = [other for other in self._innermost() if other != path and tags.is_under(other, path)]
+        return f"because of {', '.join(culprits)}" if culprits else self._failures[path]
+
+
+def _moved(part: _Part, offset: int) -> dict[str, ModuleEntry]:
+    return {
+        path: replace(
+            module,
+            info=replace(
+                module.info,
+                path=_below(part.path, path),
+                fused_with=tuple(_below(part.path, other) for other in module.info.fused_with),
+            ),
+            own_nodes=tuple(position + offset for position in module.own_nodes),
+            tied={f"{part.path}.{name}": f"{part.path}.{first}" for name, first in module.tied.items()},
+        )
+        for path, module in part.inventory.modules.items()
+    }
+
+
+def _moved_node(prefix: str, node: NodeEntry, offset: int) -> NodeEntry:
+    return replace(
+        node,
+        name=f"{prefix}/{node.name}",
+        owners=tuple(_below(prefix, owner) for owner in node.owners),
+        module=_below(prefix, node.module),
+        inputs=tuple(
+            link._replace(tensor=f"{prefix}/{link.tensor}", node=None if link.node is None else link.node + offset)
+            for link in node.inputs
+        ),
+        outputs=tuple(replace(tensor, name=f"{prefix}/{tensor.name}") for tensor in node.outputs),
+    )
+
+
+def _sum(module: ModuleEntry, inside: Sequence[ModuleEntry]) -> ModuleEntry:
+    operators: dict[str, int] = {}
+    for part in inside:
+        for name, count in part.operators.items():
+            operators[name] = operators.get(name, 0) + count
+    return replace(
+        module,
+        nodes=sum(part.nodes for part in inside),
+        parameters=sum(part.parameters for part in inside),
+        weight_bytes=sum(part.weight_bytes for part in inside),
+        operators=dict(sorted(operators.items(), key=lambda item: -item[1])),
+    )
+
+
+def _below(prefix: str, path: str) -> str:
+    return f"{prefix}.{path}" if prefix and path else prefix or path
+
+
+def _text(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says."""
+    cause = error.__cause__ or error
+    said = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+    return f"{type(cause).__name__}: {said}"[:_LONGEST]

@@ -1,0 +1,99 @@
+"""What the values of weights are like: mean, spread, range and zeros of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.errors import InputError
+
+__all__ = ["WeightStatistics", "weight_statistics"]
+
+_AT_ONCE = 1 << 20  # elements that are converted to float64 at a time
+_NOT_NUMBERS = (ir.DataType.STRING, ir.DataType.COMPLEX64, ir.DataType.COMPLEX128, ir.DataType.UNDEFINED)
+
+
+@dataclass(frozen=True)
+class WeightStatistics:
+    """The values of one tensor. Mean, spread and range are those of its finite values; 0 where it has none.
+
+    Attributes:
+        elements: How many values there are.
+        mean: Their mean.
+        std: Their standard deviation, of the whole population.
+        least: The smallest.
+        most: The largest.
+        zeros: How many are zero.
+        not_finite: How many are NaN or infinite.
+    """
+
+    elements: int
+    mean: float
+    std: float
+    least: float
+    most: float
+    zeros: int
+    not_finite: int
+
+
+def weight_statistics(model: ir.Model) -> dict[str, WeightStatistics]:
+    """Name of each initializer that holds numbers → what its values are like. Reads every weight, one at a time.
+
+    Args:
+        model: The model; quantized weights are described as they are stored.
+
+    Raises:
+        InputError: If the values of a weight cannot be read.
+
+    Examples:
+        >>> import onnx_ir as ir
+        >>> weight = ir.Value(name="w", const_value=ir.tensor([0.0, 2.0, 4.0], name="w"))
+        >>> graph = ir.Graph([], [], nodes=[], initializers=[weight], opset_imports={"": 20})
+        >>> found = weight_statistics(ir.Model(graph, ir_version=10))["w"]
+        >>> found.mean, round(found.std, 3), found.most, found.zeros
+        (2.0, 1.633, 4.0, 1)
+    """
+    found = {}
+    for graph in model.graphs():
+        for name, value in graph.initializers.items():
+            tensor = value.const_value
+            if tensor is None or tensor.dtype in _NOT_NUMBERS or name in found:
+                continue
+            try:
+                found[name] = _statistics(tensor)
+            except (OSError, ValueError) as error:  # a data file that is missing, or too short
+                raise InputError(f"the values of the weight {name!r} cannot be read: {error}") from error
+    return found
+
+
+def _statistics(tensor: ir.TensorProtocol) -> WeightStatistics:
+    count, mean, squares = 0, 0.0, 0.0
+    least, most, zeros, not_finite = math.inf, -math.inf, 0, 0
+    for part in _parts(tensor):
+        finite = part[np.isfinite(part)]
+        not_finite += part.size - finite.size
+        if not finite.size:
+            continue
+        # Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
+        part_mean = float(finite.mean())
+        away = part_mean - mean
+        whole = count + finite.size
+        squares += float(((finite - part_mean) ** 2).sum()) + away * away * count * finite.size / whole
+        mean += away * finite.size / whole
+        count = whole
+        least, most = min(least, float(finite.min())), max(most, float(finite.max()))
+        zeros += int(finite.size - np.count_nonzero(finite))
+    if not count:
+        least = most = 0.0
+    std = math.sqrt(squares / count) if count else 0.0
+    return WeightStatistics(tensor.size, mean, std, least, most, zeros, not_finite)
+
+
+def _parts(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
+    values = tensor.numpy().reshape(-1)
+    for start in range(0, values.size, _AT_ONCE):
+        yield values[start : start + _AT_ONCE].astype(np.float64)
