@@ -14,6 +14,8 @@ from torch import nn
 import htp_export
 from htp_export.cli.main import main
 from htp_export.errors import FileError
+from htp_export.show.page.comparison import difference_page
+from tests.chromium import browser, needs_chromium
 from tests.nets import spread
 from tests.written import weight, written
 
@@ -68,6 +70,64 @@ def test_parameters_and_bytes_before_and_after():
     assert found.modules["a"].parameters == (2 * (8 * 8 + 8), 2 * 8 * 16 + 16 + 8)
     assert found.modules["a.up"].weight_bytes == {"float32": (4 * 72, 4 * 144)}
     assert found.modules["a.act"].status == "same"
+
+
+class Projections(nn.Module):
+    """Three projections of one input, which can be one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[None]
+        return torch.cat([self.q(x), self.k(x), self.v(x)], 2)
+
+
+def test_the_weight_of_merged_projections_is_shared_and_has_not_grown(capsys, tmp_path):
+    before = model(heads=Projections(), out=nn.Linear(40, 8))
+    after = htp_export.optimize(before, passes="merge_parallel_projections", level="tolerant").model
+    found = htp_export.diff(before, after)
+    each, both = {"heads.q": 4 * 72, "heads.k": 4 * 72, "heads.v": 4 * 216}, 4 * 360
+    assert {path: found.modules[path].weight_bytes["float32"] for path in each} == {
+        path: (size, both) for path, size in each.items()
+    }
+    assert {path: module.shared_bytes for path, module in found.modules.items()} == {
+        "": {"float32": (0, 0)},
+        "heads": {"float32": (0, 0)},  # everything that reads the matrix is inside
+        "heads.q": {"float32": (0, both)},
+        "heads.k": {"float32": (0, both)},
+        "heads.v": {"float32": (0, both)},
+        "out": {"float32": (0, 0)},
+    }
+    assert found.to_dict()["modules"]["heads.q"]["shared_bytes"] == {"float32": [0, both]}
+    assert htp_export.cost(after).modules["heads.q"].shared_weight_bytes == both
+    before.save(tmp_path / "a.onnx")
+    htp_export.load(after).save(tmp_path / "b.onnx")
+    assert main(["diff", str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx")]) == 0
+    lines = {line.split()[0]: " ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert "float32 288 → 1,440 shared" in lines["heads.q"]
+    assert "float32 864 → 1,440 shared" in lines["heads.v"]
+    assert "float32 1,440 " in lines["heads"]
+    assert lines["shared:"].endswith("that other modules read too; in the modules above them they count once")
+
+
+@needs_chromium
+def test_the_page_of_merged_projections_says_shared(tmp_path):
+    before = model(heads=Projections(), out=nn.Linear(40, 8))
+    after = htp_export.optimize(before, passes="merge_parallel_projections", level="tolerant").model
+    file = tmp_path / "diff.html"
+    file.write_text(difference_page(htp_export.diff(before, after), before, after), encoding="utf-8")
+    with browser() as page:
+        page.open(file)
+        page.wait("document.documentElement.dataset.ready")
+        cells = "[...document.querySelectorAll('.row')][2].querySelectorAll('.number')"
+        assert page.run("[...document.querySelectorAll('.row')][2].innerText").startswith("q")
+        assert page.run(f"[...{cells}].at(-1).innerText") == "288 B1.41 KiB shared"
+        assert page.run(f"{cells}[2].querySelector('.more-is')") is None
+        page.run("[...document.querySelectorAll('.row')][2].click()")
+        assert "288 B → 1.41 KiB shared" in page.run("document.getElementById('detail').innerText")
+        assert page.said == []
 
 
 def test_modules_that_come_and_go():

@@ -157,6 +157,7 @@ def _modules(
             weight_bytes=here.weight_bytes,
             self_weight_bytes=here.self_weight_bytes,
             weight_bytes_by_dtype=here.weight_bytes_by_dtype,
+            shared_weight_bytes=sum(here.shared_bytes_by_dtype.values()),
             uncounted=dict(uncounted[path]),
             peak_bytes=peaks.get(path, 0),
             fused_traffic_bytes=total[path]["traffic_bytes"] - timeline.traffic_of(internal),

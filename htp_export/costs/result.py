@@ -57,13 +57,14 @@ class ModuleCost:
         class_name: Its fully qualified class.
         calls: How many times it ran.
         fate: What became of it.
-        nodes: Its nodes; for this and the next six, see ``analyze.contents``.
+        nodes: Its nodes; for this and the next seven, see ``analyze.contents``.
         self_nodes: Of those, the nodes that it computes itself.
         parameters: Elements of its parameters, shared ones once.
         self_parameters: Of those, what it holds itself.
         weight_bytes: Size of the weights in the file that its nodes read, each once.
         self_weight_bytes: Of those, what its own nodes are the first to read.
         weight_bytes_by_dtype: Element type, as numpy names it → bytes.
+        shared_weight_bytes: Of ``weight_bytes``, those of weights that nodes of other modules read too.
         macs: Multiply-adds of matrix products and convolutions, in attention and recurrent layers too.
         self_macs: The same.
         flops: Two for each multiply-add: what torch's ``FlopCounterMode`` counts.
@@ -91,6 +92,7 @@ class ModuleCost:
     weight_bytes: int = 0
     self_weight_bytes: int = 0
     weight_bytes_by_dtype: Mapping[str, int] = field(default_factory=dict)
+    shared_weight_bytes: int = 0
     macs: int = 0
     self_macs: int = 0
     flops: int = 0

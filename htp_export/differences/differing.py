@@ -39,6 +39,8 @@ class ModuleState:
         operators: Operator → nodes; operators that are not ONNX's own with their domain, ``com.microsoft.Gelu``.
         parameters: Elements of its parameters in PyTorch; where the file does not say what these were, of its weights.
         weight_bytes: Element type → bytes of the weights that its nodes read.
+        shared_bytes: Of those, element type → bytes of the weights that nodes of other modules read too: the matrix of
+            merged projections, which counts in each of them, and once in what is above.
         structure: Hash of what its region computes: operators, wiring, attributes, shapes and types of weights.
     """
 
@@ -49,6 +51,7 @@ class ModuleState:
     operators: Mapping[str, int]
     parameters: int
     weight_bytes: Mapping[str, int]
+    shared_bytes: Mapping[str, int]
     structure: str
 
     @property
@@ -104,6 +107,13 @@ class ModuleDifference:
         return {dtype: (first.get(dtype, 0), second.get(dtype, 0)) for dtype in sorted({*first, *second})}
 
     @property
+    def shared_bytes(self) -> Mapping[str, tuple[int, int]]:
+        """The same of the weights that nodes of other modules read too; every type of ``weight_bytes``."""
+        first = self.before.shared_bytes if self.before else {}
+        second = self.after.shared_bytes if self.after else {}
+        return {dtype: (first.get(dtype, 0), second.get(dtype, 0)) for dtype in self.weight_bytes}
+
+    @property
     def operators(self) -> Mapping[str, int]:
         """Operator → how many more there are than before, those that changed; the largest change first."""
         change = Counter(self.after.operators if self.after else {})
@@ -120,6 +130,7 @@ class ModuleDifference:
             "nodes": list(self.nodes),
             "parameters": list(self.parameters),
             "weight_bytes": {dtype: list(sizes) for dtype, sizes in self.weight_bytes.items()},
+            "shared_bytes": {dtype: list(sizes) for dtype, sizes in self.shared_bytes.items()},
             "operators": dict(self.operators),
             "before": None if self.before is None else asdict(self.before),
             "after": None if self.after is None else asdict(self.after),
@@ -285,6 +296,7 @@ def _state(info: ModuleInfo, contents: ModuleContents, hasher: Hasher) -> Module
         operators=dict(Counter(map(_operator, contents.nodes)).most_common()),
         parameters=contents.parameters,
         weight_bytes=contents.weight_bytes_by_dtype,
+        shared_bytes=contents.shared_bytes_by_dtype,
         structure=hasher.part(contents.nodes, frozenset(contents.nodes)),
     )
 

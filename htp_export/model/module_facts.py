@@ -9,7 +9,9 @@
   where an exporter merged or folded them. Where the file's own tensor of that name has another size, as after pruning,
   that counts. If the file does not say what PyTorch had, they are the elements of the weights.
 
-Each tensor counts once in a module, and once in every module above it.
+Each tensor counts once in a module, and once in every module above it. A weight that modules on both sides of a border
+read, as three projections that were merged into one product read one matrix, counts in full in each of them; there it is
+one of the module's **shared weights**. A module that holds all its readers has it to itself.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ class ModuleContents:
         weight_bytes: Size of the weights that its nodes read.
         self_weight_bytes: Of those, the weights that its own nodes are the first to read.
         weight_bytes_by_dtype: Element type, as numpy names it → bytes.
+        shared_bytes_by_dtype: Of those, the weights that nodes outside the module read too.
         own_weights: The weights that its own nodes read.
     """
 
@@ -55,6 +58,7 @@ class ModuleContents:
     weight_bytes: int = 0
     self_weight_bytes: int = 0
     weight_bytes_by_dtype: Mapping[str, int] = field(default_factory=dict)
+    shared_bytes_by_dtype: Mapping[str, int] = field(default_factory=dict)
     own_weights: Sequence[ir.Value] = ()
 
 
@@ -103,14 +107,18 @@ def contents_of(tagged: TaggedModel) -> Contents:
     readers = _readers(tagged)
     stored = {value: _Held(_elements(value), tuple(paths)) for value, paths in readers.items()}
     sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    shared_sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)
     own_sizes: Counter[str] = Counter()
     own_weights: defaultdict[str, list[ir.Value]] = defaultdict(list)
     for value, held in stored.items():
         own_sizes[held.holders[0]] += _bytes(value)
         for path in held.holders:
             own_weights[path].append(value)
-        for path in _above(held.holders):
+        inside = Counter(up for path in held.holders for up in tags.ancestors(path))
+        for path, readers_inside in inside.items():
             sizes[path][dtype_name(_dtype(value))] += _bytes(value)
+            if readers_inside < len(held.holders):
+                shared_sizes[path][dtype_name(_dtype(value))] += _bytes(value)
     declared = _declared(tagged)
     listed = list(stored.items()) if declared is None else list(declared.items())
     parameters, own_parameters = _summed([held for _, held in listed])
@@ -123,6 +131,7 @@ def contents_of(tagged: TaggedModel) -> Contents:
             weight_bytes=sizes[path].total(),
             self_weight_bytes=own_sizes[path],
             weight_bytes_by_dtype=dict(sizes[path]),
+            shared_bytes_by_dtype=dict(shared_sizes[path]),
             own_weights=own_weights[path],
         )
         for path in tagged.hierarchy

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +16,7 @@ __all__ = ["render"]
 
 _STYLES = {"same": "dim", "changed": "yellow", "moved": "cyan", "added": "green", "removed": "red"}
 _MOST_OPERATORS = 5
+_SHARED = "shared: bytes of weights that other modules read too; in the modules above them they count once"
 
 
 def render(found: ModelDifference, *, depth: int | None = None, only_changed: bool = False) -> RenderableType:
@@ -34,6 +37,8 @@ def render(found: ModelDifference, *, depth: int | None = None, only_changed: bo
         parts += [_modules(shown), Text()]
     counts = ", ".join(f"{count} {status}" for status, count in found.counts.items())
     parts.append(Text("no difference" if found.same else f"modules: {counts}"))
+    if any(side for module in shown for sizes in module.shared_bytes.values() for side in sizes):
+        parts.append(Text(_SHARED, style="dim"))
     if not found.by_module:
         parts.append(Text("one of the files has no module tags: only the whole is compared", style="yellow"))
     return Group(*parts, *tag_note(*found.tags))
@@ -61,7 +66,7 @@ def _modules(shown: list[ModuleDifference]) -> Table:
             Text(status, style=_STYLES[module.status]),
             _pair(*module.nodes),
             _pair(*module.parameters),
-            Text("\n".join(f"{dtype} {_pair(*sizes)}" for dtype, sizes in _bytes(module).items())),
+            Text("\n".join(_bytes(module))),
             Text(_operators(module)),
         )
     return table
@@ -69,15 +74,24 @@ def _modules(shown: list[ModuleDifference]) -> Table:
 
 def _alike(module: ModuleDifference) -> object:
     """What makes the lines of two modules the same; one that was moved stands alone."""
-    sizes = (*module.nodes, *module.parameters, *sorted(module.weight_bytes.items()))
+    sizes = (*module.nodes, *module.parameters, *module.weight_bytes.items(), *module.shared_bytes.items())
     return (module.simple_class, module.status, sizes, _operators(module), module.moved_from and module.path)
 
 
-def _bytes(module: ModuleDifference) -> dict[str, tuple[int, int]]:
-    """Element type → bytes: the types that changed, and the one that most is of."""
-    sizes = module.weight_bytes
+def _bytes(module: ModuleDifference) -> Iterator[str]:
+    """A line for each element type that changed, and for the one that most is of."""
+    sizes, shared = module.weight_bytes, module.shared_bytes
     most = max(sizes, key=lambda dtype: max(sizes[dtype]), default="")
-    return {dtype: (before, after) for dtype, (before, after) in sizes.items() if before != after or dtype == most}
+    for dtype, (before, after) in sizes.items():
+        first, second = (_with_shared(*side) for side in zip(sizes[dtype], shared[dtype], strict=True))
+        if before != after or dtype == most or first != second:
+            yield f"{dtype} {first}" if first == second else f"{dtype} {first} → {second}"
+
+
+def _with_shared(total: int, shared: int) -> str:
+    """Bytes that are the module's alone, and those that it shares with other modules."""
+    parts = [f"{total - shared:,}"] if total > shared or not shared else []
+    return " + ".join([*parts, f"{shared:,} shared"] if shared else parts)
 
 
 def _operators(module: ModuleDifference) -> str:

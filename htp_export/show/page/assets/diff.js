@@ -38,12 +38,15 @@
   }
   // What a column shows: bytes by element type are summed.
   const BYTES = "weight_bytes";
-  const held = (side, column) => (column === BYTES && side?.[BYTES] ? Object.values(side[BYTES]).reduce((sum, each) => sum + each, 0) : side?.[column]);
+  const SHARED = "shared_bytes"; // of these, what other modules read too
+  const held = (side, column) => (column === BYTES && side ? total(side[BYTES]) - total(side[SHARED]) : side?.[column]); // grows and shrinks
   function bytes(value) {
     const step = value < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(value) / 10));
     return `${Number((value / 1024 ** step).toPrecision(3))} ${["B", "KiB", "MiB", "GiB", "TiB"][step]}`;
   }
-  const said = (value, column) => (column === BYTES && typeof value === "number" ? bytes(value) : text(value));
+  const total = (sizes) => Object.values(sizes ?? {}).reduce((sum, each) => sum + each, 0);
+  const alone = (sum, shared) => (shared ? [...(sum > shared ? [bytes(sum - shared)] : []), `${bytes(shared)} shared`].join(" + ") : bytes(sum));
+  const shown = (side, column) => (column === BYTES && side ? alone(total(side[BYTES]), total(side[SHARED])) : text(side?.[column]));
   const simple = (name) => String(name ?? "").slice(String(name ?? "").lastIndexOf(".") + 1);
 
   function matches(item) {
@@ -77,11 +80,12 @@
 
   function cell(item, column) {
     const [before, after] = [held(item.before, column), held(item.after, column)];
-    const element = make("div", { className: "number", title: `${text(before) || "–"} → ${text(after) || "–"}` });
-    if (before === after) return element.append(said(after, column)), element;
-    if (before !== undefined && before !== null) element.append(make("span", { className: "was", textContent: said(before, column) }));
-    const grew = typeof before === "number" && typeof after === "number" ? (after > before ? "more-is" : "less-is") : "";
-    element.append(make("span", { className: grew, textContent: said(after, column) || (item.after ? "" : "–") }));
+    const [first, second] = [shown(item.before, column), shown(item.after, column)];
+    const element = make("div", { className: "number", title: `${first || "–"} → ${second || "–"}` });
+    if (first === second) return element.append(second), element;
+    if (first) element.append(make("span", { className: "was", textContent: first }));
+    const grew = typeof before === "number" && typeof after === "number" && before !== after ? (after > before ? "more-is" : "less-is") : "";
+    element.append(make("span", { className: grew, textContent: second || (item.after ? "" : "–") }));
     return element;
   }
 
@@ -122,7 +126,7 @@
     state.selected = item;
     const names = [...new Set([...Object.keys(item.before?.operators ?? {}), ...Object.keys(item.after?.operators ?? {})])];
     const pairs = names.map((name) => [name, item.before?.operators?.[name] ?? 0, item.after?.operators?.[name] ?? 0]);
-    const fields = [...new Set([...Object.keys(item.before ?? {}), ...Object.keys(item.after ?? {})])].filter((name) => !["operators", "structure", BYTES].includes(name) && (name !== "path" || item.before?.path !== item.after?.path));
+    const fields = [...new Set([...Object.keys(item.before ?? {}), ...Object.keys(item.after ?? {})])].filter((name) => !["operators", "structure", BYTES, SHARED].includes(name) && (name !== "path" || item.before?.path !== item.after?.path));
     const list = make("dl");
     for (const name of fields) {
       const [before, after] = [text(item.before?.[name]), text(item.after?.[name])];
@@ -130,8 +134,9 @@
     }
     const types = [...new Set([item.before, item.after].flatMap((side) => Object.keys(side?.[BYTES] ?? {})))];
     const weights = make("dl", {}, ...types.flatMap((type) => {
-      const [before, after] = [item.before?.[BYTES]?.[type] ?? 0, item.after?.[BYTES]?.[type] ?? 0];
-      return [make("dt", { textContent: type }), make("dd", { textContent: before === after ? bytes(after) : `${bytes(before)} → ${bytes(after)}`, className: before === after ? "" : after > before ? "more-is" : "less-is" })];
+      const sides = [item.before, item.after].map((side) => [side?.[BYTES]?.[type] ?? 0, side?.[SHARED]?.[type] ?? 0]);
+      const [[before, after], [first, second]] = [sides.map(([sum, shared]) => sum - shared), sides.map(([sum, shared]) => alone(sum, shared))];
+      return [make("dt", { textContent: type }), make("dd", { textContent: first === second ? second : `${first} → ${second}`, className: before === after ? "" : after > before ? "more-is" : "less-is" })];
     }));
     const operators = make("dl");
     for (const [name, before, after] of pairs.sort((a, b) => Math.abs(b[2] - b[1]) - Math.abs(a[2] - a[1]))) {
