@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -131,7 +132,34 @@ class TestWhatIsSaid:
     @pytest.mark.parametrize("command", ["extract net.onnx 0", "optimize net.onnx", "run onnxruntime net.onnx"])
     def test_a_command_that_writes_says_the_file_and_its_size(self, folder, capsys, command):
         assert main([*command.split(), "-o", "out.onnx"]) == 0
-        assert re.match(r"wrote out\.onnx \(\S+ \w+\)", capsys.readouterr().out.splitlines()[-1])
+        wrote, then = capsys.readouterr().out.splitlines()[-2:]
+        assert re.match(r"wrote out\.onnx \(\S+ \w+\)", wrote)
+        assert re.match(r"next: htp-export (view|diff net.onnx) out\.onnx$", then)
+
+    @pytest.mark.parametrize(
+        ("command", "wrote", "then"),
+        [
+            ("view net.onnx --no-graph", r"wrote net\.html \(\S+ KiB\)", "next: open net.html in a browser"),
+            ("view net.onnx --netron", r"wrote net\.netron\.json \(\S+ B\)", "next: open net.onnx in Netron, .*"),
+            ("view net.onnx --overlay dtype", r"wrote net\.dtype\.json \(.*\)", "next: .* in Model Explorer, .*"),
+            ("diff net.onnx other.onnx -o d.html", r"wrote d\.html \(\S+ KiB\)", "next: open d.html in a browser"),
+            (
+                "partition net.onnx 2 -o 'my stages'",
+                r"wrote my stages/manifest\.json \(.*\), my stages/stage0\.onnx \(.*\).* and my stages/\S+ \(.*\)",
+                "next: htp-export view 'my stages/stage0.onnx'",
+            ),
+        ],
+    )
+    def test_pages_and_folders_are_named_with_their_sizes_too(self, folder, capsys, command, wrote, then):
+        assert main(shlex.split(command)) == 0
+        lines = capsys.readouterr().out.splitlines()[-2:]
+        assert re.fullmatch(wrote, lines[0])
+        assert re.fullmatch(then, lines[1])
+
+    def test_json_of_a_page_has_its_files(self, folder, capsys):
+        assert main(["view", "net.onnx", "--no-graph", "--json"]) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert said["files"] == {"net.html": Path("net.html").stat().st_size}
 
     @pytest.mark.parametrize(
         "command",

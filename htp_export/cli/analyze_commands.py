@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.file_options import DepthOption, FileArgument, JsonOption, SelectOption
-from htp_export.cli.outputs import check_output
+from htp_export.cli.outputs import check_output, show_written, written_page
 from htp_export.cli.terminal import Steps, print_json, show
 
 __all__ = ["diff_command", "fingerprint_command", "forensics_command"]
@@ -82,3 +82,6 @@ def diff_command(
         print_json(found.to_dict())
     else:
         show(render(found, depth=depth, only_changed=only_changed))
+        if output is not None and (written := written_page(output)):
+            show_written(written)
+            show(f"next: open {output} in a browser")

@@ -19,7 +19,7 @@ from htp_export.cli.file_options import (
     OutputOption,
     ShareOption,
 )
-from htp_export.cli.outputs import check_output, show_written
+from htp_export.cli.outputs import check_output, show_model
 from htp_export.cli.quiet import quiet_runtime
 from htp_export.cli.sizes import Sizes, read_sizes
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show
@@ -128,4 +128,4 @@ def _show(result: Carried, output: Path, as_json: bool) -> None:
         print_json({"file": str(output), **result.to_dict()})
     else:
         show(str(result))
-        show_written(output)
+        show_model(output)

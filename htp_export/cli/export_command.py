@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from htp_export.cli.model_options import (
     TaskOption,
     TrustOption,
 )
-from htp_export.cli.outputs import check_output, show_written, written_files
+from htp_export.cli.outputs import check_output, show_next, show_written, written_files
 from htp_export.cli.sources import Call
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show, warning_line
 from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning
@@ -251,7 +250,7 @@ def _report(
         from htp_export.show.tree import render
 
         show(render(tree))
-        show_written(output)
+        show_written(written_files(output))
         show(_facts_text(facts))
     result = None
     if verify:
@@ -270,7 +269,7 @@ def _report(
     if result is not None and not (quiet or as_json):
         show(f"every module agrees with PyTorch: {result.score}{result.worst_in_brackets}")
     if not (quiet or as_json):
-        show(f"next: htp-export view {shlex.quote(str(output))}")
+        show_next("htp-export", "view", output)
 
 
 def _facts_text(facts: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption, ShareOption
-from htp_export.cli.outputs import check_output, show_written
+from htp_export.cli.outputs import check_output, show_model
 from htp_export.cli.terminal import Steps, print_json, show
 
 __all__ = ["functions_command", "inline_command"]
@@ -37,7 +37,7 @@ def functions_command(
         print_json(nested.to_dict())
     else:
         show(render(nested))
-        show_written(output)
+        show_model(output)
 
 
 def inline_command(
@@ -57,4 +57,4 @@ def inline_command(
         print_json(inlined.to_dict())
     else:
         show(str(inlined))
-        show_written(output)
+        show_model(output)

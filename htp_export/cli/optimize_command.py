@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from htp_export.cli.file_options import InPlaceOption, JsonOption, ShareOption
-from htp_export.cli.outputs import check_folder, check_output, show_written
+from htp_export.cli.outputs import check_folder, check_output, show_next, show_written, written_files
 from htp_export.cli.terminal import Steps, print_json, print_text, show
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ def optimize_command(
     if len(files) > 1:
         show(render_optimized_models(OptimizedModels(results)))
     for _, target in targets:
-        show_written(target)
+        show_written(written_files(target))
+    show_next("htp-export", "diff", *targets[0])
 
 
 def _targets(files: list[Path], output: Path) -> list[tuple[Path, Path]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from htp_export.cli.terminal import show
@@ -12,7 +13,16 @@ from htp_export.files.filesystem import is_special, why_not_writable
 from htp_export.show.numbers import bytes_text
 from htp_export.show.text_file import check_name
 
-__all__ = ["check_folder", "check_output", "show_written", "written_files"]
+__all__ = [
+    "check_folder",
+    "check_output",
+    "show_model",
+    "show_next",
+    "show_written",
+    "written_files",
+    "written_folder",
+    "written_page",
+]
 
 
 def check_output(output: Path, inputs: Iterable[Path] = (), *, in_place: bool = False, page: bool = False) -> None:
@@ -84,7 +94,29 @@ def written_files(output: Path) -> dict[str, int]:
     return {str(file): file.stat().st_size for file in (output, *weights)}
 
 
-def show_written(output: Path) -> None:
+def written_page(output: Path) -> dict[str, int]:
+    """A page or text that was written: path → size in bytes; nothing for a device or a pipe."""
+    return {} if is_special(output) else {str(output): output.stat().st_size}
+
+
+def written_folder(folder: Path) -> dict[str, int]:
+    """The files in a folder that was written: path → size in bytes."""
+    return {str(file): file.stat().st_size for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def show_written(files: Mapping[str, int]) -> None:
     """Say which files were written, with their sizes."""
-    files = [f"{file} ({bytes_text(size)})" for file, size in written_files(output).items()]
-    show(f"wrote {' and '.join(files)}")
+    listed = [f"{file} ({bytes_text(size)})" for file, size in files.items()]
+    if listed:
+        show(f"wrote {' and '.join((', '.join(listed[:-1]), listed[-1]) if listed[:-1] else listed)}")
+
+
+def show_next(*step: str | Path) -> None:
+    """Say what can be done with the files now: a command, whose words are quoted for the shell."""
+    show(f"next: {shlex.join(map(str, step))}")
+
+
+def show_model(output: Path) -> None:
+    """Say which files a model was written to, with their sizes, and what can be done with it now."""
+    show_written(written_files(output))
+    show_next("htp-export", "view", output)

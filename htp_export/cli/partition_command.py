@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from htp_export.cli.file_options import FileArgument, JsonOption
-from htp_export.cli.outputs import check_folder
+from htp_export.cli.outputs import check_folder, show_next, show_written, written_folder
 from htp_export.cli.terminal import Steps, print_json, show
 
 __all__ = ["partition_command"]
@@ -59,3 +59,5 @@ def partition_command(
         print_json(result.to_dict())
     else:
         show(str(result))
+        show_written(written_folder(output))
+        show_next("htp-export", "view", result.stages[0].file or output)

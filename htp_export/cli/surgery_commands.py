@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption, ShareOption
-from htp_export.cli.outputs import check_output, show_written
+from htp_export.cli.outputs import check_output, show_model
 from htp_export.cli.terminal import Steps, print_json, show
 
 __all__ = ["extract_command", "splice_command"]
@@ -33,7 +33,7 @@ def extract_command(
         print_json(result.to_dict())
     else:
         show(str(result))
-        show_written(output)
+        show_model(output)
 
 
 def splice_command(
@@ -58,4 +58,4 @@ def splice_command(
         print_json(result.to_dict())
     else:
         show(str(result))
-        show_written(output)
+        show_model(output)

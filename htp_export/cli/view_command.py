@@ -6,14 +6,17 @@ import enum
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from htp_export.cli.file_options import FileArgument, JsonOption
-from htp_export.cli.outputs import check_output
+from htp_export.cli.outputs import check_output, show_written, written_page
 from htp_export.cli.terminal import Steps, print_json, show
 from htp_export.errors import InputError
+
+if TYPE_CHECKING:
+    from htp_export.show.viewing import View
 
 __all__ = ["view_command"]
 
@@ -72,10 +75,14 @@ def view_command(
     else:
         _page(file, target, results, graph=graph, weights=weights, as_json=as_json)
         return
+    written = written_page(target)
     if as_json:
-        print_json({"file": str(target)})
-    else:
-        show(str(target))
+        print_json({"file": str(target), "files": written})
+        return
+    show_written(written)
+    if written:
+        netrons = f"open {file} in Netron, and drop {target} onto it"
+        show(f"next: {netrons if netron else f'open {file} in Model Explorer, and add {target} as node data'}")
 
 
 def _page(file: Path, target: Path, results: list[Path], *, graph: bool, weights: bool, as_json: bool) -> None:
@@ -83,10 +90,24 @@ def _page(file: Path, target: Path, results: list[Path], *, graph: bool, weights
 
     with Steps(quiet=as_json).step(f"drawing {file}"):
         shown = view(file, target, results=results, graph=graph, weights=weights)
+    written, counts = written_page(target), _counts(shown)
     if as_json:
-        print_json({"file": str(target), "modules": shown.modules, "nodes": shown.nodes, "missing": shown.missing})
-    else:
-        show(str(shown))
+        print_json({"file": str(target), "files": written, **counts})
+        return
+    _show_counts(shown)
+    show_written(written)
+    if written:
+        show(f"next: open {target} in a browser")
+
+
+def _counts(shown: View) -> dict[str, object]:
+    return {"modules": shown.modules, "nodes": shown.nodes, "missing": shown.missing}
+
+
+def _show_counts(shown: View) -> None:
+    show(f"{shown.modules:,} modules, {shown.nodes:,} nodes")
+    if shown.missing:
+        show(f"without the graph: {shown.missing}")
 
 
 def _overlay(file: Path, overlay: _Overlay, results: list[Path]) -> dict[str, object]:
@@ -124,10 +145,9 @@ def _serve(file: Path, results: list[Path], port: int, *, graph: bool, weights: 
         with Steps(quiet=as_json).step(f"drawing {file}"):
             shown = view(file, results=results, graph=graph, weights=weights)
         if as_json:
-            counts = {"modules": shown.modules, "nodes": shown.nodes, "missing": shown.missing}
-            print_json({"url": server.url, **counts})
+            print_json({"url": server.url, **_counts(shown)})
         else:
-            show(str(shown))
+            _show_counts(shown)
             typer.echo(f"{server.url}\nCtrl-C ends it")
         sys.stdout.flush()  # a program that started this one waits for the address
         server.run(shown.html)

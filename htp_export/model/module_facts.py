@@ -9,9 +9,9 @@
   where an exporter merged or folded them. Where the file's own tensor of that name has another size, as after pruning,
   that counts. If the file does not say what PyTorch had, they are the elements of the weights.
 
-Each tensor counts once in a module, and once in every module above it. A weight that modules on both sides of a border
-read, as three projections that were merged into one product read one matrix, counts in full in each of them; there it is
-one of the module's **shared weights**. A module that holds all its readers has it to itself.
+Each tensor counts once in a module, and once in every module above it. A weight that several modules read, as that of
+merged projections, counts in full in each of them. It is **shared** in a module if nodes outside that module read it,
+too; a module that has all its readers has it to itself.
 """
 
 from __future__ import annotations

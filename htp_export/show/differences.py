@@ -37,7 +37,7 @@ def render(found: ModelDifference, *, depth: int | None = None, only_changed: bo
         parts += [_modules(shown), Text()]
     counts = ", ".join(f"{count} {status}" for status, count in found.counts.items())
     parts.append(Text("no difference" if found.same else f"modules: {counts}"))
-    if any(side for module in shown for sizes in module.shared_bytes.values() for side in sizes):
+    if any("shared" in line for module in shown for line in _bytes(module)):
         parts.append(Text(_SHARED, style="dim"))
     if not found.by_module:
         parts.append(Text("one of the files has no module tags: only the whole is compared", style="yellow"))
@@ -74,7 +74,7 @@ def _modules(shown: list[ModuleDifference]) -> Table:
 
 def _alike(module: ModuleDifference) -> object:
     """What makes the lines of two modules the same; one that was moved stands alone."""
-    sizes = (*module.nodes, *module.parameters, *module.weight_bytes.items(), *module.shared_bytes.items())
+    sizes = (*module.nodes, *module.parameters, *_bytes(module))
     return (module.simple_class, module.status, sizes, _operators(module), module.moved_from and module.path)
 
 
@@ -83,9 +83,11 @@ def _bytes(module: ModuleDifference) -> Iterator[str]:
     sizes, shared = module.weight_bytes, module.shared_bytes
     most = max(sizes, key=lambda dtype: max(sizes[dtype]), default="")
     for dtype, (before, after) in sizes.items():
-        first, second = (_with_shared(*side) for side in zip(sizes[dtype], shared[dtype], strict=True))
-        if before != after or dtype == most or first != second:
-            yield f"{dtype} {first}" if first == second else f"{dtype} {first} → {second}"
+        if before != after:
+            first, second = (_with_shared(*side) for side in zip(sizes[dtype], shared[dtype], strict=True))
+            yield f"{dtype} {first} → {second}"
+        elif dtype == most:
+            yield f"{dtype} {before:,}"
 
 
 def _with_shared(total: int, shared: int) -> str:

@@ -140,7 +140,7 @@ class Partition:
 
     def __str__(self) -> str:
         total = sum(stage.parameter_bytes for stage in self.stages) or 1
-        header = ("stage", "modules", "nodes", "parameters", "share", "takes", "gives", "file")
+        header = ("stage", "modules", "nodes", "weights", "share", "takes", "gives", "file")
         rows = [
             (
                 str(number),
@@ -163,7 +163,8 @@ class Partition:
             f"  {each.name}: {each.tensor}, from stage {each.made_by} to {', '.join(map(str, each.read_by))}"
             for each in self.crossing
         ]
-        return "\n".join((*lines, f"{len(crossing)} tensors cross:", *crossing))
+        words = {0: "no tensor crosses", 1: "1 tensor crosses:"}
+        return "\n".join((*lines, words.get(len(crossing), f"{len(crossing)} tensors cross:"), *crossing))
 
 
 def _shortened(paths: Sequence[str]) -> str:

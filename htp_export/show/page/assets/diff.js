@@ -46,7 +46,6 @@
   }
   const total = (sizes) => Object.values(sizes ?? {}).reduce((sum, each) => sum + each, 0);
   const alone = (sum, shared) => (shared ? [...(sum > shared ? [bytes(sum - shared)] : []), `${bytes(shared)} shared`].join(" + ") : bytes(sum));
-  const shown = (side, column) => (column === BYTES && side ? alone(total(side[BYTES]), total(side[SHARED])) : text(side?.[column]));
   const simple = (name) => String(name ?? "").slice(String(name ?? "").lastIndexOf(".") + 1);
 
   function matches(item) {
@@ -80,7 +79,10 @@
 
   function cell(item, column) {
     const [before, after] = [held(item.before, column), held(item.after, column)];
-    const [first, second] = [shown(item.before, column), shown(item.after, column)];
+    const sizes = [item.before, item.after].map((side) => [total(side?.[BYTES]), total(side?.[SHARED])]);
+    const split = column === BYTES && item.before && item.after && sizes[0][0] !== sizes[1][0];
+    const said = (side, [sum, shared]) => (column === BYTES && side ? alone(sum, split ? shared : 0) : text(side?.[column]));
+    const [first, second] = [said(item.before, sizes[0]), said(item.after, sizes[1])];
     const element = make("div", { className: "number", title: `${first || "–"} → ${second || "–"}` });
     if (first === second) return element.append(second), element;
     if (first) element.append(make("span", { className: "was", textContent: first }));
@@ -135,7 +137,7 @@
     const types = [...new Set([item.before, item.after].flatMap((side) => Object.keys(side?.[BYTES] ?? {})))];
     const weights = make("dl", {}, ...types.flatMap((type) => {
       const sides = [item.before, item.after].map((side) => [side?.[BYTES]?.[type] ?? 0, side?.[SHARED]?.[type] ?? 0]);
-      const [[before, after], [first, second]] = [sides.map(([sum, shared]) => sum - shared), sides.map(([sum, shared]) => alone(sum, shared))];
+      const [[before, after], [first, second]] = [sides.map(([sum, shared]) => sum - shared), sides.map(([sum, shared]) => alone(sum, sides[0][0] === sides[1][0] ? 0 : shared))];
       return [make("dt", { textContent: type }), make("dd", { textContent: first === second ? second : `${first} → ${second}`, className: before === after ? "" : after > before ? "more-is" : "less-is" })];
     }));
     const operators = make("dl");
