@@ -2,7 +2,20 @@
 
 import sys
 
-from htp_export.cli.main import main
+
+def run() -> int:
+    """Run the command line, and say so where it is interrupted before the commands are imported.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        from htp_export.cli.main import main
+    except KeyboardInterrupt:
+        print("htp-export: error: interrupted", file=sys.stderr)
+        return 130
+    return main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -235,6 +236,31 @@ class TestErrors:
         monkeypatch.setattr("htp_export.fingerprints.families.fingerprint", interrupted)
         assert main(["fingerprint", "net.onnx"]) == 130
         assert capsys.readouterr().err == "htp-export: error: interrupted\n"
+
+    def test_an_interrupt_that_a_library_swallows_is_no_bug(self, folder, capsys, monkeypatch):
+        def swallowing(*arguments, **options):
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                raise RecursionError("maximum recursion depth exceeded") from None
+
+        monkeypatch.setattr("htp_export.analyze.families.fingerprint", swallowing)
+        assert main(["fingerprint", "net.onnx"]) == 130
+        assert capsys.readouterr().err == "htp-export: error: interrupted\n"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def test_an_interrupt_while_the_commands_are_imported_is_said_in_one_line(self, folder):
+        stub = "import signal, sys; sys.meta_path.insert(0, type('F', (), {'find_spec': staticmethod(find)})())"
+        code = f"""
+import runpy
+def find(name, *_):
+    if name == "htp_export.cli.terminal":
+        signal.raise_signal(signal.SIGINT)
+{stub}
+runpy.run_module("htp_export", run_name="__main__")
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (130, "htp-export: error: interrupted\n")
 
     def test_a_folder_that_may_not_be_written_is_refused_before_the_export(self, folder):
         (folder / "closed").mkdir(0o500)

@@ -21,6 +21,7 @@ from htp_export.cli.carry_command import carry_command, run_command
 from htp_export.cli.cost_command import cost_command
 from htp_export.cli.export_command import export_command
 from htp_export.cli.functions_command import functions_command, inline_command
+from htp_export.cli.interrupts import Interrupts
 from htp_export.cli.optimize_command import optimize_command
 from htp_export.cli.partition_command import partition_command
 from htp_export.cli.profile_command import profile_command
@@ -106,12 +107,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
+    interrupts = Interrupts()
     try:
-        with rare_collections(), contextlib.nullcontext() if debug else quiet_libraries():
+        with interrupts, rare_collections(), contextlib.nullcontext() if debug else quiet_libraries():
             status = app(args=arguments, prog_name="htp-export", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         status = _INTERRUPTED
     except Exception as error:
+        if interrupts.seen:
+            error_line("interrupted")
+            return _INTERRUPTED
         if debug:
             traceback.print_exception(error)
         message, code = _explained(error, debug)
