@@ -397,3 +397,43 @@ class TestTables:
         with console.capture() as shown:
             console.print(render(Comparison(modules)))
         assert "and 10 more modules; --all shows every one" in shown.get()
+
+
+JSON_COMMANDS = (
+    "export --entry {entry} -o x.onnx --verify",
+    "tree net.onnx",
+    "cost net.onnx",
+    "profile net.onnx --runs 1",
+    "verify net.onnx --entry {entry}",
+    "compare net.onnx other.onnx",
+    "diff net.onnx other.onnx",
+    "extract net.onnx 0 -o part.onnx",
+    "splice net.onnx 0 part.onnx -o x.onnx",
+    "functions net.onnx 2 -o nested.onnx",
+    "inline nested.onnx -o x.onnx",
+    "partition net.onnx 2 -o stages",
+    "optimize net.onnx -o x.onnx",
+    "run onnxruntime net.onnx -o tool.onnx",
+    "carry net.onnx tool.onnx -o x.onnx",
+    "forensics net.onnx",
+    "fingerprint net.onnx",
+    "view net.onnx --no-graph",
+)
+
+
+def test_docs_json_has_every_key_that_a_command_writes(folder, capsys):
+    text = (Path(__file__).parents[1] / "docs" / "json.md").read_text()
+    keys = {}
+    for commands, listed in re.findall(r"^\| (`.*?) \| (`.*?) \|", text, re.M):
+        optional = set(re.findall(r"\(`([^`]+)`\)", listed))
+        keys.update(dict.fromkeys(re.findall(r"`(\w+)`", commands), (set(re.findall(r"`([^`]+)`", listed)), optional)))
+    assert list(keys) == [command.split()[0] for command in JSON_COMMANDS]
+    assert main(["export", "--entry", f"nets_{folder.name}:net", "-o", "net.onnx", "--quiet"]) == 0
+    shutil.copy("net.onnx", "other.onnx")
+    for command in JSON_COMMANDS:
+        capsys.readouterr()
+        name, *rest = command.format(entry=f"nets_{folder.name}:net").split()
+        assert main([name, *rest, "--json"]) == 0, command
+        written = {*json.loads(capsys.readouterr().out)} - {"schema_version"}
+        every, optional = keys[name]
+        assert every - optional <= written <= every, command

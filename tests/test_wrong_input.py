@@ -284,7 +284,7 @@ def test_a_newer_version_of_the_format_is_read_with_a_warning(
     write_model(model, tmp_path / "newer.onnx")
     assert main(["tree", str(tmp_path / "newer.onnx")]) == 0
     warning = "its tags are of version 2 of the file format, and this htp_export knows version 1"
-    assert warning in capsys.readouterr().err
+    assert f"{tmp_path / 'newer.onnx'}: {warning}" in capsys.readouterr().err
     assert len(htp_export.load(tmp_path / "newer.onnx").hierarchy) == 7
     assert warning in caplog.text
 

@@ -284,7 +284,7 @@ def load(source: ModelSource) -> TaggedModel:
         return source
     model = model_of(source)
     try:
-        return _tagged(model)
+        return _tagged(model, name_of(source, f"model {model.graph.name!r}"))
     except ValueError as error:
         if isinstance(source, str | os.PathLike):
             raise FileError(os.fspath(source), str(error)) from error
@@ -317,7 +317,7 @@ def model_of(source: ModelSource) -> ir.Model:
     return model
 
 
-def _tagged(model: ir.Model) -> TaggedModel:
+def _tagged(model: ir.Model, name: str) -> TaggedModel:
     declared = model.metadata_props.get(tags.MODULES)
     newer = _newer_version(model)
     try:
@@ -325,7 +325,7 @@ def _tagged(model: ir.Model) -> TaggedModel:
     except ValueError as error:
         raise ValueError(f"{error}; {newer}, so that it needs a newer htp_export" if newer else str(error)) from error
     if newer:
-        _log.warning("model %r: %s; what that adds is passed over", model.graph.name, newer)
+        _log.warning("%s: %s; what that adds is passed over", name, newer)
     hierarchy = known or Hierarchy([ModuleInfo("", "", 1, "computed")])
     calls: dict[str, int] = {}
     for node in all_nodes(model):
