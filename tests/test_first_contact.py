@@ -244,7 +244,7 @@ class TestErrors:
             except KeyboardInterrupt:
                 raise RecursionError("maximum recursion depth exceeded") from None
 
-        monkeypatch.setattr("htp_export.analyze.families.fingerprint", swallowing)
+        monkeypatch.setattr("htp_export.fingerprints.families.fingerprint", swallowing)
         assert main(["fingerprint", "net.onnx"]) == 130
         assert capsys.readouterr().err == "htp-export: error: interrupted\n"
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -104,7 +104,7 @@ def _nodes(run: Run) -> tuple[list[NodeCost], dict[str, int]]:
                 shapes=tuple(tensor.shape for tensor in step.outputs),
                 activation_bytes=times * sum(t.bytes for t in step.outputs if t.viewed is None and t.origin == "made"),
                 traffic_bytes=times * (sum(read.values()) + written),
-                modules=step.modules | {""},
+                modules=step.modules if "" in step.modules else step.modules | {""},
             )
         )
     return found, dict(Counter(node.op_type for node in found if not node.counted))
@@ -187,7 +187,9 @@ def _sums(nodes: Sequence[NodeCost]) -> tuple[_Sums, _Sums, _Sums]:
                 own[owner][name] += share + (position < rest)
     for modules, numbers in grouped.items():
         for path in modules:
-            total[path].update(numbers)
+            here = total[path]
+            for name in _SUMMED:
+                here[name] += numbers[name]
     return total, own, uncounted
 
 

@@ -58,6 +58,7 @@ class Life:
         tensor: The tensor that has it.
         start: The step that makes it; 0 for inputs of the model.
         end: The last step that needs it.
+        size: Its size in bytes.
         touched: The steps that make it, read it, or give it another shape.
         leaves: Whether it is an input or output of the model.
     """
@@ -65,6 +66,7 @@ class Life:
     tensor: Tensor
     start: int
     end: int
+    size: int
     touched: tuple[int, ...]
     leaves: bool
 
@@ -173,7 +175,14 @@ def _lives(steps: Sequence[Step], outputs: Sequence[Tensor], given: str = "") ->
     kept = {tensor.buffer for tensor in outputs}
     last = len(steps) - 1
     return [
-        Life(tensor, at[0], last if tensor in kept else at[-1], tuple(dict.fromkeys(at)), tensor in kept | inputs)
+        Life(
+            tensor,
+            at[0],
+            last if tensor in kept else at[-1],
+            tensor.bytes,
+            tuple(dict.fromkeys(at)),
+            tensor in kept or tensor in inputs,
+        )
         for tensor, at in touched.items()
     ]
 
@@ -207,7 +216,9 @@ def _inside(step: Step) -> int:
 def _occupied(lives: Iterable[Life], start: int, end: int) -> _Bytes:
     """Bytes that are live at each of the steps from ``start`` up to ``end``."""
     change = np.zeros(end - start + 1, dtype=np.int64)
-    for life in lives:
-        change[life.start - start] += life.tensor.bytes
-        change[life.end + 1 - start] -= life.tensor.bytes
+    counted = [(life.start - start, life.end + 1 - start, life.size) for life in lives if life.size]
+    if counted:
+        starts, ends, sizes = zip(*counted, strict=True)
+        np.add.at(change, list(starts), sizes)
+        np.subtract.at(change, list(ends), sizes)
     return np.cumsum(change[:-1])

@@ -167,7 +167,7 @@ def visible(tagged: TaggedModel, depth: int | None = None, select: str | Sequenc
     if depth is not None and depth < 0:
         raise InputError(f"depth counts levels from 0, not {depth}")
     shown = set(tagged.paths if select is None else tagged.select(select))
-    shown = {up for path in shown for up in tags.ancestors(path)}
+    shown |= tags.all_above(shown)
     level: dict[str, int] = {}
     for path in tagged.paths:  # a module stands after those above it
         parent = tagged.hierarchy.parent(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from htp_export.model.tables import ModuleTable
@@ -179,7 +179,8 @@ class Cost(ModuleTable):
         for path, module in self.modules.items():
             modules[path] = {key: value for key, value in asdict(module).items() if key != "path"}
             modules[path]["intensity"] = module.intensity
-        data = {**asdict(self), "modules": modules}
+        plain = replace(self, modules={}, nodes=tuple(replace(node, modules=frozenset()) for node in self.nodes))
+        data = {**asdict(plain), "modules": modules}
         for node in data["nodes"]:
             del node["modules"]  # the totals of modules say it
         return data

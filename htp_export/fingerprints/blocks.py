@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -59,7 +59,15 @@ def _modules(facts: GraphFacts) -> tuple[Block, ...]:
     group_of = {region.path: key for key, regions in repeated.items() for region in regions}
     blocks = []
     for regions in repeated.values():
-        kept = [region for region in regions if not _only_part(region, group_of, repeated)]
+        around = {region: _group_around(region, group_of) for region in regions}
+        parts = {
+            holding: _is_part_of_each(regions, repeated[holding])
+            for holding in set(around.values())
+            if holding is not None
+        }
+        kept = [
+            region for region, holding in around.items() if holding is None or (region.children and not parts[holding])
+        ]
         if kept and _runs(kept) > 1:
             blocks.append(_block(kept, _runs(kept)))
     return tuple(blocks)
@@ -69,15 +77,16 @@ def _runs(regions: Iterable[Region]) -> int:
     return sum(region.calls for region in regions)
 
 
-def _only_part(region: Region, group_of: dict[str, str], groups: dict[str, list[Region]]) -> bool:
-    """Whether a module is a part of a block and no block of its own: it holds none, or stands in each block once."""
-    around = next((group_of[up] for up in tags.ancestors(region.path) if up != region.path and up in group_of), None)
-    if around is None:
-        return False
-    holders = {holder.path for holder in groups[around]}
-    ours = groups[group_of[region.path]]
-    inside = [each for each in ours if any(up in holders for up in tags.ancestors(each.path) if up != each.path)]
-    return not region.children or len(inside) <= len(holders)
+def _group_around(region: Region, group_of: Mapping[str, str]) -> str | None:
+    """The group of the nearest block that a module lies in."""
+    return next((group_of[up] for up in tags.ancestors(region.path) if up != region.path and up in group_of), None)
+
+
+def _is_part_of_each(regions: Sequence[Region], blocks: Sequence[Region]) -> bool:
+    """Whether no block has several of these modules: they are parts of it, and no blocks of their own."""
+    holders = {holder.path for holder in blocks}
+    inside = (any(up in holders for up in tags.ancestors(each.path) if up != each.path) for each in regions)
+    return sum(inside) <= len(holders)
 
 
 def _block(regions: list[Region], count: int) -> Block:

@@ -112,6 +112,8 @@ class CallTree:
     def __init__(self, hierarchy: Hierarchy, callers: Mapping[str, Sequence[Instance | None]] | None = None) -> None:
         self._hierarchy = hierarchy
         self._callers, self._is_known = dict(callers or {}), callers is not None
+        self._near: dict[str, str | None] = {}
+        self._held: dict[str, frozenset[str]] = {}
         self._running: dict[Instance, tuple[Instance, ...]] = {}
         self._parts: dict[Instance, Part] = {}
         self._works: dict[tuple[tuple[str, ...], str], Work] = {}
@@ -191,14 +193,29 @@ class CallTree:
 
     def chain(self, call: Instance) -> tuple[Instance, ...]:
         """The call and those it happened in, innermost first."""
-        if call not in self._running:
-            found: dict[Instance, None] = {}
-            current: Instance | None = call
-            while current is not None and current not in found:  # files come from anywhere: calls may go in circles
-                found[current] = None
-                current = self.caller(current)
-            self._running[call] = tuple(found)
-        return self._running[call]
+        if call in self._running:
+            return self._running[call]
+        found: dict[Instance, None] = {}
+        current: Instance | None = call
+        while current is not None and current not in found and current not in self._running:
+            found[current] = None
+            current = self.caller(current)
+        rest = () if current is None else self._running.get(current)
+        if rest is None or any(each in found for each in rest):  # files come from anywhere: calls may go in circles
+            self._running[call] = self._chain_in_a_circle(call)
+            return self._running[call]
+        for each in reversed(found):  # each call's chain is that of its caller, and itself
+            rest = (each, *rest)
+            self._running[each] = rest
+        return rest
+
+    def _chain_in_a_circle(self, call: Instance) -> tuple[Instance, ...]:
+        found: dict[Instance, None] = {}
+        current: Instance | None = call
+        while current is not None and current not in found:
+            found[current] = None
+            current = self.caller(current)
+        return tuple(found)
 
     def inside(self, call: Instance) -> dict[str, tuple[int, ...]]:
         """What ran in a call, itself too: module path → the numbers of its calls, where there are any.
@@ -248,7 +265,23 @@ class CallTree:
 
     def _nearest(self, path: str) -> str | None:
         """The nearest module above that ran."""
-        return next((up for up in tags.ancestors(path) if up != path and self._ran(up)), None)
+        if path not in self._near:
+            self._near[path] = next((up for up in tags.ancestors(path) if up != path and self._ran(up)), None)
+        return self._near[path]
+
+    def _never_ran(self, path: str) -> frozenset[str]:
+        """What lies above a path and never ran: containers."""
+        missing: list[str] = []
+        current = path
+        while current and current not in self._held:
+            missing.append(current)
+            current = tags.parent_path(current) or ""
+        found = self._held.get(current, frozenset())
+        for each in reversed(missing):
+            if not self._ran(above := tags.parent_path(each) or ""):
+                found |= {above}
+            self._held[each] = found
+        return found
 
     # --- whose work a node does -----------------------------------------------------------------------------
 
@@ -268,7 +301,8 @@ class CallTree:
         every = list(dict.fromkeys(calls))
         around = {up for call in every for up in self.chain(call)[1:]}
         parts = tuple(self._part(call) for call in every if call not in around)
-        return Work(owners, parts, frozenset().union(*(part.modules for part in parts)))
+        modules = parts[0].modules if len(parts) == 1 else frozenset().union(*(part.modules for part in parts))
+        return Work(owners, parts, modules)
 
     def around_owners(self, work: Work) -> dict[str, frozenset[str]]:
         """For each owner of a node, the modules in whose regions its share of the node's work is."""
@@ -312,14 +346,10 @@ class CallTree:
     def _part(self, call: Instance) -> Part:
         if call not in self._parts:
             chain = self.chain(call)
-            above: set[str] = set()
-            for each in chain:
-                for up in tags.ancestors(each.path):
-                    if up in above:  # and with it all that lies above it
-                        break
-                    above.add(up)
-            held = (up for up in above if not self._ran(up))
-            self._parts[call] = Part(call, frozenset(chain), frozenset((*(each.path for each in chain), *held, "")))
+            paths = [each.path for each in chain]
+            inside = [path for path, inner in zip(paths[1:], paths, strict=False) if self._nearest(inner) != path]
+            held = map(self._never_ran, (call.path, *inside))  # what lies above the others lies above these, too
+            self._parts[call] = Part(call, frozenset(chain), frozenset(("", *paths)).union(*held))
         return self._parts[call]
 
     def _calls_of(self, owners: tuple[str, ...], said: str) -> list[Instance]:

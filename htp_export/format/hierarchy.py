@@ -244,7 +244,16 @@ class Hierarchy(Mapping[str, ModuleInfo]):
             >>> Hierarchy([ModuleInfo("", ""), ModuleInfo("a", "")]).parent("a.b.c")
             'a'
         """
+        if path in self._modules:
+            return self._parents[path]
+        return self._nearest(path)
+
+    def _nearest(self, path: str) -> str | None:
         return next((up for up in tags.ancestors(path) if up != path and up in self._modules), None)
+
+    @cached_property
+    def _parents(self) -> dict[str, str | None]:
+        return {path: self._nearest(path) for path in self}
 
     def children(self, path: str) -> tuple[str, ...]:
         """The modules right below one, in order.

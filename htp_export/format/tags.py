@@ -85,6 +85,22 @@ def ancestors(path: str) -> Iterator[str]:
         current = parent_path(current)
 
 
+def all_above(paths: Iterable[str]) -> set[str]:
+    """Every path that lies above one of ``paths``, up to the root; each is looked at once.
+
+    Example:
+        >>> sorted(all_above(["a.b.c", "a.b", "d"]))
+        ['', 'a', 'a.b']
+    """
+    found: set[str] = set()
+    for path in paths:
+        above = parent_path(path)
+        while above is not None and above not in found:
+            found.add(above)
+            above = parent_path(above)
+    return found
+
+
 def common_ancestor(paths: Iterable[str]) -> str:
     """The deepest path that all of ``paths`` are under.
 
@@ -119,7 +135,7 @@ def innermost(paths: Iterable[str]) -> tuple[str, ...]:
     unique = list(dict.fromkeys(paths))
     if len(unique) < 2:
         return tuple(unique)
-    above = {up for path in unique for up in ancestors(path) if up != path}
+    above = all_above(unique)
     return tuple(path for path in unique if path not in above)
 
 

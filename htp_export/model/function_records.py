@@ -124,10 +124,9 @@ class Expectations:
             instance: The module call that the function is called for.
         """
         metadata = dict(shared.metadata_props)
-        below = self._below(shared)
-        if not below:
+        if not self._owners_of(shared):
             return metadata
-        owners = below.get(instance.path) or below[""]
+        owners = self._owners_in(shared, instance.path)
         reason = metadata.get(tags.REASON, "")
         if reason == "shared" and len(owners) < 2:
             reason = "scope"
@@ -151,15 +150,18 @@ class Expectations:
             self._owners[shared] = tags.owners_of(shared.metadata_props)
         return self._owners[shared]
 
-    def _below(self, shared: ir.Node) -> dict[str, list[str]]:
-        """Path → the node's owners at or below it."""
+    def _owners_in(self, shared: ir.Node, path: str) -> Sequence[str]:
+        """The node's owners at or below a path; all, where none is."""
+        owners = self._owners_of(shared)
+        if len(owners) == 1:
+            return owners
         if shared not in self._owned:
             below: defaultdict[str, list[str]] = defaultdict(list)
             for owner in self._owners_of(shared):
                 for up in tags.ancestors(owner):
                     below[up].append(owner)
             self._owned[shared] = dict(below)
-        return self._owned[shared]
+        return self._owned[shared].get(path) or owners
 
     def _call(self, owner: str, instance: Instance) -> str:
         """Which call of a module it is, where that ran several times, and once in the one that is called."""

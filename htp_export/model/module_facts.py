@@ -106,19 +106,24 @@ def contents_of(tagged: TaggedModel) -> Contents:
             own_nodes[owner].append(node)
     readers = _readers(tagged)
     stored = {value: _Held(_elements(value), tuple(paths)) for value, paths in readers.items()}
-    sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    by_dtype: defaultdict[str, list[_Held]] = defaultdict(list)
     shared_sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)
     own_sizes: Counter[str] = Counter()
     own_weights: defaultdict[str, list[ir.Value]] = defaultdict(list)
     for value, held in stored.items():
-        own_sizes[held.holders[0]] += _bytes(value)
+        size = _bytes(value)
+        own_sizes[held.holders[0]] += size
         for path in held.holders:
             own_weights[path].append(value)
-        inside = Counter(up for path in held.holders for up in tags.ancestors(path))
+        by_dtype[dtype_name(_dtype(value))].append(_Held(size, held.holders))
+        inside = Counter(up for path in held.holders for up in tags.ancestors(path)) if len(held.holders) > 1 else {}
         for path, readers_inside in inside.items():
-            sizes[path][dtype_name(_dtype(value))] += _bytes(value)
             if readers_inside < len(held.holders):
-                shared_sizes[path][dtype_name(_dtype(value))] += _bytes(value)
+                shared_sizes[path][dtype_name(_dtype(value))] += size
+    sizes: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for dtype, weights in by_dtype.items():
+        for path, size in _summed(weights)[0].items():
+            sizes[path][dtype] = size
     declared = _declared(tagged)
     listed = list(stored.items()) if declared is None else list(declared.items())
     parameters, own_parameters = _summed([held for _, held in listed])
@@ -128,9 +133,9 @@ def contents_of(tagged: TaggedModel) -> Contents:
             own_nodes=own_nodes[path],
             parameters=parameters[path],
             self_parameters=own_parameters[path],
-            weight_bytes=sizes[path].total(),
+            weight_bytes=sum(sizes[path].values()),
             self_weight_bytes=own_sizes[path],
-            weight_bytes_by_dtype=dict(sizes[path]),
+            weight_bytes_by_dtype=sizes[path],
             shared_bytes_by_dtype=dict(shared_sizes[path]),
             own_weights=own_weights[path],
         )
@@ -154,16 +159,20 @@ def _summed(listed: Sequence[_Held]) -> tuple[Counter[str], Counter[str]]:
     """Module path → elements at or below it; and those that it is the first to hold."""
     total: Counter[str] = Counter()
     own: Counter[str] = Counter()
+    shared: Counter[str] = Counter()
     for held in listed:
         own[held.holders[0]] += held.elements
-        for path in _above(held.holders):
-            total[path] += held.elements
+        if len(held.holders) == 1:
+            total[held.holders[0]] += held.elements
+            continue
+        for path in dict.fromkeys(up for holder in held.holders for up in tags.ancestors(holder)):
+            shared[path] += held.elements
+    for path in sorted({*total, *tags.all_above(total)}, key=len, reverse=True):  # the path of a parent is shorter
+        if path:
+            total[tags.parent_path(path) or ""] += total[path]
+    for path, elements in shared.items():
+        total[path] += elements
     return total, own
-
-
-def _above(paths: Sequence[str]) -> dict[str, None]:
-    """The paths, and all above them, each once."""
-    return dict.fromkeys(up for path in paths for up in tags.ancestors(path))
 
 
 # --- parameters -----------------------------------------------------------------------------------------

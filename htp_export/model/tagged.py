@@ -81,7 +81,7 @@ class TaggedModel:
 
     def _lines(self) -> Iterator[tuple[int, str, str, str]]:
         """The lines of the tree. A container, which never ran itself, is none: its name stands before what it holds."""
-        holding = {up for path in self.hierarchy for up in tags.ancestors(path) if up != path}
+        holding = tags.all_above(self.hierarchy)
         levels: dict[str, int] = {}
         for path, module in self.hierarchy.items():
             if path and not module.calls and path in holding and self[path].nodes:
@@ -334,7 +334,7 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
             number = int(call) if owner == owners[-1] and call.isdecimal() else 0
             calls[owner] = max(calls.get(owner, 1), number + 1)
     if calls:
-        above = {up: 1 for path in calls for up in tags.ancestors(path)}  # what ran inside them says that they ran
+        above = dict.fromkeys(tags.all_above(calls), 1)  # what ran inside them says that they ran
         return TaggedModel(model, hierarchy.including({**above, **calls}), "htp")
     classes = dict(scope for node in all_nodes(model) for scope in scopes_of(node))
     if not classes:

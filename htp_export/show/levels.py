@@ -16,7 +16,7 @@ def parents(inventory: Inventory) -> dict[str, str | None]:
     Args:
         inventory: The model.
     """
-    holding = {up for path in inventory.modules for up in tags.ancestors(path) if up != path}
+    holding = tags.all_above(inventory.modules)
     levels = {
         path
         for path, module in inventory.modules.items()

@@ -138,7 +138,7 @@ class ModuleTable(Generic[R]):
     def _branches(self) -> list[_Branch[R]]:
         """The rows as trees; there is one, unless the rows have no root."""
         every = {row.path for row in self.rows}
-        holding = {up for path in every for up in tags.ancestors(path) if up != path}
+        holding = tags.all_above(every)
         # A container, which holds what runs and never ran, is no line: its name stands before those of its children.
         rows = {row.path: row for row in self.rows if row.calls or not row.nodes or row.path not in holding}
         above = {path: next((up for up in tags.ancestors(path) if up != path and up in rows), None) for path in rows}

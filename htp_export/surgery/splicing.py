@@ -239,15 +239,15 @@ def _difference(new: ir.Value, old: ir.Value) -> str:
 def _drop_unused(parts: Iterable[Cut]) -> None:
     """Take out the nodes whose results nobody reads any more, and the initializers that only they read."""
     parts = list(parts)
-    waiting = list(dict.fromkeys(node for part in parts for node in (*part.nodes, *part.size_nodes)))
-    while True:
-        unused = [node for node in waiting if not any(v.uses() or v.is_graph_output() for v in node.outputs)]
-        if not unused:
-            break
-        for node in reversed(unused):
-            if node.graph is not None:
-                node.graph.remove(node, safe=True)
-        waiting = [node for node in waiting if node.graph is not None]
+    known = dict.fromkeys(node for part in parts for node in (*part.nodes, *part.size_nodes))
+    waiting = list(known)
+    while waiting:
+        node = waiting.pop()
+        if node.graph is None or any(v.uses() or v.is_graph_output() for v in node.outputs):
+            continue
+        read = [value.producer() for value in node.inputs if value is not None]
+        node.graph.remove(node, safe=True)
+        waiting += [maker for maker in read if maker in known]
     for initializer in (value for part in parts for value in part.initializers):
         graph = initializer.graph
         if graph is not None and not initializer.uses() and not initializer.is_graph_input():

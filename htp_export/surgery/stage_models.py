@@ -28,9 +28,10 @@ def stage_model(tagged: TaggedModel, stage: StageCut) -> ir.Model:
     graph, _ = cut_graph(tagged, stage.part)
     model = model_around(tagged, graph)
     tree = tagged.hierarchy
-    whole = {path for path in tree if any(tags.is_under(path, module) for module in stage.modules)}
+    modules = frozenset(stage.modules)
+    whole = {path for path in tree if any(up in modules for up in tags.ancestors(path))}
     first = {owners[0] for node in all_nodes(model) if (owners := tagged.owners_of(node))}
-    inside = whole | {up for path in first for up in tags.ancestors(path)} | {""}
+    inside = whole | first | tags.all_above(first) | {""}
     narrow_owners(tagged, model, inside.__contains__, "")
     stage_tree = Hierarchy(tree[path] for path in tree if path in inside)
     model.metadata_props[tags.MODULES] = stage_tree.to_json()

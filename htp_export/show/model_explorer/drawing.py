@@ -31,16 +31,10 @@ def drawing(inventory: Inventory, measures: Sequence[Measure]) -> dict[str, Any]
         "label": "model",
         "collection": "model",
         "graph": GRAPH_ID,
+        # Namespaces alone: the script lists the layers around each, which for deep models are too long to write down.
+        "layer": _LAYER,
         "places": {
-            "modules": [(space + _LAYER, _layers(space)[:-1]) if space else None for space in spaces.values()],
-            "nodes": [
-                (name, _layers(layer)) for name, layer in zip(node_ids(inventory), layers_of(inventory), strict=True)
-            ],
+            "modules": [space or None for space in spaces.values()],
+            "nodes": list(zip(node_ids(inventory), layers_of(inventory), strict=True)),
         },
     }
-
-
-def _layers(space: str) -> list[str]:
-    """The layers from the outermost to the one of a namespace."""
-    parts = space.split("/") if space else []
-    return ["/".join(parts[: count + 1]) + _LAYER for count in range(len(parts))]

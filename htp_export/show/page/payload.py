@@ -75,7 +75,7 @@ def _repeats(above: Mapping[str, str | None], inventory: Inventory, measures: Se
 def _failures(inventory: Inventory) -> list[str]:
     """What failed, without the modules that failed because of one below them."""
     failed = {path: module.failure for path, module in inventory.modules.items() if module.failure}
-    holding = {up for path in failed for up in tags.ancestors(path) if up != path}
+    holding = tags.all_above(failed)
     return [f"{path or '(root)'}: {in_both(said)}" for path, said in failed.items() if path not in holding][:5]
 
 

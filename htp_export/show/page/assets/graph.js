@@ -16,6 +16,17 @@
     return JSON.parse(await new Response(stream).text());
   }
 
+  // The places of modules and nodes, each with the layers that it lies in, the outermost first.
+  function withLayers(drawn) {
+    const known = new Map([["", []]]);
+    const layers = (space) => {
+      if (!known.has(space)) known.set(space, [...layers(space.slice(0, Math.max(space.lastIndexOf("/"), 0))), space + drawn.layer]);
+      return known.get(space);
+    };
+    const modules = drawn.places.modules.map((space) => space && [space + drawn.layer, layers(space).slice(0, -1)]);
+    return { ...drawn, places: { modules, nodes: drawn.places.nodes.map(([id, space]) => [id, layers(space)]) } };
+  }
+
   // What Model Explorer's server answers; anything else is not found.
   function answers({ graphs, overlays }) {
     return {
@@ -86,7 +97,7 @@
     delete pane.dataset.ready;
     pane.replaceChildren(htp.make("p", { className: "missing", textContent: "Opening the graph …" }));
     await new Promise((then) => setTimeout(then, 30));
-    unpacked ??= Promise.all([inflate(packed), inflate(drawing)]);
+    unpacked ??= Promise.all([inflate(packed), inflate(drawing).then(withLayers)]);
     const [application, drawn] = await unpacked;
     drawBar();
     const dark = document.documentElement.dataset.theme === "dark";
