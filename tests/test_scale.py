@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
+from types import SimpleNamespace
 
 import onnx
 import onnx_ir as ir
@@ -12,12 +14,21 @@ from rich.console import Console
 
 import htp_export
 from htp_export.costs.module_tree import ModuleRow, ModuleTree
-from htp_export.format.call_tree import Instance
+from htp_export.fingerprints.blocks import repeated_blocks
+from htp_export.format import tags
+from htp_export.format.call_tree import CallTree, Instance
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.module_facts import contents_of
 from htp_export.model.rewiring import replace_inputs
 from htp_export.model.tensor_names import UsedNames
 from htp_export.passes.near_matching import near, near_matching
+from htp_export.process.garbage_collection import rare_collections
+from htp_export.show.inventory import take_inventory
+from htp_export.show.model_explorer.drawing import drawing
 from htp_export.show.tree import render
 from htp_export.surgery.placing import MOST_NESTED
+from htp_export.surgery.splicing import _drop_unused as drop_unused
 from tools import scale
 
 
@@ -110,3 +121,83 @@ def test_patterns_of_several_results_look_at_what_is_near() -> None:
 
 def test_the_exponent_is_the_slope_of_the_logarithms() -> None:
     assert scale.exponent({10: 1.0, 100: 100.0, 1000: 10000.0}) == pytest.approx(2.0)
+
+
+def test_every_module_of_a_thousand_levels_has_its_numbers() -> None:
+    levels = 1000
+    with rare_collections():  # as commands run
+        contents = contents_of(htp_export.load(scale.deep(levels))).modules
+    for level in (0, 1, 499, 999):
+        here = contents["a" + ".m" * level]
+        left = levels - level
+        assert (len(here.nodes), len(here.own_nodes)) == (3 * left, 3)
+        assert (here.parameters, here.self_parameters) == (8 * left, 8)
+        assert (here.weight_bytes, here.self_weight_bytes) == (32 * left, 32)
+        assert here.weight_bytes_by_dtype == {"float32": 32 * left}
+    assert (contents[""].parameters, contents[""].self_parameters) == (2 * 8 * levels, 0)
+
+
+def test_the_memory_of_modules_nested_deep_is_known() -> None:
+    levels = 300
+    found = htp_export.cost(scale.deep(levels), dims={"batch": 1}).modules
+    tensor = 16 * 8 * 4
+    for level in (0, 200, 299):
+        here = found["a" + ".m" * level]
+        assert here.activation_bytes == 3 * (levels - level) * tensor
+        assert here.peak_bytes == (levels + 2) * tensor  # a skip of each level, and what a node reads and makes
+    assert found[""].other_flops == 2 * found["a"].other_flops
+
+
+def test_a_page_names_the_layers_of_deep_modules_without_those_around_them() -> None:
+    def size(levels: int) -> int:
+        inventory = take_inventory(htp_export.load(scale.deep(levels)))
+        return len(json.dumps(drawing(inventory, ())["places"]))
+
+    assert size(120) < 4.2 * size(60)  # as the paths themselves; with the layers around each, 8 times
+
+
+def test_stages_of_deep_models_are_found() -> None:
+    stages = htp_export.partition(scale.deep(200), 2).stages
+    assert [stage.modules for stage in stages] == [("a",), ("b",)]
+
+
+def test_calls_in_a_circle_have_the_chain_of_where_they_begin() -> None:
+    modules = [ModuleInfo(path, "Net", 1, "computed") for path in ("", "a", "b", "c", "d")]
+    said = '{"a":[["b",0]],"b":[["c",0]],"c":[["a",0]],"d":[["b",0]]}'
+    for first in itertools.permutations("abcd"):  # what was asked before changes nothing
+        calls = CallTree.from_json(said, Hierarchy(modules))
+        for path in first:
+            calls.chain(Instance(path))
+        chains = {path: "".join(each.path for each in calls.chain(Instance(path))) for path in "abcd"}
+        assert chains == {"a": "abc", "b": "bca", "c": "cab", "d": "dbca"}
+
+
+def test_containers_above_any_of_the_calls_hold_what_they_do() -> None:
+    ran = ["", "x.y.a", "x.y.a.list.b", "other.list.c"]
+    tree = Hierarchy([*(ModuleInfo(path, "Net", 1, "computed") for path in ran), ModuleInfo("x.y", "List")])
+    calls = CallTree.from_json('{"x.y.a":[["other.list.c",0]]}', tree)
+    work = calls.work(("x.y.a.list.b",))
+    assert work.modules == {*ran, "x", "x.y", "x.y.a.list", "other", "other.list"}
+
+
+def test_parts_of_blocks_are_counted_once_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = scale.wide(2000)
+    asked: list[str] = []
+    ancestors = tags.ancestors
+    monkeypatch.setattr(tags, "ancestors", lambda path: asked.append(path) or ancestors(path))
+    (block, *_) = repeated_blocks(GraphFacts(htp_export.load(model)))
+    assert block.count == 100
+    assert len(asked) < 20 * 300  # modules
+
+
+def test_a_chain_of_unused_nodes_is_taken_out_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = [ir.node("Relu", [ir.val("x")])]
+    for _ in range(999):
+        chain.append(ir.node("Relu", [chain[-1].outputs[0]]))
+    graph = ir.Graph(chain[0].inputs, [], nodes=chain)
+    asked: list[ir.Value] = []
+    uses = ir.Value.uses
+    monkeypatch.setattr(ir.Value, "uses", lambda value: asked.append(value) or uses(value))
+    drop_unused([SimpleNamespace(nodes=chain[:500], size_nodes=chain[500:], initializers=())])
+    assert len(graph) == 0
+    assert len(asked) < 10 * len(chain)

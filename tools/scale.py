@@ -31,6 +31,7 @@ class _Builder:
         self.nodes: list[onnx.NodeProto] = []
         self.weights: list[onnx.TensorProto] = []
         self.modules: dict[str, dict[str, object]] = {}
+        self._tags: dict[str, dict[str, str]] = {}
 
     def module(self, path: str, kind: str) -> None:
         self.modules[path] = {"class": f"net.{kind}", "calls": 1, "fate": "computed"}
@@ -45,7 +46,9 @@ class _Builder:
         node = onnx.helper.make_node(op, inputs, [name], f"node_{name}")
         if op == "Transpose":
             node.attribute.append(onnx.helper.make_attribute("perm", [0, 2, 1]))
-        onnx.helper.set_metadata_props(node, tags.node_tags([path], "scope", self.modules))
+        if path not in self._tags:  # the modules above it are there already
+            self._tags[path] = tags.node_tags([path], "scope", self.modules)
+        onnx.helper.set_metadata_props(node, self._tags[path])
         self.nodes.append(node)
         return name
 

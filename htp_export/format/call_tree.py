@@ -201,7 +201,7 @@ class CallTree:
             found[current] = None
             current = self.caller(current)
         rest = () if current is None else self._running.get(current)
-        if rest is None or any(each in found for each in rest):  # files come from anywhere: calls may go in circles
+        if rest is None or not found.keys().isdisjoint(rest):  # files come from anywhere: calls may go in circles
             self._running[call] = self._chain_in_a_circle(call)
             return self._running[call]
         for each in reversed(found):  # each call's chain is that of its caller, and itself
