@@ -149,14 +149,14 @@ _HOMES = {
 }
 
 
-_SUBPACKAGES = {"tools": "provenance.adapters", "errors": "errors"}
+_SUBPACKAGES = ("tools", "errors")
 """What the documentation names beside functions and classes, ``htp_export.tools.onnxslim``."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: torch takes seconds, and reading a file does not need it."""
     if name in _SUBPACKAGES:
-        return importlib.import_module(f"{__name__}.{_SUBPACKAGES[name]}")
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -29,7 +29,7 @@ ROWS = [
 ]
 ROW = {name: number for number, names in enumerate(ROWS) for name in names}
 # What stands above all rows: the face of the package, which imports nothing until it is asked to, and its program.
-FACES = {"htp_export", "htp_export.__main__"}
+FACES = {"htp_export", "htp_export.__main__", "htp_export.tools"}
 
 
 def folder_of(module: str) -> str:

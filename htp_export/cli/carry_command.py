@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from htp_export import tools
+from htp_export.provenance import adapters as tools
 from htp_export.cli.file_options import (
     FeedDimsOption,
     FeedOption,

@@ -1,0 +1,21 @@
+"""Other people's tools, run so that the module tags come through: the public name of ``htp_export.provenance.adapters``.
+
+Examples:
+    >>> from htp_export.tools import onnxslim
+    >>> onnxslim.__module__
+    'htp_export.provenance.adapters.optimizers'
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from htp_export.provenance import adapters
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(adapters, name)
+
+
+def __dir__() -> list[str]:
+    return dir(adapters)
