@@ -161,4 +161,4 @@ def test_onnxruntime_loads_models_in_one_place() -> None:
         for path in package.rglob("*.py")
         if ".InferenceSession(" in path.read_text(encoding="utf-8")
     }
-    assert makers == {"model_faults.py", "runtime/sessions.py", "surgery/ray_application.py"}
+    assert makers == {"model/model_faults.py", "runtime/sessions.py", "surgery/ray_application.py"}

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from htp_export.provenance import adapters as tools
 from htp_export.cli.file_options import (
     FeedDimsOption,
     FeedOption,
@@ -24,6 +23,7 @@ from htp_export.cli.quiet import quiet_runtime
 from htp_export.cli.sizes import Sizes, read_sizes
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import HtpExportError, InputError
+from htp_export.provenance import adapters as tools
 
 if TYPE_CHECKING:
     from htp_export.provenance.carrying import Carried
