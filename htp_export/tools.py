@@ -1,4 +1,4 @@
-"""Other people's tools, run so that the module tags come through: the public name of ``htp_export.provenance.adapters``.
+"""Other people's tools, run so that the module tags come through: the public name of `provenance.adapters`.
 
 Examples:
     >>> from htp_export.tools import onnxslim
