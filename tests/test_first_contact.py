@@ -210,7 +210,7 @@ class TestLogs:
             onnxruntime.InferenceSession(noisy.SerializeToString(), providers=["CPUExecutionProvider"])
             return htp_export.carry(source, source, output)
 
-        monkeypatch.setattr(htp_export.tools, "onnxslim", tool)
+        monkeypatch.setattr("htp_export.provenance.adapters.onnxslim", tool, raising=False)
         assert main(["run", "onnxslim", "net.onnx", "-o", "out.onnx", *debug]) == 0
         assert ("Removing initializer 'unused'" in capfd.readouterr().err) is bool(debug)
 
