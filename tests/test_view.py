@@ -456,11 +456,7 @@ def test_the_page_of_a_difference_says_how_to_tag_what_is_not(tmp_path):
     page = (tmp_path / "diff.html").read_text(encoding="utf-8")
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
     assert [file["tags"] for file in data["files"]] == ["htp", "none"]
-<<<<<<< HEAD
     assert data["notes"][0].startswith("b.onnx: This file has no module tags. Export it with htp-export export")
-=======
-    assert data["notes"][0].startswith("b.onnx: This file has no module tags. Export it with htp-export export, or")
->>>>>>> 8dd8946 (test_view: shorter line)
 
 
 def test_every_word_for_how_owners_are_known_is_explained_in_pages():
