@@ -72,7 +72,11 @@ def test_random_inputs_follow_the_seed_and_the_sizes_asked_for(files, tmp_path):
     assert one == again != other
     dynamic = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
     path = file_of(tmp_path, **dynamic)
-    assert htp_export.compare(path, path, dims={"batch": 5}).ok
+    given = htp_export.compare(path, path, dims={"batch": 5})
+    assert (given.ok, given.assumed) == (True, ())
+    assumed = htp_export.compare(path, path)
+    assert assumed.to_dict()["assumed"] == ["size 'batch' is 1"]
+    assert "size 'batch' is 1" in str(assumed)
     with pytest.raises(InputError, match="no open dimension 'bacth' in this model, only 'batch'"):
         htp_export.compare(path, path, dims={"bacth": 5})
 

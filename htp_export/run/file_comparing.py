@@ -102,7 +102,7 @@ def compare(
     lacking = {path: _lacking(path, here, theirs, one, other) for path in results if path not in there}
     modules = {path: _around(results, result, lacking.get(path, "")) for path, result in results.items()}
     wrong = tuple(path for path in blame.modules if path in modules)
-    return Comparison(modules, wrong, tags=(ours.tag_facts, theirs.tag_facts))
+    return Comparison(modules, wrong, tags=(ours.tag_facts, theirs.tag_facts), assumed=feed.notes)
 
 
 def _check_one_model(ours: TaggedModel, theirs: TaggedModel, one: str, other: str) -> None:

@@ -169,12 +169,14 @@ class Comparison(ModuleTable):
         wrong: The modules that are wrong by themselves, in the order in which their calls ended: innermost first.
         isolated: Whether each module was run on its own, on the right inputs.
         tags: What the file knows about its module tags; for two files, what each of them does.
+        assumed: Open dimensions for which no size was given, and the size that was taken, a line each.
     """
 
     modules: Mapping[str, ModuleResult]
     wrong: tuple[str, ...] = ()
     isolated: bool = False
     tags: tuple[TagFacts, ...] = ()
+    assumed: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -256,6 +258,7 @@ class Comparison(ModuleTable):
             "first_wrong": self.first_wrong,
             "wrong": list(self.wrong),
             "isolated": self.isolated,
+            "assumed": list(self.assumed),
             "tags": [each.to_dict() for each in self.tags],
             "modules": {path: module.to_dict() for path, module in self.modules.items()},
         }
@@ -274,6 +277,7 @@ class Comparison(ModuleTable):
             yield "not compared: " + ", ".join(
                 f"{count} {_FATE_WORDS.get(fate, fate)}" for fate, count in fates.items()
             )
+        yield from self.assumed
         yield from tag_lines(*self.tags, names=("right", "compared"))
 
 
