@@ -27,7 +27,8 @@ from typing import Any
 
 NEEDS_THE_HUB = ("google-bert/", "hub.onnx")
 RUN = ("htp-export ", "echo ")
-_SERVES_UNTIL_STOPPED = re.compile(r"--serve\s*(#|$)")
+_SERVES_UNTIL_STOPPED = re.compile(r"--serve(\s+--|\s*#|\s*$)")
+_LONGEST = 900  # seconds that a command may take; one that waits for something would wait for ever
 
 
 @dataclass
@@ -196,7 +197,7 @@ def run(page: Path, folder: Path) -> Iterator[str]:
 def _run_command(command: Command, page: Path, folder: Path) -> Iterator[str]:
     where = f"{page.name}:{command.line}: {command.text}"
     shell = command.text.replace("htp-export ", f"{sys.executable} -m htp_export ", 1)
-    ended = subprocess.run(shell, shell=True, cwd=folder, capture_output=True, text=True, check=False)
+    ended = subprocess.run(shell, shell=True, cwd=folder, capture_output=True, text=True, check=False, timeout=_LONGEST)
     if ended.returncode:
         yield f"{where}\nends with {ended.returncode}: {ended.stderr}"
     elif command.output and not same_output(command.output, ended.stdout.splitlines()):
