@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from htp_export.tools import quantize_static
 
 import htp_export
 from htp_export.cli.main import main
 from htp_export.errors import FileError, InputError
+from htp_export.tools import quantize_static
 from tests.test_carry import chain
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from htp_export.tools import onnxscript, onnxslim
 from torch import nn
 
 import htp_export
 from htp_export.model.boundaries import fused_with
 from htp_export.model.fates import Borders
+from htp_export.tools import onnxscript, onnxslim
 from tests.exporting import exported
 from tests.graphs import Builder
 from tests.nets import EXPORTERS, NETS, spread, x

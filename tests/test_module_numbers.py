@@ -11,7 +11,6 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from htp_export.tools import float16, quantize_dynamic, quantize_static
 from torch import nn
 
 import htp_export
@@ -20,6 +19,7 @@ from htp_export.format import tags
 from htp_export.model.inlining import read_flat
 from htp_export.show.inventory import take_inventory
 from htp_export.show.page.payload import page_data
+from htp_export.tools import float16, quantize_dynamic, quantize_static
 from tests.exporting import exported
 from tests.handmade import with_function
 from tests.nets import spread, x
