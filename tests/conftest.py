@@ -1,4 +1,6 @@
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,10 @@ if TYPE_CHECKING:
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Before torch is imported: the nets are small, and there is a process of pytest for each core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell without job control lets what it starts in the background ignore Ctrl-C, and so do all processes that are
+# started from there: tests that interrupt a command would wait for ever.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 MOST_PROCESSES = 8  # each takes one to two GB
 
 # The tests whose results depend on how the installed torch exports. `pytest -m torch` runs them alone.
