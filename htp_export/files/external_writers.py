@@ -12,7 +12,6 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from htp_export.errors import FileError
 from htp_export.files.data_notes import describe_own, put_notes
 from htp_export.files.data_plan import in_safe_order, is_named_by_us
 from htp_export.files.filesystem import is_special
@@ -65,10 +64,8 @@ def _note(file: Path, replaced: Mapping[str, Path]) -> None:
         file: The model.
         replaced: The name of each data file → the file whose place it takes.
     """
-    try:
-        model = read_model(file)
-    except FileError:  # torch writes files that are no valid models: with ``export_params=False``, weights are missing
-        return
+    # Not `read_model`, which judges models: torch leaves the weights out with ``export_params=False``.
+    model = ir.from_proto(onnx.load(file, load_external_data=False))
     tensors: dict[str, list[ir.ExternalTensor]] = {}
     for slot in slots(model):
         if isinstance(slot.tensor, ir.ExternalTensor):
