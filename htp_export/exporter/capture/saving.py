@@ -25,13 +25,18 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     """
     file = Path(path)
     error = None if is_special(file) else why_not_writable(file.absolute().parent)
-    if error is not None and not _only_itself_writable(file):
+    if error is not None and not _is_writable(file):
         raise error
+
+
+def _is_writable(file: Path) -> bool:
+    """Whether a file is there and can be written over."""
+    return file.is_file() and os.access(file, os.W_OK)
 
 
 def _only_itself_writable(file: Path) -> bool:
     """Whether a file can be written over, while its folder takes no other: then torch writes it."""
-    return file.is_file() and why_not_writable(file.absolute().parent) is not None and os.access(file, os.W_OK)
+    return _is_writable(file) and why_not_writable(file.absolute().parent) is not None
 
 
 _MARK = "_htp_export_saves_whole"
