@@ -36,6 +36,16 @@ class Input:
     shape: Shape | None
     tensor: bool = True
 
+    @classmethod
+    def of(cls, value: ir.Value) -> Input:
+        """What a graph says of a value."""
+        tensor = isinstance(value.type, ir.TensorType)
+        known = tensor and value.dtype != ir.DataType.UNDEFINED
+        shape = None
+        if value.shape is not None:
+            shape = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
+        return cls(str(value.name), value.dtype if known else None, shape, tensor)
+
     def __str__(self) -> str:
         shape = (
             "any shape" if self.shape is None else f"[{', '.join('?' if d is None else str(d) for d in self.shape)}]"
@@ -114,7 +124,7 @@ class Inputs:
     @classmethod
     def of(cls, model: ir.Model) -> Inputs:
         """The inputs of a model."""
-        return cls(_input(value) for value in model.graph.inputs if value.name not in model.graph.initializers)
+        return cls(Input.of(value) for value in model.graph.inputs if value.name not in model.graph.initializers)
 
     def __iter__(self) -> Iterator[Input]:
         return iter(self._inputs)
@@ -295,15 +305,6 @@ class Inputs:
         if not isinstance(shape, Sequence) or not all(map(_is_size, shape)):
             raise InputError(f"input {name!r}: a shape is a list of whole numbers, not {shape!r}")
         return tuple(int(size) for size in shape)
-
-
-def _input(value: ir.Value) -> Input:
-    tensor = isinstance(value.type, ir.TensorType)
-    known = tensor and value.dtype != ir.DataType.UNDEFINED
-    shape = None
-    if value.shape is not None:
-        shape = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
-    return Input(str(value.name), value.dtype if known else None, shape, tensor)
 
 
 def _check_name(what: str, name: str, known: Iterable[str]) -> None:

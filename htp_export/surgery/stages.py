@@ -8,6 +8,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from htp_export.runtime.inputs import Input
+
 __all__ = ["Stage", "Tensor"]
 
 
@@ -26,11 +28,8 @@ class Tensor:
     @classmethod
     def of(cls, value: ir.Value) -> Tensor:
         """What a graph says of a value."""
-        tensor = isinstance(value.type, ir.TensorType) and value.type.dtype != ir.DataType.UNDEFINED
-        shape = None
-        if value.shape is not None:
-            shape = tuple(size if isinstance(size, int) else size.value for size in value.shape)
-        return cls(value.type.dtype.name if tensor and value.type is not None else None, shape)
+        known = Input.of(value)
+        return cls(None if known.type is None else known.type.name, known.shape)
 
     def __str__(self) -> str:
         sizes = (
