@@ -192,7 +192,7 @@ def main() -> None:
                     htp_export.export(model, (), path, kwargs=inputs, dynamo=exporter == "dynamo", verbose=False)
                 wrong = inexact(model, inputs, path)
                 print(f"\n**{model_name}, {exporter}**\n")
-                print("| tool | nodes | tags left by the tool | tags after carry | exact modules | fused by it |")
+                print("| tool | nodes | tags kept by the tool | tags after carry | exact modules | fused by it |")
                 print("|---|---|---|---|---|---|", flush=True)
                 for name in given.tools:
                     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
