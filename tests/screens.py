@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 import htp_export
 from htp_export.format.hierarchy import ModuleInfo
-from htp_export.format.parameters import Held, parameters_to_json
+from htp_export.format.parameters import ModuleParameters, parameters_to_json
 from tests import handmade
 from tests.chromium import Page
 
@@ -44,7 +44,7 @@ class _Net:
         self.nodes: list[ir.Node] = []
         self.weights: dict[str, ir.Value] = {}
         self.modules = {"": ModuleInfo("", "encoder.MaskedEncoder", 1, "computed")}
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, ModuleParameters] = {}
 
     def module(self, path: str, class_name: str, fate: str = "computed") -> None:
         self.modules[path] = ModuleInfo(path, class_name, 1, fate)  # type: ignore[arg-type]
@@ -54,8 +54,8 @@ class _Net:
             values = np.random.default_rng(len(self.weights)).normal(0, 0.02, shape).astype(np.float32)
             self.weights[name] = ir.Value(name=name, const_value=ir.tensor(values, name=name))
             path, _, own = name.rpartition(".")
-            before = self.held.get(path, Held({}))
-            self.held[path] = Held({**before.shapes, own: shape})
+            before = self.held.get(path, ModuleParameters({}))
+            self.held[path] = ModuleParameters({**before.shapes, own: shape})
         return self.weights[name]
 
     def node(self, op: str, inputs: list[ir.Value], owner: str, name: str, width: int = WIDTH) -> ir.Value:
@@ -98,7 +98,7 @@ def encoder() -> ir.Model:
     net.module("head.decoder", _LINEAR)
     turned = net.node("Transpose", [words], "head.decoder", "turned", WORDS)
     net.node("MatMul", [x, turned], "head.decoder", "logits", WORDS)
-    net.held["head.decoder"] = Held({"weight": (WORDS, WIDTH)}, {"weight": "embeddings.words.weight"})
+    net.held["head.decoder"] = ModuleParameters({"weight": (WORDS, WIDTH)}, {"weight": "embeddings.words.weight"})
     made = handmade.model([ids, mask], net.nodes, list(net.weights.values()), list(net.modules.values()))
     made.metadata_props["htp.parameters"] = parameters_to_json(net.held)
     made.graph.name = "encoder.onnx"

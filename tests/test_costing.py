@@ -18,7 +18,7 @@ import htp_export
 from htp_export.costs.result import Cost
 from htp_export.errors import InputError
 from htp_export.format.hierarchy import ModuleInfo
-from htp_export.format.parameters import Held, parameters_from_json, parameters_of, parameters_to_json
+from htp_export.format.parameters import ModuleParameters, parameters_from_json, parameters_of, parameters_to_json
 from tests.handmade import encoder, model, tagged_node, value
 
 BOTH = pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
@@ -156,10 +156,10 @@ def test_an_extracted_module_knows_its_parameters(tmp_path: Path) -> None:
 def test_written_parameters_come_back_the_same() -> None:
     held = parameters_of(Tied())
     assert held == {
-        "": Held({"temperature": ()}),
-        "embedding": Held({"weight": (20, 8)}),
-        "body": Held({"weight": (8, 8), "bias": (8,)}),
-        "head": Held({"weight": (20, 8)}, {"weight": "embedding.weight"}),
+        "": ModuleParameters({"temperature": ()}),
+        "embedding": ModuleParameters({"weight": (20, 8)}),
+        "body": ModuleParameters({"weight": (8, 8), "bias": (8,)}),
+        "head": ModuleParameters({"weight": (20, 8)}, {"weight": "embedding.weight"}),
     }
     assert parameters_from_json(parameters_to_json(held)) == held
     only = {"head": held["head"]}

@@ -20,7 +20,7 @@ from htp_export.costs.module_tree import tree_rows
 from htp_export.differences.equal_modules import call_signature
 from htp_export.errors import FileError, InputError
 from htp_export.format.hierarchy import ModuleInfo
-from htp_export.format.parameters import Held, parameters_to_json
+from htp_export.format.parameters import ModuleParameters, parameters_to_json
 from htp_export.model.tagged import load
 from htp_export.show.inventory import take_inventory
 from htp_export.show.levels import parents
@@ -185,8 +185,8 @@ def test_small_constants_are_kept_and_large_ones_are_not_read():
 
 def test_a_tied_parameter_is_marked_at_the_module_that_holds_it_second():
     model = handmade.encoder()
-    second = Held({"weight": (4, 4)}, {"weight": "layer.0.fc.weight"})
-    held = {"layer.0.fc": Held({"weight": (4, 4)}), "layer.1.fc": second}
+    second = ModuleParameters({"weight": (4, 4)}, {"weight": "layer.0.fc.weight"})
+    held = {"layer.0.fc": ModuleParameters({"weight": (4, 4)}), "layer.1.fc": second}
     model.metadata_props["htp.parameters"] = parameters_to_json(held)
     modules = take_inventory(load(model)).modules
     tied = {path: dict(module.tied) for path, module in modules.items() if module.tied}

@@ -17,7 +17,7 @@ from htp_export.files.model_files import model_from_proto, read_model, write_mod
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Work
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.parameters import Held, parameters_from_json
+from htp_export.format.parameters import ModuleParameters, parameters_from_json
 from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.format.torch_scopes import scopes_of
 from htp_export.model.regions import GraphIndex, Region, all_nodes
@@ -151,7 +151,7 @@ class TaggedModel:
             raise InputError(f"model {self.model.graph.name!r}: {error}") from error
 
     @cached_property
-    def parameters(self) -> Mapping[str, Held] | None:
+    def parameters(self) -> Mapping[str, ModuleParameters] | None:
         """Module path → the parameters that it holds in PyTorch; None where the file does not say.
 
         Nor does it where it names a module that is not there: then the file was made of a part of the model, by a tool

@@ -7,7 +7,7 @@ from typing import Any
 
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.module_paths import module_paths
-from htp_export.format.parameters import Held, parameters_of
+from htp_export.format.parameters import ModuleParameters, parameters_of
 from htp_export.process.restoring import Changes
 
 
@@ -47,7 +47,7 @@ class ModuleNames:
         return None if self._model is None else Hierarchy.from_module(self._model)
 
     @property
-    def parameters(self) -> dict[str, Held] | None:
+    def parameters(self) -> dict[str, ModuleParameters] | None:
         """Module path → the parameters it holds now; None for what is no ``nn.Module``."""
         return None if self._model is None else parameters_of(self._model)
 

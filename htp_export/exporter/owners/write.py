@@ -15,7 +15,7 @@ from htp_export.exporter.owners.flow import Flow
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, Work
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.parameters import Held, parameters_to_json
+from htp_export.format.parameters import ModuleParameters, parameters_to_json
 from htp_export.format.signatures import Signature, signatures_to_json
 
 
@@ -123,7 +123,7 @@ class Tags:
     graph_name: str
 
 
-def make_tags(record: Record, hierarchy: Hierarchy, parameters: Mapping[str, Held] | None = None) -> Tags:
+def make_tags(record: Record, hierarchy: Hierarchy, parameters: Mapping[str, ModuleParameters] | None = None) -> Tags:
     """Find owners and fates, and say them in the file format's words.
 
     Args:
