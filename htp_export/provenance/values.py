@@ -16,7 +16,7 @@ import onnx_ir as ir
 from htp_export.model.operators import base_op
 from htp_export.provenance.shapes import Shape
 from htp_export.provenance.sketch import Sketch
-from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore, Held
+from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore, StoredArray
 from htp_export.runtime.comparing import TOLERANCES
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.runner import Runner, portions
@@ -73,10 +73,10 @@ class _Known:
 
     def __init__(self) -> None:
         self._indices: list[int] = []
-        self._held: list[Held] = []
+        self._held: list[StoredArray] = []
         self._samples: list[Array] = []
 
-    def add(self, index: int, held: Held) -> None:
+    def add(self, index: int, held: StoredArray) -> None:
         self._indices.append(index)
         self._held.append(held)
         self._samples.append(_sample(held.array))

@@ -14,7 +14,7 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
 from htp_export.run.pairing import Pair, PairedCall
 from htp_export.run.results import TensorResult
-from htp_export.runtime.arrays import Array, Held
+from htp_export.runtime.arrays import Array, StoredArray
 from htp_export.runtime.comparing import Difference, Tolerance, difference
 from htp_export.runtime.runner import Runner, portions
 
@@ -23,7 +23,7 @@ __all__ = ["CheckedCall", "Tolerances", "check_calls", "excesses", "tensor_value
 Tolerances = Callable[[str], Tolerance | None]
 """Module path → what may differ there; None for what ``TOLERANCES`` says."""
 
-_Key = tuple[Held, ir.Value, Tolerance | None]
+_Key = tuple[StoredArray, ir.Value, Tolerance | None]
 
 
 @dataclass(frozen=True)

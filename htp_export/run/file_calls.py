@@ -12,7 +12,7 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.run.checking import tensor_values
 from htp_export.run.pairing import leaving_tensors, signature_of
 from htp_export.run.pytorch_calls import ModuleCall
-from htp_export.runtime.arrays import Array, ArrayStore, Held
+from htp_export.runtime.arrays import Array, ArrayStore, StoredArray
 from htp_export.runtime.inputs import Feed, Inputs
 from htp_export.runtime.runner import Runner
 
@@ -37,7 +37,7 @@ def calls_in_file(
     tensors = list(_tensors_of_calls(tagged))
     sizes = _sizes(tagged, feed)
     wanted = dict.fromkeys(value for _, _, given, back in tensors for value in (*given.values(), *back) if value)
-    held: dict[str, Held] = {}
+    held: dict[str, StoredArray] = {}
 
     def keep(name: str, array: Array) -> None:
         held[name] = store.keep(array)

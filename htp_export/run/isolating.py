@@ -17,7 +17,7 @@ from htp_export.run.checking import CheckedCall, Tolerances, check_calls, tensor
 from htp_export.run.cutting_together import cut_together
 from htp_export.run.pairing import Pair, PairedCall, pair_call, signature_of
 from htp_export.run.pytorch_calls import ModuleCall
-from htp_export.runtime.arrays import Array, ArrayStore, Held
+from htp_export.runtime.arrays import Array, ArrayStore, StoredArray
 from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings
 
@@ -40,7 +40,7 @@ class _Task:
 
     paired: PairedCall
     cut: Cut
-    given: Mapping[str, Held]
+    given: Mapping[str, StoredArray]
     outside: tuple[str, ...]
 
 
@@ -91,7 +91,7 @@ def check_isolated(
             except InputError as error:
                 reasons[call.path] = str(error)
     outside = dict.fromkeys(name for task in tasks for name in task.outside)
-    values: dict[str, Held] = {}
+    values: dict[str, StoredArray] = {}
 
     def keep(name: str, array: Array) -> None:
         values[name] = store.keep(array)
@@ -138,7 +138,7 @@ def _fused_task(tagged: TaggedModel, paired: PairedCall, calls: Sequence[PairedC
     if not paired.outputs or any(tagged.hierarchy[each].calls > 1 for each in group):
         return None
     outputs = [value for pair in paired.outputs for value in pair.candidates]
-    held: dict[ir.Value, Held] = {}
+    held: dict[ir.Value, StoredArray] = {}
     for other in calls:
         if any(tags.is_under(other.call.path, each) for each in group):
             known = (pair for pair in (*other.inputs, *other.outputs) if len(pair.candidates) == 1)
@@ -151,7 +151,11 @@ def _fused_task(tagged: TaggedModel, paired: PairedCall, calls: Sequence[PairedC
 
 
 def _run(
-    tagged: TaggedModel, task: _Task, values: Mapping[str, Held], settings: SessionSettings, tolerances: Tolerances
+    tagged: TaggedModel,
+    task: _Task,
+    values: Mapping[str, StoredArray],
+    settings: SessionSettings,
+    tolerances: Tolerances,
 ) -> CheckedCall:
     """Run one cut, and compare what leaves it with what the module gave back."""
     path = task.paired.call.path

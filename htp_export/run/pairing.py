@@ -13,7 +13,7 @@ from htp_export.format import tags
 from htp_export.format.signatures import Signature
 from htp_export.model.tagged import Region, TaggedModel
 from htp_export.run.pytorch_calls import ModuleCall
-from htp_export.runtime.arrays import Held
+from htp_export.runtime.arrays import StoredArray
 
 __all__ = ["Pair", "PairedCall", "leaving_tensors", "pair_call", "signature_of", "unmatched_calls"]
 
@@ -31,7 +31,7 @@ class Pair:
     """
 
     name: str
-    expected: Held
+    expected: StoredArray
     candidates: tuple[ir.Value, ...]
 
 
@@ -152,7 +152,7 @@ def _is_of_others(tagged: TaggedModel, path: str, node: ir.Node | None) -> bool:
     return not all(path in part.modules for part in tagged.work_of(node).parts)
 
 
-def _fits(tagged: TaggedModel, value: ir.Value, held: Held) -> bool:
+def _fits(tagged: TaggedModel, value: ir.Value, held: StoredArray) -> bool:
     """Whether a tensor of a graph may hold an array, as far as its type and shape are known or can be inferred.
 
     What inference does not find is compared with the array once the file has run.

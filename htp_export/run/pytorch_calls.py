@@ -16,7 +16,7 @@ from htp_export.exporter.capture.modules import keep_training_modes
 from htp_export.exporter.capture.torch_internals import turn_attention_fast_path_off
 from htp_export.format.module_paths import module_paths
 from htp_export.process.restoring import Changes
-from htp_export.runtime.arrays import ArrayStore, Held, from_torch
+from htp_export.runtime.arrays import ArrayStore, StoredArray, from_torch
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +41,8 @@ class ModuleCall:
 
     path: str
     number: int
-    inputs: Mapping[str, Held]
-    outputs: tuple[Held | None, ...]
+    inputs: Mapping[str, StoredArray]
+    outputs: tuple[StoredArray | None, ...]
     began: int = 0
     tensors: tuple[bool, ...] = ()
 
@@ -125,9 +125,9 @@ class _Recorder:
     def __init__(self, store: ArrayStore, wanted: Callable[[str, int, str], bool]) -> None:
         self._store, self._wanted = store, wanted
         self._counts: collections.Counter[str] = collections.Counter()
-        self._open: list[tuple[str, int, int, dict[str, Held]]] = []
+        self._open: list[tuple[str, int, int, dict[str, StoredArray]]] = []
         self._begun = 0
-        self._known: dict[int, tuple[weakref.ref[Any], int, Held]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], int, StoredArray]] = {}
         self.calls: list[ModuleCall] = []
 
     @property
@@ -163,7 +163,7 @@ class _Recorder:
         yield module.register_forward_pre_hook(enter, with_kwargs=True)
         yield module.register_forward_hook(leave, with_kwargs=True)
 
-    def _hold(self, tensor: torch.Tensor) -> Held:
+    def _hold(self, tensor: torch.Tensor) -> StoredArray:
         """The values of a tensor as it is now; those of one that was seen before and not changed since, again."""
         try:
             version = tensor._version

@@ -18,7 +18,7 @@ import onnx_ir as ir
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PORTION_BYTES", "Array", "ArrayStore", "Held", "from_ort", "from_torch", "to_ort"]
+__all__ = ["PORTION_BYTES", "Array", "ArrayStore", "StoredArray", "from_ort", "from_torch", "to_ort"]
 
 Array = npt.NDArray[Any]
 
@@ -83,7 +83,7 @@ _NARROW = {f"tensor({name.replace('_', '')})": name for name in _FLOAT8} | {"ten
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class StoredArray:
     """An array that a store keeps, in memory or in a file.
 
     Attributes:
@@ -116,13 +116,13 @@ class ArrayStore:
         with tempfile.TemporaryDirectory(prefix="htp_export_", ignore_cleanup_errors=True) as folder:
             yield cls(memory_bytes, Path(folder))
 
-    def keep(self, array: Array) -> Held:
+    def keep(self, array: Array) -> StoredArray:
         """Copy an array into the store."""
         if array.nbytes <= self._left or not array.nbytes:
             self._left -= array.nbytes
-            return Held(array.copy())
+            return StoredArray(array.copy())
         self._files += 1
         path = self._folder / f"{self._files}.bin"
         with path.open("wb") as stream:
             np.ascontiguousarray(array).view(np.uint8).tofile(stream) if array.ndim else stream.write(array.tobytes())
-        return Held(np.memmap(path, dtype=array.dtype, mode="r", shape=array.shape))
+        return StoredArray(np.memmap(path, dtype=array.dtype, mode="r", shape=array.shape))
