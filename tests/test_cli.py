@@ -215,7 +215,8 @@ class TestExport:
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     path = tmp_path_factory.mktemp("bert") / "bert.onnx"
-    assert main([*BERT, "-o", str(path), "--quiet", "--torchscript", "--no-external-data"]) == 0
+    options = ["--torchscript", "--no-external-data", "--dynamic", "batch,sequence"]
+    assert main([*BERT, "-o", str(path), "--quiet", *options]) == 0
     return path
 
 
@@ -252,6 +253,42 @@ class TestVerify:
         assert (result["ok"], result["first_wrong"]) == (False, "encoder.layer.0.intermediate.dense")
         assert main([*command, "--tolerance", "**=10,10"]) == 0
 
+    def test_open_sizes_are_those_of_dims_else_of_the_example_inputs(self, exported, folder, capsys):
+        verify = ["verify", str(exported), *BERT[1:]]
+        assert main([*verify, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["assumed"] == ["size 'batch' is 1", "size 'sequence' is 16"]
+        assert main([*verify, "--dims", "batch=3", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["assumed"] == ["size 'sequence' is 16"]
+        Path("shapes.json").write_text('{"input_ids": {"shape": [2, 7]}}')
+        assert main([*verify, "--dims", "batch=2", "--inputs", "shapes.json", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["assumed"] == ["size 'sequence' is 7"]
+
+    @pytest.mark.parametrize(
+        ("command", "message"),
+        [
+            ("verify {} bert --dims nosuch=3", "no open dimension 'nosuch' in this model, only 'batch', 'sequence'"),
+            ("verify {} bert --dims batch=3 --inputs s.json", "'input_ids' is [2, 7], but --dims has batch = 3"),
+            ("cost {} --dims batch=3 --inputs s.json", "'input_ids' is [2, 7], but --dims has batch = 3"),
+            ("profile {} --dims batch=3 --inputs s.json", "'input_ids' is [2, 7], but --dims has batch = 3"),
+            ("compare {0} {0} --dims batch=3 --inputs s.npz", "'input_ids' is [2, 7], but --dims has batch = 3"),
+            ("verify {} --entry nets:made --dims batch=3", "--dims is for a SOURCE; with --entry, the factory decides"),
+        ],
+    )
+    def test_sizes_that_do_not_fit_are_refused_alike(self, exported, folder, capsys, command, message):
+        Path("s.json").write_text('{"input_ids": [2, 7], "attention_mask": [2, 7], "token_type_ids": [2, 7]}')
+        names = ("input_ids", "attention_mask", "token_type_ids")
+        np.savez("s.npz", **{name: np.ones((2, 7), np.int64) for name in names})
+        assert main(command.format(exported).split()) == 2
+        assert message in capsys.readouterr().err
+
+    def test_a_file_of_another_model_is_what_is_wrong_not_its_inputs(self, folder, capsys):
+        assert main([*entry(folder, "named"), "--torchscript", "-o", "net.onnx", "--quiet"]) == 0
+        assert main(["verify", "net.onnx", *BERT[1:]]) == 2
+        error = capsys.readouterr().err
+        assert error == "htp-export: error: net.onnx: was not exported from this BertModel: " + (
+            "its module '(root)' is a Net, not a BertModel\n"
+        )
+
     def test_another_seed_is_another_model(self, exported, capsys):
         assert main(["verify", str(exported), *BERT[1:], "--seed", "1"]) == 2
         assert "it has other weights" in capsys.readouterr().err
@@ -264,10 +301,9 @@ class TestVerify:
 
     def test_compare_takes_two_files_and_inputs(self, exported, wrong, capsys):
         assert main(["compare", str(exported), str(exported), "--seed", "2"]) == 0
+        capsys.readouterr()
         assert main(["compare", str(exported), wrong, "--json"]) == 1
-        assert (
-            json.loads(capsys.readouterr().out.split("\n", 3)[3])["first_wrong"] == "encoder.layer.0.intermediate.dense"
-        )
+        assert json.loads(capsys.readouterr().out)["first_wrong"] == "encoder.layer.0.intermediate.dense"
         shape = [1, 16]
         np.savez("x.npz", input_ids=np.ones(shape, np.int64), attention_mask=np.ones(shape, np.int64))
         assert main(["compare", str(exported), wrong, "--inputs", "x.npz"]) in (1, 2)

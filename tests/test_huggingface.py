@@ -165,6 +165,14 @@ class TestExampleInputs:
         }
         assert inputs["input_ids"].dtype == torch.int32
 
+    def test_what_is_open_in_a_shape_is_as_usual(self):
+        inputs = example_inputs(bert(), shapes={"input_ids": [2, None], "attention_mask": [None, 5]})
+        assert {name: tuple(tensor.shape) for name, tensor in inputs.items()} == {
+            "input_ids": (2, 16),
+            "attention_mask": (1, 5),
+            "token_type_ids": (2, 16),
+        }
+
     def test_images_have_the_dtype_of_the_model(self):
         model = load_model("vit", random_weights=True, overrides=VIT, dtype="float16")
         assert example_inputs(model)["pixel_values"].dtype == torch.float16
@@ -177,6 +185,12 @@ class TestExampleInputs:
             ({"input_ids": {"shape": [1, 2], "dtype": "int65"}}, "no dtype 'int65'"),
             ({"input_ids": {"size": [1, 2]}}, "'size'"),
             ({"input_ids": "big"}, "positive numbers"),
+            (
+                {"input_ids": [2, None, 3]},
+                r"'input_ids': the config does not describe it; give all sizes of \[2, None, 3",
+            ),
+            ({"kwargs": [2]}, "takes no input 'kwargs'$"),
+            ({"x": [2]}, "takes no input 'x'$"),
         ],
     )
     def test_bad_shapes_are_said(self, shapes, message):

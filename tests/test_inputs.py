@@ -41,6 +41,16 @@ def test_contradictions_are_said_and_do_not_hinder_who_does_not_ask() -> None:
         bound.check()
 
 
+def test_values_and_shapes_that_contradict_dims_are_refused_with_both_sizes() -> None:
+    wanted, array = inputs(x=["batch", 4]), np.ones((2, 4), np.float32)
+    said = r"input 'x' is \[2, 4\], but dims has batch = 3"
+    with pytest.raises(InputError, match=said):
+        wanted.feed({"x": array}, {"batch": 3})
+    with pytest.raises(InputError, match=said):
+        wanted.random({"batch": 3}, {"x": (2, 4)})
+    assert wanted.feed({"x": array}, {"batch": 2}).arrays["x"] is array
+
+
 @pytest.mark.parametrize("size", [-1, True, 2.0, "2"])
 def test_a_size_is_a_whole_number(size: object) -> None:
     with pytest.raises(InputError, match="whole number"):

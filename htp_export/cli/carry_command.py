@@ -68,8 +68,9 @@ def _values(file: Path, sizes: Sizes) -> Mapping[str, Any]:
     from htp_export.model.tagged import load
     from htp_export.runtime.inputs import Inputs
 
-    sizes.check_dims()
-    return sizes.inputs or Inputs.of(load(file).model).random(sizes.dims, sizes.shapes).arrays
+    wanted = Inputs.of(load(file).model)
+    feed = wanted.feed(sizes.inputs, sizes.dims) if sizes.inputs else wanted.random(sizes.dims, sizes.shapes)
+    return feed.arrays
 
 
 def run_command(

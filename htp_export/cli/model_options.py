@@ -97,7 +97,8 @@ class ModelOptions:
 
         Args:
             batch: Examples in one call, where nothing else says it.
-            shapes: Input → shape; what is in the file of ``--inputs`` goes before.
+            shapes: Input of a file → shape, as far as the model takes an input of that name; what is in the file of
+                ``--inputs`` goes before.
 
         Raises:
             InputError: If there is no such model, or it cannot be built as asked.
@@ -106,6 +107,7 @@ class ModelOptions:
         if self.entry is not None:
             return call_entry(self.entry, self.seed)
         from htp_export.huggingface import example_inputs, load_model
+        from htp_export.huggingface.inputs import named_parameters
 
         model = load_model(
             str(self.source),
@@ -118,6 +120,8 @@ class ModelOptions:
             attn_implementation=self.attention,
             seed=self.seed,
         )
-        wanted = {**(shapes or {}), **read_shapes(self.inputs)}
+        taken = named_parameters(model)
+        fitting = {name: shape for name, shape in (shapes or {}).items() if name in taken}
+        wanted = {**fitting, **read_shapes(self.inputs)}
         kwargs = example_inputs(model, task=self.task, shapes=wanted, batch=batch, seed=self.seed)
         return Call(model, (), dict(kwargs))

@@ -32,15 +32,6 @@ class Sizes:
         """Whether anything is."""
         return bool(self.inputs or self.dims or self.shapes)
 
-    def check_dims(self) -> None:
-        """Refuse open sizes where values are given, which have sizes of their own.
-
-        Raises:
-            InputError: If both are given.
-        """
-        if self.inputs and self.dims:
-            raise InputError("--dims is for random inputs; the values of --inputs have their sizes")
-
 
 def read_sizes(inputs: Path | None, dims: list[str] | None) -> Sizes:
     """What ``--inputs`` and ``--dims`` say.

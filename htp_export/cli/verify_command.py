@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 import typer
 
@@ -23,7 +24,8 @@ from htp_export.cli.model_options import (
     TaskOption,
     TrustOption,
 )
-from htp_export.cli.sizes import read_sizes
+from htp_export.cli.sizes import parse_dims, read_sizes
+from htp_export.cli.sources import Call, read_shapes
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
 
@@ -49,6 +51,7 @@ def verify_command(
     settings: SettingsOption = None,
     dtype: DtypeOption = None,
     inputs: InputsOption = None,
+    dims: FeedDimsOption = None,
     attention: AttentionOption = None,
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,
@@ -71,11 +74,15 @@ def verify_command(
         source, entry, task, random_weights, seed, settings, dtype, inputs, attention, revision, trust_remote_code
     )
     options.check()
-    tolerances = parse_tolerances(tolerance or ())
+    if entry is not None and dims:
+        raise InputError("--dims is for a SOURCE; with --entry, the factory decides what sizes the inputs have")
+    sizes, tolerances = parse_dims(dims or []), parse_tolerances(tolerance or ())
     steps = Steps(quiet=as_json, count=2)
     tagged = load(file)
+    shapes = _shapes(tagged, sizes, read_shapes(inputs))
     with steps.step(f"loading {source or entry}"):
-        call = options.call(shapes=_fixed_shapes(tagged))
+        call = options.call(shapes=shapes)
+    assumed = _assumed(tagged, call, sizes)
     with steps.step("verifying"):
         result = verify(
             call.model,
@@ -86,7 +93,7 @@ def verify_command(
             select=select or None,
             tolerances=tolerances,
         )
-    _report(result, everything=everything, as_json=as_json)
+    _report(replace(result, assumed=assumed), everything=everything, as_json=as_json)
 
 
 def compare_command(
@@ -107,7 +114,6 @@ def compare_command(
     from htp_export.run.file_comparing import compare
 
     sizes, tolerances = read_sizes(inputs, dims), parse_tolerances(tolerance or ())
-    sizes.check_dims()
     with Steps(quiet=as_json).step("comparing"):
         result = compare(
             file,
@@ -156,10 +162,46 @@ def parse_tolerances(settings: Sequence[str]) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _fixed_shapes(tagged: TaggedModel) -> dict[str, list[int]]:
-    """The shapes of inputs that a file was exported for, and for no other."""
-    found = {}
-    for value in tagged.model.graph.inputs:
-        if value.shape is not None and all(isinstance(dim, int) for dim in value.shape):
-            found[str(value.name)] = [int(dim) for dim in value.shape.numpy()]
-    return found
+def _shapes(tagged: TaggedModel, dims: Mapping[str, int], given: Mapping[str, Any]) -> dict[str, list[int | None]]:
+    """Argument of the model → the shape that a file wants of it; None in place of a size that stays open.
+
+    Args:
+        tagged: The file.
+        dims: What ``--dims`` says.
+        given: What the file of ``--inputs`` says: argument → shape.
+
+    Raises:
+        InputError: If the file leaves no such size open, or sizes contradict each other.
+    """
+    from htp_export.run.pairing import input_arguments
+    from htp_export.runtime.inputs import Inputs
+
+    arguments = input_arguments(tagged)
+    plain = {name: shape.get("shape") if isinstance(shape, Mapping) else shape for name, shape in given.items()}
+    whole = {name: shape for name, argument in arguments.items() if _is_whole(shape := plain.get(argument))}
+    bound = Inputs.of(tagged.model).bind(dims=dims, shapes=whole)
+    if bound.conflicts:
+        raise InputError(bound.conflicts[0])
+    shapes = {arguments[name]: list(shape) for name, shape in bound.shapes.items() if shape is not None}
+    return {argument: shape for argument, shape in shapes.items() if any(size is not None for size in shape)}
+
+
+def _is_whole(shape: object) -> TypeGuard[list[int]]:
+    return isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
+
+
+def _assumed(tagged: TaggedModel, call: Call, dims: Mapping[str, int]) -> tuple[str, ...]:
+    """The sizes that were not given, and that the example inputs have.
+
+    Raises:
+        InputError: If these have other sizes than those that were given.
+    """
+    from htp_export.run.pairing import input_arguments
+    from htp_export.runtime.inputs import Inputs
+
+    given = {name: call.inputs.get(argument) for name, argument in input_arguments(tagged).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in given.items() if tensor is not None}
+    bound = Inputs.of(tagged.model).bind(dims=dims, shapes=shapes)
+    if dims:
+        bound.check()
+    return tuple(f"size {name!r} is {size}" for name, size in bound.sizes.items() if name not in dims)

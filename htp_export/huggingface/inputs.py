@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["dynamic_shapes", "example_inputs"]
+__all__ = ["dynamic_shapes", "example_inputs", "named_parameters"]
 
 _LENGTH = 16  # of texts, in tokens
 _PADDING = 3  # of those, at the end: without padding, models make no mask in eager mode, and tracing one does
 _SAMPLES = 16_000  # of sound: a second
+_OPEN = 0  # a size that is to be as it is without a shape
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,16 @@ class _Spec:
 
     shape: tuple[int, ...]
     dtype: str
+
+    def completed(self, name: str, usual: _Spec | None) -> _Spec:
+        """The same, with the usual sizes in the place of those that are open."""
+        if _OPEN not in self.shape:
+            return self
+        if usual is None or len(usual.shape) != len(self.shape):
+            shown = [None if size == _OPEN else size for size in self.shape]
+            raise InputError(f"input {name!r}: the config does not describe it; give all sizes of {shown}")
+        sizes = zip(self.shape, usual.shape, strict=True)
+        return _Spec(tuple(own if size == _OPEN else size for size, own in sizes), self.dtype)
 
 
 def example_inputs(
@@ -47,7 +58,8 @@ def example_inputs(
         task: The task the model was made for; ``"feature-extraction"`` and others change nothing, and ``None`` neither:
             what is made follows ``forward``.
         shapes: Input → shape, as ``[2, 16]`` or as ``{"shape": [2, 16], "dtype": "int64"}``, for inputs that should be
-            otherwise; None leaves an input out. The others follow the batch and length of the main input.
+            otherwise; None leaves an input out, and in a shape it stands for the usual size: ``[2, None]``. The others
+            follow the batch and length of the main input.
         seed: Of the values. Torch's own generator is left as it was.
         batch: Examples in one call.
 
@@ -63,14 +75,17 @@ def example_inputs(
     """
     import torch
 
-    parameters = inspect.signature(model.forward).parameters
+    parameters = named_parameters(model)
     wanted = {name: _wanted(name, given) for name, given in (shapes or {}).items() if given is not None}
     unknown = [name for name in shapes or {} if name not in parameters]
     if unknown:
         raise InputError(f"the model takes no input {unknown[0]!r}" + nearest(unknown[0], parameters, "inputs"))
+    if any(_OPEN in spec.shape for spec in wanted.values()):
+        usual = _Describer(model, parameters, {}, batch).specs()
+        wanted = {name: spec.completed(name, usual.get(name)) for name, spec in wanted.items()}
     specs = _Describer(model, parameters, wanted, batch).specs()
     specs = {name: spec for name, spec in specs.items() if (shapes or {}).get(name, ()) is not None}
-    missing = [name for name, spec in parameters.items() if _required(spec) and name not in specs]
+    missing = [name for name, spec in parameters.items() if spec.default is spec.empty and name not in specs]
     if missing:
         raise InputError(
             f"{type(model).__name__} needs {missing[0]!r}, which its config does not describe: give its shape"
@@ -295,9 +310,11 @@ class _Filler:
         return ids
 
 
-def _required(parameter: inspect.Parameter) -> bool:
+def named_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
+    """What ``forward`` takes by name; ``*args`` and ``**kwargs`` are no names."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return parameter.default is inspect.Parameter.empty and parameter.kind not in variadic
+    parameters = inspect.signature(model.forward).parameters
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind not in variadic}
 
 
 def _wanted(name: str, given: Any) -> _Spec:
@@ -308,8 +325,9 @@ def _wanted(name: str, given: Any) -> _Spec:
     extra = set(given) - {"shape", "dtype"} if isinstance(given, Mapping) else set()
     if extra:
         raise InputError(f"input {name!r}: has {sorted(extra)[0]!r}; only 'shape' and 'dtype' are known")
-    sizes = [size for size in shape if type(size) is int and size > 0] if isinstance(shape, (list, tuple)) else []
-    if not sizes or len(sizes) < len(shape or ()):
+    listed = shape if isinstance(shape, (list, tuple)) else ()
+    sizes = [_OPEN if size is None else size for size in listed if size is None or (type(size) is int and size > 0)]
+    if not sizes or len(sizes) < len(listed):
         raise InputError(f"input {name!r}: its shape is a list of positive numbers, not {shape!r}")
     if dtype and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
         raise InputError(f"input {name!r}: torch has no dtype {dtype!r}")

@@ -50,7 +50,8 @@ def compare(
         a: What is right: a file, or a model in memory.
         b: What is compared with it.
         inputs: Input name of ``a`` → array; random ones where it is None.
-        dims: For random inputs: name of a size that ``a`` leaves open → size; 1 where it is not given.
+        dims: Name of a size that ``a`` leaves open → size. Random inputs without one have 1; ``inputs`` that have
+            another are refused.
         shapes: For random inputs: input name → its whole shape.
         seed: Of random inputs.
         select: Only these modules; see ``TaggedModel.select``.
@@ -86,7 +87,7 @@ def compare(
     allowed = tolerance_of(ours, tolerances or {})
     chosen = set(ours.paths if select is None else ours.select(select))
     known = Inputs.of(ours.model)
-    feed = known.random(dims, shapes, seed) if inputs is None else known.feed(inputs)
+    feed = known.random(dims, shapes, seed) if inputs is None else known.feed(inputs, dims)
     other_feed = _other_feed(ours, theirs, feed, other)
     settings = SessionSettings(tuple(providers), session_options)
     with ArrayStore.opened(portion_bytes) as store:

@@ -81,7 +81,7 @@ class Profile(ModuleTable):
         kernels: All kernels, in the order in which they first ran.
         runs: How many runs were measured.
         providers: The execution providers that were used.
-        notes: What was assumed to make inputs.
+        assumed: Open dimensions for which no size was given, and the size that was taken, a line each.
         tags: What the model knows about its module tags.
     """
 
@@ -94,7 +94,7 @@ class Profile(ModuleTable):
     kernels: tuple[Kernel, ...]
     runs: int
     providers: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
     tags: TagFacts | None = None
 
     def by_path(self, field: str = "total_ms") -> dict[str, float]:
@@ -144,7 +144,7 @@ class Profile(ModuleTable):
             named = ", ".join(f"{kernel.op_type} {kernel.name!r}" for kernel in longest[:3])
             more = f" and {len(longest) - 3} more" if len(longest) > 3 else ""
             lines.append(f"{self.unattributed_ms:.3f} ms belongs to no module: {named}{more}")
-        return (*lines, *(f"assumed: {note}" for note in self.notes), *tag_lines(self.tags))
+        return (*lines, *self.assumed, *tag_lines(self.tags))
 
 
 @names_model_faults("onnx")
@@ -173,7 +173,8 @@ def profile(
             1, booleans true.
         runs: How many runs the medians are of, each with the profiler and without.
         warmup: How many runs before those.
-        dims: For random inputs, name of a size that the model leaves open → size; without one, it is 1.
+        dims: Name of a size that the model leaves open → size. Random inputs without one have 1; ``inputs`` that have
+            another are refused.
         shapes: For random inputs, input name → shape.
         providers: Execution providers, in order of preference, as ``onnxruntime.InferenceSession`` takes them.
         session_options: An ``onnxruntime.SessionOptions``: threads, level of optimisation and so on. What is changed
@@ -206,7 +207,7 @@ def profile(
         tagged.select("**")  # says what is missing
         raise UntaggedModelError("the model has no module tags")
     wanted = Inputs.of(tagged.model)
-    feed = wanted.random(dims, shapes) if inputs is None else wanted.feed(inputs)
+    feed = wanted.random(dims, shapes) if inputs is None else wanted.feed(inputs, dims)
     with temporary_folder() as folder:
         if isinstance(onnx, str | os.PathLike) and tagged.model is given.model:
             runnable = RunnableModel.of_file(Path(onnx), tagged.model, folder)
@@ -231,7 +232,7 @@ def profile(
         kernels=kernels,
         runs=runs,
         providers=session.providers,
-        notes=feed.notes,
+        assumed=feed.notes,
         tags=tagged.tag_facts,
     )
 

@@ -14,8 +14,9 @@ from htp_export.format.signatures import Signature
 from htp_export.model.tagged import Region, TaggedModel
 from htp_export.run.pytorch_calls import ModuleCall
 from htp_export.runtime.arrays import StoredArray
+from htp_export.runtime.inputs import Inputs
 
-__all__ = ["Pair", "PairedCall", "leaving_tensors", "pair_call", "signature_of", "unmatched_calls"]
+__all__ = ["Pair", "PairedCall", "input_arguments", "leaving_tensors", "pair_call", "signature_of", "unmatched_calls"]
 
 _Listed = TypeVar("_Listed")
 
@@ -58,6 +59,13 @@ def signature_of(tagged: TaggedModel, path: str, number: int) -> Signature | Non
     """What the file says of one call of a module; None where it says nothing."""
     calls = tagged.signatures.get(path, ())
     return calls[number] if number < len(calls) else None
+
+
+def input_arguments(tagged: TaggedModel) -> dict[str, str]:
+    """Input of a file → argument of the model's ``forward``; of the same name, where the file does not say which."""
+    signature = signature_of(tagged, "", 0)
+    arguments = {} if signature is None else {tensor: argument for argument, tensor in signature.inputs.items()}
+    return {each.name: arguments.get(each.name, each.name) for each in Inputs.of(tagged.model)}
 
 
 def pair_call(tagged: TaggedModel, call: ModuleCall) -> PairedCall:

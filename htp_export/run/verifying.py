@@ -17,7 +17,7 @@ from htp_export.run.checking import check_calls
 from htp_export.run.contradictions import with_contradictions
 from htp_export.run.isolating import check_isolated
 from htp_export.run.locating import blame_by_graph, blame_by_nesting, with_missing_outputs
-from htp_export.run.pairing import pair_call, signature_of, unmatched_calls
+from htp_export.run.pairing import input_arguments, pair_call, signature_of, unmatched_calls
 from htp_export.run.parameters import known_parameters, misplaced_parameters
 from htp_export.run.pytorch_calls import evaluating, record_calls
 from htp_export.run.readers import parameter_readers
@@ -155,9 +155,7 @@ def feed_of_call(
     inputs = Inputs.of(tagged.model)
     call = arguments_by_name(model.forward, tuple(args), kwargs)
     given: dict[str, Any] = dict(named_tensors_in(call))
-    signature = signature_of(tagged, "", 0)
-    arguments = {} if signature is None else {tensor: argument for argument, tensor in signature.inputs.items()}
-    names = {each.name: arguments.get(each.name, each.name) for each in inputs}
+    names = input_arguments(tagged)
     numbers = {name: leaf for name, leaf in named_leaves({**defaults_of(model.forward), **call}) if _is_number(leaf)}
     given.update((argument, numbers[argument]) for argument in names.values() if argument in numbers)
     if not all(argument in given for argument in names.values()):

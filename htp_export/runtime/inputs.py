@@ -155,7 +155,9 @@ class Inputs:
             if not _is_size(size):
                 raise InputError(f"size {name!r} is a whole number, not {size!r}")
         given = {name: self._given_shape(name, shape) for name, shape in (shapes or {}).items()}
-        conflicts = [text for name, shape in given.items() for text in _match(self._by_name[name], shape, sizes)]
+        conflicts = [
+            text for name, shape in given.items() for text in _match(self._by_name[name], shape, sizes, dims or {})
+        ]
         found: dict[str, tuple[int | None, ...] | None] = {}
         open_sizes: dict[str, None] = {}
         for each in self:
@@ -171,15 +173,16 @@ class Inputs:
                 open_sizes.update({dim if isinstance(dim, str) else f"{each.name}: {k}": None for k, dim in stays})
         return Bound(sizes, found, tuple(open_sizes), tuple(conflicts))
 
-    def feed(self, given: Mapping[str, Any]) -> Feed:
+    def feed(self, given: Mapping[str, Any], dims: Mapping[str, int] | None = None) -> Feed:
         """The given inputs as arrays.
 
         Args:
             given: Input name → numpy array, torch tensor, or nested lists of numbers.
+            dims: Name of a size that the model leaves open → the size that the inputs must have there.
 
         Raises:
-            InputError: If one is missing or unknown, or its type or shape is not the model's; it says which, and what
-                the model wants.
+            InputError: If one is missing or unknown, or its type or shape is not the model's, or not that of ``dims``;
+                it says which, and what the model wants.
         """
         if not isinstance(given, Mapping):
             raise InputError(f"inputs are a dict of name → array, not {type(given).__name__}")
@@ -191,6 +194,8 @@ class Inputs:
         arrays = {each.name: _array(each, given[each.name]) for each in self}
         for each in self:
             _check(each, arrays[each.name])
+        if dims:
+            self.bind(dims=dims, shapes={name: array.shape for name, array in arrays.items()}).check()
         return Feed(arrays, self._types)
 
     def feed_again(self, given: Mapping[str, Array]) -> Feed:
@@ -246,6 +251,8 @@ class Inputs:
             ((2, 4), ("size 'batch' is 1",))
         """
         bound, notes = self.assume(self.bind(dims=dims, shapes=shapes), open_sizes)
+        if dims:
+            bound.check()
         generator = np.random.default_rng(seed)
         arrays: dict[str, Array] = {}
         for each in self:
@@ -322,7 +329,7 @@ def _is_size(size: object) -> bool:
     return isinstance(size, int | np.integer) and not isinstance(size, bool) and int(size) >= 0
 
 
-def _match(wanted: Input, shape: tuple[int, ...], sizes: dict[str, int]) -> Iterator[str]:
+def _match(wanted: Input, shape: tuple[int, ...], sizes: dict[str, int], dims: Mapping[str, int]) -> Iterator[str]:
     """What of a shape contradicts the model, or sizes that are known; sizes that were not known are added."""
     if wanted.shape is None:
         return
@@ -332,8 +339,9 @@ def _match(wanted: Input, shape: tuple[int, ...], sizes: dict[str, int]) -> Iter
     for dim, size in zip(wanted.shape, shape, strict=True):
         expected = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
         if expected is not None and expected != size:
-            named = f"size {dim!r}" if isinstance(dim, str) else "a size"
-            yield f"input {wanted.name!r} is {list(shape)}, but {named} of it is {expected}"
+            named = f"size {dim!r} of it is" if isinstance(dim, str) else "a size of it is"
+            named = f"dims has {dim} =" if dim in dims else named
+            yield f"input {wanted.name!r} is {list(shape)}, but {named} {expected}"
 
 
 def _is_float(array: Array) -> bool:
