@@ -1,5 +1,7 @@
 """What a newcomer tries on the command line: nothing is overwritten, and every mistake has an answer."""
 
+import _thread
+import contextlib
 import json
 import os
 import re
@@ -8,6 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +22,7 @@ import pytest
 import torch
 
 import htp_export
+from htp_export.cli import interrupts
 from htp_export.cli import main as program
 from htp_export.cli.main import main
 from htp_export.cli.view_command import view_command
@@ -48,6 +54,33 @@ def folder(exported, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / f"nets_{tmp_path.name}.py").write_text(FACTORY)
     return tmp_path
+
+
+class Dying:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+def in_a_finalizer():
+    Dying()
+
+
+def in_a_callback():
+    weakref.finalize(type("Gone", (), {})(), signal.raise_signal, signal.SIGINT)
+
+
+def caught():
+    with contextlib.suppress(BaseException):
+        signal.raise_signal(signal.SIGINT)
+
+
+def made_another_error():
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        error = RuntimeError("in C++")
+    with contextlib.suppress(RuntimeError):
+        raise error
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -248,6 +281,60 @@ class TestErrors:
         assert main(["fingerprint", "net.onnx"]) == 130
         assert capsys.readouterr().err == "htp-export: error: interrupted\n"
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    @pytest.mark.parametrize("swallow", [in_a_finalizer, in_a_callback, caught, made_another_error])
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    def test_an_interrupt_that_is_swallowed_is_raised_again(self, folder, capsys, monkeypatch, swallow):
+        went_on = []
+
+        def long_work(*arguments, **options):
+            swallow()
+            end = time.monotonic() + 30
+            while time.monotonic() < end:
+                pass
+            went_on.append(True)
+
+        monkeypatch.setattr("htp_export.fingerprints.families.fingerprint", long_work)
+        assert main(["fingerprint", "net.onnx"]) == 130
+        assert capsys.readouterr() == ("", "htp-export: error: interrupted\n")
+        assert not went_on
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def test_a_command_that_ends_before_its_interrupt_is_raised_again_was_interrupted(
+        self, folder, capsys, monkeypatch
+    ):
+        fingerprint = htp_export.fingerprint
+
+        def swallowing(*arguments, **options):
+            caught()
+            return fingerprint(*arguments, **options)
+
+        monkeypatch.setattr("htp_export.fingerprints.families.fingerprint", swallowing)
+        assert main(["fingerprint", "net.onnx"]) == 130
+        assert capsys.readouterr().err == "htp-export: error: interrupted\n"
+
+    def test_what_cleans_up_after_an_interrupt_is_not_interrupted_again(self, folder, monkeypatch):
+        sent, cleaned = threading.Event(), []
+        monkeypatch.setattr(interrupts, "_PATIENCE", 0.001)
+        monkeypatch.setattr(_thread, "interrupt_main", lambda: (sent.set(), signal.raise_signal(signal.SIGINT)))
+
+        @contextlib.contextmanager
+        def changed():
+            try:
+                yield
+            finally:
+                assert sent.wait(60)
+                sent.clear()
+                assert sent.wait(60)
+                cleaned.append(True)
+
+        def work(*arguments, **options):
+            with changed():
+                signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr("htp_export.fingerprints.families.fingerprint", work)
+        assert main(["fingerprint", "net.onnx"]) == 130
+        assert cleaned
 
     def test_an_interrupt_while_the_commands_are_imported_is_said_in_one_line(self, folder):
         stub = "import signal, sys; sys.meta_path.insert(0, type('F', (), {'find_spec': staticmethod(find)})())"

@@ -1,18 +1,25 @@
-"""Whether the user pressed Ctrl-C, also where a library swallowed the exception."""
+"""Ctrl-C ends a command, also where a library swallows the exception."""
 
 from __future__ import annotations
 
+import _thread
 import signal
+import sys
+import threading
+import time
 from types import FrameType, TracebackType
 
-__all__ = ["Interrupts"]
+__all__ = ["Interrupts", "accept_interrupt"]
+
+_PATIENCE = 0.2  # seconds between reminders: what cleans up after the exception is left in peace however long it takes
 
 
 class Interrupts:
-    """Notes that the process was interrupted, while it is entered, and raises ``KeyboardInterrupt`` as Python does.
+    """Raises ``KeyboardInterrupt`` on Ctrl-C as Python does, and again as long as the program goes on as if none came.
 
-    An extension module whose import is interrupted may drop that exception, and fail with another one later: numpy's
-    import, broken off inside that of ml_dtypes, ends in a ``RecursionError``.
+    The exception may get lost: in ``__del__`` and callbacks of weak references Python only reports it, C functions as
+    ``PyObject_HasAttrString`` clear it, and extension modules whose import is interrupted may drop it and fail with
+    another one later: numpy's import, broken off inside that of ml_dtypes, ends in a ``RecursionError``.
 
     Attributes:
         seen: Whether there was an interrupt.
@@ -21,6 +28,8 @@ class Interrupts:
     def __init__(self) -> None:
         self.seen = False
         self._noted = False
+        self._reminder = False  # whether the signal that comes next is one
+        self._sending = threading.Lock()
 
     def __enter__(self) -> Interrupts:
         # Another handler is the caller's, and only the main thread may set one.
@@ -36,9 +45,49 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._noted:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             self._noted = False
+            with self._sending:  # a reminder that was sent is taken before the handler is another one
+                pass
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def accept(self) -> None:
+        """Take an interrupt for what it was meant to be; the command goes on as if none had come."""
+        with self._sending:
+            self.seen = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.seen = True
+        reminder, self._reminder = self._reminder, False
+        if reminder and (not self._noted or not self.seen or _is_handled()):
+            return
+        if not self.seen:
+            self.seen = True
+            # No `threading.Thread`: the signal may have come while this thread holds a lock that its start needs.
+            _thread.start_new_thread(self._remind, ())
         signal.default_int_handler(number, frame)
+
+    def _remind(self) -> None:
+        while True:
+            time.sleep(_PATIENCE)
+            with self._sending:
+                if not (self._noted and self.seen):
+                    return
+                self._reminder = True
+                _thread.interrupt_main()
+
+
+def accept_interrupt() -> None:
+    """Say that Ctrl-C was meant to end what a command did until then, such as serving a page."""
+    owner = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+    if isinstance(owner, Interrupts):
+        owner.accept()
+
+
+def _is_handled() -> bool:
+    """Whether a ``KeyboardInterrupt`` is on its way: something cleans up after it, or makes another error of it."""
+    error, walked = sys.exception(), set[int]()
+    while error is not None and id(error) not in walked:  # causes may go in circles
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        walked.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False

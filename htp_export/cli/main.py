@@ -122,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message, code = _explained(error, debug)
         error_line(message)
         return code
+    if interrupts.seen:  # swallowed, and the command was done before it was raised again
+        status = _INTERRUPTED
     if status == _INTERRUPTED:  # typer itself may have caught it
         error_line("interrupted")
     return status if isinstance(status, int) else 0

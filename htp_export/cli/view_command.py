@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from htp_export.cli.file_options import FileArgument, JsonOption
+from htp_export.cli.interrupts import accept_interrupt
 from htp_export.cli.outputs import check_output, show_written, written_page
 from htp_export.cli.terminal import Steps, print_json, show
 from htp_export.errors import InputError
@@ -151,3 +152,4 @@ def _serve(file: Path, results: list[Path], port: int, *, graph: bool, weights: 
             typer.echo(f"{server.url}\nCtrl-C ends it")
         sys.stdout.flush()  # a program that started this one waits for the address
         server.run(shown.html)
+        accept_interrupt()
