@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import itertools
 import json
+from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
@@ -21,6 +23,8 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.module_facts import contents_of
 from htp_export.model.rewiring import replace_inputs
+from htp_export.model.structural_hash import Hasher
+from htp_export.model.structures import structures
 from htp_export.model.tensor_names import UsedNames
 from htp_export.passes.near_matching import near, near_matching
 from htp_export.process.garbage_collection import rare_collections
@@ -201,3 +205,37 @@ def test_a_chain_of_unused_nodes_is_taken_out_in_one_go(monkeypatch: pytest.Monk
     drop_unused([SimpleNamespace(nodes=chain[:500], size_nodes=chain[500:], initializers=())])
     assert len(graph) == 0
     assert len(asked) < 10 * len(chain)
+
+
+def test_regions_are_equal_where_their_digests_are() -> None:
+    """Sums decide for most regions; they may only say what digests would."""
+    model = scale.deep(8)
+    model.graph.node[10].op_type, model.graph.node[14].op_type = "Relu", "Sigmoid"
+    changed = {name: onnx.ModelProto.FromString(model.SerializeToString()) for name in ("op", "wire", "swap", "size")}
+    changed["op"].graph.node[9].op_type = "Mul"
+    changed["wire"].graph.node[-1].input[1] = changed["wire"].graph.node[2].output[0]
+    changed["swap"].graph.node[10].op_type, changed["swap"].graph.node[14].op_type = "Sigmoid", "Relu"
+    bias = changed["size"].graph.initializer[3]
+    bias.CopyFrom(onnx.numpy_helper.from_array(np.ones((1, 8), "f4"), bias.name))
+    sides = {name: htp_export.load(each) for name, each in {"model": model, **changed}.items()}
+    found = {name: structures(GraphFacts(each), each.paths) for name, each in sides.items()}
+    every = [(name, path, each) for name, of in found.items() for path, each in of.items()]
+    for (name, path, one), (other, there, two) in itertools.combinations(every, 2):
+        assert (one == two) is (one.digest == two.digest), (name, path, other, there)
+    statuses = {name: Counter(found["model"][path] == of[path] for path in of) for name, of in found.items()}
+    assert statuses["model"] == {True: 17}
+    assert all(0 < each[False] < 17 for name, each in statuses.items() if name != "model")
+
+
+def test_a_comparison_of_deep_models_makes_no_digest_for_each_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = scale.deep(50), scale.deep(50)
+    after.graph.node[98].op_type = "Sigmoid"
+    asked: list[object] = []
+    part = Hasher.part
+    monkeypatch.setattr(Hasher, "part", lambda self, nodes: asked.append(nodes) or part(self, nodes))
+    assert htp_export.diff(before, before).same
+    found = htp_export.diff(before, after)
+    assert len(found.changed) == 27
+    assert not asked
+    assert found.modules["b"].before.structure == found.modules["b"].after.structure
+    assert len(asked) == 2

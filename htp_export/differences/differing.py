@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleContents, contents_of
-from htp_export.model.structural_hash import Hasher
+from htp_export.model.structures import Structure, structures
 from htp_export.model.tag_facts import TagFacts, tag_lines
 from htp_export.model.tagged import ModelSource, TaggedModel
 
@@ -41,7 +41,7 @@ class ModuleState:
         weight_bytes: Element type → bytes of the weights that its nodes read.
         shared_bytes: Of those, element type → bytes of the weights that nodes of other modules read too: the matrix of
             merged projections, which counts in each of them, and once in what is above.
-        structure: Hash of what its region computes: operators, wiring, attributes, shapes and types of weights.
+        computes: What its region computes: operators, wiring, attributes, shapes and types of weights.
     """
 
     path: str
@@ -52,12 +52,23 @@ class ModuleState:
     parameters: int
     weight_bytes: Mapping[str, int]
     shared_bytes: Mapping[str, int]
-    structure: str
+    computes: Structure = field(repr=False)
+
+    @property
+    def structure(self) -> str:
+        """What it computes, as a hash."""
+        return self.computes.digest
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all its weights."""
         return sum(self.weight_bytes.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The module as plain data."""
+        said = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}
+        mappings = {name: dict(value) for name, value in said.items() if isinstance(value, Mapping)}
+        return {**said, **mappings, "structure": self.structure}
 
 
 @dataclass(frozen=True)
@@ -132,8 +143,8 @@ class ModuleDifference:
             "weight_bytes": {dtype: list(sizes) for dtype, sizes in self.weight_bytes.items()},
             "shared_bytes": {dtype: list(sizes) for dtype, sizes in self.shared_bytes.items()},
             "operators": dict(self.operators),
-            "before": None if self.before is None else asdict(self.before),
-            "after": None if self.after is None else asdict(self.after),
+            "before": None if self.before is None else self.before.to_dict(),
+            "after": None if self.after is None else self.after.to_dict(),
         }
 
 
@@ -269,7 +280,7 @@ def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
 def _compared(path: str, before: ModuleState | None, after: ModuleState | None) -> ModuleDifference:
     if before is None or after is None:
         status = "added" if before is None else "removed"
-    elif before.structure != after.structure or before.fate != after.fate or not _same_class(before, after):
+    elif before.computes != after.computes or before.fate != after.fate or not _same_class(before, after):
         status = "changed"
     else:
         status = "same" if before.path == after.path else "moved"
@@ -282,23 +293,42 @@ def _same_class(before: ModuleState, after: ModuleState) -> bool:
 
 
 def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
-    hasher, contents = Hasher(GraphFacts(tagged)), contents_of(tagged).modules
+    contents = contents_of(tagged).modules
     paths = tagged.paths if by_module else [""]
-    return {path: _state(tagged.hierarchy[path], contents[path], hasher) for path in paths}
+    computes, operators = structures(GraphFacts(tagged), paths), _operators(tagged)
+    return {
+        path: _state(tagged.hierarchy[path], contents[path], operators.get(path, {}), computes[path]) for path in paths
+    }
 
 
-def _state(info: ModuleInfo, contents: ModuleContents, hasher: Hasher) -> ModuleState:
+def _state(
+    info: ModuleInfo, contents: ModuleContents, operators: Mapping[str, int], computes: Structure
+) -> ModuleState:
     return ModuleState(
         path=info.path,
         class_name=info.class_name,
         fate=info.fate,
         nodes=len(contents.nodes),
-        operators=dict(Counter(map(_operator, contents.nodes)).most_common()),
+        operators=operators,
         parameters=contents.parameters,
         weight_bytes=contents.weight_bytes_by_dtype,
         shared_bytes=contents.shared_bytes_by_dtype,
-        structure=hasher.part(contents.nodes, frozenset(contents.nodes)),
+        computes=computes,
     )
+
+
+def _operators(tagged: TaggedModel) -> dict[str, dict[str, int]]:
+    """Module path → operator → nodes in its region, most frequent first."""
+    groups: defaultdict[frozenset[str], Counter[str]] = defaultdict(Counter)  # of nodes in the same regions
+    for node, work in tagged.index.works.items():
+        groups[work.modules][_operator(node)] += 1
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for regions, counts in groups.items():
+        for path in {"", *regions}:
+            there = found[path]
+            for operator, count in counts.items():
+                there[operator] += count
+    return {path: dict(counts.most_common()) for path, counts in found.items()}
 
 
 def _operator(node: ir.Node) -> str:

@@ -31,7 +31,7 @@ def repeated_pieces(facts: GraphFacts) -> list[list[tuple[ir.Node, ...]]]:
     hasher, found, taken = Hasher(facts), list[list[tuple[ir.Node, ...]]](), set[ir.Node]()
     for stream in Streams(facts).data:
         pieces = _chain(facts, stream.value)[:_LONGEST_CHAIN]
-        keys = [hasher.part(piece, frozenset(piece)) for piece in pieces]
+        keys = [hasher.part(piece) for piece in pieces]
         for start, period, count in _runs(keys, [len(piece) for piece in pieces]):
             ranges = [pieces[start + k * period : start + (k + 1) * period] for k in range(count)]
             blocks = [tuple(node for piece in block for node in piece) for block in ranges]

@@ -32,18 +32,19 @@ class Hasher:
     def __init__(self, facts: GraphFacts) -> None:
         self._facts = facts
         self._own: dict[ir.Node, str] = {}
+        self._inputs: dict[ir.Node, tuple[tuple[ir.Value | None, str], ...]] = {}
         self._leaves: dict[ir.Value, str] = {}
 
-    def part(self, nodes: Sequence[ir.Node], members: Collection[ir.Node]) -> str:
+    def part(self, nodes: Collection[ir.Node]) -> str:
         """The hash of a part of a graph.
 
         Args:
             nodes: Its nodes, each after those that it reads.
-            members: The same nodes, as something that can be asked.
         """
-        below: dict[ir.Value, str] = {}
+        below: dict[ir.Value | None, str] = {}
+        members = frozenset(nodes)
         for node in nodes:
-            read = [self._input(value, below, members) for value in node.inputs]
+            read = [below.get(value) or _outside(value, leaf, members) for value, leaf in self.inputs(node)]
             digest = _digest((self.node(node), *read))
             for place, value in enumerate(node.outputs):
                 below[value] = f"{digest}.{place}"
@@ -58,16 +59,18 @@ class Hasher:
             self._own[node] = _digest((node.domain, node.op_type, *_pairs(written)))
         return self._own[node]
 
-    def _input(self, value: ir.Value | None, below: Mapping[ir.Value, str], members: Collection[ir.Node]) -> str:
+    def inputs(self, node: ir.Node) -> Sequence[tuple[ir.Value | None, str]]:
+        """Each input of a node: the value, if a node computes it, and its text in a part without that node."""
+        if node not in self._inputs:
+            self._inputs[node] = tuple(self._input(value) for value in node.inputs)
+        return self._inputs[node]
+
+    def _input(self, value: ir.Value | None) -> tuple[ir.Value | None, str]:
         if value is None:
-            return "-"
-        if value in below:
-            return below[value]
-        if value.producer() in members:
-            return "later"  # of a loop through a function: no order is right there
+            return None, "-"
         if value not in self._leaves:
             self._leaves[value] = self._leaf(value)
-        return self._leaves[value]
+        return value if value.producer() is not None else None, self._leaves[value]
 
     def _leaf(self, value: ir.Value) -> str:
         """What enters: a weight by type and shape, a setting by its value, anything else as such."""
@@ -95,8 +98,13 @@ class Hasher:
         return repr(attribute.value)
 
     def _body(self, graph: ir.Graph) -> str:
-        nodes = list(graph)
-        return self.part(nodes, frozenset(nodes))
+        return self.part(list(graph))
+
+
+def _outside(value: ir.Value | None, leaf: str, members: Collection[ir.Node]) -> str:
+    if value is not None and value.producer() in members:
+        return "later"  # of a loop through a function: no order is right there
+    return leaf
 
 
 def _was_measured(value: ir.Value) -> bool:

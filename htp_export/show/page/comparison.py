@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -124,7 +124,7 @@ def _repeats(rows: Sequence[DiffRow]) -> list[list[int]]:
 
     def side(given: object | None) -> object:
         said = _plain(given) or {}
-        return json.dumps({name: said[name] for name in said if name not in ("path", "structure")}, sort_keys=True)
+        return json.dumps({name: said[name] for name in said if name != "path"}, sort_keys=True)
 
     def alike(path: str) -> Hashable:
         row = by_path[path]
@@ -136,10 +136,11 @@ def _repeats(rows: Sequence[DiffRow]) -> list[list[int]]:
 def _plain(side: object | None) -> dict[str, Any] | None:
     if side is None:
         return None
-    fields = asdict(side) if is_dataclass(side) and not isinstance(side, type) else side
-    if not isinstance(fields, Mapping):
+    if is_dataclass(side):
+        side = {each.name: getattr(side, each.name) for each in fields(side) if each.repr}
+    if not isinstance(side, Mapping):
         raise TypeError(f"a side of a comparison is a dataclass or a mapping, not {type(side).__name__}")
-    return {str(name): _value(value) for name, value in fields.items()}
+    return {str(name): _value(value) for name, value in side.items()}
 
 
 def _value(value: object) -> object:

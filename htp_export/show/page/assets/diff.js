@@ -128,7 +128,7 @@
     state.selected = item;
     const names = [...new Set([...Object.keys(item.before?.operators ?? {}), ...Object.keys(item.after?.operators ?? {})])];
     const pairs = names.map((name) => [name, item.before?.operators?.[name] ?? 0, item.after?.operators?.[name] ?? 0]);
-    const fields = [...new Set([...Object.keys(item.before ?? {}), ...Object.keys(item.after ?? {})])].filter((name) => !["operators", "structure", BYTES, SHARED].includes(name) && (name !== "path" || item.before?.path !== item.after?.path));
+    const fields = [...new Set([...Object.keys(item.before ?? {}), ...Object.keys(item.after ?? {})])].filter((name) => !["operators", BYTES, SHARED].includes(name) && (name !== "path" || item.before?.path !== item.after?.path));
     const list = make("dl");
     for (const name of fields) {
       const [before, after] = [text(item.before?.[name]), text(item.after?.[name])];
