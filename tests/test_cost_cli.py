@@ -201,7 +201,7 @@ def test_results_of_something_else_are_refused(
 
 
 def row(path: str, **measured: float) -> ModuleRow:
-    return ModuleRow(path, "net.Block", 1, "computed", 2, 2, 1_000_000, flops=2_000_000, **measured)
+    return ModuleRow(path, "net.Block", 1, "computed", nodes=2, parameters=1_000_000, flops=2_000_000, **measured)
 
 
 def drawn(tree: ModuleTree, width: int) -> list[str]:
@@ -218,9 +218,9 @@ def test_alike_layers_are_one_line_with_their_mean_time_and_largest_error() -> N
 
 
 def test_a_layer_that_is_wrong_is_not_folded_with_those_that_are_right() -> None:
-    wrong = ModuleRow("layer.2", "net.Block", 1, "computed", 2, 2, 10, status="differs")
-    right = [ModuleRow(f"layer.{k}", "net.Block", 1, "computed", 2, 2, 10) for k in range(2)]
-    found = drawn(ModuleTree((ModuleRow("", "net.Net", 1, "computed", 6, 0, 30), *right, wrong)), 100)
+    wrong = ModuleRow("layer.2", "net.Block", 1, "computed", nodes=2, parameters=10, status="differs")
+    right = [ModuleRow(f"layer.{k}", "net.Block", 1, "computed", nodes=2, parameters=10) for k in range(2)]
+    found = drawn(ModuleTree((ModuleRow("", "net.Net", 1, "computed", nodes=6, parameters=30), *right, wrong)), 100)
     assert len(found) == 4
 
 

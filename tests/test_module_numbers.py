@@ -252,7 +252,7 @@ def tables(model: Any) -> Iterator[tuple[str, dict[str, Row]]]:
         yield (
             f"diff, {side}",
             {
-                path: Row(m.class_name, m.fate, None, m.nodes, None, m.parameters, m.total_bytes)
+                path: Row(m.class_name, m.fate, None, m.nodes, None, m.parameters, m.weight_bytes)
                 for path, m in states.items()
             },
         )

@@ -38,7 +38,7 @@ from tools import scale
 
 def test_a_tree_of_a_thousand_levels_is_drawn() -> None:
     paths = ["", *itertools.accumulate(["m"] * 1000, lambda above, name: f"{above}.{name}")]
-    tree = ModuleTree(tuple(ModuleRow(path, "net.Level", 1, "computed", 1, 1, 0) for path in paths))
+    tree = ModuleTree(tuple(ModuleRow(path, "net.Level", 1, "computed", nodes=1) for path in paths))
     console = Console(width=500, record=True, file=io.StringIO())
     console.print(render(tree))
     lines = console.export_text().splitlines()
@@ -135,10 +135,10 @@ def test_every_module_of_a_thousand_levels_has_its_numbers() -> None:
         here = contents["a" + ".m" * level]
         left = levels - level
         assert (len(here.nodes), len(here.own_nodes)) == (3 * left, 3)
-        assert (here.parameters, here.self_parameters) == (8 * left, 8)
-        assert (here.weight_bytes, here.self_weight_bytes) == (32 * left, 32)
-        assert here.weight_bytes_by_dtype == {"float32": 32 * left}
-    assert (contents[""].parameters, contents[""].self_parameters) == (2 * 8 * levels, 0)
+        assert (here.facts.parameters, here.facts.self_parameters) == (8 * left, 8)
+        assert (here.facts.weight_bytes, here.facts.self_weight_bytes) == (32 * left, 32)
+        assert here.facts.weight_bytes_by_dtype == {"float32": 32 * left}
+    assert (contents[""].facts.parameters, contents[""].facts.self_parameters) == (2 * 8 * levels, 0)
 
 
 def test_the_memory_of_modules_nested_deep_is_known() -> None:

@@ -84,7 +84,7 @@ def test_the_tree_prints_as_a_table_and_is_plain_data() -> None:
 
 
 def row(path: str, class_name: str = "net.Block", calls: int = 1, nodes: int = 2, fate: str = "computed") -> ModuleRow:
-    return ModuleRow(path, class_name, calls, fate, nodes, nodes, 1000)
+    return ModuleRow(path, class_name, calls, fate, nodes=nodes, self_nodes=nodes, parameters=1000)
 
 
 def layers(count: int, nodes: int = 2) -> list[ModuleRow]:

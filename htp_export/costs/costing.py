@@ -68,7 +68,7 @@ def cost(
     nodes, uncounted = _nodes(run)
     timeline = Timeline(run)
     contents = contents_of(tagged)
-    modules = _modules(tagged, run, nodes, timeline, contents)
+    modules = _modules(run, nodes, timeline, contents)
     return Cost(
         modules=modules,
         nodes=tuple(nodes),
@@ -132,38 +132,21 @@ def _sum(body: Body, works: Mapping[int, Work | None]) -> tuple[int, int]:
     return sum(work.macs * times for work, times in done), sum(work.other * times for work, times in done)
 
 
-def _modules(
-    tagged: TaggedModel,
-    run: Run,
-    nodes: Sequence[NodeCost],
-    timeline: Timeline,
-    contents: Contents,
-) -> dict[str, ModuleCost]:
+def _modules(run: Run, nodes: Sequence[NodeCost], timeline: Timeline, contents: Contents) -> dict[str, ModuleCost]:
     total, own, uncounted = _sums(nodes)
     peaks = _peaks(run, timeline)
     found = {}
-    for path, info in tagged.hierarchy.items():
-        here = contents.modules[path]
+    for path, here in contents.modules.items():
         internal = timeline.internal.get(path, ())
+        sums: dict[str, Any] = {name: total[path][name] for name in _SUMMED}
+        sums |= {f"self_{name}": own[path][name] for name in _SUMMED}
         found[path] = ModuleCost(
-            path=path,
-            class_name=info.class_name,
-            calls=info.calls,
-            fate=info.fate,
-            nodes=len(here.nodes),
-            self_nodes=len(here.own_nodes),
-            parameters=here.parameters,
-            self_parameters=here.self_parameters,
-            weight_bytes=here.weight_bytes,
-            self_weight_bytes=here.self_weight_bytes,
-            weight_bytes_by_dtype=here.weight_bytes_by_dtype,
-            shared_weight_bytes=sum(here.shared_bytes_by_dtype.values()),
+            **vars(here.facts),
             uncounted=dict(uncounted[path]),
             peak_bytes=peaks.get(path, 0),
             fused_traffic_bytes=total[path]["traffic_bytes"] - timeline.traffic_of(internal),
             fused_peak_bytes=timeline.peak_without(internal),
-            **{name: total[path][name] for name in _SUMMED},
-            **{f"self_{name}": own[path][name] for name in _SUMMED},
+            **sums,
         )
     return found
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from htp_export.costs.result import Cost
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.module_facts import ModuleContents, contents_of
+from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tables import ModuleTable
 from htp_export.model.tag_facts import TagFacts, tag_lines
 from htp_export.model.tagged import TaggedModel
@@ -19,20 +19,11 @@ from htp_export.model.tagged import TaggedModel
 __all__ = ["Measured", "ModuleRow", "ModuleTree", "tree_rows", "visible"]
 
 
-@dataclass(frozen=True)
-class ModuleRow:
-    """One module of the tree.
+@dataclass(frozen=True, kw_only=True)
+class ModuleRow(ModuleFacts):
+    """One module of the tree: its facts, and what was measured.
 
     Attributes:
-        path: The module's path; ``""`` is the root.
-        class_name: Its fully qualified class.
-        calls: How many times it ran.
-        fate: What became of it.
-        nodes: Its nodes; for this and the next two, see ``analyze.contents``.
-        own_nodes: Nodes that it computes itself, and no module below it.
-        parameters: Elements of its parameters in PyTorch, each once; where the file does not say what these were, of
-            its weights. What several modules share counts in each of them, so that the sum over modules may exceed the
-            whole.
         flops: Two for each multiply-add of matrix products and convolutions, where sizes are known.
         time_ms: How long it takes, with all below it, where that was measured.
         own_time_ms: Of that, its own nodes.
@@ -40,13 +31,6 @@ class ModuleRow:
         status: What is wrong with it; empty where nothing is, or it was not checked.
     """
 
-    path: str
-    class_name: str
-    calls: int
-    fate: str
-    nodes: int
-    own_nodes: int
-    parameters: int
     flops: int | None = None
     time_ms: float | None = None
     own_time_ms: float | None = None
@@ -54,9 +38,13 @@ class ModuleRow:
     status: str | None = None
 
     @property
-    def simple_class(self) -> str:
-        """The class without its module."""
-        return self.class_name.rpartition(".")[2]
+    def own_nodes(self) -> int:
+        """Nodes that it computes itself, and no module below it."""
+        return self.self_nodes
+
+
+_MEASURED = ("flops", "time_ms", "own_time_ms", "error", "status")
+_LISTED = ("class_name", "calls", "fate", "nodes", "own_nodes", "parameters", *_MEASURED)
 
 
 @dataclass(frozen=True)
@@ -77,11 +65,11 @@ class ModuleTree(ModuleTable):
         """The tree as plain data, for JSON; what is not known of a module is left out.
 
         Examples:
-            >>> ModuleTree((ModuleRow("", "net.Net", 1, "computed", 3, 1, 20),)).to_dict()["modules"][""]["nodes"]
+            >>> ModuleTree((ModuleRow("", "net.Net", 1, "computed", nodes=3),)).to_dict()["modules"][""]["nodes"]
             3
         """
         modules = {
-            row.path: {key: _plain(value) for key, value in asdict(row).items() if key != "path" and value is not None}
+            row.path: {key: _plain(value) for key in _LISTED if (value := getattr(row, key)) is not None}
             for row in self.rows
         }
         return {
@@ -145,7 +133,11 @@ def tree_rows(
     """
     contents = contents_of(tagged).modules
     rows = tuple(
-        _row(tagged, path, contents[path], cost, (measured or {}).get(path, Measured()))
+        ModuleRow(
+            **vars(contents[path].facts),
+            flops=None if cost is None else cost.modules[path].flops,
+            **vars((measured or {}).get(path, Measured())),
+        )
         for path in visible(tagged, depth, select)
     )
     return ModuleTree(rows, tagged.tag_facts, cost.assumed if cost is not None else ())
@@ -174,21 +166,6 @@ def visible(tagged: TaggedModel, depth: int | None = None, select: str | Sequenc
         above = 0 if parent is None else level.get(parent, 0)
         level[path] = above + (parent is not None and (parent in tagged.hierarchy.called or not parent))
     return [path for path in tagged.paths if path in shown and (depth is None or level[path] <= depth)]
-
-
-def _row(tagged: TaggedModel, path: str, contents: ModuleContents, cost: Cost | None, measured: Measured) -> ModuleRow:
-    info = tagged.hierarchy[path]
-    return ModuleRow(
-        path=path,
-        class_name=info.class_name,
-        calls=info.calls,
-        fate=info.fate,
-        nodes=len(contents.nodes),
-        own_nodes=len(contents.own_nodes),
-        parameters=contents.parameters,
-        flops=None if cost is None else cost.modules[path].flops,
-        **vars(measured),
-    )
 
 
 def _plain(value: Any) -> Any:

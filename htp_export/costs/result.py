@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from htp_export.model.module_facts import ModuleFacts
 from htp_export.model.tables import ModuleTable
 from htp_export.model.tag_facts import TagFacts, tag_lines
 
 __all__ = ["Cost", "ModuleCost", "NodeCost", "Peak"]
+
+_NOT_LISTED = ("path", "fused_with", "torch_name", "shared_bytes_by_dtype")
 
 
 @dataclass(frozen=True)
@@ -45,26 +48,14 @@ class NodeCost:
     modules: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
-class ModuleCost:
-    """One module with all below it, and for ``self_…`` alone.
+@dataclass(frozen=True, kw_only=True)
+class ModuleCost(ModuleFacts):
+    """One module with all below it, and for ``self_…`` alone: its facts, and what it costs.
 
     A node of several modules counts once in the total of each module above them. For ``self_…`` it is divided between
     its owners, so that they add up to the whole.
 
     Attributes:
-        path: The module's path; ``""`` is the whole model, nodes that belong to no module included.
-        class_name: Its fully qualified class.
-        calls: How many times it ran.
-        fate: What became of it.
-        nodes: Its nodes; for this and the next seven, see ``analyze.contents``.
-        self_nodes: Of those, the nodes that it computes itself.
-        parameters: Elements of its parameters, shared ones once.
-        self_parameters: Of those, what it holds itself.
-        weight_bytes: Size of the weights in the file that its nodes read, each once.
-        self_weight_bytes: Of those, what its own nodes are the first to read.
-        weight_bytes_by_dtype: Element type, as numpy names it → bytes.
-        shared_weight_bytes: Of ``weight_bytes``, those of weights that nodes of other modules read too.
         macs: Multiply-adds of matrix products and convolutions, in attention and recurrent layers too.
         self_macs: The same.
         flops: Two for each multiply-add: what torch's ``FlopCounterMode`` counts.
@@ -81,18 +72,6 @@ class ModuleCost:
         fused_peak_bytes: The peak of the whole model if its intermediates stayed on chip.
     """
 
-    path: str
-    class_name: str = ""
-    calls: int = 0
-    fate: str = ""
-    nodes: int = 0
-    self_nodes: int = 0
-    parameters: int = 0
-    self_parameters: int = 0
-    weight_bytes: int = 0
-    self_weight_bytes: int = 0
-    weight_bytes_by_dtype: Mapping[str, int] = field(default_factory=dict)
-    shared_weight_bytes: int = 0
     macs: int = 0
     self_macs: int = 0
     flops: int = 0
@@ -107,11 +86,6 @@ class ModuleCost:
     peak_bytes: int = 0
     fused_traffic_bytes: int = 0
     fused_peak_bytes: int = 0
-
-    @property
-    def simple_class(self) -> str:
-        """The class without its module."""
-        return self.class_name.rpartition(".")[2]
 
     @property
     def intensity(self) -> float:
@@ -177,8 +151,8 @@ class Cost(ModuleTable):
         """The result as plain data, for JSON."""
         modules = {}
         for path, module in self.modules.items():
-            modules[path] = {key: value for key, value in asdict(module).items() if key != "path"}
-            modules[path]["intensity"] = module.intensity
+            modules[path] = {key: value for key, value in asdict(module).items() if key not in _NOT_LISTED}
+            modules[path] |= {"shared_weight_bytes": module.shared_weight_bytes, "intensity": module.intensity}
         plain = replace(self, modules={}, nodes=tuple(replace(node, modules=frozenset()) for node in self.nodes))
         data = {**asdict(plain), "modules": modules}
         for node in data["nodes"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,11 +12,10 @@ import onnx_ir as ir
 
 from htp_export.differences.alignment import aligned
 from htp_export.format import tags
-from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.module_facts import ModuleContents, contents_of
+from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.structures import Structure, structures
 from htp_export.model.tag_facts import TagFacts, tag_lines
 from htp_export.model.tagged import ModelSource, TaggedModel
@@ -27,31 +26,16 @@ STATUSES = ("same", "changed", "moved", "added", "removed")
 """What can have become of a module; ``moved`` is the same under another path."""
 
 
-@dataclass(frozen=True)
-class ModuleState:
-    """A module in one of the files.
+@dataclass(frozen=True, kw_only=True)
+class ModuleState(ModuleFacts):
+    """A module in one of the files: its facts there, and what it computes.
 
     Attributes:
-        path: Its path there.
-        class_name: Its fully qualified class; ``""`` where it is not known.
-        fate: What became of it in the export.
-        nodes: How many nodes it has; for this, ``parameters`` and ``weight_bytes`` see ``analyze.contents``.
         operators: Operator → nodes; operators that are not ONNX's own with their domain, ``com.microsoft.Gelu``.
-        parameters: Elements of its parameters in PyTorch; where the file does not say what these were, of its weights.
-        weight_bytes: Element type → bytes of the weights that its nodes read.
-        shared_bytes: Of those, element type → bytes of the weights that nodes of other modules read too: the matrix of
-            merged projections, which counts in each of them, and once in what is above.
         computes: What its region computes: operators, wiring, attributes, shapes and types of weights.
     """
 
-    path: str
-    class_name: str
-    fate: str
-    nodes: int
     operators: Mapping[str, int]
-    parameters: int
-    weight_bytes: Mapping[str, int]
-    shared_bytes: Mapping[str, int]
     computes: Structure = field(repr=False)
 
     @property
@@ -59,16 +43,11 @@ class ModuleState:
         """What it computes, as a hash."""
         return self.computes.digest
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all its weights."""
-        return sum(self.weight_bytes.values())
-
     def to_dict(self) -> dict[str, Any]:
-        """The module as plain data."""
-        said = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}
-        mappings = {name: dict(value) for name, value in said.items() if isinstance(value, Mapping)}
-        return {**said, **mappings, "structure": self.structure}
+        """The module as plain data; sizes by element type."""
+        listed = ("path", "class_name", "fate", "nodes", "operators", "parameters", "structure")
+        sizes = {"weight_bytes": dict(self.weight_bytes_by_dtype), "shared_bytes": dict(self.shared_bytes_by_dtype)}
+        return {**{name: getattr(self, name) for name in listed}, **sizes}
 
 
 @dataclass(frozen=True)
@@ -113,15 +92,15 @@ class ModuleDifference:
     @property
     def weight_bytes(self) -> Mapping[str, tuple[int, int]]:
         """Element type → bytes before and after, types of which there are any."""
-        first = self.before.weight_bytes if self.before else {}
-        second = self.after.weight_bytes if self.after else {}
+        first = self.before.weight_bytes_by_dtype if self.before else {}
+        second = self.after.weight_bytes_by_dtype if self.after else {}
         return {dtype: (first.get(dtype, 0), second.get(dtype, 0)) for dtype in sorted({*first, *second})}
 
     @property
     def shared_bytes(self) -> Mapping[str, tuple[int, int]]:
         """The same of the weights that nodes of other modules read too; every type of ``weight_bytes``."""
-        first = self.before.shared_bytes if self.before else {}
-        second = self.after.shared_bytes if self.after else {}
+        first = self.before.shared_bytes_by_dtype if self.before else {}
+        second = self.after.shared_bytes_by_dtype if self.after else {}
         return {dtype: (first.get(dtype, 0), second.get(dtype, 0)) for dtype in self.weight_bytes}
 
     @property
@@ -143,8 +122,8 @@ class ModuleDifference:
             "weight_bytes": {dtype: list(sizes) for dtype, sizes in self.weight_bytes.items()},
             "shared_bytes": {dtype: list(sizes) for dtype, sizes in self.shared_bytes.items()},
             "operators": dict(self.operators),
-            "before": None if self.before is None else self.before.to_dict(),
-            "after": None if self.after is None else self.after.to_dict(),
+            "before": self.before and self.before.to_dict(),
+            "after": self.after and self.after.to_dict(),
         }
 
 
@@ -297,24 +276,13 @@ def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
     paths = tagged.paths if by_module else [""]
     computes, operators = structures(GraphFacts(tagged), paths), _operators(tagged)
     return {
-        path: _state(tagged.hierarchy[path], contents[path], operators.get(path, {}), computes[path]) for path in paths
+        path: ModuleState(
+            **vars(contents[path].facts),
+            operators=operators.get(path, {}),
+            computes=computes[path],
+        )
+        for path in paths
     }
-
-
-def _state(
-    info: ModuleInfo, contents: ModuleContents, operators: Mapping[str, int], computes: Structure
-) -> ModuleState:
-    return ModuleState(
-        path=info.path,
-        class_name=info.class_name,
-        fate=info.fate,
-        nodes=len(contents.nodes),
-        operators=operators,
-        parameters=contents.parameters,
-        weight_bytes=contents.weight_bytes_by_dtype,
-        shared_bytes=contents.shared_bytes_by_dtype,
-        computes=computes,
-    )
 
 
 def _operators(tagged: TaggedModel) -> dict[str, dict[str, int]]:

@@ -1,4 +1,4 @@
-"""What stands in each module: nodes, parameters, weights. Every table takes these numbers from here.
+"""What stands in each module: nodes, parameters, weights. The rows of every table are these facts, and what it adds.
 
 - **Nodes** of a module are those with an owner at or below it; the root has all nodes of the model, those of no module
   included. Its **own nodes** are those that it owns itself; nodes of no module are the root's own.
@@ -24,15 +24,46 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from htp_export.format import tags
+from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.graph_facts import constant_tensor
 from htp_export.model.operators import is_standard
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Contents", "ModuleContents", "contents_of", "dtype_name", "tied_parameters"]
+__all__ = ["Contents", "ModuleContents", "ModuleFacts", "contents_of", "dtype_name", "tied_parameters"]
 
 _QUANTIZED_BITS = 8
 _WITH_QUANTIZED_BIAS = frozenset(("QLinearConv", "DequantizeLinear", "QGemm"))
 _COMPLEX = (ir.DataType.COMPLEX64, ir.DataType.COMPLEX128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleFacts(ModuleInfo):
+    """One module of the tree, and how much stands in it; ``""`` is the whole model.
+
+    Attributes:
+        nodes: How many nodes the module and those below it have.
+        self_nodes: Of those, the nodes that it owns itself.
+        parameters: Elements of the parameters at or below the module.
+        self_parameters: Of those, elements of the parameters that it holds itself, and no module before it does.
+        weight_bytes: Size of the weights that its nodes read.
+        self_weight_bytes: Of those, the weights that its own nodes are the first to read.
+        weight_bytes_by_dtype: Element type, as numpy names it → bytes.
+        shared_bytes_by_dtype: Of those, the weights that nodes outside the module read too.
+    """
+
+    nodes: int = 0
+    self_nodes: int = 0
+    parameters: int = 0
+    self_parameters: int = 0
+    weight_bytes: int = 0
+    self_weight_bytes: int = 0
+    weight_bytes_by_dtype: Mapping[str, int] = field(default_factory=dict)
+    shared_bytes_by_dtype: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def shared_weight_bytes(self) -> int:
+        """Of ``weight_bytes``, those of weights that nodes outside the module read too."""
+        return sum(self.shared_bytes_by_dtype.values())
 
 
 @dataclass(frozen=True)
@@ -40,26 +71,16 @@ class ModuleContents:
     """What stands in one module.
 
     Attributes:
+        facts: How much it is.
         nodes: The nodes of the module and of those below it, in order.
         own_nodes: Of those, the nodes that it owns itself.
-        parameters: Elements of the parameters at or below the module.
-        self_parameters: Of those, elements of the parameters that it holds itself, and no module before it does.
-        weight_bytes: Size of the weights that its nodes read.
-        self_weight_bytes: Of those, the weights that its own nodes are the first to read.
-        weight_bytes_by_dtype: Element type, as numpy names it → bytes.
-        shared_bytes_by_dtype: Of those, the weights that nodes outside the module read too.
         own_weights: The weights that its own nodes read.
     """
 
-    nodes: Sequence[ir.Node] = ()
-    own_nodes: Sequence[ir.Node] = ()
-    parameters: int = 0
-    self_parameters: int = 0
-    weight_bytes: int = 0
-    self_weight_bytes: int = 0
-    weight_bytes_by_dtype: Mapping[str, int] = field(default_factory=dict)
-    shared_bytes_by_dtype: Mapping[str, int] = field(default_factory=dict)
-    own_weights: Sequence[ir.Value] = ()
+    facts: ModuleFacts
+    nodes: Sequence[ir.Node]
+    own_nodes: Sequence[ir.Node]
+    own_weights: Sequence[ir.Value]
 
 
 @dataclass(frozen=True)
@@ -96,7 +117,7 @@ def contents_of(tagged: TaggedModel) -> Contents:
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
         >>> tagged = htp_export.load(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
         >>> contents = contents_of(tagged).modules
-        >>> [(path, len(each.nodes), each.parameters, each.weight_bytes) for path, each in contents.items()]
+        >>> [(path, m.facts.nodes, m.facts.parameters, m.facts.weight_bytes) for path, m in contents.items()]
         [('', 2, 15, 60), ('0', 1, 15, 60), ('1', 1, 0, 0)]
     """
     index = tagged.index
@@ -127,20 +148,21 @@ def contents_of(tagged: TaggedModel) -> Contents:
     declared = _declared(tagged)
     listed = list(stored.items()) if declared is None else list(declared.items())
     parameters, own_parameters = _summed([held for _, held in listed])
-    modules = {
-        path: ModuleContents(
-            nodes=index.below.get(path, ()) if path else index.nodes,
-            own_nodes=own_nodes[path],
+    modules = {}
+    for path, info in tagged.hierarchy.items():
+        nodes = index.below.get(path, ()) if path else index.nodes
+        facts = ModuleFacts(
+            **vars(info),
+            nodes=len(nodes),
+            self_nodes=len(own_nodes[path]),
             parameters=parameters[path],
             self_parameters=own_parameters[path],
             weight_bytes=sum(sizes[path].values()),
             self_weight_bytes=own_sizes[path],
             weight_bytes_by_dtype=sizes[path],
             shared_bytes_by_dtype=dict(shared_sizes[path]),
-            own_weights=own_weights[path],
         )
-        for path in tagged.hierarchy
-    }
+        modules[path] = ModuleContents(facts, nodes, own_nodes[path], own_weights[path])
     shared = {str(getattr(each, "name", each)): tuple(held.holders) for each, held in listed if len(held.holders) > 1}
     return Contents(modules, shared, declared is not None)
 

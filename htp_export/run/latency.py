@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.errors import InputError, UntaggedModelError
-from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
+from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tables import ModuleTable
 from htp_export.model.tag_facts import TagFacts, tag_lines
 from htp_export.model.tagged import ModelSource, TaggedModel, load
@@ -28,15 +28,14 @@ __all__ = ["ModuleLatency", "Profile", "profile"]
 
 _log = logging.getLogger(__name__)
 
+_NOT_LISTED = ("path", "fused_with", "torch_name")
 
-@dataclass(frozen=True)
-class ModuleLatency:
-    """What a module costs in one run of the model; see ``Trace.typical`` for which run that is.
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleLatency(ModuleFacts):
+    """A module's facts, and its time in one run of the model; see ``Trace.typical`` for which run that is.
 
     Attributes:
-        path: The module's path; ``""`` is the root.
-        class_name: Its fully qualified class.
-        calls: How often its ``forward`` ran.
         total_ms: Time of the module and all below it. Of a kernel that does work of several modules, each owner has
             an equal part, so that this is the sum over the modules below and ``self_ms``.
         self_ms: The part that the module itself owns.
@@ -48,9 +47,6 @@ class ModuleLatency:
         by_op: Type of kernel → its part of ``total_ms``, the longest first.
     """
 
-    path: str
-    class_name: str
-    calls: int
     total_ms: float
     self_ms: float
     share: float
@@ -58,11 +54,6 @@ class ModuleLatency:
     kernels: int
     launches: float
     by_op: Mapping[str, float]
-
-    @property
-    def simple_class(self) -> str:
-        """The class without its module."""
-        return self.class_name.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
@@ -111,7 +102,7 @@ class Profile(ModuleTable):
         for kernel in (*data["kernels"], *data["unattributed"]):
             del kernel["around"]  # the totals of modules say it
         data["modules"] = {
-            path: {name: value for name, value in module.items() if name != "path"}
+            path: {name: value for name, value in module.items() if name not in _NOT_LISTED}
             for path, module in data["modules"].items()
         }
         return data
@@ -251,18 +242,17 @@ def _by_module(kernels: Sequence[Kernel], tagged: TaggedModel) -> dict[str, Modu
                 parts[path] += 1
         for path, count in parts.items():
             below[path].append((kernel, count / len(kernel.owners)))
-    return {path: _module(tagged.hierarchy[path], own[path], below[path], whole) for path in tagged.hierarchy}
+    contents = contents_of(tagged).modules
+    return {path: _module(here.facts, own[path], below[path], whole) for path, here in contents.items()}
 
 
-def _module(info: ModuleInfo, self_ms: float, parts: Sequence[tuple[Kernel, float]], whole: float) -> ModuleLatency:
+def _module(facts: ModuleFacts, self_ms: float, parts: Sequence[tuple[Kernel, float]], whole: float) -> ModuleLatency:
     by_op: defaultdict[str, float] = defaultdict(float)
     for kernel, part in parts:
         by_op[kernel.op_type] += kernel.ms * part
     total = math.fsum(kernel.ms * part for kernel, part in parts)
     return ModuleLatency(
-        path=info.path,
-        class_name=info.class_name,
-        calls=info.calls,
+        **vars(facts),
         total_ms=total,
         self_ms=self_ms,
         share=total / whole if whole else 0.0,

@@ -10,8 +10,7 @@ import onnx_ir as ir
 
 from htp_export.files.model_files import has_external_data
 from htp_export.format import tags
-from htp_export.format.hierarchy import ModuleInfo
-from htp_export.model.module_facts import ModuleContents, contents_of, tied_parameters
+from htp_export.model.module_facts import ModuleContents, ModuleFacts, contents_of, tied_parameters
 from htp_export.model.tag_facts import TagFacts
 from htp_export.model.tagged import Region, TaggedModel, TagSource
 from htp_export.show.node_facts import NodeEntry, NodeReader, TensorEntry
@@ -20,19 +19,14 @@ from htp_export.show.weight_statistics import WeightStatistics, weight_statistic
 __all__ = ["Inventory", "ModuleEntry", "take_inventory"]
 
 
-@dataclass(frozen=True)
-class ModuleEntry:
-    """One module.
+@dataclass(frozen=True, kw_only=True)
+class ModuleEntry(ModuleFacts):
+    """One module: its facts, and what a drawing shows of it.
 
     Attributes:
-        info: Path, class, calls and fate.
-        nodes: How many nodes it has; for this, ``parameters`` and ``weight_bytes`` see ``analyze.contents``.
         own_nodes: Positions, in ``Inventory.nodes``, of those that it computes itself, and no module below it.
         shared: Of its nodes, those that do what several modules did each.
         fused: Of its nodes, those that do a part of several modules' work each.
-        parameters: Elements of its parameters in PyTorch, each once; where the file does not say what these were, of
-            its weights.
-        weight_bytes: Bytes of the weights that its nodes read, each tensor once.
         operators: Operator → its nodes, the most frequent first.
         reasons: ``htp.reason`` → its nodes.
         weights: The weights that it reads itself.
@@ -46,13 +40,9 @@ class ModuleEntry:
         failure: Why it could not be exported; ``""`` as a rule.
     """
 
-    info: ModuleInfo
-    nodes: int = 0
     own_nodes: tuple[int, ...] = ()
     shared: int = 0
     fused: int = 0
-    parameters: int = 0
-    weight_bytes: int = 0
     operators: Mapping[str, int] = field(default_factory=dict)
     reasons: Mapping[str, int] = field(default_factory=dict)
     weights: tuple[TensorEntry, ...] = ()
@@ -141,12 +131,12 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
     model = tagged.model
     place = {node: position for position, node in enumerate(tagged.nodes)}
     contents = contents_of(tagged).modules
-    modules = {path: _module(tagged, path, contents[path], reader, nodes, place) for path in tagged.hierarchy}
+    modules = {path: _module(tagged, found, reader, nodes, place) for path, found in contents.items()}
     parameters, weight_bytes = Counter[str](), Counter[str]()
     for path, found in contents.items():
         for up in tags.ancestors(path):
-            parameters[up] += found.self_parameters
-            weight_bytes[up] += found.self_weight_bytes
+            parameters[up] += found.facts.self_parameters
+            weight_bytes[up] += found.facts.self_weight_bytes
     modules = {
         path: replace(module, counted_parameters=parameters[path], counted_bytes=weight_bytes[path])
         for path, module in modules.items()
@@ -178,7 +168,6 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
 
 def _module(
     tagged: TaggedModel,
-    path: str,
     contents: ModuleContents,
     reader: NodeReader,
     nodes: tuple[NodeEntry, ...],
@@ -186,15 +175,12 @@ def _module(
 ) -> ModuleEntry:
     inside = [nodes[place[node]] for node in contents.nodes]
     own = [place[node] for node in contents.own_nodes]
-    ends: Region | ir.Graph = tagged.model.graph if tagged.source == "none" else tagged[path]
+    ends: Region | ir.Graph = tagged.model.graph if tagged.source == "none" else tagged[contents.facts.path]
     return ModuleEntry(
-        info=tagged.hierarchy[path],
-        nodes=len(inside),
+        **vars(contents.facts),
         own_nodes=tuple(own),
         shared=sum(node.reason == "shared" for node in inside),
         fused=sum(node.reason == "fused" for node in inside),
-        parameters=contents.parameters,
-        weight_bytes=contents.weight_bytes,
         operators=dict(Counter(node.operator for node in inside).most_common()),
         reasons=dict(Counter(node.reason for node in inside if node.reason).most_common()),
         weights=tuple(map(reader.tensor_entry, contents.own_weights)),

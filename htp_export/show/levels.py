@@ -20,7 +20,7 @@ def parents(inventory: Inventory) -> dict[str, str | None]:
     levels = {
         path
         for path, module in inventory.modules.items()
-        if not path or module.info.calls or not module.nodes or path not in holding
+        if not path or module.calls or not module.nodes or path not in holding
     }
     return {
         path: next((up for up in tags.ancestors(path) if up != path and up in levels), None)

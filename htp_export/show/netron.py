@@ -47,7 +47,7 @@ def netron_attachment(inventory: Inventory, measures: Sequence[Measure] = ()) ->
         owner = inventory.modules.get(node.owners[0]) if len(node.owners) == 1 else None
         said = {
             "module": (node.module or "(root)") if node.owners else "",
-            "class": owner.info.simple_class if owner else "",
+            "class": owner.simple_class if owner else "",
             "owners": ", ".join(path or "(root)" for path in node.owners) if len(node.owners) > 1 else "",
             "call": node.call,
             "source": f"{node.source.file.rpartition('/')[2]}:{node.source.line}" if node.source else "",

@@ -23,7 +23,7 @@ def in_notebook(result: object) -> str | None:
 
     Examples:
         >>> from htp_export.costs.module_tree import ModuleRow, ModuleTree
-        >>> drawn = in_notebook(ModuleTree((ModuleRow("", "net.<b>", 1, "computed", 1200, 1200, 8),)))
+        >>> drawn = in_notebook(ModuleTree((ModuleRow("", "net.<b>", 1, "computed", nodes=1200),)))
         >>> "1,200" in drawn, "<b>" in drawn
         (True, False)
     """

@@ -176,7 +176,7 @@ class _Parts:
             found |= {_below(part.path, path): m for path, m in _moved(part, len(nodes)).items()}
             nodes += [_moved_node(part.path, node, len(nodes)) for node in part.inventory.nodes]
         counted = self._tree.with_results(calls=self._counts)
-        modules = {path: found.get(path) or ModuleEntry(info=info) for path, info in counted.items()}
+        modules = {path: found.get(path) or ModuleEntry(**vars(info)) for path, info in counted.items()}
         for path in modules:
             inside = [part.inventory.modules[""] for part in self._done if tags.is_under(part.path, path)]
             if path not in found and inside:
@@ -217,11 +217,8 @@ def _moved(part: _Part, offset: int) -> dict[str, ModuleEntry]:
     return {
         path: replace(
             module,
-            info=replace(
-                module.info,
-                path=_below(part.path, path),
-                fused_with=tuple(_below(part.path, other) for other in module.info.fused_with),
-            ),
+            path=_below(part.path, path),
+            fused_with=tuple(_below(part.path, other) for other in module.fused_with),
             own_nodes=tuple(position + offset for position in module.own_nodes),
             tied={f"{part.path}.{name}": f"{part.path}.{first}" for name, first in module.tied.items()},
         )

@@ -69,8 +69,8 @@ def render(
     Examples:
         >>> from rich.console import Console
         >>> from htp_export.costs.module_tree import ModuleRow, ModuleTree
-        >>> net = ModuleRow("", "net.Net", 1, "computed", 2, 0, 8)
-        >>> fc = ModuleRow("fc", "nn.Linear", 1, "computed", 2, 2, 8)
+        >>> net = ModuleRow("", "net.Net", 1, "computed", nodes=2, self_nodes=0, parameters=8)
+        >>> fc = ModuleRow("fc", "nn.Linear", 1, "computed", nodes=2, self_nodes=2, parameters=8)
         >>> Console(width=60).print(render(ModuleTree((net, fc))))  # doctest: +NORMALIZE_WHITESPACE
         module   class    nodes   parameters   fate
         (root)   Net          2            8

@@ -79,7 +79,7 @@ def _layers(inventory: Inventory) -> dict[str, ModuleEntry]:
     return {
         tags.namespace(path, inventory.called): module
         for path, module in inventory.modules.items()
-        if path and (module.nodes or module.info.calls)
+        if path and (module.nodes or module.calls)
     }
 
 
@@ -161,7 +161,7 @@ def _facts(inventory: Inventory) -> dict[str, str]:
     ends = len(inventory.inputs) + len(inventory.outputs)
     said = {
         "model": inventory.name,
-        "class": inventory.modules[""].info.class_name,
+        "class": inventory.modules[""].class_name,
         "nodes": f"{len(inventory.nodes)}, and {ends} inputs and outputs",
         "modules": f"{len(parents(inventory))}; those with nodes are layers, and so are containers",
         "parameters": number_text(inventory.modules[""].parameters),
@@ -176,14 +176,13 @@ def _facts(inventory: Inventory) -> dict[str, str]:
 
 def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, str]:
     """What the side panel says of a layer."""
-    info = module.info
     said = {
-        "module": info.path,
-        "class": info.class_name,
-        "fate": info.fate,
-        "merged with": ", ".join(info.fused_with),
+        "module": module.path,
+        "class": module.class_name,
+        "fate": module.fate,
+        "merged with": ", ".join(module.fused_with),
         "tied": ", ".join(f"{name} is {first}" for name, first in module.tied.items()),
-        "calls": str(info.calls) if info.calls > 1 else "",
+        "calls": str(module.calls) if module.calls > 1 else "",
         "parameters": number_text(module.parameters) if module.parameters else "",
         "weights": bytes_text(module.weight_bytes) if module.weight_bytes else "",
         "operators": _counts(module.operators),
@@ -193,11 +192,11 @@ def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, s
         "source": _end(module.source),
     }
     for measure in measures:
-        value = measure.total.get(info.path)
+        value = measure.total.get(module.path)
         if value is not None:
             said[measure.title] = number_text(value, measure.unit)
-        if info.path in measure.words:
-            said[f"{measure.title}, in words"] = measure.words[info.path]
+        if module.path in measure.words:
+            said[f"{measure.title}, in words"] = measure.words[module.path]
     return {key: value for key, value in said.items() if value}
 
 

@@ -6,11 +6,11 @@ import json
 import math
 import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from htp_export.differences.differing import ModelDifference
+from htp_export.differences.differing import ModelDifference, ModuleState
 from htp_export.format import tags
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.show.command_words import in_both
@@ -136,11 +136,12 @@ def _repeats(rows: Sequence[DiffRow]) -> list[list[int]]:
 def _plain(side: object | None) -> dict[str, Any] | None:
     if side is None:
         return None
-    if is_dataclass(side):
-        side = {each.name: getattr(side, each.name) for each in fields(side) if each.repr}
-    if not isinstance(side, Mapping):
+    fields = side.to_dict() if isinstance(side, ModuleState) else side
+    if is_dataclass(fields) and not isinstance(fields, type):
+        fields = asdict(fields)
+    if not isinstance(fields, Mapping):
         raise TypeError(f"a side of a comparison is a dataclass or a mapping, not {type(side).__name__}")
-    return {str(name): _value(value) for name, value in side.items()}
+    return {str(name): _value(value) for name, value in fields.items()}
 
 
 def _value(value: object) -> object:

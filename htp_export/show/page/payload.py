@@ -43,8 +43,7 @@ def page_data(inventory: Inventory, measures: Sequence[Measure], missing_graph: 
         "outputs": _tensors(inventory.outputs),
         "count": len(inventory.modules),
         "modules": [
-            _module(module, None if (parent := above[module.info.path]) is None else place[parent])
-            for module in modules
+            _module(module, None if (parent := above[module.path]) is None else place[parent]) for module in modules
         ],
         "nodes": [_node(node) for node in inventory.nodes],
         "types": {tensor.name: tensor.type for tensor in _given(inventory, modules) if tensor.type},
@@ -64,10 +63,8 @@ def _repeats(above: Mapping[str, str | None], inventory: Inventory, measures: Se
     def alike(path: str) -> Hashable:
         module = inventory.modules[path]
         said = "; ".join(each.get(path, "") for each in words)
-        fate = module.failure or module.info.fate
-        return likeness(
-            module.info.class_name, module.info.calls, fate, module.nodes, module.parameters, flops.get(path), said
-        )
+        fate = module.failure or module.fate
+        return likeness(module.class_name, module.calls, fate, module.nodes, module.parameters, flops.get(path), said)
 
     return repeats(above, alike)
 
@@ -106,13 +103,12 @@ def _statistics(found: WeightStatistics) -> dict[str, float]:
 
 
 def _module(module: ModuleEntry, parent: int | None) -> dict[str, Any]:
-    info = module.info
     return {
-        "path": info.path,
-        "class": info.class_name,
-        "calls": info.calls,
-        "fate": info.fate,
-        "with": list(info.fused_with),
+        "path": module.path,
+        "class": module.class_name,
+        "calls": module.calls,
+        "fate": module.fate,
+        "with": list(module.fused_with),
         "parent": parent,
         "nodes": module.nodes,
         "own": list(module.own_nodes),
