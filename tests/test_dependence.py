@@ -24,6 +24,11 @@ def test_sizes_of_a_tensor_are_none_of_its_values() -> None:
     assert dependent(text) == {"x", "y"}
 
 
+def test_a_tensor_that_is_read_for_its_type_alone_gives_no_values() -> None:
+    text = "g (float[2] x, float[2] w) => (float[2] y) <float[2] c = {1, 2}> { y = CastLike(c, x) v = CastLike(w, x) }"
+    assert dependent(text) == {"x", "w", "v"}
+
+
 def test_an_operator_of_another_domain_that_is_called_shape_reads_values() -> None:
     assert dependent("g (float[n] x) => (float[n] y) { y = my.Shape(x) }") == {"x", "y"}
 

@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.model.boundaries import fused_with
-from htp_export.model.fates import Borders
+from htp_export.format.call_tree import CallTree
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.model.boundaries import Boundaries
+from htp_export.model.fates import Evidence, Fate, find_fates, fused_with
+from htp_export.passes.fates import SignatureEvidence
 from htp_export.tools import onnxscript, onnxslim
 from tests.exporting import exported
 from tests.graphs import Builder
@@ -117,7 +120,7 @@ def test_a_folded_convolution_has_the_same_partners_whoever_folded_it(tmp_path: 
     assert partners(onnxscript(unfolded).model) == expected
 
 
-def chain(count: int, known: str = "") -> Borders:
+def chain(count: int, known: str = "") -> SignatureEvidence:
     """Modules in a row, without a tensor between them that PyTorch knows; ``known`` names some that it does."""
     graph = Builder(x=[2])
     names = ["x", *(f"t{place}" for place in range(count))]
@@ -128,7 +131,7 @@ def chain(count: int, known: str = "") -> Borders:
     signatures |= {f"block.{place}": ([], known.split()) for place in range(count)}
     model = graph.model("y", signatures)
     tagged = htp_export.load(model)
-    return Borders(model, tagged.calls, tagged.signatures)
+    return SignatureEvidence(tagged.index, tagged.hierarchy, tagged.signatures)
 
 
 def test_modules_are_taken_along_until_the_common_boundary_is_known() -> None:
@@ -167,3 +170,64 @@ def test_modules_without_a_node_take_the_nearest_that_has_one() -> None:
     assert fused_with("m.3", (), Cancelled(20, 0, 19)) == ("m.2", "m.4", "m.1", "m.5", "m.0")
     assert fused_with("m.3", ("m.2",), Cancelled(20, 4)) == ("m.2", "m.4")
     assert fused_with("m.10", (), Cancelled(20, 0, 19)) == ("m",)
+
+
+class Told(Evidence[str]):
+    """What is said of ``m``, which reads ``x`` and makes ``y``, beside ``up`` and ``down``."""
+
+    def __init__(
+        self,
+        known: str = "x y",
+        *,
+        has_nodes: bool = True,
+        settled: Fate | None = None,
+        without_work: str | None = None,
+        partners: list[str] | None = None,
+    ) -> None:
+        work = CallTree(Hierarchy([ModuleInfo("", "Net", 1)])).work
+        nodes: list[tuple[list[str], list[str]]] = [(["in"], ["x"]), (["x"], ["y"]), (["y"], ["out"])]
+        works = [work((path,)) for path in ("up", "m" if has_nodes else "up", "down")]
+        super().__init__(Boundaries(nodes, works, {"in", "x", "y", "out"}.__contains__, {"out"}))
+        self._known, self._settled, self._without_work, self._partners = known, settled, without_work, partners
+
+    def settled(self, path: str) -> Fate | None:
+        return self._settled
+
+    def without_work(self, path: str) -> str | None:
+        return self._without_work
+
+    def partners(self, path: str) -> list[str] | None:
+        return self._partners
+
+    def ran(self, path: str) -> bool:
+        return True
+
+    def known(self, path: str) -> list[str]:
+        return {"m": self._known.split(), "up": ["in", "x"], "down": ["y", "out"]}.get(path, ["in", "out"])
+
+    def around(self, group: Sequence[str]) -> Iterable[list[str]]:
+        return [["up"], ["down"]]
+
+
+@pytest.mark.parametrize(
+    ("evidence", "fate", "contamination"),
+    [
+        (Told(), Fate("computed"), []),
+        (Told("x"), Fate("computed"), [("m", "y", True)]),  # nothing of it is lost: it is said, and it stays computed
+        (Told(settled=Fate("dead")), Fate("dead"), []),
+        (Told("", settled=Fate("computed")), Fate("computed"), []),
+        (Told(has_nodes=False, without_work="identity"), Fate("identity"), []),
+        (Told(without_work="identity"), Fate("computed"), []),  # it has nodes, so that it did some
+        (Told(has_nodes=False), Fate("fused", ("up",)), []),
+        (Told("x", partners=[]), Fate("fused", ("down",)), []),
+        (Told(partners=["up"]), Fate("fused", ("up",)), []),
+        (Told(partners=[]), Fate("fused", ("",)), []),  # nobody is beyond what it lost: the module around it
+    ],
+)
+def test_the_fate_of_a_module_follows_from_the_evidence(
+    evidence: Told, fate: Fate, contamination: list[tuple[str, str, bool]]
+) -> None:
+    tree = Hierarchy([ModuleInfo("", "Net", 1), ModuleInfo("m", "M", 1)])
+    found, unknown = find_fates(tree, evidence)
+    assert Fate(found["m"].fate, found["m"].fused_with) == fate
+    assert [entry for entry in unknown if entry[0] == "m"] == contamination

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -11,8 +13,8 @@ import htp_export
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.model.boundaries import OUTSIDE, Crossings
-from htp_export.model.fates import Borders
+from htp_export.model.boundaries import OUTSIDE, Boundaries
+from htp_export.passes.fates import SignatureEvidence
 from tests.exporting import SharedFiles
 from tests.graphs import Builder
 from tests.nets import EXPORTERS, NETS
@@ -66,24 +68,14 @@ def read_elsewhere() -> ir.Model:
     return model
 
 
-def crossing(model: ir.Model, path: str) -> list[tuple[str, bool]]:
-    """What crosses the boundary of a module, by `Crossings`."""
-    nodes = list(model.graph)
-    passed = [([str(v.name) for v in n.inputs if v], [str(v.name) for v in n.outputs]) for n in nodes]
-    live = {"x", *(name for _, makes in passed for name in makes)}
-    works = [BY_PATH.work(tags.owners_of(node.metadata_props)) for node in nodes]
-    found = Crossings(passed, works, live, {str(value.name) for value in model.graph.outputs}).of([path])
-    return list(dict.fromkeys((key, leaves) for key, _, leaves in found))
-
-
 def leaving(model: ir.Model, path: str) -> list[str]:
-    """The same for tensors that leave, by `Region` and by `Borders`; both have to agree with `Crossings`."""
+    """What leaves a module, by `Region` and by the boundaries that fates are found by; both have to agree."""
     tagged = htp_export.load(model)
-    by_region = [str(value.name) for value in tagged[path].outputs]
-    entering = [str(value.name) for value in tagged[path].inputs]
-    assert [name for name, leaves in crossing(model, path) if leaves] == by_region
-    assert set(Borders(model, tagged.calls, tagged.signatures).crossing[path]) == {*by_region, *entering}
-    return by_region
+    by_region = [(str(value.name), True) for value in tagged[path].outputs]
+    by_region += [(str(value.name), False) for value in tagged[path].inputs]
+    by_values = tagged.index.boundaries_by_values.of([path])
+    assert {(str(value.name), leaves) for value, _, leaves in by_values} == {*by_region}
+    return [name for name, leaves in by_region if leaves]
 
 
 def test_merged_work_of_two_blocks_feeds_both_of_them() -> None:
@@ -93,7 +85,8 @@ def test_merged_work_of_two_blocks_feeds_both_of_them() -> None:
     assert leaving(model, "blocks.1.gain") == ["exp"]
     assert leaving(model, "blocks.1") == ["last"]
     tagged = htp_export.load(model)
-    assert Borders(model, tagged.calls, tagged.signatures).unknown == {}
+    evidence = SignatureEvidence(tagged.index, tagged.hierarchy, tagged.signatures)
+    assert not any(evidence.strange(path) for path in tagged)
 
 
 def test_merged_work_that_is_read_outside_of_both_blocks_leaves_both() -> None:
@@ -105,9 +98,15 @@ def test_merged_work_that_is_read_outside_of_both_blocks_leaves_both() -> None:
 
 def test_modules_taken_together_are_no_blocks_of_each_other() -> None:
     works = [BY_PATH.work(("a.x", "b.y")), BY_PATH.work(("b.z",))]
-    crossings = Crossings([(["x"], ["h"]), (["h"], ["y"])], works, {"x", "h", "y"}, {"y"})
-    assert list(crossings.of(["a.x"])) == [("x", OUTSIDE, False)]
-    assert list(crossings.of(["a.x", "b.w"])) == [("h", 1, True), ("x", OUTSIDE, False)]
+    boundaries = Boundaries([(["x"], ["h"]), (["h"], ["y"])], works, {"x", "h", "y"}.__contains__, {"y"})
+    assert list(boundaries.of(["a.x"])) == [("x", OUTSIDE, False)]
+    assert list(boundaries.of(["a.x", "b.w"])) == [("h", 1, True), ("x", OUTSIDE, False)]
+
+
+def test_the_rule_for_merged_work_is_applied_in_one_place() -> None:
+    package = Path(htp_export.__file__).parent
+    applied = {path.name for path in package.rglob("*.py") if ".others(" in path.read_text(encoding="utf-8")}
+    assert applied == {"boundaries.py"}
 
 
 @BOTH

@@ -11,16 +11,13 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.errors import UntaggedModelError
-from htp_export.exporter.capture.calls import CallLog
-from htp_export.exporter.capture.dynamo import describe
-from htp_export.exporter.capture.record import Record
-from htp_export.exporter.owners.boundaries import crossings_of
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Work
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.torch_scopes import scopes_of
 from htp_export.model.boundaries import OUTSIDE
-from htp_export.model.tagged import load
+from htp_export.model.regions import GraphIndex
+from htp_export.model.tagged import TaggedModel, load
 
 __all__ = ["Contamination", "contamination"]
 
@@ -85,12 +82,10 @@ def contamination(model: Any) -> Contamination:
     tagged = load(model)
     if tagged.source != "htp":
         raise UntaggedModelError("the model has no module tags; export it with htp_export.export to have them")
-    nodes, record = describe(tagged.model, Record(CallLog()))
-    whole = tagged.calls.work(("",))
-    works = [work if (work := tagged.work_of(node)).owners else whole for node in nodes]
+    nodes, whole = tagged.nodes, tagged.calls.work(("",))
     by_path = CallTree(Hierarchy([tagged.hierarchy.root]))  # torch's scopes say nothing of calls
-    scoped = [by_path.work(_torch_owner(node, tagged.hierarchy)) for node in nodes]
-    after, before = (_borders(record, each, tagged.hierarchy) for each in (works, scoped))
+    after = _crossing(tagged, lambda node: work if (work := tagged.work_of(node)).owners else whole)
+    before = _crossing(tagged, lambda node: by_path.work(_torch_owner(node, tagged.hierarchy)))
     unknown = _written_down(tagged.model)
     known = {(path, name) for path, name, leaves in after if (path, name, leaves) not in unknown}
     return Contamination(
@@ -111,13 +106,13 @@ def _torch_owner(node: ir.Node, hierarchy: Hierarchy) -> tuple[str, ...]:
     return (next(up for up in tags.ancestors(path) if up in hierarchy),)
 
 
-def _borders(record: Record, works: Sequence[Work], hierarchy: Hierarchy) -> _Border:
-    crossings = crossings_of(record, works)
+def _crossing(tagged: TaggedModel, work_of: Callable[[ir.Node], Work]) -> _Border:
+    boundaries, hierarchy = GraphIndex(tagged.model, work_of).boundaries_by_values, tagged.hierarchy
     found: _Border = {}
     for path in hierarchy:
         if hierarchy[path].calls and hierarchy[path].fate == "computed":
-            for value, other, leaves in crossings.of([path]):
-                found.setdefault((path, str(value.name), leaves), other)  # type: ignore[attr-defined]
+            for value, other, leaves in boundaries.of([path]):
+                found.setdefault((path, str(value.name), leaves), other)
     return found
 
 

@@ -11,12 +11,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 
-__all__ = ["CallTree", "Instance", "Part", "Work"]
+__all__ = ["Block", "CallTree", "Instance", "Part", "Work"]
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +29,10 @@ class Instance(NamedTuple):
 
     path: str
     call: int = 0
+
+
+Block: TypeAlias = str | Instance
+"""A module, or one call of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,23 +73,33 @@ class Work:
         """Whether the node does work of a call, or of one inside it."""
         return any(call in part.running for part in self.parts)
 
-    def others(self, paths: Collection[str]) -> frozenset[str]:
+    def is_for(self, blocks: Collection[Block]) -> bool:
+        """Whether the node does work of one of some blocks."""
+        if not blocks:
+            return False
+        return not self.modules.isdisjoint(blocks) or any(not part.running.isdisjoint(blocks) for part in self.parts)
+
+    def others(self, paths: Collection[str], call: Instance | None = None) -> Collection[Block]:
         """The blocks that the node does the same work for as for ``paths``, and that may read what it makes.
 
         For each further call whose work it does, the modules around that which are around none of ``paths``. Equal
         work of two blocks, merged into one node, feeds both blocks: what it makes may be read anywhere in the other
         one, and leaves none of ``paths`` by that. A call inside one of ``paths``, or around one, is no other block.
 
-        This is the rule of every boundary in the package: of regions, of the crossings that an export and `carry` find
-        fates and contamination by, and of those that passes are held against.
+        This is the rule of every boundary in the package; `htp_export.model.boundaries` alone applies it.
 
         Args:
             paths: The modules whose common boundary is looked at.
+            call: The one call of a module whose boundary it is; the module's other calls are blocks, too.
         """
         if len(self.parts) < 2:
-            return frozenset()
+            return ()
         apart = frozenset().union(*(part.modules for part in self.parts if part.modules.isdisjoint(paths)))
-        return frozenset(each for each in apart if not any(tags.is_under(path, each) for path in paths))
+        blocks: set[Block] = {each for each in apart if not any(tags.is_under(path, each) for path in paths)}
+        if call is not None:
+            calls = (each for part in self.parts if call not in part.running for each in part.running)
+            blocks.update(each for each in calls if each.path == call.path)
+        return blocks
 
 
 class CallTree:

@@ -3,7 +3,8 @@
 A value depends on an input if its numbers can change when the numbers of the input do. Four rules:
 
 - What a node computes depends on whatever the node reads, and on whatever its subgraphs read around them.
-- ``Shape`` and ``Size`` read sizes: what they give depends on no values, of whatever tensor.
+- ``Shape`` and ``Size`` read sizes: what they give depends on no values, of whatever tensor. ``CastLike`` reads the
+  type of its second input, and not its values.
 - The inputs of a subgraph are given by its node, and depend on what the node reads.
 - The inputs of a function are given by any of its calls: they are starts, as the inputs of the model are.
 
@@ -18,8 +19,7 @@ from typing import TypeVar
 
 import onnx_ir as ir
 
-from htp_export.model.operators import SIZES_ONLY, is_standard
-from htp_export.model.regions import subgraphs
+from htp_export.model.operators import SIZES_ONLY, is_standard, subgraphs, values_read
 
 __all__ = ["dependence", "input_dependent_values", "reads_and_results"]
 
@@ -63,13 +63,13 @@ def reads_and_results(nodes: Iterable[ir.Node]) -> Iterator[tuple[Sequence[ir.Va
             continue
         bodies = subgraphs(node)
         if not bodies:
-            yield node.inputs, node.outputs
+            yield values_read(node), node.outputs
             continue
         reads = [*node.inputs]
         for body in bodies:
             reads.extend(body.outputs)
             for inner in body.all_nodes():
-                reads.extend(() if is_standard(inner, *SIZES_ONLY) else inner.inputs)
+                reads.extend(() if is_standard(inner, *SIZES_ONLY) else values_read(inner))
                 reads.extend(value for deeper in subgraphs(inner) for value in deeper.outputs)
         yield reads, (*node.outputs, *(value for body in bodies for value in body.inputs))
 

@@ -1,168 +1,202 @@
-"""Fates after a change to a graph: which modules stay exact, and which are fused, with which others.
+"""What became of each module: one state machine for an export, `carry` and the passes.
 
-What the file says of modules' arguments and results (``htp.signatures``) is held against what crosses the borders of
-their regions. A module whose border is not known any more is *fused* with the modules on the other side, and with
-theirs, until every tensor at the common border is one that PyTorch knows.
+Each of them hands in its `Evidence`: the boundaries in the graph as it is, and what it knows of the tensors that the
+modules took and gave in PyTorch. A module with a boundary tensor that is gone is *fused* with the modules on the other
+side of it, and with theirs, until every tensor at the common boundary is one that PyTorch knows.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
-
-import onnx_ir as ir
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from htp_export.format import tags
-from htp_export.format.call_tree import CallTree, Work
 from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.signatures import Signature
-from htp_export.model.boundaries import fused_with
-from htp_export.model.dependence import input_dependent_values
-from htp_export.model.regions import all_nodes
+from htp_export.model.boundaries import Boundaries
 
-__all__ = ["Borders", "refate"]
+__all__ = ["Evidence", "Fate", "Surroundings", "fate_of", "find_fates", "fused_with"]
 
-_Paths = tuple[str, ...]
-_NOBODY = Work()
+_MOST = 12  # modules that are named as merged with one, one by one
+
+Key = TypeVar("Key", bound=Hashable)
 
 
-class Borders:
-    """What crosses from module to module in one graph.
-
-    A tensor that depends on inputs of the model through sizes alone crosses nothing, as in the rest of the format.
-
-    Args:
-        model: The model, tagged.
-        calls: The calls of its modules.
-        signatures: What the modules took and gave, under the names that the tensors have now.
-        nodes: Its nodes, in subgraphs too, where they are at hand.
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of one module.
 
     Attributes:
-        known: Module path → tensors that it took or gave.
-        given: Module path → tensors that it gave.
-        regions: Paths of the modules that have nodes.
+        name: One of `htp_export.format.hierarchy.FATES`.
+        fused_with: For ``fused``, the modules with which it can be cut out as a whole.
     """
 
-    def __init__(
-        self,
-        model: ir.Model,
-        calls: CallTree,
-        signatures: Mapping[str, Sequence[Signature]],
-        nodes: Sequence[ir.Node] | None = None,
-    ) -> None:
-        nodes = list(all_nodes(model)) if nodes is None else nodes
-        works = {
-            node: calls.work(tags.owners_of(node.metadata_props), tags.calls_said(node.metadata_props))
-            for node in nodes
-        }
-        self.known: dict[str, set[str]] = {}
-        for path, passed in signatures.items():
-            named = (name for call in passed for name in (*call.inputs.values(), *call.outputs))
-            self.known[path] = {name for name in named if name is not None}
-        self.given: dict[str, set[str]] = {
-            path: {name for call in passed for name in call.outputs if name is not None}
-            for path, passed in signatures.items()
-        }
-        results = [value for value in model.graph.outputs if value.name]
-        self.known.setdefault("", set()).update(str(value.name) for value in (*model.graph.inputs, *results))
-        self._live = input_dependent_values(model, nodes)
-        self._crossings: dict[tuple[Work, Work], tuple[_Paths, _Paths]] = {}
-        self._edges = list(self._find_edges(works, results))
-        self.regions = {path for work in set(works.values()) for path in work.modules}
+    name: str
+    fused_with: tuple[str, ...] = ()
 
-    def _find_edges(
-        self, works: Mapping[ir.Node, Work], results: Collection[ir.Value]
-    ) -> Iterator[tuple[Work, Work, str]]:
-        """``(work of the maker, work of a reader, tensor)``; inputs are made, and results read, by nobody."""
-        found: dict[tuple[Work, Work, str], None] = {}
-        for node, work in works.items():
-            for value in node.inputs:
-                if value is not None and value in self._live:
-                    maker = value.producer()
-                    found[works.get(maker, _NOBODY) if maker is not None else _NOBODY, work, str(value.name)] = None
-        for value in results:
-            maker = value.producer()
-            if maker is not None and value in self._live:
-                found[works.get(maker, _NOBODY), _NOBODY, str(value.name)] = None
-        return iter(found)
 
-    def _between(self, one: Work, other: Work) -> tuple[_Paths, _Paths]:
-        """The modules that an edge leaves, and those that it enters."""
-        if (one, other) not in self._crossings:
-            leaving = (path for path in one.modules - other.modules if other.modules.isdisjoint(one.others((path,))))
-            self._crossings[one, other] = tuple(leaving), tuple(other.modules - one.modules)
-        return self._crossings[one, other]
-
-    @cached_property
-    def crossing(self) -> Mapping[str, Mapping[str, _Paths]]:
-        """Module path → tensor at its border → owners on the other side."""
-        found: defaultdict[str, dict[str, _Paths]] = defaultdict(dict)
-        for one, other, name in self._edges:
-            leaving, entering = self._between(one, other)
-            for path in leaving:
-                found[path].setdefault(name, other.owners or ("",))
-            for path in entering:
-                found[path].setdefault(name, one.owners or ("",))
-        return found
-
-    @cached_property
-    def unknown(self) -> dict[str, set[str]]:
-        """Module path → tensors at its border that PyTorch does not know; modules without a signature are left out."""
-        return {
-            path: strange
-            for path, names in self.crossing.items()
-            if path in self.known and (strange := {name for name in names if name not in self.known[path]})
-        }
-
-    def behind_unknown(self, group: Sequence[str]) -> Iterator[str]:
-        """The owners on the other side of what crosses the common border of modules, and is not known."""
-        known = set[str]().union(*(self.known.get(member, set()) for member in group))
-        for one, other, name in self._edges:
-            if name in known:
-                continue
-            inside, outside = (not work.modules.isdisjoint(group) for work in (one, other))
-            if inside and not outside and other.modules.isdisjoint(one.others(group)):
-                yield from other.owners or ("",)
-            elif outside and not inside:
-                yield from one.owners or ("",)
+class Surroundings(Protocol):
+    """What `fused_with` asks of the boundaries of modules in a graph."""
 
     def has_nodes(self, path: str) -> bool:
         """Whether a node has an owner at or below a module."""
-        return path in self.regions
 
     def is_closed(self, path: str) -> bool:
-        """Whether a module ran, has nodes, and every tensor at its border is known."""
-        return path in self.known and path in self.regions and path not in self.unknown
+        """Whether a module ran, has nodes, and all that crosses its boundary is known to PyTorch."""
 
-    def around(self, group: Sequence[str]) -> Iterator[list[str]]:
-        """The owners of the nodes that make, or else read, what modules took and gave."""
-        names = set[str]().union(*(self.known.get(path, set()) for path in group))
-        yield [owner for one, other, name in self._edges if name in names for owner in one.owners or other.owners]
+    def behind_unknown(self, group: Sequence[str]) -> Iterable[str]:
+        """The owners on the other side of what crosses the common boundary of modules, and is not known to PyTorch.
+
+        The root for the model's own inputs and outputs.
+        """
+
+    def around(self, group: Sequence[str]) -> Iterable[Iterable[str]]:
+        """The owners on the other side of what modules take and give, whether or not it is in the graph.
+
+        In groups, those first with whose work the modules go on: a tensor that they give back may be one inside it.
+        """
 
 
-def refate(
-    borders: Borders, hierarchy: Hierarchy, lost: Mapping[str, Collection[str]], excused: Mapping[str, Collection[str]]
-) -> Hierarchy:
-    """The module tree with the fates that a changed graph gives.
+class Evidence(ABC, Generic[Key]):
+    """What is known of the modules of a graph.
 
     Args:
-        borders: What crosses in the graph as it is.
-        hierarchy: The tree as it was.
-        lost: Path of a module with a tensor in its signature that is nowhere in the graph any more → modules that did
-            the work on the other side of it.
-        excused: Module path → tensors at its border that were not known before the change either.
+        boundaries: What crosses the boundaries of modules in the graph as it is.
     """
-    fates: dict[str, str] = {}
-    together: dict[str, tuple[str, ...]] = {}
-    strange = {path: names - set(excused.get(path, ())) for path, names in borders.unknown.items()}
-    for path, module in hierarchy.items():
-        start = [other for other in lost.get(path, ()) if other in hierarchy]
-        if module.fate == "fused":
-            fates[path], together[path] = "fused", fused_with(path, (*module.fused_with, *start), borders)
-        elif module.fate == "computed" and (path in lost or strange.get(path)):
-            group = fused_with(path, start, borders)
-            fates[path], together[path] = "fused", group or (hierarchy.parent(path) or "",)
-        elif module.fate == "computed" and path not in borders.regions:
-            fates[path] = "identity" if borders.given.get(path) else "constant"
-    return hierarchy.with_results(fates=fates, fused_with=together)
+
+    def __init__(self, boundaries: Boundaries[Key]) -> None:
+        self.boundaries = boundaries
+        self._closed: dict[str, bool] = {}
+
+    # --- what an export, `carry` and the passes know, each in its own way ---
+
+    @abstractmethod
+    def settled(self, path: str) -> Fate | None:
+        """The fate of a module that the graph does not decide: it never ran, or nothing of its work was needed."""
+
+    @abstractmethod
+    def without_work(self, path: str) -> str | None:
+        """``constant`` or ``identity`` for a module that has no nodes because there was nothing for them to compute."""
+
+    @abstractmethod
+    def partners(self, path: str) -> Iterable[str] | None:
+        """For a module that was fused, or lost a tensor of its boundary, the modules beyond; None for any other."""
+
+    @abstractmethod
+    def ran(self, path: str) -> bool:
+        """Whether a module ran, and what it took and gave is known."""
+
+    @abstractmethod
+    def known(self, path: str) -> Collection[Hashable]:
+        """The tensors that a module took and gave in PyTorch."""
+
+    @abstractmethod
+    def around(self, group: Sequence[str]) -> Iterable[Iterable[str]]:
+        """As of `Surroundings`."""
+
+    def counterpart(self, tensor: Key) -> Hashable:
+        """What a tensor of the graph is among those of ``known``."""
+        return tensor
+
+    # --- what follows from that ---
+
+    def has_nodes(self, path: str) -> bool:
+        """Whether a node has an owner at or below a module."""
+        return path in self.boundaries.below
+
+    def unknown(self, group: Sequence[str]) -> Iterator[tuple[Key, int, bool]]:
+        """What crosses the common boundary of modules, as of `Boundaries.of`, and is not known to PyTorch."""
+        known = [self.known(path) for path in group]
+        for crossing in self.boundaries.of(group):
+            tensor = self.counterpart(crossing[0])
+            if not any(tensor in each for each in known):
+                yield crossing
+
+    def is_closed(self, path: str) -> bool:
+        """Whether a module ran, has nodes, and all that crosses its boundary is known to PyTorch."""
+        if path not in self._closed:
+            ran = self.ran(path) and self.has_nodes(path)
+            self._closed[path] = ran and next(self.unknown([path]), None) is None
+        return self._closed[path]
+
+    def behind_unknown(self, group: Sequence[str]) -> Iterator[str]:
+        """The owners on the other side of what crosses the common boundary of modules, and is not known to PyTorch."""
+        for _, other, _ in self.unknown(group):
+            yield from self.boundaries.owners(other)
+
+
+def fate_of(path: str, evidence: Evidence[Key]) -> Fate:
+    """What became of a module."""
+    settled = evidence.settled(path)
+    if settled is not None:
+        return settled
+    has_nodes = evidence.has_nodes(path)
+    if not has_nodes and (without_work := evidence.without_work(path)):
+        return Fate(without_work)
+    partners = evidence.partners(path)
+    if partners is None and has_nodes:
+        return Fate("computed")
+    return Fate("fused", fused_with(path, partners or (), evidence))
+
+
+def find_fates(hierarchy: Hierarchy, evidence: Evidence[Key]) -> tuple[Hierarchy, list[tuple[str, Key, bool]]]:
+    """What became of all modules.
+
+    Args:
+        hierarchy: The modules.
+        evidence: What is known of them.
+
+    Returns:
+        The modules with their fates, and ``(module, tensor, whether it leaves)`` for tensors at the boundaries of
+        computed modules that PyTorch does not know.
+    """
+    found = {path: fate_of(path, evidence) for path in hierarchy}
+    contamination: dict[tuple[str, Key, bool], None] = {}
+    for path, fate in found.items():
+        if fate.name == "computed" and not evidence.is_closed(path) and evidence.settled(path) is None:
+            contamination.update(((path, key, leaves), None) for key, _, leaves in evidence.unknown([path]))
+    tree = hierarchy.with_results(
+        fates={path: fate.name for path, fate in found.items()},
+        fused_with={
+            path: fate.fused_with or (hierarchy.parent(path) or "",)
+            for path, fate in found.items()
+            if fate.name == "fused"
+        },
+    )
+    return tree, list(contamination)
+
+
+def fused_with(path: str, start: Iterable[str], surroundings: Surroundings) -> tuple[str, ...]:
+    """The modules that are taken along with a fused one, so that their common boundary is one that PyTorch knows.
+
+    First those on the other side of its boundary, then those on the other side of the common one, and so on. Modules
+    without a node (they cancelled out) take one beside them that has nodes. Where all that goes far (in a layout of its
+    own no tensor is what it was), the innermost module around it whose boundary is known is named in their place.
+
+    Args:
+        path: The module.
+        start: Modules that are taken along in any case.
+        surroundings: The boundaries in the graph as it is.
+    """
+    group = list(dict.fromkeys((path, *start)))
+    while len(group) <= _MOST:
+        fresh = [other for other in dict.fromkeys(surroundings.behind_unknown(group)) if other not in group]
+        if not fresh and not any(map(surroundings.has_nodes, group)):
+            fresh = _beside(group, surroundings)
+        if not fresh:
+            return tuple(group[1:])
+        group.extend(fresh)
+    return (next((up for up in tags.ancestors(path) if up != path and surroundings.is_closed(up)), ""),)
+
+
+def _beside(group: Sequence[str], surroundings: Surroundings) -> list[str]:
+    """For modules without a node, the innermost one beside them that has nodes; all beside them if none has."""
+    beside: list[str] = []
+    for side in surroundings.around(group):
+        found = [other for other in dict.fromkeys(side) if other not in group]
+        with_nodes = list(filter(surroundings.has_nodes, found))
+        if with_nodes:
+            return [max(with_nodes, key=len)]
+        beside.extend(found)
+    return list(dict.fromkeys(beside))

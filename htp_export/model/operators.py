@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 
 import onnx
 import onnx_ir as ir
@@ -24,6 +25,8 @@ __all__ = [
     "is_standard",
     "moves",
     "resembles",
+    "subgraphs",
+    "values_read",
 ]
 
 RANDOM = frozenset(
@@ -33,6 +36,9 @@ RANDOM = frozenset(
 
 SIZES_ONLY = frozenset(("Shape", "Size"))
 """They read the sizes of a tensor, and none of its values."""
+
+_TYPE_ONLY = {"CastLike": 1}
+"""They read an input for its type alone, at this place."""
 
 CONTROL_FLOW = frozenset(("If", "Loop", "Scan"))
 """They run subgraphs."""
@@ -83,6 +89,33 @@ def is_standard(node: ir.Node | None, *op_types: str) -> bool:
         (True, True, False, False)
     """
     return node is not None and node.domain == "" and (not op_types or node.op_type in op_types)
+
+
+def subgraphs(node: ir.Node) -> tuple[ir.Graph, ...]:
+    """The graphs in a node's attributes: branches and loop bodies."""
+    if not node.attributes:
+        return ()
+    found: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.is_ref():
+            continue
+        if attribute.type == ir.AttributeType.GRAPH:
+            found.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            found.extend(attribute.as_graphs())
+    return tuple(found)
+
+
+def values_read(node: ir.Node) -> Sequence[ir.Value | None]:
+    """What a node reads, without what it reads for its type alone.
+
+    Examples:
+        >>> cast = ir.node("CastLike", [ir.val("x"), ir.val("like")])
+        >>> [value.name for value in values_read(cast)]
+        ['x']
+    """
+    place = _TYPE_ONLY.get(node.op_type) if node.domain == "" else None
+    return node.inputs if place is None else (*node.inputs[:place], *node.inputs[place + 1 :])
 
 
 def moves(op: str, views: bool = False) -> bool:

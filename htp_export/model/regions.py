@@ -7,7 +7,7 @@ holds which subgraph, where functions are called, and which values are the same 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import onnx_ir as ir
@@ -15,7 +15,9 @@ import onnx_ir as ir
 from htp_export.errors import InputError
 from htp_export.format.call_tree import CallTree, Instance, Work
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.model.operators import RANDOM
+from htp_export.model.boundaries import OUTSIDE, Boundaries
+from htp_export.model.dependence import input_dependent_values
+from htp_export.model.operators import RANDOM, subgraphs
 
 __all__ = ["GraphIndex", "Region", "all_nodes", "subgraphs"]
 
@@ -68,28 +70,73 @@ class GraphIndex:
         self._functions = {function.graph: function for function in model.functions.values()}
 
     @cached_property
+    def place(self) -> Mapping[ir.Node, int]:
+        """Node → its place in ``nodes``."""
+        return {node: place for place, node in enumerate(self.nodes)}
+
+    @cached_property
+    def _called(self) -> dict[ir.Node, list[ir.Graph]]:
+        """Node that calls a function of the model → the function's body."""
+        bodies = {function.identifier(): [graph] for graph, function in self._functions.items()}
+        if not bodies:
+            return {}
+        return {node: bodies[node.op_identifier()] for node in self.nodes if node.op_identifier() in bodies}
+
+    @cached_property
     def _calls(self) -> dict[ir.Graph, list[ir.Node]]:
         """Body of a function of the model → the nodes that call it."""
-        if not self._functions:
-            return {}
-        by_identifier = {function.identifier(): graph for graph, function in self._functions.items()}
         calls: dict[ir.Graph, list[ir.Node]] = {graph: [] for graph in self._functions}
-        for node in self.nodes:
-            if node.op_identifier() in by_identifier:
-                calls[by_identifier[node.op_identifier()]].append(node)
+        for node, (graph,) in self._called.items():
+            calls[graph].append(node)
         return calls
 
     @cached_property
     def constant(self) -> frozenset[ir.Value]:
         """The values that nodes compute from initializers and constants alone, the same in every run."""
         found: set[ir.Value] = set()
-        called = {node for calls in self._calls.values() for node in calls}
         for node in self.nodes:
-            if node.op_type in RANDOM or node in self.bodies or node in called:
+            if node.op_type in RANDOM or node in self.bodies or node in self._called:
                 continue
             if all(value is None or value in found or self.initializer(value) for value in node.inputs):
                 found.update(node.outputs)
         return frozenset(found)
+
+    @cached_property
+    def boundaries(self) -> Boundaries[ir.Value]:
+        """What crosses the boundaries of regions: whatever is not the same in every run, sizes too.
+
+        All that a node's subgraphs hold is in a region with the node. A graph's result leaves even if it is constant.
+        """
+
+        def counts(value: ir.Value) -> bool:
+            if value in self.constant and not value.is_graph_output():
+                return False
+            return self.initializer(value) is None
+
+        holders = [self.place[holder] if (holder := self._holder_of(node)) else OUTSIDE for node in self.nodes]
+        return self._boundaries(counts, holders if self.bodies else ())
+
+    @cached_property
+    def boundaries_by_values(self) -> Boundaries[ir.Value]:
+        """What crosses the boundaries of modules in PyTorch: what depends on the values of the model's inputs.
+
+        A node in a subgraph stands for itself.
+        """
+        return self._boundaries(input_dependent_values(self.model, self.nodes).__contains__, ())
+
+    def _boundaries(self, counts: Callable[[ir.Value], bool], holders: Sequence[int]) -> Boundaries[ir.Value]:
+        results = {*self.model.graph.outputs}
+        results.update(value for graph, calls in self._calls.items() if not calls for value in graph.outputs)
+        works = [self.works[node] for node in self.nodes]
+        return Boundaries([self.passed(node) for node in self.nodes], works, counts, results, holders)
+
+    def passed(self, node: ir.Node) -> tuple[list[ir.Value], list[ir.Value]]:
+        """What a node reads and makes, with what its subgraphs and the function that it calls give and take."""
+        reads, makes = [value for value in node.inputs if value is not None], [*node.outputs]
+        for graph in (*self.bodies.get(node, ()), *self._called.get(node, ())):
+            reads.extend(graph.outputs)
+            makes.extend(graph.inputs)
+        return reads, makes
 
     def captured(self, node: ir.Node) -> Iterator[ir.Value]:
         """What a node's subgraphs, and those inside them, read of the graph that the node is in."""
@@ -105,7 +152,10 @@ class GraphIndex:
         current: ir.Node | None = node
         while current is not None:
             yield current
-            current = self._holder.get(current.graph) if current.graph is not None else None
+            current = self._holder_of(current)
+
+    def _holder_of(self, node: ir.Node) -> ir.Node | None:
+        return self._holder.get(node.graph) if node.graph is not None else None
 
     def holders(self, graph: ir.Graph | None) -> Sequence[ir.Node]:
         """The nodes that run a graph: the one it is a subgraph of, or the calls of the function; none for the main."""
@@ -193,7 +243,8 @@ class Region:
         With those in subgraphs and functions. What a module below it computed when another one called it is that one's.
         """
         below = self._index.below.get(self.path, ())
-        return [node for node in below if self._call is None or self._index.works[node].in_call(self._instance)]
+        call = None if self._call is None else Instance(self.path, self._call)
+        return [node for node in below if call is None or self._index.works[node].in_call(call)]
 
     @cached_property
     def own_nodes(self) -> list[ir.Node]:
@@ -203,8 +254,8 @@ class Region:
     @cached_property
     def inputs(self) -> list[ir.Value]:
         """The tensors that enter, by first use; no initializers, and nothing that depends on no input of the model."""
-        read = dict.fromkeys(value for node in self._closure for value in self._reads(node))
-        return [value for value in read if self._enters(value)]
+        entering = dict.fromkeys(value for value, leaves in self._crossing if not leaves)
+        return [value for value in entering if value not in self._index.constant]
 
     @cached_property
     def outputs(self) -> list[ir.Value]:
@@ -214,12 +265,13 @@ class Region:
         of them what that one would do alone: what it gives to another of them, or to the block around that one, leaves
         none; see ``Work.others``. What depends on no input of the model leaves only where the model returns it.
         """
-        return [value for node in self._closure for value in node.outputs if self._leaves(node, value)]
+        return list(dict.fromkeys(value for value, leaves in self._crossing if leaves))
 
     @cached_property
     def parameters(self) -> list[ir.Value]:
         """The initializers that the region's nodes read, each once, by first use."""
-        read = (self._index.initializer(value) for node in self._closure for value in self._reads(node))
+        nodes = (self._index.nodes[place] for place in self._closure)
+        read = (self._index.initializer(value) for node in nodes for value in self._index.passed(node)[0])
         return list(dict.fromkeys(value for value in read if value is not None))
 
     def call(self, number: int) -> Region:
@@ -241,81 +293,16 @@ class Region:
         self._calls.warn(self.path)
         return Region(self._index, self._hierarchy, self._calls, self.path, number)
 
-    @property
-    def _instance(self) -> Instance:
-        return Instance(self.path, self._call or 0)
+    @cached_property
+    def _closure(self) -> list[int]:
+        """The places of the nodes and of all that their subgraphs hold, whoever owns that, in order."""
+        index = self._index
+        held = (inner for node in self.nodes for body in index.bodies.get(node, ()) for inner in body.all_nodes())
+        return sorted({index.place[node] for node in (*self.nodes, *held)})
 
     @cached_property
-    def _members(self) -> frozenset[ir.Node]:
-        return frozenset(self.nodes)
-
-    @cached_property
-    def _closure(self) -> list[ir.Node]:
-        """The nodes and, after each, what its subgraphs hold, whoever owns that."""
-        if not self._index.bodies:
-            return self.nodes
-        inner = {
-            node: [held for body in bodies for held in body.all_nodes()]
-            for node, bodies in self._index.bodies.items()
-            if node in self._members
-        }
-        return list(dict.fromkeys(held for node in self.nodes for held in (node, *inner.get(node, ()))))
-
-    def _inside(self, node: ir.Node) -> bool:
-        return any(scope in self._members for scope in self._index.scopes(node))
-
-    def _reads(self, node: ir.Node) -> Iterator[ir.Value]:
-        """What a node reads; a subgraph that gives back a value from outside reads it too."""
-        yield from (value for value in node.inputs if value is not None)
-        for body in self._index.bodies.get(node, ()):
-            yield from (value for value in body.outputs if value.graph is not body)
-
-    def _enters(self, value: ir.Value) -> bool:
-        if value in self._index.constant or self._index.initializer(value) is not None:
-            return False
-        producer = value.producer()
-        if producer is not None:
-            return not self._inside(producer)
-        return not any(self._inside(holder) for holder in self._index.holders(value.graph))
-
-    def _leaves(self, node: ir.Node, value: ir.Value) -> bool:
-        if value.is_graph_output():
-            holders = self._index.holders(value.graph)
-            if not holders or not all(self._inside(holder) for holder in holders):
-                return True
-        if value in self._index.constant:
-            return False
-        work = self._index.works.get(node, Work())
-        others, calls = work.others([self.path]), self._other_calls(work)
-        return any(
-            not self._inside(use.node)
-            and not any(self._belongs(scope, others, calls) for scope in self._index.scopes(use.node))
-            for use in value.uses()
-        )
-
-    def _other_calls(self, work: Work) -> list[Instance]:
-        """Of the region of one call, the other calls of the module for which a node does the same."""
-        if self._call is None:
-            return []
-        apart = (part.running for part in work.parts if self._instance not in part.running)
-        return [call for running in apart for call in running if call.path == self.path]
-
-    def _belongs(self, node: ir.Node, paths: Collection[str], calls: Sequence[Instance]) -> bool:
-        """Whether a node is in the region of one of the modules, or of one of the calls."""
-        work = self._index.works.get(node, Work())
-        return not work.modules.isdisjoint(paths) or any(map(work.in_call, calls))
-
-
-def subgraphs(node: ir.Node) -> tuple[ir.Graph, ...]:
-    """The graphs in a node's attributes: branches and loop bodies."""
-    if not node.attributes:
-        return ()
-    found: list[ir.Graph] = []
-    for attribute in node.attributes.values():
-        if attribute.is_ref():
-            continue
-        if attribute.type == ir.AttributeType.GRAPH:
-            found.append(attribute.as_graph())
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            found.extend(attribute.as_graphs())
-    return tuple(found)
+    def _crossing(self) -> list[tuple[ir.Value, bool]]:
+        """What crosses the boundary of the region, and whether it leaves."""
+        call = None if self._call is None else Instance(self.path, self._call)
+        crossing = self._index.boundaries.around(self._closure, [self.path], call)
+        return [(value, leaves) for value, _, leaves in crossing]

@@ -13,10 +13,12 @@ from htp_export.format import tags
 from htp_export.format.call_tree import Work
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.signatures import Signature, signatures_to_json
-from htp_export.model.fates import Borders, refate
+from htp_export.model.fates import find_fates
+from htp_export.model.regions import GraphIndex
 from htp_export.model.tagged import TaggedModel, load
 from htp_export.passes.accounting import WeightBook, changes_of
 from htp_export.passes.editing import BOUNDARY
+from htp_export.passes.fates import SignatureEvidence
 from htp_export.passes.merging import Difference, Snapshot, merge_tags
 from htp_export.passes.results import Change
 
@@ -66,7 +68,10 @@ class Bookkeeping:
         self._find_signatures()
         self._snapshot = Snapshot(model)
         self._weights = WeightBook(model)
-        self._excused = self._borders(self._signatures).unknown if self._signatures else {}
+        self._excused: dict[str, set[str]] = {}
+        if self._signatures:
+            evidence = SignatureEvidence(tagged.index, self.hierarchy, self._signatures)
+            self._excused = {path: evidence.strange(path) for path in self._signatures}
 
     def _find_signatures(self) -> None:
         values = _values(self.model)
@@ -221,14 +226,12 @@ class Bookkeeping:
                         others = (owner for owner in around[gone] if not tags.is_under(owner, path))
                         self._lost[path].update(dict.fromkeys(others))
 
-    def _borders(self, signatures: Mapping[str, Sequence[Signature]]) -> Borders:
-        return Borders(self.model, self._calls, signatures, list(self._snapshot.nodes))
-
     def _find_fates(self) -> dict[str, tuple[str, ...]]:
         if not self._signatures:
             return {}
-        borders = self._borders(self.signatures)
-        was, self.hierarchy = self.hierarchy, refate(borders, self.hierarchy, self._lost, self._excused)
+        was, index = self.hierarchy, GraphIndex(self.model, self._work)
+        evidence = SignatureEvidence(index, was, self.signatures, self._lost, self._excused)
+        self.hierarchy, _ = find_fates(was, evidence)
         return {
             path: module.fused_with
             for path, module in self.hierarchy.items()

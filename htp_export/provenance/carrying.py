@@ -19,11 +19,12 @@ from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.signatures import Signature, signatures_from_json, signatures_to_json
+from htp_export.model.fates import find_fates
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load, model_of
 from htp_export.process.garbage_collection import no_collection
 from htp_export.provenance.alignment import Alignment
-from htp_export.provenance.fates import FatesAfter
+from htp_export.provenance.fates import CarriedEvidence
 from htp_export.provenance.maps import map_to_text, text_to_map
 from htp_export.provenance.ownership import Owned, owners_after
 from htp_export.provenance.sketch import NOTHING, Sketch, draw
@@ -287,8 +288,10 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
     found = owners_after(origin.sketch, after, divide(alignment), calls)
     owned = [one if one.paths else replace(one, paths=("",)) for one in found]
     works = [calls.work(one.paths, one.call) for one in owned]
-    fates = FatesAfter(alignment, origin.hierarchy, origin.signatures, works, calls)
-    _write(model, nodes, owned, fates)
+    evidence = CarriedEvidence(alignment, origin.hierarchy, origin.signatures, works, calls)
+    hierarchy, unknown = find_fates(origin.hierarchy, evidence)
+    contamination = list(dict.fromkeys((path, after.values[value].name, leaves) for path, value, leaves in unknown))
+    _write(model, nodes, owned, hierarchy, evidence.signatures(), contamination)
     model.metadata_props.update(origin.kept)
     if origin.has_map:
         model.metadata_props[tags.MAP] = map_to_text(_drawn(model))
@@ -297,14 +300,20 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
         nodes=len(nodes),
         kept=sum(one.kept for one in owned),
         recovered=dict(Counter(one.reason for one in owned if not one.kept).most_common()),
-        fates={path: info.fate for path, info in fates.hierarchy.items() if info.fate != origin.hierarchy[path].fate},
-        contamination=fates.contamination,
+        fates={path: info.fate for path, info in hierarchy.items() if info.fate != origin.hierarchy[path].fate},
+        contamination=contamination,
     )
 
 
-def _write(model: ir.Model, nodes: Sequence[ir.Node], owned: Sequence[Owned], fates: FatesAfter) -> None:
+def _write(
+    model: ir.Model,
+    nodes: Sequence[ir.Node],
+    owned: Sequence[Owned],
+    hierarchy: Hierarchy,
+    signatures: Mapping[str, Sequence[Signature]],
+    contamination: Sequence[tuple[str, str, bool]],
+) -> None:
     """Tags into a model."""
-    hierarchy = fates.hierarchy
 
     @cache
     def entry(paths: tuple[str, ...], reason: str) -> dict[str, str]:
@@ -324,10 +333,9 @@ def _write(model: ir.Model, nodes: Sequence[ir.Node], owned: Sequence[Owned], fa
     for key in tags.MODEL_KEYS:
         props.pop(key, None)
     props[tags.FORMAT], props[tags.MODULES] = tags.VERSION, hierarchy.to_json()
-    signatures = fates.signatures()
     if signatures:
         props[tags.SIGNATURES] = signatures_to_json(signatures)
-    if fates.contamination:
-        props[tags.CONTAMINATION] = json.dumps(fates.contamination, separators=(",", ":"))
+    if contamination:
+        props[tags.CONTAMINATION] = json.dumps(contamination, separators=(",", ":"))
     model.graph.name = hierarchy.root.simple_class or model.graph.name
     model.ir_version = max(model.ir_version, _IR_VERSION)

@@ -27,15 +27,11 @@ from htp_export.exporter.capture.torch_internals import (
     fx_node_of,
     without_export_root,
 )
-from htp_export.model.regions import subgraphs
+from htp_export.model.operators import SIZES_ONLY, is_standard, subgraphs, values_read
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-# Results that tell the sizes of a tensor, and nothing of what is in it.
-SHAPE_OPERATORS = frozenset({"Shape", "Size"})
-# Operators that read a tensor for its type alone, and at which place: nothing of what is in it comes out.
-_TYPE_INPUT = {"CastLike": 1}
 
 _STAMP = "htp.stamp"
 _STACK_TRACE = "pkg.torch.onnx.stack_trace"  # torch's own metadata; bodies have no other trace of where they come from
@@ -173,7 +169,7 @@ class DynamoCapture(Guarded):
         self._graph = model.graph
         self._first = [
             Operation(
-                self._call_of(node.meta.get("node")), _reads(node), tuple(node.outputs), node.op_type in SHAPE_OPERATORS
+                self._call_of(node.meta.get("node")), _reads(node), tuple(node.outputs), is_standard(node, *SIZES_ONLY)
             )
             for node in every_node(model.graph)
         ]
@@ -350,7 +346,7 @@ def describe(model: ir.Model, record: Record) -> tuple[list[ir.Node], Record]:
     for function in model.functions.values():
         nodes.extend(every_node(function))
     record.nodes = [
-        Node(_reads(node), tuple(node.outputs), shape_only=node.op_type in SHAPE_OPERATORS) for node in nodes
+        Node(_reads(node), tuple(node.outputs), shape_only=is_standard(node, *SIZES_ONLY)) for node in nodes
     ]
     record.graph_inputs = {value for value in model.graph.inputs if value.name not in model.graph.initializers}
     record.graph_outputs = set(model.graph.outputs)
@@ -366,8 +362,7 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 def _reads(node: ir.Node) -> tuple[ir.Value, ...]:
     """What a node reads; for one with bodies, also what its bodies return."""
-    unread = _TYPE_INPUT.get(node.op_type)
-    reads = [value for place, value in enumerate(node.inputs) if value is not None and place != unread]
+    reads = [value for value in values_read(node) if value is not None]
     for body in subgraphs(node):
         reads.extend(body.outputs)
     return tuple(reads)

@@ -9,7 +9,7 @@ from htp_export.exporter.capture.calls import NO_CALL
 from htp_export.exporter.capture.record import Key, Record
 from htp_export.exporter.owners.flow import Flow, varying
 from htp_export.format.call_tree import Work
-from htp_export.model.boundaries import Crossings
+from htp_export.model.boundaries import Boundaries
 
 
 @dataclass
@@ -55,7 +55,8 @@ def true_boundaries(record: Record, flow: Flow) -> dict[str, Boundary]:
     return found
 
 
-def crossings_of(record: Record, works: Sequence[Work]) -> Crossings[Key]:
-    """What crosses the borders of modules in the exported graph, where its nodes do the work of these."""
+def exported_boundaries(record: Record, works: Sequence[Work]) -> Boundaries[Key]:
+    """What crosses the boundaries of modules in the exported graph, where its nodes do the work of these."""
     live = varying(record.nodes, record.graph_inputs)
-    return Crossings([(node.inputs, node.outputs) for node in record.nodes], works, live, record.graph_outputs)
+    nodes = [(node.inputs, node.outputs) for node in record.nodes]
+    return Boundaries(nodes, works, live.__contains__, record.graph_outputs)

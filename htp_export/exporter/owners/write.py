@@ -10,13 +10,14 @@ from functools import cache
 from htp_export.exporter.capture.calls import NO_CALL, CallLog
 from htp_export.exporter.capture.record import Key, Record
 from htp_export.exporter.owners.assign import Ownership, assign
-from htp_export.exporter.owners.fates import Fates
+from htp_export.exporter.owners.fates import ExportEvidence
 from htp_export.exporter.owners.flow import Flow
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, Work
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.parameters import ModuleParameters, parameters_to_json
 from htp_export.format.signatures import Signature, signatures_to_json
+from htp_export.model.fates import find_fates
 
 
 def works_of(log: CallLog, owners: Sequence[Ownership], hierarchy: Hierarchy) -> tuple[CallTree, list[Work]]:
@@ -60,26 +61,23 @@ def node_metadata(
 
 
 def model_metadata(
-    record: Record, fates: Fates, calls: CallTree, hierarchy: Hierarchy
+    record: Record, evidence: ExportEvidence, calls: CallTree, hierarchy: Hierarchy
 ) -> tuple[Hierarchy, dict[str, str]]:
     """The module tree with fates, and the model's metadata that holds it.
 
     Args:
         record: What the export told.
-        fates: What became of the modules.
+        evidence: What it says of the boundaries of modules.
         calls: Their calls.
         hierarchy: The module tree without fates.
     """
-    found = {path: fates.of(path) for path in hierarchy}
-    tree = Hierarchy(
-        [replace(info, fate=found[path].name, fused_with=found[path].fused_with) for path, info in hierarchy.items()]
-    )
+    tree, contamination = find_fates(hierarchy, evidence)
     metadata = {tags.FORMAT: tags.VERSION, tags.MODULES: tree.to_json(), tags.CALLERS: calls.to_json()}
     signatures = _signatures(record)
     if signatures:
         metadata[tags.SIGNATURES] = signatures_to_json(signatures)
-    if fates.contamination:
-        listed = [[path, str(getattr(key, "name", key)), leaves] for path, key, leaves in fates.contamination]
+    if contamination:
+        listed = [[path, str(getattr(key, "name", key)), leaves] for path, key, leaves in contamination]
         metadata[tags.CONTAMINATION] = json.dumps(listed, separators=(",", ":"))
     return tree, metadata
 
@@ -135,7 +133,7 @@ def make_tags(record: Record, hierarchy: Hierarchy, parameters: Mapping[str, Mod
     owners = assign(record, flow)
     ran = _with_calls(hierarchy, record.log)
     calls, works = works_of(record.log, owners, ran)
-    tree, metadata = model_metadata(record, Fates(record, works, flow), calls, ran)
+    tree, metadata = model_metadata(record, ExportEvidence(record, works, flow), calls, ran)
     if parameters is not None:
         metadata[tags.PARAMETERS] = parameters_to_json(parameters)
     return Tags(node_metadata(owners, works, calls, tree), metadata, tree.root.simple_class)

@@ -1,0 +1,88 @@
+"""What passes know of the fates of modules: what the file says that they took and gave."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import onnx_ir as ir
+
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.signatures import Signature
+from htp_export.model.fates import Evidence, Fate
+from htp_export.model.regions import GraphIndex
+
+__all__ = ["SignatureEvidence"]
+
+Signatures = Mapping[str, Sequence[Signature]]
+
+
+class SignatureEvidence(Evidence[ir.Value]):
+    """What signatures say of the boundaries of modules in a changed graph.
+
+    Args:
+        index: The graph as it is.
+        hierarchy: The modules, with their fates before the change.
+        signatures: What they took and gave, under the names that the tensors have now.
+        lost: Path of a module with a tensor in its signature that is nowhere in the graph any more → modules that did
+            the work on the other side of it.
+        excused: Module path → tensors at its boundary that were not known before the change either.
+    """
+
+    def __init__(
+        self,
+        index: GraphIndex,
+        hierarchy: Hierarchy,
+        signatures: Signatures,
+        lost: Mapping[str, Iterable[str]] | None = None,
+        excused: Mapping[str, Collection[str]] | None = None,
+    ) -> None:
+        super().__init__(index.boundaries_by_values)
+        self._hierarchy, self._lost, self._excused = hierarchy, lost or {}, excused or {}
+        self._given = {path: {name for call in calls for name in call.outputs} for path, calls in signatures.items()}
+        self._known: dict[str, set[str | None]] = {
+            path: {name for call in calls for name in (*call.inputs.values(), *call.outputs)} - {None}
+            for path, calls in signatures.items()
+        }
+        graph = index.model.graph
+        self._known.setdefault("", set()).update(value.name for value in (*graph.inputs, *graph.outputs))
+
+    def strange(self, path: str) -> set[str]:
+        """The tensors at a module's boundary that its signature does not name; none for a module without one."""
+        if path not in self._known or self.is_closed(path):
+            return set()
+        return {str(value.name) for value, _, _ in self.unknown([path])}
+
+    def counterpart(self, tensor: ir.Value) -> str | None:
+        """The name of a tensor."""
+        return tensor.name
+
+    def known(self, path: str) -> Collection[str | None]:
+        """The names of the tensors that a module took and gave."""
+        return self._known.get(path, ())
+
+    def ran(self, path: str) -> bool:
+        """Whether the file says what a module took and gave."""
+        return path in self._known
+
+    def settled(self, path: str) -> Fate | None:
+        """The fate of a module that did no work before."""
+        info = self._hierarchy[path]
+        return None if info.fate in ("computed", "fused") else Fate(info.fate)
+
+    def without_work(self, path: str) -> str | None:
+        """Whether a module that lost nothing gave anything."""
+        if self.partners(path) is not None:
+            return None
+        return "identity" if any(self._given.get(path, ())) else "constant"
+
+    def partners(self, path: str) -> list[str] | None:
+        """The modules beyond tensors that are gone, and those that a fused module was fused with before."""
+        info = self._hierarchy[path]
+        is_open = info.fate == "fused" or path in self._lost or self.strange(path) - {*self._excused.get(path, ())}
+        beyond = (other for other in self._lost.get(path, ()) if other in self._hierarchy)
+        return [*info.fused_with, *beyond] if is_open else None
+
+    def around(self, group: Sequence[str]) -> Iterator[list[str]]:
+        """The owners of the nodes that make, or else read, what modules took and gave."""
+        names = set[str | None]().union(*map(self.known, group))
+        yield [owner for node in self.boundaries.beside(lambda value: value.name in names) for owner in node.owners]
