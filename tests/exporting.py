@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import pytest
 import torch
 
 import htp_export
 from tests.nets import NETS
+
+# torch._higher_order_ops.while_loop; torch.onnx.export alone fails alike
+converts_loops = pytest.mark.xfail(
+    torch.__version__ < "2.11",
+    reason="torch 2.10 converts no body that returns one tensor: TypeError: 'Node' object is not iterable",
+    raises=torch.onnx.OnnxExporterError,
+    strict=True,
+)
 
 
 def exported(

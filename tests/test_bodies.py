@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import htp_export
-from tests.exporting import exported
+from tests.exporting import converts_loops, exported
 from tests.nets import spread, x
 from tests.truth import nodes_of, owners_of, tree_of
 
@@ -67,7 +67,7 @@ LOOPS = {"MatMul": [("b",)], "Tanh": [("act",)], "Sin": [("",)], "Add": [("",)]}
 
 # Below opset 18 the graph is read back from bytes, without metadata.
 @pytest.mark.parametrize("options", [{}, {"opset_version": 16}, {"optimize": False}], ids=["as_is", "opset_16", "raw"])
-@pytest.mark.parametrize(("make", "owners"), [(Branches, BRANCHES), (Loops, LOOPS)])
+@pytest.mark.parametrize(("make", "owners"), [(Branches, BRANCHES), pytest.param(Loops, LOOPS, marks=converts_loops)])
 def test_modules_with_and_without_parameters_own_their_nodes_in_bodies(
     make: type[nn.Module], owners: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -86,7 +86,10 @@ class ReadsWithoutACall(Holder):
         return torch.cond(x.sum() > 0, high, lambda x: x.sin(), (x,))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("make", "path"), [(Branches, "a"), (Branches, "b"), (Loops, "b"), (ReadsWithoutACall, None)])
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [(Branches, "a"), (Branches, "b"), pytest.param(Loops, "b", marks=converts_loops), (ReadsWithoutACall, None)],
+)
 def test_verify_notices_a_parameter_in_a_body_that_another_module_reads(
     make: type[nn.Module], path: str | None, tmp_path: Path
 ) -> None:
@@ -102,7 +105,7 @@ def test_verify_notices_a_parameter_in_a_body_that_another_module_reads(
     assert ({line.split()[0] for line in wrong.misplaced}, wrong.ok) == (held[path], path is None)
 
 
-@pytest.mark.parametrize(("make", "owners"), [(Branches, BRANCHES), (Loops, LOOPS)])
+@pytest.mark.parametrize(("make", "owners"), [(Branches, BRANCHES), pytest.param(Loops, LOOPS, marks=converts_loops)])
 def test_the_bodies_of_a_program_exported_in_strict_mode_have_the_paths_of_the_model(
     make: type[nn.Module], owners: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -113,7 +116,7 @@ def test_the_bodies_of_a_program_exported_in_strict_mode_have_the_paths_of_the_m
     assert "_export_root" not in tree_of(file)
 
 
-@pytest.mark.parametrize(("make", "owners"), [(Branches, BRANCHES), (Loops, LOOPS)])
+@pytest.mark.parametrize(("make", "owners"), [(Branches, BRANCHES), pytest.param(Loops, LOOPS, marks=converts_loops)])
 def test_in_bodies_of_an_exported_program_parameters_tell_their_module_and_all_else_is_the_holders(
     make: type[nn.Module], owners: dict[str, Any], tmp_path: Path
 ) -> None:

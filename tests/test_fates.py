@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import htp_export
-from tests.exporting import SharedFiles, exported, exported_net, metadata
+from tests.exporting import SharedFiles, converts_loops, exported, exported_net, metadata
 from tests.nets import EXPORTERS, NETS, spread, x
 from tests.truth import nodes_of, owners_of, tree_of
 
@@ -206,6 +206,7 @@ class LoopsOver(nn.Module):
         return result
 
 
+@converts_loops
 def test_nodes_in_a_loop_belong_to_the_modules_that_run_in_it(tmp_path: Path) -> None:
     file = exported(spread(LoopsOver()).eval(), {"x": x(2, 4)}, "dynamo", tmp_path)
     owners = {node.op_type: owners_of(node) for node in nodes_of(file)}

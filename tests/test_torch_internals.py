@@ -314,11 +314,43 @@ def test_branches_of_an_exported_graph_are_found_and_are_a_choice() -> None:
 
     program = torch.export.export(Chooses(), (torch.ones(2),), strict=False)
     [(node, bodies)] = torch_internals.bodies_of(program.graph_module).items()
-    assert torch_internals.is_choice(node)
+    assert torch_internals.is_choice(node.target)
+    assert torch_internals.bodies_given(node.target, (0, *bodies, torch.ones(2))) == bodies
+    assert torch_internals.bodies_given(torch.sin, bodies) == []
+    assert torch_internals.gives_what_a_body_gives(node.target)
     assert [[inner.op for inner in body.graph.nodes].count("call_function") for body in bodies] == [1, 1]
     assert torch_internals.bodies_of(bodies[0]) == torch_internals.bodies_of(nn.ReLU()) == {}
     trace = next(inner for inner in bodies[0].graph.nodes if inner.op == "call_function").meta["stack_trace"]
     assert [name for _, name in torch_internals.generated_lines(trace)] == ["sin", "cond"]
+
+
+def test_without_compilation_branches_and_loops_call_what_they_are_given() -> None:
+    from torch._higher_order_ops import while_loop
+
+    ran, x = [], torch.ones(2)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        ran.append(float(x.sum()))
+        return x + 1
+
+    with torch.compiler.set_stance("force_eager"):
+        torch.cond(x.sum() > 0, body, lambda x: x, (x,))
+        while_loop(lambda x: x.sum() < 6, lambda x: (body(x),), (x,))
+    assert ran == [2.0, 2.0, 4.0]
+
+
+def test_the_tracer_that_runs_is_found() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    found = []
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        found.append(len(torch_internals.fx_tracer().graph.nodes))
+        return y
+
+    make_fx(traced)(torch.ones(2))
+    assert (found, torch_internals.fx_tracer()) == ([2], None)
 
 
 def test_the_code_of_a_graph_module_is_in_a_file_of_its_own() -> None:

@@ -49,7 +49,11 @@ class ModuleCall:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients and without fused attention kernels; afterwards all is as it was."""
+    """Eval mode without gradients, fused attention kernels and compilation; afterwards all is as it was.
+
+    Without compilation, ``torch.cond`` and loops call the functions that they are given, so that hooks see the modules
+    in them.
+    """
     import torch
 
     changes = Changes()
@@ -60,7 +64,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             changes.will_undo(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
             torch.set_grad_enabled(False)
             model.eval()
-            yield
+            with torch.compiler.set_stance("force_eager"):
+                yield
         finally:
             changes.take_back()
     finally:

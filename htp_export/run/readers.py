@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from htp_export.exporter.capture.torch_internals import has_bodies
+from htp_export.exporter.capture.torch_internals import gives_what_a_body_gives, has_bodies
 from htp_export.format.module_paths import module_paths
 
 if TYPE_CHECKING:
@@ -24,22 +24,16 @@ def named_tensors(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[s
 
 
 @contextlib.contextmanager
-def parameter_readers(
-    model: nn.Module, called: Collection[str] = frozenset()
-) -> Iterator[Mapping[str, frozenset[str]]]:
+def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]]:
     """Watch what runs inside the block; afterwards tell which modules each parameter and buffer belongs to.
 
     A parameter belongs to the module that holds it, and to the one whose ``forward`` was the innermost that gave it to
     an operation: ``nn.MultiheadAttention`` reads the weight of its ``out_proj``, which never runs. A tensor held under
-    several names belongs to the modules of all of them.
-
-    ``torch.cond`` and loops are compiled, so that nobody sees what runs in them. A parameter that is given to one is
-    read by the module that has the branch or loop, unless the module that holds it is known to have run, and ran
-    nowhere else.
+    several names belongs to the modules of all of them. A branch of ``torch.cond`` or a loop body that did not run in
+    the block runs once when it ends: torch does not let it change anything.
 
     Args:
-        model: The model. Its hooks are gone again after the block.
-        called: The modules that are known to have run, in branches and loops too.
+        model: The model, which runs without compilation. Its hooks are gone again after the block.
 
     Yields:
         Name of every parameter and buffer → module paths; complete once the block is left.
@@ -52,9 +46,6 @@ def parameter_readers(
         >>> readers["0.weight"]
         frozenset({'0'})
     """
-    import torch
-    from torch.overrides import TorchFunctionMode
-
     names: defaultdict[int, list[str]] = defaultdict(list)
     for name, tensor in named_tensors(model):
         names[id(tensor)].append(name)
@@ -63,45 +54,86 @@ def parameter_readers(
     for path, _, module in modules:
         for _, tensor in named_tensors(module, recurse=False):
             found[id(tensor)].add(path)
-    held = {key: frozenset(paths) for key, paths in found.items()}
-    in_bodies: defaultdict[int, set[str]] = defaultdict(set)
     running: list[str] = []
-    ran: set[str] = set()
-
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if running and not torch.compiler.is_compiling():  # what is traced has no values
-                readers = in_bodies if has_bodies(func) else found
-                for tensor in _leaves((*args, *(kwargs or {}).values())):
-                    if id(tensor) in found:
-                        readers[id(tensor)].add(running[-1])
-            return func(*args, **(kwargs or {}))
-
     handles = []
     for path, _, module in modules:
 
         def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
-            if not torch.compiler.is_compiling():
-                running.append(path)
-                ran.add(path)
+            running.append(path)
 
         def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-            if not torch.compiler.is_compiling():
-                running.pop()
+            running.pop()
 
         handles.append(module.register_forward_pre_hook(enter))
         handles.append(module.register_forward_hook(leave, always_call=True))
     readers: dict[str, frozenset[str]] = {}
+    watch = _watch(found, running)
     try:
-        with Watch():
+        with watch:
             yield readers
+        watch.run_others()
     finally:
         for handle in handles:
             handle.remove()
-    for key, paths in in_bodies.items():
-        if (held[key] & set(called)) <= ran:
-            found[key].update(paths)
     readers.update({name: frozenset(found[key]) for key, listed in names.items() for name in listed})
+
+
+def _watch(found: Mapping[int, set[str]], running: list[str]) -> Any:
+    """A context manager in which each operation that runs adds its module to the parameters that it reads.
+
+    Args:
+        found: ``id`` of a parameter → its modules; added to.
+        running: Paths of the modules that are running, outermost first.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    def is_body(value: Any) -> bool:
+        return callable(value) and not isinstance(value, torch.Tensor)
+
+    class Watch(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self._others: list[tuple[list[str], Any, list[Any]]] = []  # running modules, body, what it would be given
+            self._each_once = False
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if has_bodies(func):
+                return self._run_bodies(func, args, kwargs or {})
+            for tensor in _leaves((*args, *(kwargs or {}).values())):
+                if running and id(tensor) in found:
+                    found[id(tensor)].add(running[-1])
+            return func(*args, **(kwargs or {}))
+
+        def _run_bodies(self, func: Any, args: Any, kwargs: Any) -> Any:
+            """Run an operator with bodies; torch takes a mode away while the mode handles a function."""
+            ran: set[Any] = set()
+
+            def watched(body: Any) -> Any:
+                def run(*given: Any) -> Any:
+                    ran.add(body)
+                    with self:
+                        return body(*given)
+
+                return run
+
+            bodies = [each for each in args if is_body(each)]
+            given = [each for several in args if isinstance(several, list | tuple) for each in several]
+            if self._each_once and gives_what_a_body_gives(func):
+                return [watched(body)(*given) for body in bodies][-1]
+            result = func(*(watched(each) if is_body(each) else each for each in args), **kwargs)
+            self._others += [(list(running), body, given) for body in bodies if body not in ran]
+            return result
+
+        def run_others(self) -> None:
+            """Run the bodies that have not run; every body once, as loops in them may not end."""
+            self._each_once = True
+            for modules, body, given in self._others:
+                running[:] = modules
+                with contextlib.suppress(Exception), self:  # no other run has to succeed than the model's own
+                    body(*given)
+
+    return Watch()
 
 
 def _leaves(values: Any) -> Iterator[Any]:

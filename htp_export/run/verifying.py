@@ -104,7 +104,7 @@ def verify(
             signature = signature_of(tagged, path, number)
             return path in chosen and signature is not None and signature.inputs.get(argument) is not None
 
-        with evaluating(model), parameter_readers(model, tagged.hierarchy.called) as readers:
+        with evaluating(model), parameter_readers(model) as readers:
             calls = record_calls(model, args, kwargs, store, wanted)
         ran = Counter(call.path for call in calls)
         if exact:

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog
-from htp_export.exporter.capture.torch_internals import bodies_of, file_of_code, generated_lines, is_choice, scopes_of
+from htp_export.exporter.capture.torch_internals import (
+    bodies_given,
+    bodies_of,
+    file_of_code,
+    generated_lines,
+    is_choice,
+    scopes_of,
+)
 
 _Counts = collections.Counter[tuple[str, int]]
 _Module = tuple[str, str]  # key and name of a running module in Dynamo's scopes
@@ -21,7 +28,7 @@ _Module = tuple[str, str]  # key and name of a running module in Dynamo's scopes
 
 @dataclass
 class Run:
-    """One run of a graph that Dynamo made, with bodies in it.
+    """One run of an operator with bodies that Dynamo made.
 
     Attributes:
         parent: The call that it happened in.
@@ -49,27 +56,61 @@ class Bodies:
         self._path_by_id = path_by_id
         self._runs: list[Run] = []
         self._body_of_file: dict[str, int] = {}
+        self._inside = False
 
     def clear(self) -> None:
         """Forget everything: a new attempt at tracing begins."""
         self._runs.clear()
         self._body_of_file.clear()
+        self._inside = False
 
-    def runs(self, module: Any, log: CallLog, *, traced: bool) -> None:
-        """Note that a module that is none of the model's runs; graphs that Dynamo made are such.
-
-        Args:
-            module: The module.
-            log: The calls so far. Those of modules in bodies are added.
-            traced: Whether it runs in the model itself, and not while Dynamo tries its graphs out.
-        """
+    def runs(self, module: Any) -> None:
+        """Note that a module that is none of the model's runs; the bodies are such."""
         file = file_of_code(module)
         if file is not None:
             self._body_of_file[file] = id(module)
-        if traced and log.stack and bodies_of(module):
-            run = Run(log.stack[-1])
-            self._runs.append(run)
-            self._enter(run, module, log, run.parent, collections.Counter(), frozenset())
+
+    def enter(self, function: Any, args: Any, log: CallLog) -> bool:
+        """Note that the model calls an operator, which calls itself again with the same bodies while it runs.
+
+        Args:
+            function: The operator.
+            args: Its arguments.
+            log: The calls so far. Those of modules in bodies are added.
+
+        Returns:
+            Whether it has bodies and is not inside another one; only then `leave` is to be called.
+        """
+        bodies = bodies_given(function, args)
+        if self._inside or not bodies or not log.stack:
+            return False
+        run = Run(log.stack[-1])
+        self._runs.append(run)
+        self._enter_bodies(run, function, bodies, log, run.parent, collections.Counter(), frozenset())
+        self._inside = True
+        return True
+
+    def leave(self) -> None:
+        """Note that the operator returns."""
+        self._inside = False
+
+    def _enter_bodies(
+        self,
+        run: Run,
+        function: Any,
+        bodies: Iterable[Any],
+        log: CallLog,
+        parent: int,
+        counts: _Counts,
+        above: frozenset[_Module],
+    ) -> None:
+        """Find the calls of the nodes of the bodies of an operator; the arguments are those of `_enter`."""
+        before = counts.copy()
+        for body in bodies:
+            run.bodies.append(body)
+            ran = before.copy() if is_choice(function) else counts
+            self._enter(run, body, log, parent, ran, above)
+            counts |= ran
 
     def _enter(
         self, run: Run, graph_module: Any, log: CallLog, parent: int, counts: _Counts, above: frozenset[_Module]
@@ -100,12 +141,8 @@ class Bodies:
                     known[scope[:2]] = _next_call(run, log, path, call, counts)
                 call = known[scope[:2]]
             run.calls[id(graph_module), node.name] = call
-            before, inside = counts.copy(), above.union(scope[:2] for scope in scopes)
-            for body in bodies.get(node, ()):
-                run.bodies.append(body)
-                ran = before.copy() if is_choice(node) else counts
-                self._enter(run, body, log, call, ran, inside)
-                counts |= ran
+            inside = above.union(scope[:2] for scope in scopes)
+            self._enter_bodies(run, node.target, bodies.get(node, ()), log, call, counts, inside)
 
     def calls(self, parent: int, traces: Iterable[str | None]) -> Mapping[str, int]:
         """Stack traces of exported nodes in the bodies of one operator → their calls, as far as they are known.

@@ -25,6 +25,7 @@ from htp_export.exporter.capture.torch_internals import (
     bodies_run_in_place,
     changes_of,
     fx_node_of,
+    fx_tracer,
     without_export_root,
 )
 from htp_export.model.operators import SIZES_ONLY, is_standard, subgraphs, values_read
@@ -89,7 +90,7 @@ class DynamoCapture(Guarded):
         """
         path = self._path_of(module)
         if path is None:
-            self._bodies.runs(module, self.log, traced=tracer is self._tracer)
+            self._bodies.runs(module)
             return False
         if not self.log.stack or tracer is not self._tracer:  # a new attempt at tracing starts from nothing
             self.log, self._root_name, self._tracer = CallLog(), name, tracer
@@ -115,6 +116,18 @@ class DynamoCapture(Guarded):
         if len(tracer.graph.nodes) > self._nodes_before.pop():
             self._made_something.add(self.log.stack[-1])
         self.log.leave(result, functools.partial(self._result_of, tracer=tracer))
+
+    def enter_operator(self, function: Any, args: Any) -> bool:
+        """Note that an operator runs that may have bodies; only if it is true, `leave_operator` is to be called.
+
+        Dynamo tries the bodies out first, without tracing or with a tracer of its own.
+        """
+        tracer = fx_tracer()
+        return tracer is not None and tracer is self._tracer and self._bodies.enter(function, args, self.log)
+
+    def leave_operator(self) -> None:
+        """Note that the operator returns."""
+        self._bodies.leave()
 
     def _result_of(self, tensor: Any, tracer: Any) -> Result | None:
         node = fx_node_of(tensor, tracer)

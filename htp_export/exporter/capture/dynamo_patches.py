@@ -52,6 +52,24 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def call_operator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Watch operators with branches or loop bodies."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        capture = dynamo_capture.get()
+        if capture is None:
+            return original(self, *args, **kwargs)
+        entered = capture.step("noting the bodies of an operator", capture.enter_operator, self, args)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            if entered:
+                capture.step("noting that an operator with bodies returns", capture.leave_operator)
+
+    return wrapper
+
+
 def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
     """While torch decomposes the exported program, watch what becomes of each node."""
 

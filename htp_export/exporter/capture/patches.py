@@ -333,6 +333,7 @@ DYNAMO = Patches(
     Patch(_CORE, "_translate_fx_graph", dynamo_patches.translate_graph),
     Patch(_CORE, "_exported_program_to_onnx_program", dynamo_patches.translate),
     Patch("torch.fx.experimental.proxy_tensor", "_ModuleStackTracer.call_module", dynamo_patches.call_module),
+    Patch("torch._ops", "HigherOrderOperator.__call__", dynamo_patches.call_operator),
     Patch("torch.fx.interpreter", "Interpreter.run_node", dynamo_patches.run_node),
     Patch("torch.onnx", "ONNXProgram.optimize", dynamo_patches.optimize),
     Patch("onnx_ir", "Node.replace_input_with", dynamo_patches.replace_input_with),

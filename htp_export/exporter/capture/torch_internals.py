@@ -71,11 +71,25 @@ def has_bodies(function: Any) -> bool:
     return isinstance(function, torch._ops.HigherOrderOperator)
 
 
-def is_choice(node: Any) -> bool:
-    """Whether of the bodies of a node one alone runs."""
+def bodies_given(function: Any, args: Any) -> list[Any]:
+    """The branches or loop bodies among the arguments of such an operator, in order."""
     import torch
 
-    return node.target is torch.ops.higher_order.cond
+    return [each for each in args if has_bodies(function) and isinstance(each, torch.fx.GraphModule)]
+
+
+def is_choice(function: Any) -> bool:
+    """Whether of the bodies of such an operator one alone runs."""
+    import torch
+
+    return function is torch.ops.higher_order.cond
+
+
+def gives_what_a_body_gives(function: Any) -> bool:
+    """Whether the last body of such an operator gives results of the operator's kind, from the same inputs."""
+    import torch
+
+    return function in (torch.ops.higher_order.cond, torch.ops.higher_order.while_loop)
 
 
 def file_of_code(module: Any) -> str | None:
@@ -123,6 +137,14 @@ class Ran(NamedTuple):
     returned: list[State]
 
 
+def fx_tracer() -> Any:
+    """What traces into an FX graph in this thread; None where nothing does."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode: Any = get_proxy_mode()
+    return None if mode is None else mode.tracer
+
+
 class Tracing(NamedTuple):
     """A trace of an FX graph that runs in this thread, before a node of another graph runs in it.
 
@@ -145,14 +167,13 @@ def fx_tracing(interpreter: Any, node: Any) -> Tracing | None:
         node: The node.
     """
     import torch
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-    mode: Any = get_proxy_mode()
-    if mode is None:
+    tracer = fx_tracer()
+    if tracer is None:
         return None
     given = [(each, interpreter.env.get(each)) for each in node.all_input_nodes]
     held = [(each, value, changes_of(value)) for each, value in given if isinstance(value, torch.Tensor)]
-    return Tracing(mode.tracer, len(mode.tracer.graph.nodes), held)
+    return Tracing(tracer, len(tracer.graph.nodes), held)
 
 
 def ran_since(before: Tracing, node: Any, result: Any) -> Ran:
