@@ -28,6 +28,7 @@ from htp_export.files.replacing import Move, real_path, replace_file, work_folde
 from htp_export.files.slots import Slot, slots
 from htp_export.files.sparse import with_dense_initializers
 from htp_export.files.stored import Marks, read_hollow, write_filled
+from htp_export.files.function_calls import check_flat_size
 from htp_export.files.structure import at_fault, check_structure
 
 __all__ = [
@@ -155,6 +156,7 @@ def _checked(model: ir.Model) -> ir.Model:
         check_structure(model)
     except (ValueError, UnicodeDecodeError) as error:
         raise InputError(f"{_INVALID}: {error}") from error
+    check_flat_size(model)
     return model
 
 

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from htp_export.errors import InputError
+from htp_export.files.function_calls import check_flat_size
 from htp_export.files.model_files import check_target, write_model
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
@@ -78,7 +79,8 @@ def inline(onnx: ModelSource, output: str | os.PathLike[str] | None = None, *, s
 
     Raises:
         FileError: If a file cannot be read or written.
-        InputError: If a function cannot be inlined: it calls itself, needs another opset, or has graphs as attributes.
+        InputError: If a function cannot be inlined: it calls itself, needs another opset, or has graphs as attributes; or
+            if the flat graph is too large.
 
     Examples:
         >>> import onnx_ir as ir
@@ -112,6 +114,7 @@ def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
 
     Raises:
         FileError: If a file cannot be read.
+        InputError: If the flat graph is too large.
 
     Examples:
         >>> import onnx_ir as ir
@@ -121,6 +124,7 @@ def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
         True
     """
     tagged = load(source)
+    check_flat_size(tagged.model)  # also where functions stay: shape inference and ONNX Runtime inline them
     if not any(others or domain == DOMAIN for domain, _, _ in tagged.model.functions):
         return tagged
     try:
@@ -151,8 +155,10 @@ def dissolve(model: ir.Model, hierarchy: Hierarchy, calls: CallTree) -> dict[str
         Identifier of each function → how often it was called.
 
     Raises:
-        InputError: If a function calls itself, or what the model says of its functions cannot be read.
+        InputError: If a function calls itself, if the flat graph is too large, or if what the model says of its
+            functions cannot be read.
     """
+    check_flat_size(model)
     made = {key: function for key, function in model.functions.items() if function.domain == DOMAIN}
     dissolver = _Dissolver(made, Expectations(hierarchy, calls), model.graph)
     try:
