@@ -56,7 +56,9 @@ def test_calls_in_branches_count() -> None:
     model = onnx.parser.parse_model("""
         <ir_version: 10, opset_import: ["" : 20, "f" : 1]>
         g (float x, bool c) => (float y) {
-            y = If (c) <then_branch = t () => (float p) { p = f.two (x) }, else_branch = e () => (float q) { q = Abs (x) }>
+            y = If (c) <
+                then_branch = t () => (float p) { p = f.two (x) }, else_branch = e () => (float q) { q = Abs (x) }
+            >
         }
         <domain: "f", opset_import: ["" : 20]> two (a) => (d) { b = Relu (a) d = Relu (b) }""")
     assert flat_size(ir.from_proto(model)) == 4 == htp_export.inline(model).nodes_after
@@ -94,7 +96,7 @@ COMMANDS = {
     "partition": ["{}", "2", "-o", "stages"],
     "splice": ["{}", "m", "{}", "-o", "out.onnx"],
     "view": ["{}", "-o", "out.html"],
-} | dict.fromkeys(("cost", "fingerprint", "forensics", "profile", "tree"), ["{}"])
+} | {name: ["{}"] for name in ("cost", "fingerprint", "forensics", "profile", "tree")}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -37,7 +37,7 @@ def check_flat_size(model: ir.Model) -> None:
     ):
         said = f"{size:,}" if size < _MOST_SAID else f"more than {_MOST_SAID:,}"
         raise InputError(
-            f"model {model.graph.name!r} has {said} nodes once its functions are inlined, which ONNX Runtime does, too; "
+            f"model {model.graph.name!r} has {said} nodes once its functions are inlined, as ONNX Runtime does; "
             f"at most {MOST_FLAT_NODES:,} are supported"
         )
 

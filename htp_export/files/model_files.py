@@ -24,11 +24,11 @@ from htp_export.files.data_files import DataFile, DataTensor, check_data, find_d
 from htp_export.files.data_notes import Place, check_notes, describe_own, describe_shared, put_notes, shared_files
 from htp_export.files.data_plan import DataPlan, in_safe_order, plan_data
 from htp_export.files.filesystem import is_special, why_not_writable
+from htp_export.files.function_calls import check_flat_size
 from htp_export.files.replacing import Move, real_path, replace_file, work_folder
 from htp_export.files.slots import Slot, slots
 from htp_export.files.sparse import with_dense_initializers
 from htp_export.files.stored import Marks, read_hollow, write_filled
-from htp_export.files.function_calls import check_flat_size
 from htp_export.files.structure import at_fault, check_structure
 
 __all__ = [

@@ -79,8 +79,8 @@ def inline(onnx: ModelSource, output: str | os.PathLike[str] | None = None, *, s
 
     Raises:
         FileError: If a file cannot be read or written.
-        InputError: If a function cannot be inlined: it calls itself, needs another opset, or has graphs as attributes; or
-            if the flat graph is too large.
+        InputError: If a function cannot be inlined: it calls itself, needs another opset, or has graphs as attributes;
+            or if the flat graph is too large.
 
     Examples:
         >>> import onnx_ir as ir
