@@ -1,4 +1,4 @@
-"""The calls of modules during one export, as a tree, in the order in which they began."""
+"""The module calls of one export, as a tree, in the order in which they start."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Call:
 
     Attributes:
         path: The module's path.
-        nth: Which run of that module, from 0.
-        parent: Index of the call that it happened in; ``NO_CALL`` for the outermost.
+        nth: The number of this run of the module, from 0.
+        parent: Index of the calling call; ``NO_CALL`` for the outermost.
     """
 
     path: str
@@ -30,102 +30,102 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Passing:
-    """The tensors that one call was given and that it gave back.
+class CallTensors:
+    """The tensors that enter and leave one call.
 
     Attributes:
-        given: Which argument of ``forward`` each tensor was, ``mask`` or ``states.1``, and its key.
-        returned: The keys of what ``forward`` returned, in order.
+        inputs: Name of the argument of ``forward``, ``mask`` or ``states.1``, and key of each tensor.
+        outputs: The keys of the tensors that ``forward`` returned, in order.
     """
 
-    given: tuple[tuple[str, Any], ...]
-    returned: tuple[Any, ...]
+    inputs: tuple[tuple[str, Any], ...]
+    outputs: tuple[Any, ...]
 
 
 @dataclass
 class CallLog:
-    """A growing list of calls, with the stack of those that are running.
+    """The list of calls so far, and the stack of running calls.
 
     Attributes:
-        calls: Every call, in the order in which they began; an index into it names a call.
-        stack: Indices of the calls that are running, outermost first.
-        returned_inputs: For each module path, whether every call so far gave back only tensors that it was given.
-        passed: Call → the tensors that it was given and gave back, where the capture saw them.
+        calls: Every call, in the order in which they start; an index into it identifies a call.
+        stack: Indices of the running calls, outermost first.
+        returned_inputs: Module path → whether every call so far returned only input tensors.
+        call_tensors: Call → the tensors that enter and leave it, if they were captured.
     """
 
     calls: list[Call] = field(default_factory=list)
     stack: list[int] = field(default_factory=list)
     returned_inputs: dict[str, bool] = field(default_factory=dict)
-    passed: dict[int, Passing] = field(default_factory=dict)
-    _given: dict[int, tuple[set[int], tuple[tuple[str, Any], ...]]] = field(default_factory=dict)
+    call_tensors: dict[int, CallTensors] = field(default_factory=dict)
+    _inputs: dict[int, tuple[set[int], tuple[tuple[str, Any], ...]]] = field(default_factory=dict)
     _counts: collections.Counter[str] = field(default_factory=collections.Counter)
     _first: dict[str, int] = field(default_factory=dict)
     _chains: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _owners: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def enter(self, path: str) -> int:
-        """Note that a module begins to run; the index of its call."""
+        """Record the start of a call, and return its index."""
         index = self.add(path, self.stack[-1] if self.stack else NO_CALL)
         self.stack.append(index)
         return index
 
     def add(self, path: str, parent: int) -> int:
-        """Note a call without putting it on the stack; its index."""
+        """Record a call without putting it on the stack, and return its index."""
         self._first.setdefault(path, len(self.calls))
         self.calls.append(Call(path, self._counts[path], parent))
         self._counts[path] += 1
         return len(self.calls) - 1
 
     def near(self, path: str) -> int:
-        """The first call of the nearest module above a path that ran: where an unseen call is taken to have run."""
+        """Return the first call of the nearest module above that ran: the assumed caller of an unobserved call."""
         above = [up for up in tags.ancestors(path) if up != path]
         return next((self._first[up] for up in above if up in self._first), NO_CALL)
 
-    def give(self, arguments: Mapping[str, Any], key: Callable[[Any], Any]) -> None:
-        """Note what the innermost running module was given.
+    def record_inputs(self, arguments: Mapping[str, Any], key: Callable[[Any], Any]) -> None:
+        """Record the inputs of the innermost running call.
 
         Args:
-            arguments: Its arguments, by name.
-            key: A tensor → what stands for it in the graph that is being captured.
+            arguments: The arguments of ``forward``, by name.
+            key: Tensor → its key in the graph that is being captured.
         """
-        given = list(named_tensors_in(arguments))
-        names, tensors = [name for name, _ in given], [tensor for _, tensor in given]
-        self._given[self.stack[-1]] = set(map(id, tensors)), tuple(zip(names, _keys(tensors, key), strict=True))
+        named = list(named_tensors_in(arguments))
+        names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
+        self._inputs[self.stack[-1]] = set(map(id, tensors)), tuple(zip(names, _keys(tensors, key), strict=True))
 
-    def leave(self, returned: Any, key: Callable[[Any], Any]) -> None:
-        """Note that the innermost running module returns.
+    def exit(self, returned: Any, key: Callable[[Any], Any]) -> None:
+        """Record the outputs and the end of the innermost running call.
 
         Args:
-            returned: What it gives back.
-            key: As in ``give``.
+            returned: What ``forward`` returned.
+            key: As in ``record_inputs``.
         """
         index, results = self.stack.pop(), list(tensors_in(returned))
-        path, (known, given) = self.calls[index].path, self._given.pop(index)
+        path, (input_ids, inputs) = self.calls[index].path, self._inputs.pop(index)
         if self.returned_inputs.get(path, True):
-            self.returned_inputs[path] = all(id(tensor) in known for tensor in results)
-        self.passed[index] = Passing(given, _keys(results, key))
+            self.returned_inputs[path] = all(id(tensor) in input_ids for tensor in results)
+        self.call_tensors[index] = CallTensors(inputs, _keys(results, key))
 
     def count(self, path: str) -> int:
-        """How often a module ran."""
+        """Return how often a module ran."""
         return self._counts[path]
 
     def chain(self, index: int) -> tuple[int, ...]:
-        """The call and those it happened in, innermost first; empty for ``NO_CALL``."""
+        """Return the call and its callers, innermost first; empty for ``NO_CALL``."""
         if index == NO_CALL:
             return ()
         if index not in self._chains:
             self._chains[index] = (index, *self.chain(self.calls[index].parent))
         return self._chains[index]
 
-    def common(self, one: int, other: int) -> int:
-        """The innermost call that is, or is around, both calls; ``NO_CALL`` where there is none."""
-        around = self.chain(other)
-        return next((index for index in self.chain(one) if index in around), NO_CALL)
+    def common(self, first: int, second: int) -> int:
+        """Return the innermost call that contains both calls, or is one of them; ``NO_CALL`` if there is none."""
+        callers = self.chain(second)
+        return next((index for index in self.chain(first) if index in callers), NO_CALL)
 
     def owners(self, index: int) -> tuple[str, ...]:
-        """The module paths that own what this call computes itself, in the order in which they began.
+        """Return the paths of the modules that own the operations of this call, in the order in which they started.
 
-        One as a rule; more where a module ran that is registered outside the one that called it.
+        Usually one; more if the module is registered outside of the module that called it.
         """
         if index not in self._owners:
             running = [self.calls[i].path for i in reversed(self.chain(index))]
@@ -134,20 +134,20 @@ class CallLog:
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Paths of the modules that are running now, outermost first."""
+        """The paths of the running modules, outermost first."""
         return tuple(self.calls[index].path for index in self.stack)
 
 
 def _keys(tensors: list[Any], key: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """The keys of tensors; a frame of its own, without a tensor among its variables.
+    """Return the keys of tensors, in a frame that has no tensor as a local variable.
 
-    The TorchScript tracer names values by the variables of the frame that asks it for their numbers.
+    The TorchScript tracer names values after local variables of the frame that requests their numbers.
     """
     return tuple(map(key, tensors))
 
 
 def arguments_by_name(forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a ``forward`` is called with, under the names of its parameters; those of ``*args`` are ``args.0``, ...
+    """Return the arguments of a ``forward`` by parameter name; those of ``*args`` are ``args.0``, ...
 
     Examples:
         >>> arguments_by_name(lambda x, *rest, mask=None: x, (1, 2, 3), {"mask": 4})
@@ -207,12 +207,12 @@ def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def named_tensors_in(tree: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors among the leaves, in order, with the keys that lead to them, joined by dots."""
+    """Iterate over the tensors among the leaves, in order, with the keys that lead to them, joined by dots."""
     import torch
 
     return ((name, leaf) for name, leaf in named_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def tensors_in(tree: Any) -> Iterator[Any]:
-    """The tensors among the leaves, in order."""
+    """Iterate over the tensors among the leaves, in order."""
     return (tensor for _, tensor in named_tensors_in(tree))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from htp_export.exporter.capture.bodies import Bodies
 from htp_export.exporter.capture.body_functions import bodies_of_node, every_node
-from htp_export.exporter.capture.calls import NO_CALL, CallLog, Passing, arguments_by_name
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, arguments_by_name
 from htp_export.exporter.capture.decomposition import CALL, Decomposition, Places, Result
 from htp_export.exporter.capture.guarded import Guarded
 from htp_export.exporter.capture.record import FLOW, PARAMETERS, SCOPE, Node, Operation, Record
@@ -70,7 +70,7 @@ class DynamoCapture(Guarded):
         self._places = Places("htp.traced")
         self.decomposition = self._new_decomposition()
         self._values: dict[str, Any] = {}  # FX node → its value in the first ONNX graph
-        self._passed: dict[int, Passing] = {}
+        self._call_tensors: dict[int, CallTensors] = {}
         self._graph: ir.Graph | None = None
         self._first: list[Operation] = []
         self._inputs: list[ir.Value] = []
@@ -106,7 +106,7 @@ class DynamoCapture(Guarded):
             self._scoped[path, self._scope_counts[path]] = index
             self._scope_counts[path] += 1
         arguments = arguments_by_name(module.forward, args, kwargs)
-        self.log.give(arguments, functools.partial(self._result_of, tracer=tracer))
+        self.log.record_inputs(arguments, functools.partial(self._result_of, tracer=tracer))
         self._nodes_before.append(len(tracer.graph.nodes))
         return True
 
@@ -115,7 +115,7 @@ class DynamoCapture(Guarded):
         self._mark(tracer)
         if len(tracer.graph.nodes) > self._nodes_before.pop():
             self._made_something.add(self.log.stack[-1])
-        self.log.leave(result, functools.partial(self._result_of, tracer=tracer))
+        self.log.exit(result, functools.partial(self._result_of, tracer=tracer))
 
     def enter_operator(self, function: Any, args: Any) -> bool:
         """Note that an operator runs that may have bodies; only if it is true, `leave_operator` is to be called.
@@ -152,7 +152,7 @@ class DynamoCapture(Guarded):
         self._parameters = frozenset(program.state_dict)
         graphs = [program.graph, *(body.graph for body in bodies_run_in_place(program.graph_module))]
         if all(self._places.read(node) is None for graph in graphs for node in graph.nodes):
-            self.log.passed.clear()  # of an attempt at tracing that failed: what came after sees no modules run
+            self.log.call_tensors.clear()  # calls of a failed attempt at tracing
         for graph in graphs:
             for node in graph.nodes:
                 self._call_of(node)  # where no Python call was seen, calls are numbered in the order of the graph
@@ -189,12 +189,12 @@ class DynamoCapture(Guarded):
         self._equal = equal_tensors(every_node(model.graph))
         self._inputs, self._outputs = list(model.graph.inputs), list(model.graph.outputs)
         self._stamp_bodies(model)
-        self._passed = {
-            call: Passing(
-                tuple((name, self._value_of(result, read=True)) for name, result in passing.given),
-                tuple(map(self._value_of, passing.returned)),
+        self._call_tensors = {
+            call: CallTensors(
+                tuple((name, self._value_of(result, read=True)) for name, result in tensors.inputs),
+                tuple(map(self._value_of, tensors.outputs)),
             )
-            for call, passing in self.log.passed.items()
+            for call, tensors in self.log.call_tensors.items()
         }
 
     def _stamp_bodies(self, model: ir.Model) -> None:
@@ -313,7 +313,7 @@ class DynamoCapture(Guarded):
         nodes, record = describe(model, Record(self.log))
         alive = set(_values(model.graph))
         record.operations = self._first
-        record.passed = self._passed
+        record.call_tensors = self._call_tensors
         record.moved = self.decomposition.moved
         record.dead = self._made_something - self._needed
         record.inputs, record.outputs = set(self._inputs), list(self._outputs)

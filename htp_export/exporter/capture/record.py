@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from htp_export.exporter.capture.calls import NO_CALL, CallLog, Passing
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors
 
 Key = Hashable
 
@@ -66,7 +66,7 @@ class Record:
         dead: Calls that did something which the captured graph does not have, because nothing needed it.
         moved: Call → other calls to which work of it was given, because the tensor that it made is not in the captured
             graph: a view of a tensor that was changed afterwards.
-        passed: Call → the tensors that it was given and gave back; a key that is None was not seen.
+        call_tensors: Call → the tensors that enter and leave it; a key is None if the tensor was not captured.
         inputs: Keys of the captured graph's inputs whose values the user gives.
         outputs: Keys of the tensors that the captured graph returns.
         final: For a captured tensor, its key in the exported graph; absent where no tensor of it is left.
@@ -79,7 +79,7 @@ class Record:
     operations: list[Operation] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)
     moved: dict[int, set[int]] = field(default_factory=dict)
-    passed: dict[int, Passing] = field(default_factory=dict)
+    call_tensors: dict[int, CallTensors] = field(default_factory=dict)
     inputs: set[Key] = field(default_factory=set)
     outputs: list[Key] = field(default_factory=list)
     final: dict[Key, Key] = field(default_factory=dict)

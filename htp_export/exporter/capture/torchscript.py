@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx
 
-from htp_export.exporter.capture.calls import NO_CALL, CallLog, Passing
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors
 from htp_export.exporter.capture.guarded import Guarded
 from htp_export.exporter.capture.jit_calls import Matched, TracedNode, match_by_inputs, match_by_scope, place_between
 from htp_export.exporter.capture.jit_graph import (
@@ -166,9 +166,9 @@ class TorchScriptCapture(Guarded):
     def leave(self, state: Any, arguments: dict[str, Any], result: Any) -> None:
         """Note that the innermost running module returns."""
         # Only now: the tracer would make a tensor that it does not know a constant, and name it by the caller's scope.
-        self.log.give(arguments, traced_number)
+        self.log.record_inputs(arguments, traced_number)
         index = self.log.stack[-1]
-        self.log.leave(result, traced_number)
+        self.log.exit(result, traced_number)
         if index in self._between:
             self._between[index].append(next_number())
         if self.log.stack:
@@ -340,20 +340,20 @@ class TorchScriptCapture(Guarded):
         file = file or SerializedModel(model_bytes, self.weights)
         return self.tag(file) if self.tag else file.chunks()
 
-    def _before(self, given: Any, call: int, makers: Mapping[Any, Operation]) -> Any:
-        """The number that a tensor had when it was given to a call.
+    def _number_before(self, number: Any, call: int, producers: Mapping[Any, Operation]) -> Any:
+        """Return the number that an input tensor of a call had before the call.
 
-        It is read when the call is over. What gave the tensor back meanwhile (``x.to(x.dtype)``) or changed it in place
-        gave it a new number; that operation is one of the call's own, and read it first.
+        The current number is read after the call. An operation of the call that returned the tensor itself
+        (``x.to(x.dtype)``) or changed it in place assigned a new number; it read the tensor under the previous one.
         """
-        step = makers.get(given)
-        while step is not None and call in self.log.chain(step.call):
-            given = step.inputs[0] if step.inputs else None
-            step = makers.get(given)
-        return given
+        producer = producers.get(number)
+        while producer is not None and call in self.log.chain(producer.call):
+            number = producer.inputs[0] if producer.inputs else None
+            producer = producers.get(number)
+        return number
 
     def _spans(self) -> dict[int, tuple[int, int]]:
-        """For each call, its first operation and the one after its last."""
+        """Return for each call the index of its first operation, and the index after its last one."""
         spans: dict[int, tuple[int, int]] = {}
         for index, operation in enumerate(self._operations):
             for call in self.log.chain(operation.call):
@@ -361,17 +361,17 @@ class TorchScriptCapture(Guarded):
         return spans
 
     def finish(self, file: SerializedModel) -> tuple[Record, list[onnx.NodeProto]]:
-        """What is known of the exported model, and its nodes in the order of ``Record.nodes``."""
+        """Return the record of the export, and the nodes in the order of ``Record.nodes``."""
         record = Record(self.log)
         record.operations, record.dead = self._operations, self._dead
-        number, makers = self._numbers.get, {key: step for step in self._operations for key in step.outputs}
+        number, producers = self._numbers.get, {key: step for step in self._operations for key in step.outputs}
         spans = self._spans() if self._versions else {}
-        for call, passing in self.log.passed.items():
+        for call, tensors in self.log.call_tensors.items():
             began, ended = spans.get(call, (0, 0))
-            given = ((name, self._before(number(traced), call, makers)) for name, traced in passing.given)
-            record.passed[call] = Passing(
-                tuple((name, self._versions.state(key, began)) for name, key in given),
-                tuple(self._versions.state(number(traced), ended) for traced in passing.returned),
+            inputs = ((name, self._number_before(number(key), call, producers)) for name, key in tensors.inputs)
+            record.call_tensors[call] = CallTensors(
+                tuple((name, self._versions.state(key, began)) for name, key in inputs),
+                tuple(self._versions.state(number(traced), ended) for traced in tensors.outputs),
             )
         if self._first:
             record.inputs, record.outputs = set(self._first.inputs), self._outputs

@@ -103,8 +103,8 @@ class ExportEvidence(Evidence[Key]):
     def _returns_what_is_gone(self, path: str) -> bool:
         """Whether a module returned tensors, and the file has none of them."""
         log, final = self._record.log, self._record.final
-        passed = (self._record.passed.get(index) for index, call in enumerate(log.calls) if call.path == path)
-        returned = [key for passing in passed if passing is not None for key in passing.returned]
+        passed = (self._record.call_tensors.get(index) for index, call in enumerate(log.calls) if call.path == path)
+        returned = [key for tensors in passed if tensors is not None for key in tensors.outputs]
         return bool(returned) and not any(key in final for key in returned)
 
     def _beyond_lost(self, path: str) -> dict[str, None]:

@@ -93,10 +93,10 @@ def _signatures(record: Record) -> dict[str, list[Signature]]:
     """Module path → its calls; only modules all of whose calls were seen from inside."""
     found: dict[str, list[Signature]] = {}
     for index, call in enumerate(record.log.calls):
-        passing = record.passed.get(index)
-        if passing is not None:
-            inputs = {name: _name(record, key) for name, key in passing.given}
-            found.setdefault(call.path, []).append(Signature(inputs, tuple(_name(record, k) for k in passing.returned)))
+        tensors = record.call_tensors.get(index)
+        if tensors is not None:
+            inputs = {name: _name(record, key) for name, key in tensors.inputs}
+            found.setdefault(call.path, []).append(Signature(inputs, tuple(_name(record, k) for k in tensors.outputs)))
     return {path: calls for path, calls in found.items() if len(calls) == record.log.count(path)}
 
 
