@@ -44,7 +44,7 @@ def files(shared_files: SharedFiles) -> Callable[[str, str], onnx.ModelProto]:
     return shared_files.read
 
 
-class Ran:
+class RecordedRun:
     """One run of a model in PyTorch: the tensors of each call, and the call that made it."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -92,7 +92,7 @@ def cut_apart(file: onnx.ModelProto) -> TaggedModel:
 @BOTH
 @EVERY
 def test_the_file_says_in_which_call_every_call_ran(name: str, exporter: str, files: Any) -> None:
-    tagged, ran = htp_export.load(files(name, exporter)), Ran(made(name))
+    tagged, ran = htp_export.load(files(name, exporter)), RecordedRun(made(name))
     assert {path: info.calls for path, info in tagged.hierarchy.items() if info.calls} == {
         path: sum(call.path == path for call in ran.caller) for path in dict.fromkeys(call.path for call in ran.caller)
     }
@@ -102,7 +102,7 @@ def test_the_file_says_in_which_call_every_call_ran(name: str, exporter: str, fi
 @BOTH
 @EVERY
 def test_the_region_of_a_call_takes_and_gives_what_the_call_did(name: str, exporter: str, files: Any) -> None:
-    file, ran = files(name, exporter), Ran(made(name))
+    file, ran = files(name, exporter), RecordedRun(made(name))
     values = Opened.of(file, [x(2, 4).numpy()]).values
     tagged = htp_export.load(file)
     for call in ran.caller:
@@ -117,7 +117,7 @@ def test_the_region_of_a_call_takes_and_gives_what_the_call_did(name: str, expor
 @BOTH
 @EVERY
 def test_the_region_of_a_module_takes_and_gives_what_its_calls_did(name: str, exporter: str, files: Any) -> None:
-    file, ran = files(name, exporter), Ran(made(name))
+    file, ran = files(name, exporter), RecordedRun(made(name))
     values = Opened.of(file, [x(2, 4).numpy()]).values
     tagged = htp_export.load(file)
     for path in dict.fromkeys(call.path for call in ran.caller):
@@ -133,7 +133,7 @@ def test_the_region_of_a_module_takes_and_gives_what_its_calls_did(name: str, ex
 @EVERY
 @pytest.mark.parametrize("signed", [True, False])
 def test_every_call_can_be_cut_out(name: str, exporter: str, signed: bool, files: Any, tmp_path: Path) -> None:
-    file, ran = files(name, exporter), Ran(made(name))
+    file, ran = files(name, exporter), RecordedRun(made(name))
     tagged = htp_export.load(file) if signed else cut_apart(file)
     for call in ran.caller:
         part = htp_export.extract(tagged, call.path, tmp_path / "part.onnx", call=call.call)
@@ -157,7 +157,7 @@ def test_verify_compares_every_call(name: str, exporter: str, isolated: bool, fi
     model, file = made(name), files(name, exporter)
     report = htp_export.verify(model, file, (x(2, 4, seed=3),), isolated=isolated)
     assert report.ok, report
-    ran = Ran(model)
+    ran = RecordedRun(model)
     assert {
         path: [call.number for call in module.calls] for path, module in report.modules.items() if module.calls
     } == {
@@ -169,7 +169,7 @@ def test_verify_compares_every_call(name: str, exporter: str, isolated: bool, fi
 @BOTH
 @EVERY
 def test_every_call_is_a_call_of_a_function(name: str, exporter: str, files: Any, tmp_path: Path) -> None:
-    file, ran = files(name, exporter), Ran(made(name))
+    file, ran = files(name, exporter), RecordedRun(made(name))
     nested = htp_export.functions(file, "**", tmp_path / "nested.onnx")
     assert set(nested.modules) == {call.path for call in ran.caller} - {""}
     assert dict(nested.outside) == {}
@@ -194,7 +194,7 @@ def test_every_call_is_a_call_of_a_function(name: str, exporter: str, files: Any
 @EVERY
 def test_every_call_can_be_replaced(name: str, exporter: str, files: Any, tmp_path: Path) -> None:
     """By itself: then everything runs as before, in the same calls."""
-    file, ran = files(name, exporter), Ran(made(name))
+    file, ran = files(name, exporter), RecordedRun(made(name))
     for call in ran.caller:
         if not call.path:
             continue
@@ -293,7 +293,7 @@ def test_passes_keep_calls_apart(name: str, exporter: str, files: Any) -> None:
         path: info.fate for path, info in htp_export.load(file).hierarchy.items()
     }
     assert htp_export.verify(model, small, (x(2, 4, seed=3),)).ok
-    ran = Ran(model)
+    ran = RecordedRun(model)
     for call in ran.caller:
         assert small[call.path].call(call.call).nodes, call
 

@@ -67,7 +67,7 @@ DYNAMO = [
     (DynamoCapture, "exported", "reading the exported program"),
     (dynamo_patches, "watch_bodies", "bodies of the exported program"),
     (dynamo_patches, "fx_tracing", "the FX trace"),
-    (dynamo_patches, "ran_since", "through its decomposition"),
+    (dynamo_patches, "executed_since", "through its decomposition"),
     (Decomposition, "ran", "through its decomposition"),
     (Decomposition, "finish", "reading the decomposed program"),
     (DynamoCapture, "translated_nodes", "ONNX values of an FX graph"),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import NO_CALL
 from htp_export.exporter.capture.replays import Replays
-from htp_export.exporter.capture.torch_internals import Ran, outputs_of
+from htp_export.exporter.capture.torch_internals import ExecutedNode, outputs_of
 
 CALL = "htp.call"
 """Key in an FX node's ``meta``: the call that it is of, where its scopes do not say that."""
@@ -78,20 +78,20 @@ class Decomposition:
         self._returned: list[Result | None] = []
         self._names: dict[int, str] = {}  # place in the decomposed graph → name of its node
 
-    def ran(self, ran: Ran) -> None:
-        """Note that a node ran."""
-        call = self._call_of(ran.node) if ran.made else NO_CALL
-        for each in ran.made:  # a body's nodes come before the node that runs the body
+    def record(self, executed: ExecutedNode) -> None:
+        """Record an executed node."""
+        call = self._call_of(executed.node) if executed.made else NO_CALL
+        for each in executed.made:  # a body's nodes come before the node that runs the body
             self._decomposed.mark(each)
             if call != NO_CALL:
                 each.meta.setdefault(CALL, call)
-        changed = self._replays.ran(ran)
-        if ran.node.op == "output":  # of a body, or of the whole, which comes last
-            changes = {state.node: state.changes for state in ran.read}
-            self._outputs = outputs_of(ran.node)
+        changed = self._replays.record(executed)
+        if executed.node.op == "output":  # of a body, or of the whole, which comes last
+            changes = {state.node: state.changes for state in executed.read}
+            self._outputs = outputs_of(executed.node)
             self._returned = [self._result(node, changes.get(node)) for node in self._outputs]
             return
-        for state in (*ran.read, *ran.returned):
+        for state in (*executed.read, *executed.returned):
             result = self._result(state.node, state.changes)
             if result is not None and state.maker is not None:
                 if state.maker in changed:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from htp_export.exporter.capture.running import dynamo_capture, translations_read, wanted
-from htp_export.exporter.capture.torch_internals import called_by_export, fx_tracing, ran_since, watch_bodies
+from htp_export.exporter.capture.torch_internals import called_by_export, executed_since, fx_tracing, watch_bodies
 from htp_export.process.restoring import Changes
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _run_watched(capture: DynamoCapture, run: Callable[[], Any], interpreter: An
 
 
 def _note_ran(capture: DynamoCapture, *what: Any) -> None:
-    capture.decomposition.ran(ran_since(*what))
+    capture.decomposition.record(executed_since(*what))
 
 
 def translate_graph(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
-from htp_export.exporter.capture.torch_internals import Ran, State, is_view, reversed_view
+from htp_export.exporter.capture.torch_internals import ExecutedNode, State, is_view, reversed_view
 
 
 class View(NamedTuple):
@@ -95,26 +95,26 @@ class Replays:
         self.again: dict[int, list[int]] = {}
         self._written: set[Any] = set()  # nodes that write back
 
-    def ran(self, ran: Ran) -> dict[Any, Any]:
-        """Assign the nodes that were added when a node of the exported graph ran.
+    def record(self, executed: ExecutedNode) -> dict[Any, Any]:
+        """Assign owners to the nodes that were added when a node of the exported graph was executed.
 
         Returns:
             For views that the node changed: the node of the decomposed graph that makes the tensor afterwards → the
             node that has its value before that is written back.
         """
-        made, changed = set(ran.made), {}
-        for state in ran.read:
+        made, changed = set(executed.made), {}
+        for state in executed.read:
             first = self._first.get(state.node)
             if first is None or not first.views or first.maker is state.maker:
                 continue
             if not state.changed:
                 self._computed_again(first, state.maker, made)
                 continue
-            self._computed_again(first, self._before_change(first, ran.made), made)
+            self._computed_again(first, self._before_change(first, executed.made), made)
             value = self._written_back(first, state, made)
             if value is not None:
                 changed[state.maker] = value
-        for state in (*ran.read, *ran.returned):
+        for state in (*executed.read, *executed.returned):
             if state.maker is not None and state.node not in self._first:
                 self._first[state.node] = self._way(state.maker)
         return changed

@@ -65,7 +65,7 @@ def bodies_of(module: Any) -> dict[Any, list[Any]]:
 
 
 def has_bodies(function: Any) -> bool:
-    """Whether a function that torch runs may take branches or loop bodies: ``torch.cond``, ``while_loop``, ``scan``."""
+    """Return whether a function takes branches or loop bodies: ``torch.cond``, ``while_loop``, ``scan``."""
     import torch
 
     return isinstance(function, torch._ops.HigherOrderOperator)
@@ -93,7 +93,7 @@ def gives_what_a_body_gives(function: Any) -> bool:
 
 
 def file_of_code(module: Any) -> str | None:
-    """The name of the file that FX invents for the code of a graph module; None for other modules."""
+    """Return the file name that FX generates for the code of a graph module; None for other modules."""
     import torch
 
     code = getattr(module.forward, "__code__", None) if isinstance(module, torch.fx.GraphModule) else None
@@ -101,18 +101,18 @@ def file_of_code(module: Any) -> str | None:
 
 
 def generated_lines(trace: str) -> list[tuple[str, str]]:
-    """The lines of code made by FX in the stack trace of a node, innermost first: file, and name of the line's node."""
+    """Return the lines of FX-generated code in a stack trace, innermost first: file, and name of the line's node."""
     return re.findall(r'File "(<eval_with_key>[^"]*)", line \d+, in .*\n\s*(\w+)\b[^=\n]* = ', trace)[::-1]
 
 
 class State(NamedTuple):
-    """A tensor that a node of an FX graph read or returned, after the node ran while another graph was traced.
+    """A tensor that an executed node read or returned, in its state after the execution.
 
     Attributes:
         node: The node of the executed graph whose result the tensor is.
         changes: How often the tensor has been changed in place.
-        maker: The node of the traced graph that makes it, or None.
-        changed: Whether this run changed it in place.
+        maker: The node of the traced graph that produces it, or None.
+        changed: Whether this execution changed it in place.
     """
 
     node: Any
@@ -121,14 +121,14 @@ class State(NamedTuple):
     changed: bool = False
 
 
-class Ran(NamedTuple):
-    """One node of an FX graph that ran while another graph was traced.
+class ExecutedNode(NamedTuple):
+    """One executed node of the decomposed FX graph, and the nodes into which it was traced.
 
     Attributes:
-        node: The node.
-        made: The nodes of the traced graph that it became, in order.
-        read: The tensors that it read.
-        returned: The tensor that it returned; none where it returned several.
+        node: The executed node.
+        made: The nodes of the traced graph, in order.
+        read: The tensors that the node read.
+        returned: The tensor that it returned; empty if it returned several.
     """
 
     node: Any
@@ -146,12 +146,12 @@ def fx_tracer() -> Any:
 
 
 class Tracing(NamedTuple):
-    """A trace of an FX graph that runs in this thread, before a node of another graph runs in it.
+    """The state of the trace in this thread before a node of another graph is executed.
 
     Attributes:
-        tracer: What traces it.
-        made: How many nodes the traced graph has.
-        held: The tensors that the node reads: the node that gave it, the tensor, how often it has been changed.
+        tracer: The tracer.
+        made: Number of nodes in the traced graph.
+        held: The tensors that the node reads: producer, tensor, and how often it has been changed in place.
     """
 
     tracer: Any
@@ -160,10 +160,10 @@ class Tracing(NamedTuple):
 
 
 def fx_tracing(interpreter: Any, node: Any) -> Tracing | None:
-    """The trace that runs, as it is before a node of another graph runs; None where none does.
+    """Return the state of the running trace before a node is executed; None if there is no trace.
 
     Args:
-        interpreter: Runs the node's graph; it has what the other nodes gave.
+        interpreter: Executes the node's graph; it has the results of the other nodes.
         node: The node.
     """
     import torch
@@ -176,13 +176,13 @@ def fx_tracing(interpreter: Any, node: Any) -> Tracing | None:
     return Tracing(tracer, len(tracer.graph.nodes), held)
 
 
-def ran_since(before: Tracing, node: Any, result: Any) -> Ran:
-    """What a node of an FX graph became in the graph that was traced while it ran.
+def executed_since(before: Tracing, node: Any, result: Any) -> ExecutedNode:
+    """Return the nodes into which a node was traced when it was executed.
 
     Args:
-        before: The trace as it was before the node ran.
-        node: The node.
-        result: What it gave.
+        before: The state of the trace before the execution.
+        node: The executed node.
+        result: Its result.
     """
     nodes = before.tracer.graph.nodes
     made = list(itertools.islice(reversed(nodes), len(nodes) - before.made))[::-1]
@@ -192,13 +192,13 @@ def ran_since(before: Tracing, node: Any, result: Any) -> Ran:
         for now in [changes_of(value)]
     ]
     returned = [State(node, changes_of(value), fx_node_of(value, before.tracer)) for value in tensors_in(result)]
-    return Ran(node, made, read, returned if len(returned) == 1 else [])
+    return ExecutedNode(node, made, read, returned if len(returned) == 1 else [])
 
 
 def is_view(node: Any) -> bool:
-    """Whether what a node of a functional FX graph gives is a view of its first argument.
+    """Return whether the result of a node of a functional FX graph is a view of its first argument.
 
-    So is one of several results of such an operator, which a node of its own picks.
+    This includes a ``getitem`` that selects one of several results of such an operator.
     """
     import torch
 
@@ -212,10 +212,10 @@ def is_view(node: Any) -> bool:
 
 
 def reversed_view(node: Any) -> Any:
-    """What a node writes back, if it does what functionalization does to write a view back into the tensor under it.
+    """Return the view that a node writes back into its base tensor, as functionalization does after an in-place change.
 
     Returns:
-        The node that has the value of the view; None if the node does something else.
+        The node with the value of the view; None if the node is no such write.
     """
     import torch
 
@@ -228,7 +228,7 @@ def reversed_view(node: Any) -> Any:
 
 
 def changes_of(tensor: Any) -> int:
-    """How often a tensor was changed in place, through views of it too; 0 where nobody counts."""
+    """Return how often a tensor was changed in place, including through views; 0 if torch does not count."""
     try:
         return int(tensor._version)
     except RuntimeError:  # made in inference mode
@@ -236,13 +236,13 @@ def changes_of(tensor: Any) -> int:
 
 
 def watch_bodies(changes: Changes, module: Any, watched: Callable[[Callable[[], Any], Any, Any], Any]) -> None:
-    """Watch bodies run while torch decomposes an exported graph: it dissolves them, and their nodes lose their scopes.
+    """Observe the nodes of bodies while torch decomposes an exported graph: it inlines them, without their scopes.
 
     Args:
-        changes: When they are taken back, the bodies get their own code back.
+        changes: When they are reverted, the bodies get their own code back.
         module: The exported graph module.
-        watched: Called for each node of a body with what runs it, with what runs the body, and with the node; gives
-            what the first gives.
+        watched: Called for each node of a body with a function that executes it, the interpreter of the body, and the
+            node; returns the result of the function.
     """
     import torch
 
