@@ -24,7 +24,7 @@ from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.patching import Patch
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
-from htp_export.files.wire import SerializedModel
+from htp_export.files.protobuf_bytes import SerializedModel
 
 
 class Block(nn.Module):

@@ -19,7 +19,7 @@ from htp_export.exporter.capture import dynamo_patches, patches, torch_internals
 from htp_export.exporter.capture.patches import DYNAMO, TORCHSCRIPT
 from htp_export.exporter.capture.patching import Patch, Patches
 from htp_export.exporter.capture.running import script_capture
-from htp_export.files.wire import SerializedModel, Weight
+from htp_export.files.protobuf_bytes import SerializedModel, Weight
 from htp_export.process.restoring import restored, set_variable
 
 EVERY = [patch for group in patches.EVERY for patch in group.patches]

@@ -24,7 +24,7 @@ from htp_export.exporter.capture.running import Exporter
 from htp_export.exporter.capture.saving import check_writable, save_whole
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
 from htp_export.exporter.owners.write import make_tags
-from htp_export.files.wire import SerializedModel
+from htp_export.files.protobuf_bytes import SerializedModel
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.process.garbage_collection import hold_collection
 from htp_export.process.restoring import Changes, set_variable

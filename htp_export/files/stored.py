@@ -23,7 +23,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import FileError
-from htp_export.files.wire import rewrite_raw_data, total_size
+from htp_export.files.protobuf_bytes import rewrite_raw_data, total_size
 
 __all__ = ["LARGE_BYTES", "FileTensor", "HollowModel", "Marks", "read_hollow", "write_filled", "write_values"]
 

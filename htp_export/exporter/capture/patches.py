@@ -25,8 +25,8 @@ from htp_export.exporter.capture.patching import Patch, Patches
 from htp_export.exporter.capture.root_call import RootCall
 from htp_export.exporter.capture.running import script_capture, translations_read, wanted
 from htp_export.exporter.capture.weights import stand_ins, stored
+from htp_export.files.protobuf_bytes import Weight
 from htp_export.files.replacing import replace_file
-from htp_export.files.wire import Weight
 from htp_export.process.restoring import Changes, restored, set_variable
 
 _CORE = "torch.onnx._internal.exporter._core"

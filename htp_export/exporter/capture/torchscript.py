@@ -41,7 +41,7 @@ from htp_export.exporter.capture.torch_internals import (
     traced_number,
 )
 from htp_export.exporter.capture.versions import Versions
-from htp_export.files.wire import SerializedModel, Weight
+from htp_export.files.protobuf_bytes import SerializedModel, Weight
 
 
 class TorchScriptCapture(Guarded):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from htp_export.files.wire import Weight
+from htp_export.files.protobuf_bytes import Weight
 
 __all__ = ["stand_ins", "stored"]
 

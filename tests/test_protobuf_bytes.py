@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from htp_export.files.wire import SerializedModel, Weight
+from htp_export.files.protobuf_bytes import SerializedModel, Weight
 
 LARGE = 300  # rows of the large initializer: 300 * 300 * 4 bytes
 
