@@ -19,7 +19,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from htp_export.errors import FileError
-from htp_export.files import stored, wire
+from htp_export.files import protobuf_bytes, stored
 from htp_export.files.model_files import read_model, write_model
 from htp_export.files.slots import slots
 from htp_export.files.stored import FileTensor
@@ -266,7 +266,7 @@ def test_a_field_that_is_given_twice_has_its_last_value(tmp_path: Path) -> None:
     more = onnx.TensorProto(raw_data=matrix(1).tobytes()).SerializeToString()
     model = everywhere()
     del model.graph.initializer[:]
-    graph = wire._field(7, model.graph.SerializeToString() + wire._field(5, tensor + more))
+    graph = protobuf_bytes._field(7, model.graph.SerializeToString() + protobuf_bytes._field(5, tensor + more))
     model.ClearField("graph")
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString() + graph)
     np.testing.assert_array_equal(weight_of(read_model(tmp_path / "model.onnx")).numpy(), matrix(1))
@@ -300,8 +300,12 @@ def test_damaged_files_are_refused_or_read_as_protobuf_reads_them(file: Path) ->
 
 
 def test_a_length_beyond_the_end_or_without_one_is_refused(file: Path) -> None:
-    head = wire._encode_varint(7 << 3 | 2)
-    for length in (wire._encode_varint(1 << 40), wire._encode_varint((1 << 64) - 1), b"\xff" * (1 << 20)):
+    head = protobuf_bytes._encode_varint(7 << 3 | 2)
+    for length in (
+        protobuf_bytes._encode_varint(1 << 40),
+        protobuf_bytes._encode_varint((1 << 64) - 1),
+        b"\xff" * (1 << 20),
+    ):
         file.write_bytes(b"\x08\x0a" + head + length + bytes(stored.LARGE_BYTES))
         with pytest.raises(FileError, match="not an ONNX model"):
             read_model(file)
@@ -310,8 +314,10 @@ def test_a_length_beyond_the_end_or_without_one_is_refused(file: Path) -> None:
 def test_messages_within_each_other_without_an_end_are_refused(file: Path) -> None:
     data = bytes(stored.LARGE_BYTES)
     for _ in range(400):
-        data = wire._field(1, wire._field(5, wire._field(6, data)))  # a node, its attribute, a graph
-    file.write_bytes(b"\x08\x0a" + wire._field(7, data))
+        data = protobuf_bytes._field(
+            1, protobuf_bytes._field(5, protobuf_bytes._field(6, data))
+        )  # a node, its attribute, a graph
+    file.write_bytes(b"\x08\x0a" + protobuf_bytes._field(7, data))
     with pytest.raises(FileError, match="not an ONNX model"):
         read_model(file)
 
