@@ -13,8 +13,8 @@ import onnx_ir as ir
 
 from htp_export.costs.concrete import with_sizes
 from htp_export.fingerprints.blocks import Block, repeated_blocks
-from htp_export.fingerprints.mechanisms.streams import Stream
-from htp_export.fingerprints.mechanisms.survey import Survey
+from htp_export.fingerprints.detectors.features import GraphFeatures
+from htp_export.fingerprints.detectors.inputs import ModelInput
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
@@ -52,57 +52,57 @@ class Fingerprint:
         return "\n".join((*lines, *tag_lines(self.tags)))
 
 
-def _diffusion(survey: Survey) -> bool:
-    return bool(survey.timesteps)
+def _diffusion(features: GraphFeatures) -> bool:
+    return bool(features.timesteps)
 
 
-def _mixture(survey: Survey) -> bool:
-    return bool(survey.routers)
+def _mixture(features: GraphFeatures) -> bool:
+    return bool(features.routers)
 
 
-def _multimodal(survey: Survey) -> bool:
+def _multimodal(features: GraphFeatures) -> bool:
     """Two kinds of input, other than one that is turned into tokens: those are given to the decoder themselves."""
-    streams = survey.streams
-    if not streams.of("tokens") or not (streams.of("image") or streams.of("sound")):
+    inputs = features.inputs
+    if not inputs.of("tokens") or not (inputs.of("image") or inputs.of("sound")):
         return False
-    return not _decodes(survey)
+    return not _decodes(features)
 
 
-def _decodes(survey: Survey) -> bool:
+def _decodes(features: GraphFeatures) -> bool:
     """Whether what is computed from one input attends to what is computed from another."""
-    return survey.attention_kinds["cross"] > 0 and survey.attention_kinds["causal"] > 0
+    return features.attention_kinds["cross"] > 0 and features.attention_kinds["causal"] > 0
 
 
-def _speech(survey: Survey) -> bool:
-    if survey.streams.of("sound"):
+def _speech(features: GraphFeatures) -> bool:
+    if features.inputs.of("sound"):
         return True
-    alone = not survey.streams.of("tokens") and not survey.streams.of("image")
-    return alone and bool(survey.streams.of("features")) and bool(survey.attentions) and survey.convolutions[1] > 0
+    alone = not features.inputs.of("tokens") and not features.inputs.of("image")
+    return alone and bool(features.inputs.of("features")) and bool(features.attentions) and features.convolutions[1] > 0
 
 
-def _recurrent(survey: Survey) -> bool:
-    loops = sum(survey.recurrent_operators.values()) + len(survey.unrolled_loops)
-    return loops + len(survey.linear_recurrences) > len(survey.attentions)
+def _recurrent(features: GraphFeatures) -> bool:
+    loops = sum(features.recurrent_operators.values()) + len(features.unrolled_loops)
+    return loops + len(features.linear_recurrences) > len(features.attentions)
 
 
-def _vision_transformer(survey: Survey) -> bool:
-    return bool(survey.streams.of("image")) and bool(survey.attentions) and not _decodes(survey)
+def _vision_transformer(features: GraphFeatures) -> bool:
+    return bool(features.inputs.of("image")) and bool(features.attentions) and not _decodes(features)
 
 
-def _convolutional(survey: Survey) -> bool:
-    return survey.convolutions[2] + survey.convolutions[3] > 0 and not survey.attentions
+def _convolutional(features: GraphFeatures) -> bool:
+    return features.convolutions[2] + features.convolutions[3] > 0 and not features.attentions
 
 
-def _decoder(survey: Survey) -> bool:
-    kinds = survey.attention_kinds
+def _decoder(features: GraphFeatures) -> bool:
+    kinds = features.attention_kinds
     return kinds["causal"] > kinds["bidirectional"]
 
 
-def _encoder(survey: Survey) -> bool:
-    return bool(survey.attentions) or bool(survey.streams.of("tokens"))
+def _encoder(features: GraphFeatures) -> bool:
+    return bool(features.attentions) or bool(features.inputs.of("tokens"))
 
 
-_RULES: tuple[tuple[str, Callable[[Survey], bool]], ...] = (
+_RULES: tuple[tuple[str, Callable[[GraphFeatures], bool]], ...] = (
     ("diffusion-like", _diffusion),
     ("mixture", _mixture),
     ("multimodal", _multimodal),
@@ -113,7 +113,7 @@ _RULES: tuple[tuple[str, Callable[[Survey], bool]], ...] = (
     ("CNN", _convolutional),
     ("decoder", _decoder),
     ("encoder", _encoder),
-    ("unknown", lambda survey: True),
+    ("unknown", lambda features: True),
 )
 """The families, and what says that a graph belongs to one; the first that applies does."""
 
@@ -159,22 +159,24 @@ def fingerprint(model: ModelSource) -> Fingerprint:
         ('encoder', '3 attentions: 3 bidirectional', [(3, 'TransformerEncoderLayer')])
     """
     tagged = read_flat(model)
-    survey = Survey(GraphFacts(with_sizes(tagged)))
-    family = next(name for name, applies in _RULES if applies(survey))
+    features = GraphFeatures(GraphFacts(with_sizes(tagged)))
+    family = next(name for name, applies in _RULES if applies(features))
     blocks = repeated_blocks(GraphFacts(tagged))
     shapes = {value.name: value.shape for value in tagged.model.graph.inputs if value.name}
-    return Fingerprint(family, tuple(_evidence(survey, family, shapes)), blocks, len(tagged.nodes), tagged.tag_facts)
+    return Fingerprint(family, tuple(_evidence(features, family, shapes)), blocks, len(tagged.nodes), tagged.tag_facts)
 
 
-def _evidence(survey: Survey, family: str, shapes: Mapping[str, ir.Shape | None]) -> Iterator[str]:
+def _evidence(features: GraphFeatures, family: str, shapes: Mapping[str, ir.Shape | None]) -> Iterator[str]:
     """What was seen, what decided the family first."""
     facts = {
-        "diffusion-like": _about_time(survey),
-        "mixture": _about_routing(survey),
-        "recurrent": _about_recurrence(survey),
-        "attention": _about_attention(survey),
-        "inputs": [_about_stream(survey, stream, shapes.get(stream.name)) for stream in survey.streams.data],
-        "convolution": _about_convolution(survey),
+        "diffusion-like": _about_time(features),
+        "mixture": _about_routing(features),
+        "recurrent": _about_recurrence(features),
+        "attention": _about_attention(features),
+        "inputs": [
+            _about_input(features, model_input, shapes.get(model_input.name)) for model_input in features.inputs.data
+        ],
+        "convolution": _about_convolution(features),
     }
     first = {
         "multimodal": "inputs",
@@ -183,64 +185,68 @@ def _evidence(survey: Survey, family: str, shapes: Mapping[str, ir.Shape | None]
         "CNN": "convolution",
     }.get(family, family if family in facts else "attention")
     yield from facts[first]
-    for name, told in facts.items():
+    for name, sentences in facts.items():
         if name != first:
-            yield from told
+            yield from sentences
 
 
-def _about_time(survey: Survey) -> list[str]:
-    told = [f"input {name} is a time step: its sines and cosines enter a linear layer" for name in survey.timesteps]
-    if survey.skips:
-        told.append(f"{survey.skips} skips beside a part that makes things smaller and larger again")
-    return told
+def _about_time(features: GraphFeatures) -> list[str]:
+    sentences = [
+        f"input {name} is a time step: its sines and cosines enter a linear layer" for name in features.timesteps
+    ]
+    if features.skips:
+        sentences.append(f"{features.skips} skips beside a part that makes things smaller and larger again")
+    return sentences
 
 
-def _about_routing(survey: Survey) -> list[str]:
-    if not survey.routers:
+def _about_routing(features: GraphFeatures) -> list[str]:
+    if not features.routers:
         return []
-    router = survey.routers[0]
+    router = features.routers[0]
     chosen = "some" if router.chosen is None else router.chosen
-    return [f"{len(survey.routers)} routers: each position chooses {chosen} of {router.experts} experts"]
+    return [f"{len(features.routers)} routers: each position chooses {chosen} of {router.experts} experts"]
 
 
-def _about_recurrence(survey: Survey) -> list[str]:
-    told = [f"{count} {op}" for op, count in survey.recurrent_operators.most_common()]
-    if survey.unrolled_loops:
-        told.append(
-            f"loops over {max(survey.unrolled_loops)} steps, unrolled, over {len(survey.unrolled_loops)} tensors"
+def _about_recurrence(features: GraphFeatures) -> list[str]:
+    sentences = [f"{count} {op}" for op, count in features.recurrent_operators.most_common()]
+    if features.unrolled_loops:
+        sentences.append(
+            f"loops over {max(features.unrolled_loops)} steps, unrolled, over {len(features.unrolled_loops)} tensors"
         )
-    if survey.linear_recurrences:
-        told.append(f"{len(survey.linear_recurrences)} cumulative sums of decays: linear recurrence, all steps at once")
-    return told
+    if features.linear_recurrences:
+        sentences.append(
+            f"{len(features.linear_recurrences)} cumulative sums of decays: linear recurrence, all steps at once"
+        )
+    return sentences
 
 
-def _about_attention(survey: Survey) -> list[str]:
-    kinds = survey.attention_kinds
+def _about_attention(features: GraphFeatures) -> list[str]:
+    kinds = features.attention_kinds
     if not kinds:
         return []
     parts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return [f"{len(survey.attentions)} attentions: {parts}"]
+    return [f"{len(features.attentions)} attentions: {parts}"]
 
 
-def _about_stream(survey: Survey, stream: Stream, shape: ir.Shape | None) -> str:
+def _about_input(features: GraphFeatures, model_input: ModelInput, shape: ir.Shape | None) -> str:
     sizes = [str(size if isinstance(size, int) else size.value or "?") for size in shape.dims] if shape else []
-    said = f"input {stream.name} [{', '.join(sizes)}]"
-    if stream.kind == "tokens":
-        return f"{said} is tokens: it is looked up in a table of vectors"
-    if stream.in_patches:
-        return f"{said} is an image: its patches enter a linear layer"
-    stem = survey.stem(stream)
+    sentence = f"input {model_input.name} [{', '.join(sizes)}]"
+    if model_input.kind == "tokens":
+        return f"{sentence} is tokens: it is looked up in a table of vectors"
+    if model_input.in_patches:
+        return f"{sentence} is an image: its patches enter a linear layer"
+    stem = features.stem(model_input)
     if stem is None:
-        return f"{said} is numbers that enter no convolution first"
+        return f"{sentence} is numbers that enter no convolution first"
     kernel, strides = ("x".join(map(str, sizes)) for sizes in (stem.kernel, stem.strides))
-    what = "an image" if stream.kind == "image" else "a signal or spectrum over time"
+    what = "an image" if model_input.kind == "image" else "a signal or spectrum over time"
     how = f"is cut in patches of {kernel}" if stem.patches else f"enters a convolution of {kernel}, stride {strides}"
-    return f"{said} is {what}: it {how}"
+    return f"{sentence} is {what}: it {how}"
 
 
-def _about_convolution(survey: Survey) -> list[str]:
-    total = sum(survey.convolutions.values())
+def _about_convolution(features: GraphFeatures) -> list[str]:
+    total = sum(features.convolutions.values())
     if not total:
         return []
-    parts = ", ".join(f"{count} in {dims} dimensions" for dims, count in sorted(survey.convolutions.items()))
+    parts = ", ".join(f"{count} in {dims} dimensions" for dims, count in sorted(features.convolutions.items()))
     return [f"{total} convolutions wider than a point: {parts}".replace("in 1 dimensions", "in 1 dimension")]

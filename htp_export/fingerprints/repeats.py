@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.fingerprints.mechanisms.streams import Streams
+from htp_export.fingerprints.detectors.inputs import ModelInputs
 from htp_export.model.dependence import dependence, reads_and_results
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.structural_hash import Hasher
@@ -29,8 +29,8 @@ _WEIGHED = frozenset((
 def repeated_pieces(facts: GraphFacts) -> list[list[tuple[ir.Node, ...]]]:
     """Blocks that come again right after each other, each with the nodes of every one of them."""
     hasher, found, taken = Hasher(facts), list[list[tuple[ir.Node, ...]]](), set[ir.Node]()
-    for stream in Streams(facts).data:
-        pieces = _chain(facts, stream.value)[:_LONGEST_CHAIN]
+    for model_input in ModelInputs(facts).data:
+        pieces = _chain(facts, model_input.value)[:_LONGEST_CHAIN]
         keys = [hasher.part(piece) for piece in pieces]
         for start, period, count in _runs(keys, [len(piece) for piece in pieces]):
             ranges = [pieces[start + k * period : start + (k + 1) * period] for k in range(count)]

@@ -1,4 +1,4 @@
-"""Routing: a choice among experts, made for each position."""
+"""Routers: the selection of experts for each position, in mixtures of experts."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ _PICKS = frozenset((
     "Gather", "GatherElements", "GatherND", "Equal", "NonZero", "OneHot", "Scatter", "ScatterElements", "ScatterND"
 ))  # fmt: skip
 _MOST_EXPERTS = 1024
+"""A wider linear layer before a ``TopK`` is a vocabulary, not a router."""
+_GATE_NODES = 7
+"""Nodes between a router's linear layer and its selection: softmax, bias, scaling, casts, masks of expert groups."""
+_PICK_STEPS = 8
+"""Steps from the selected indices to the node that uses them: casts, reshapes, one-hot encodings, transpositions."""
+_PICK_WIDTH = 16
+"""Values that are followed in each of these steps: indices have few consumers, activations many."""
 
 
 @dataclass(frozen=True)
 class Router:
-    """A choice among experts.
+    """A router.
 
     Attributes:
-        node: The node that chooses.
-        experts: How many there are to choose from; None where that is not known.
-        chosen: How many are chosen; None where that is not constant.
+        node: The node that selects.
+        experts: Number of experts; None if unknown.
+        chosen: Number of selected experts; None if it is not constant.
     """
 
     node: ir.Node
@@ -34,7 +41,7 @@ class Router:
 
 
 def routers(facts: GraphFacts) -> list[Router]:
-    """``TopK`` or ``ArgMax`` over what a linear layer gives, by whose choice something is picked."""
+    """Return the ``TopK`` and ``ArgMax`` nodes over the result of a linear layer whose indices select something."""
     return [*_by_top_k(facts), *_by_largest(facts)]
 
 
@@ -59,7 +66,7 @@ def _by_largest(facts: GraphFacts) -> Iterator[Router]:
 
 
 def _weighed(facts: GraphFacts, value: ir.Value | None) -> bool:
-    """Whether a gate gives a value, up to its type, that is read elsewhere too: by how much, beside which."""
+    """Return whether a value is the result of a gate, possibly cast, that has further consumers."""
     shared = False
     while value is not None:
         shared = shared or len(value.uses()) > 1
@@ -71,7 +78,7 @@ def _weighed(facts: GraphFacts, value: ir.Value | None) -> bool:
 
 
 def _weighs(facts: GraphFacts, node: ir.Node) -> bool:
-    """Whether a choice picks its share among what a gate gives."""
+    """Return whether the selected index also selects its probability from the result of a gate."""
     readers = (use.node for use in node.outputs[0].uses() if use.idx == 1)
     return any(
         reader.op_type == "GatherElements" and facts.maker(reader.inputs[0], "Softmax", "Sigmoid") is not None
@@ -80,8 +87,8 @@ def _weighs(facts: GraphFacts, node: ir.Node) -> bool:
 
 
 def _scored(facts: GraphFacts, value: ir.Value | None) -> int | None:
-    """The width of the linear layer that gives a value, with nothing but a gate between."""
-    for _ in range(8):
+    """Return the width of the linear layer before a value, with only a gate between; None if there is none."""
+    for _ in range(_GATE_NODES + 1):
         node = None if value is None else value.producer()
         if node is None:
             return None
@@ -106,12 +113,12 @@ def _along_last(facts: GraphFacts, node: ir.Node) -> bool:
 
 
 def _picks(value: ir.Value) -> bool:
-    """Whether something is picked by a choice, a few steps later."""
+    """Return whether selected indices are used to select something."""
     return any(node.op_type in _PICKS for node in _behind(value))
 
 
 def _picks_weights(facts: GraphFacts, value: ir.Value) -> bool:
-    """Whether matrices of weights are picked by a choice, a few steps later."""
+    """Return whether selected indices select weight matrices."""
     return any(
         node.op_type in ("Gather", "GatherND")
         and facts.is_constant(node.inputs[0])
@@ -121,9 +128,9 @@ def _picks_weights(facts: GraphFacts, value: ir.Value) -> bool:
 
 
 def _behind(value: ir.Value) -> Iterator[ir.Node]:
-    """The nodes that depend on a value, a few steps far."""
+    """Iterate over the nearest nodes that depend on a value."""
     values = [value]
-    for _ in range(8):
+    for _ in range(_PICK_STEPS):
         readers = [use.node for each in values for use in each.uses()]
         yield from readers
-        values = [output for node in readers for output in node.outputs][:16]
+        values = [output for node in readers for output in node.outputs][:_PICK_WIDTH]

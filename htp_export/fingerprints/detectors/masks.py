@@ -17,9 +17,12 @@ __all__ = ["CausalMasks"]
 
 _log = logging.getLogger(__name__)
 
-_MOST_NODES = 400  # a mask that takes more to compute is no mask
+_MOST_NODES = 400
+"""Nodes that compute a mask at most; beyond that, the value is a feature of the model."""
 _MOST_ELEMENTS = 1 << 22
-_FAR_BELOW = 1e3  # a score that is so much lower than the others has no weight
+"""Elements of a mask that is computed at most."""
+_FAR_BELOW = 1e3
+"""A score that is lower than another one by this much has no weight after a softmax."""
 _HEAVY = frozenset((
     "Attention", "Conv", "ConvTranspose", "Einsum", "GRU", "Gemm", "LSTM", "MatMul", "RNN", "Softmax"
 ))  # fmt: skip

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from htp_export.findings.patterns.attention import MaskUse
-from htp_export.fingerprints.mechanisms.masks import CausalMasks
+from htp_export.fingerprints.detectors.masks import CausalMasks
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.operators import LAYOUT, is_standard
 
 __all__ = ["linear_recurrences", "recurrent_operators", "unrolled_loops"]
 
 _CELLS = ("LSTM", "GRU", "RNN")
-_SHORTEST = 4  # steps that an unrolled loop has at least
+_SHORTEST = 4
+"""Steps that an unrolled loop has at least: two or three equal slices also occur elsewhere (queries, keys, values)."""
+_ENTRY_NODES = 11
+"""Nodes between a slice of the input and the state that it meets: the input projection and gates of a cell."""
 
 _BETWEEN_STEPS = (LAYOUT - {"Flatten"}) | {"Cast", "Gather", "Identity", "Pad", "Slice", "Split"}
 _ELEMENTWISE = frozenset(("Add", "Clip", "Div", "Exp", "Min", "Mul", "Neg", "Sub", "Trilu", "Where"))
@@ -89,7 +92,7 @@ def _depths(facts: GraphFacts) -> dict[ir.Value, int]:
 def _entry(depth: dict[ir.Value, int], piece: ir.Value) -> int:
     """How deep in the graph a piece is first read together with what is deeper than it."""
     value = piece
-    for _ in range(12):
+    for _ in range(_ENTRY_NODES + 1):
         readers = [use.node for use in value.uses()]
         if not readers:
             break

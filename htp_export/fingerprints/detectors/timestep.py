@@ -12,6 +12,10 @@ _ON_THE_WAY = frozenset((
     "Cast", "Unsqueeze", "Squeeze", "Reshape", "Expand", "Mul", "Div", "Add", "Identity", "Flatten", "MatMul",
     "Where", "Equal"
 ))  # fmt: skip
+_STEPS_TO_WAVES = 16
+"""Nodes from a time step to its sines and cosines: casts, reshapes, scaling, and the product with the frequencies."""
+_STEPS_TO_LAYER = 8
+"""Nodes from the sines and cosines to the linear layer that reads them: their concatenation, slices, casts."""
 _AFTERWARDS = frozenset((
     "Concat", "Cast", "Slice", "Reshape", "Mul", "Identity", "Unsqueeze", "Squeeze", "Flatten", "Split", "Gather"
 ))  # fmt: skip
@@ -36,15 +40,15 @@ def _one_number(facts: GraphFacts, value: ir.Value) -> bool:
 
 
 def _waves_enter_layer(facts: GraphFacts, value: ir.Value) -> bool:
-    waves = [node for node in _after(facts, [value], _ON_THE_WAY, 16) if node.op_type in ("Sin", "Cos")]
+    waves = [node for node in _after(facts, [value], _ON_THE_WAY, _STEPS_TO_WAVES) if node.op_type in ("Sin", "Cos")]
     if {node.op_type for node in waves} != {"Sin", "Cos"}:
         return False
-    reached = _after(facts, [node.outputs[0] for node in waves], _AFTERWARDS, 8)
+    reached = _after(facts, [node.outputs[0] for node in waves], _AFTERWARDS, _STEPS_TO_LAYER)
     return any(node.op_type in ("MatMul", "Gemm") and facts.is_constant(node.inputs[1]) for node in reached)
 
 
 def _after(facts: GraphFacts, values: list[ir.Value], through: frozenset[str], steps: int) -> list[ir.Node]:
-    """The nodes that read some values, and those behind them while the way leads through some operators."""
+    """Return the consumers of values, and further consumers as long as the path leads through the given operators."""
     found: dict[ir.Node, None] = {}
     for _ in range(steps):
         readers = [use.node for value in values for use in value.uses() if use.node not in found]

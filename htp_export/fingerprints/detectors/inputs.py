@@ -1,4 +1,4 @@
-"""What a model is given, by what becomes of it: tokens, images, sound, masks; and how far each reaches."""
+"""Model inputs classified by their consumers (tokens, images, sound, masks), and the values that depend on each."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ from htp_export.model.dependence import dependence, reads_and_results
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.operators import SIZES_ONLY, is_standard
 
-__all__ = ["Stream", "Streams"]
+__all__ = ["ModelInput", "ModelInputs"]
 
-_NEAR = 80  # nodes behind an input that are looked at to tell what it is
+_NEAREST_VALUES = 80
+"""Values behind an input that are visited to classify it: more than the casts, scalings and reshapes before an
+embedding or the first convolution, and few enough for inputs such as masks that every layer reads."""
 
 _LOOK_UP = frozenset(("Gather", "GatherND"))
 _MIXING = frozenset((
     "Attention", "Conv", "ConvInteger", "ConvTranspose", "Einsum", "GRU", "Gemm", "LSTM", "MatMul", "MatMulInteger",
     "QLinearConv", "RNN", "Softmax"
 ))  # fmt: skip
-"""What lies behind one of these is not the input any more, but what the model makes of it."""
+"""The results of these are computed features, and no longer the input in another form."""
 
 
 @dataclass(frozen=True)
-class Stream:
-    """An input that carries data.
+class ModelInput:
+    """One input of the model.
 
     Attributes:
         value: The input.
-        kind: ``"tokens"``, which are looked up in a table; ``"image"``, with two or three dimensions of space;
+        kind: ``"tokens"``, indices into a table of vectors; ``"image"``, with two or three spatial dimensions;
             ``"sound"``, a signal or a spectrum over time that enters a convolution; ``"features"``, other numbers; or
-            ``"control"``, which is none of these: masks, positions, scalars.
-        convolution: The first convolution that it enters, with nothing but changes of shape and scale before.
-        in_patches: Whether it is an image that is cut in patches by changes of shape, which enter a linear layer.
+            ``"control"``: masks, positions, scalars.
+        convolution: The first convolution that it enters, with only reshapes and scalings before.
+        in_patches: Whether it is an image that reshapes cut into patches, which enter a linear layer.
     """
 
     value: ir.Value
@@ -47,67 +49,67 @@ class Stream:
         return self.value.name or "unnamed"
 
 
-class Streams:
-    """The inputs of a model, and which of them each value depends on.
+class ModelInputs:
+    """The inputs of a model, and the inputs on which each value depends.
 
     Args:
         facts: The graph.
 
     Attributes:
-        all: Every input of the graph that is no weight.
+        all: All inputs of the graph that are not weights.
     """
 
     def __init__(self, facts: GraphFacts) -> None:
         self._facts = facts
         graph = facts.tagged.model.graph
         inputs = [value for value in graph.inputs if not value.is_initializer()]
-        self.all = [_stream(facts, value) for value in inputs]
-        starts: dict[ir.Value | None, int] = {stream.value: 1 << k for k, stream in enumerate(self.data)}
+        self.all = [_model_input(facts, value) for value in inputs]
+        starts: dict[ir.Value | None, int] = {model_input.value: 1 << k for k, model_input in enumerate(self.data)}
         self._reach = dependence(reads_and_results(facts.nodes), starts)
 
     @property
-    def data(self) -> list[Stream]:
-        """The inputs that carry data."""
-        return [stream for stream in self.all if stream.kind != "control"]
+    def data(self) -> list[ModelInput]:
+        """The inputs that carry data, without control inputs."""
+        return [model_input for model_input in self.all if model_input.kind != "control"]
 
-    def of(self, kind: str) -> list[Stream]:
+    def of(self, kind: str) -> list[ModelInput]:
         """The inputs of one kind."""
-        return [stream for stream in self.all if stream.kind == kind]
+        return [model_input for model_input in self.all if model_input.kind == kind]
 
     def reaching(self, value: ir.Value | None) -> int:
-        """The data inputs that a value is computed from, one bit each; sizes alone do not count."""
+        """Return the data inputs on which a value depends, one bit each; dependence on sizes only does not count."""
         return 0 if value is None else self._reach.get(value, 0)
 
 
-def _stream(facts: GraphFacts, value: ir.Value) -> Stream:
+def _model_input(facts: GraphFacts, value: ir.Value) -> ModelInput:
     rank, dtype = facts.rank(value), facts.dtype(value)
     floating = dtype is not None and dtype.is_floating_point()
     looked_up, convolution, in_patches = _what_follows(facts, value)
     if not floating and looked_up:
-        return Stream(value, "tokens")
+        return ModelInput(value, "tokens")
     if convolution is not None and rank is not None:
         weight = facts.rank(convolution.inputs[1]) or 0
         if rank >= 4 and weight >= 4:
-            return Stream(value, "image", convolution)
+            return ModelInput(value, "image", convolution)
         if floating and rank in (2, 3):
-            return Stream(value, "sound", convolution)
+            return ModelInput(value, "sound", convolution)
     if floating and in_patches and convolution is None:
-        return Stream(value, "image", in_patches=True)
+        return ModelInput(value, "image", in_patches=True)
     if floating and rank is not None and rank >= 2 and value.uses():
-        return Stream(value, "features")
-    return Stream(value, "control")
+        return ModelInput(value, "features")
+    return ModelInput(value, "control")
 
 
 def _what_follows(facts: GraphFacts, value: ir.Value) -> tuple[bool, ir.Node | None, bool]:
-    """Whether rows of a table are looked up by an input, the first convolution that it enters, and whether patches do.
+    """Return whether an input indexes a table, the first convolution that it enters, and whether it becomes patches.
 
-    Patches are what two dimensions of space become that are split and put in another order; they enter a linear layer.
+    Patches are the result of splitting and reordering two spatial dimensions; they enter a linear layer.
     """
     pending, seen = deque([value]), {value}
     convolution: ir.Node | None = None
     split: set[ir.Value] = set()
     in_patches = False
-    for _ in range(_NEAR):
+    for _ in range(_NEAREST_VALUES):
         if not pending:
             break
         current = pending.popleft()
@@ -132,13 +134,13 @@ def _what_follows(facts: GraphFacts, value: ir.Value) -> tuple[bool, ir.Node | N
 
 
 def _splits_space(facts: GraphFacts, whole: ir.Value, parts: ir.Value) -> bool:
-    """Whether a reshaping splits at least two dimensions of an image."""
+    """Return whether a reshape splits at least two dimensions of an image."""
     before, after = facts.rank(whole), facts.rank(parts)
     return before is not None and after is not None and before >= 4 and after >= before + 2
 
 
 def _counts(facts: GraphFacts, node: ir.Node, value: ir.Value) -> bool:
-    """Whether a node makes positions of whole numbers: what is looked up by these is no token."""
+    """Return whether a node computes positions from integers: a table indexed by these is no token embedding."""
     dtype = facts.dtype(value)
     if dtype is None or dtype.is_floating_point():
         return False
@@ -148,7 +150,7 @@ def _counts(facts: GraphFacts, node: ir.Node, value: ir.Value) -> bool:
 
 
 def _is_table(facts: GraphFacts, value: ir.Value | None) -> bool:
-    """Whether a value is a table of vectors of weights; a scaled or cast one is one too."""
+    """Return whether a value is a table of weight vectors, possibly scaled or cast."""
     dtype = facts.dtype(value)
     shape = facts.shape(value)
     if not facts.is_constant(value) or shape is None or len(shape) != 2 or dtype is None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from htp_export.findings.patterns.attention import MaskUse, attention_steps
-from htp_export.fingerprints.mechanisms.masks import CausalMasks
-from htp_export.fingerprints.mechanisms.streams import Streams
+from htp_export.fingerprints.detectors.inputs import ModelInputs
+from htp_export.fingerprints.detectors.masks import CausalMasks
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.operators import is_standard
 
@@ -22,6 +22,8 @@ _FUSED = (
     "PackedMultiHeadAttention",
     "DecoderMaskedMultiHeadAttention",
 )
+_LAYOUT_STEPS = 3
+"""Layout operators between a softmax and the product that it weights: a cast or dropout, a reshape, a transposition."""
 
 
 @dataclass(frozen=True)
@@ -55,31 +57,31 @@ class Attention:
         return "bidirectional"
 
 
-def attentions_of(facts: GraphFacts, streams: Streams, masks: CausalMasks) -> list[Attention]:
+def attentions_of(facts: GraphFacts, inputs: ModelInputs, masks: CausalMasks) -> list[Attention]:
     """Every attention of a graph, in single steps or as one operator."""
     found = {
-        steps.softmax: _from_steps(streams, masks, steps.softmax, steps.scores, steps.masks)
+        steps.softmax: _from_steps(inputs, masks, steps.softmax, steps.scores, steps.masks)
         for steps in attention_steps(facts)
     }
     for node in facts.nodes:
         if node.op_type in _FUSED:
-            found[node] = _from_operator(streams, masks, node)
+            found[node] = _from_operator(inputs, masks, node)
     for softmax in facts.nodes_of("Softmax"):
         if softmax not in found and _weighs(facts, softmax):
-            reach = streams.reaching(softmax.outputs[0])
+            reach = inputs.reaching(softmax.outputs[0])
             found[softmax] = Attention(softmax, False, reach, reach)
     return list(found.values())
 
 
 def _from_steps(
-    streams: Streams, masks: CausalMasks, softmax: ir.Node, scores: ir.Node, used: tuple[MaskUse, ...]
+    inputs: ModelInputs, masks: CausalMasks, softmax: ir.Node, scores: ir.Node, used: tuple[MaskUse, ...]
 ) -> Attention:
     queries, keys = scores.inputs[0], scores.inputs[1]
     causal = any(masks.is_causal(mask) for mask in used)
-    return Attention(softmax, causal, streams.reaching(queries), streams.reaching(keys))
+    return Attention(softmax, causal, inputs.reaching(queries), inputs.reaching(keys))
 
 
-def _from_operator(streams: Streams, masks: CausalMasks, node: ir.Node) -> Attention:
+def _from_operator(inputs: ModelInputs, masks: CausalMasks, node: ir.Node) -> Attention:
     packed = node.domain not in ("", "ai.onnx") and node.op_type == "Attention"
     queries = node.inputs[0]
     keys = queries if packed or len(node.inputs) < 2 or node.inputs[1] is None else node.inputs[1]
@@ -90,7 +92,7 @@ def _from_operator(streams: Streams, masks: CausalMasks, node: ir.Node) -> Atten
     if not causal and mask is not None:
         floating = mask.dtype is None or mask.dtype.is_floating_point()
         causal = bool(masks.is_causal(MaskUse(mask, "added" if floating else "kept")))
-    return Attention(node, causal, streams.reaching(queries), streams.reaching(keys))
+    return Attention(node, causal, inputs.reaching(queries), inputs.reaching(keys))
 
 
 def _weighs(facts: GraphFacts, softmax: ir.Node) -> bool:
@@ -102,9 +104,9 @@ def _weighs(facts: GraphFacts, softmax: ir.Node) -> bool:
 
 
 def _multiplied(softmax: ir.Node) -> Iterator[ir.Value]:
-    """What the result of a softmax is multiplied with, a few changes of shape later: sums that it weighs."""
+    """Iterate over the values that the result of a softmax weights, after a few layout operators."""
     values = [softmax.outputs[0]]
-    for _ in range(4):
+    for _ in range(_LAYOUT_STEPS + 1):
         readers = [use for value in values for use in value.uses()]
         for use in readers:
             if use.node.op_type in ("MatMul", "Einsum") and use.idx == 0 and use.node.inputs[1] is not None:

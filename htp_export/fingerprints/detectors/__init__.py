@@ -1,0 +1,1 @@
+"""Detectors of attention, convolution, recurrence, routing and time steps in a graph."""
