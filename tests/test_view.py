@@ -94,10 +94,10 @@ def test_a_model_without_tags_is_its_root_alone_and_says_what_to_do():
     inventory = take_inventory(load(handmade.model(list(relu.inputs), [relu], [], [])))
     assert list(inventory.modules) == [""]
     assert inventory.modules[""].operators == {"Relu": 1}
-    assert "htp_export.export" in inventory.advice
+    assert "htp_export.export" in inventory.tags.advice
     neg = ir.node("Neg", [handmade.value("x")], outputs=[handmade.value("y")])
     lost = handmade.model(list(neg.inputs), [neg], [], [ModuleInfo("", "net.Net", 1, "computed")])
-    assert "carry" in take_inventory(load(lost)).advice
+    assert "carry" in take_inventory(load(lost)).tags.advice
 
 
 def test_pages_advise_in_commands_and_in_python(tmp_path):
@@ -425,9 +425,9 @@ def test_an_inexact_file_is_said_to_be_inexact(caplog):
     node = ir.node("Relu", [x], outputs=[handmade.value("y")], name="/act/Relu")
     with caplog.at_level(logging.ERROR):
         inventory = take_inventory(load(handmade.model([x], [node], [], [])))
-    assert inventory.tags == "torch"
+    assert inventory.tags.source == "torch"
     assert inventory.modules["act"].nodes == 1
-    assert "not exact" in inventory.advice
+    assert "not exact" in inventory.tags.advice
 
 
 def test_the_page_of_a_difference_says_what_changed_and_what_is_known(tmp_path):
@@ -441,7 +441,8 @@ def test_the_page_of_a_difference_says_what_changed_and_what_is_known(tmp_path):
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
     assert {row["path"]: row["status"] for row in data["rows"]}[""] == "changed"
     assert {row["path"]: row["status"] for row in data["rows"]}["layer.0"] == "same"
-    known = {"tags": "htp", "reasons": {"scope": 6, "shared": 1}, "untagged": 0}
+    evidence = [["captured at export", 6, ["scope"]], ["shared by several modules", 1, ["shared"]]]
+    known = {"source": "htp", "headline": "every node has a module", "untagged": 0, "evidence": evidence}
     assert data["files"] == [{"name": "a.onnx", **known}, {"name": "b.onnx", **known}]
     assert data["notes"] == []
     assert data["columns"] == ["nodes", "parameters", "weight_bytes"]
@@ -455,7 +456,7 @@ def test_the_page_of_a_difference_says_how_to_tag_what_is_not(tmp_path):
     assert main(["diff", str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx"), "-o", str(tmp_path / "diff.html")]) == 0
     page = (tmp_path / "diff.html").read_text(encoding="utf-8")
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
-    assert [file["tags"] for file in data["files"]] == ["htp", "none"]
+    assert [file["source"] for file in data["files"]] == ["htp", "none"]
     assert data["notes"][0].startswith("b.onnx: This file has no module tags. Export it with htp-export export")
 
 

@@ -17,6 +17,7 @@ import torch
 
 import htp_export
 from htp_export.format.hierarchy import ModuleInfo
+from htp_export.model.tag_facts import TagFacts
 from htp_export.show.page.comparison import comparison_page
 from tests import handmade
 from tests.chromium import Page, browser, needs_chromium
@@ -384,8 +385,8 @@ def test_modules_that_are_alike_and_changed_alike_are_one_row_of_two_trees(page,
         return SimpleNamespace(path=path, status="changed", **dict(zip(("before", "after"), sides, strict=True)))
 
     rows = [row("", 9, 7), *(row(path, 2, 1) for path in ("layer.0", "layer.0.fc", "layer.1", "layer.1.fc", "layer.3"))]
-    known = {"tags": "htp", "reasons": {HOSTILE: 5, "scope": 4}, "untagged": 2}
-    files = [{"name": name, **known} for name in ("a.onnx", HOSTILE)]
+    known = TagFacts("htp", {HOSTILE: 5, "scope": 3, "node": 2, "tensor": 1}, untagged=2)
+    files = [("a.onnx", known), (HOSTILE, known)]
     file = tmp_path / "diff.html"
     file.write_text(comparison_page(rows, "a", "b", ["nodes", "weight_bytes"], files=files), encoding="utf-8")
     start(page, file)
@@ -396,9 +397,17 @@ def test_modules_that_are_alike_and_changed_alike_are_one_row_of_two_trees(page,
     assert "so are 1 more that are alike, up to layer.1" in page.run("document.getElementById('detail').innerText")
     page.run("document.getElementById('repeats').click()")
     assert shown(page) == ["(root)", "layer.0", "fc", "layer.1", "fc", "layer.3"]
-    trust = page.run("document.getElementById('trust').innerText")
-    assert f"{HOSTILE}: owners known from" in trust.replace("\n", " ")
-    assert "no module 2" in trust
+    trust = page.run("document.getElementById('trust').innerText").split("\n")
+    assert trust[4:] == [f"{HOSTILE}: 2 nodes have no module", *trust[1:4]]
+    assert trust[:4] == [
+        "a.onnx: 2 nodes have no module",
+        f"5 {HOSTILE}",
+        "3 captured at export",
+        "3 recovered by carry",
+    ]
+    titles = page.run("[...document.querySelectorAll('#trust .word')].map((word) => word.title)")
+    assert titles[1] == "the module that ran when the work was captured"
+    assert "its name is that of a node before; carried over: the tensor that it makes was there before" in titles[2]
     assert page.said == []
 
 

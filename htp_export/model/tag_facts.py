@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["TagFacts", "tag_lines"]
+__all__ = ["Evidence", "TagFacts", "evidence_of", "tag_lines"]
 
 _CARRIED = "recovered by carry"
 _EVIDENCE = {
@@ -22,6 +21,41 @@ _EVIDENCE = {
     "inserted": "inserted by a tool",
 }
 """Each word of ``htp.reason`` as it is shown; one that is not here, of a later version, is shown as it is."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Nodes whose owners are known alike.
+
+    Attributes:
+        text: How, in words.
+        nodes: How many.
+        reasons: The words of ``htp.reason`` that this stands for.
+    """
+
+    text: str
+    nodes: int
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.nodes:,} {self.text}"
+
+
+def evidence_of(reasons: Mapping[str, int]) -> tuple[Evidence, ...]:
+    """How the owners of nodes are known, most nodes first.
+
+    Args:
+        reasons: A word of ``htp.reason`` → nodes.
+
+    Examples:
+        >>> ", ".join(map(str, evidence_of({"node": 2, "scope": 4, "tensor": 3})))
+        '5 recovered by carry, 4 captured at export'
+    """
+    alike: dict[str, list[str]] = {}
+    for reason in reasons:
+        alike.setdefault(_EVIDENCE.get(reason, reason), []).append(reason)
+    found = [Evidence(text, sum(reasons[word] for word in words), tuple(words)) for text, words in alike.items()]
+    return tuple(sorted(found, key=lambda each: -each.nodes))
 
 
 @dataclass(frozen=True)
@@ -66,17 +100,29 @@ class TagFacts:
             )
         return ""
 
+    @property
+    def headline(self) -> str:
+        """The same in a few words: whether every node has a module."""
+        if self.source == "none":
+            return "no module tags"
+        if self.source == "torch":
+            return "modules are read from torch's own scopes"
+        if self.untagged:
+            return f"{self.untagged:,} node{' has' if self.untagged == 1 else 's have'} no module"
+        return "every node has a module"
+
+    @property
+    def evidence(self) -> tuple[Evidence, ...]:
+        """How the owners of the nodes are known, most nodes first."""
+        return evidence_of(self.reasons)
+
     def __str__(self) -> str:
         if self.source != "htp":
             return self.advice
-        found = Counter[str]()
-        for reason, count in self.reasons.items():
-            found[_EVIDENCE.get(reason, reason)] += count
-        evidence = ", ".join(f"{count:,} {how}" for how, count in found.most_common())
-        if self.untagged:
-            lacking = f"{self.untagged:,} node{' has' if self.untagged == 1 else 's have'} no module"
-            return f"{lacking}; the others: {evidence}" if evidence else lacking
-        return f"every node has a module: {evidence}" if evidence else "every node has a module"
+        evidence = ", ".join(map(str, self.evidence))
+        if not evidence:
+            return self.headline
+        return f"{self.headline}{'; the others' if self.untagged else ''}: {evidence}"
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, for JSON."""

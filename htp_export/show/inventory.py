@@ -12,7 +12,7 @@ from htp_export.files.model_files import has_external_data
 from htp_export.format import tags
 from htp_export.model.module_facts import ModuleContents, ModuleFacts, contents_of, tied_parameters
 from htp_export.model.tag_facts import TagFacts
-from htp_export.model.tagged import Region, TaggedModel, TagSource
+from htp_export.model.tagged import Region, TaggedModel
 from htp_export.show.node_facts import NodeEntry, NodeReader, TensorEntry
 from htp_export.show.weight_statistics import WeightStatistics, weight_statistics
 
@@ -61,12 +61,9 @@ class Inventory:
 
     Attributes:
         name: What to call it.
-        tags: Where the owners of nodes come from, as in ``TaggedModel.source``.
-        lost: Whether the file was tagged once, and its nodes have lost the tags.
+        tags: What is known about its module tags.
         modules: Module path → module, in the order of ``named_modules()``; the root alone where there are no tags.
         nodes: Every node, those of subgraphs after the node that holds them.
-        reasons: ``htp.reason`` → nodes.
-        untagged: How many nodes belong to no module.
         called: The paths of the modules that ran; the others are no level of their own.
         producer: The program that wrote the file, with its version.
         opsets: Domain → version; the main domain is ``ai.onnx``.
@@ -80,12 +77,9 @@ class Inventory:
     """
 
     name: str
-    tags: TagSource
-    lost: bool
+    tags: TagFacts
     modules: Mapping[str, ModuleEntry]
     nodes: tuple[NodeEntry, ...]
-    reasons: Mapping[str, int]
-    untagged: int
     called: frozenset[str]
     producer: str = ""
     opsets: Mapping[str, int] = field(default_factory=dict)
@@ -96,11 +90,6 @@ class Inventory:
     constants: tuple[TensorEntry, ...] = ()
     statistics: Mapping[str, WeightStatistics] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-    @property
-    def advice(self) -> str:
-        """What to do about tags that are missing or not exact; ``""`` where they are exact."""
-        return TagFacts(self.tags, self.reasons, self.untagged, self.lost).advice
 
 
 def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False) -> Inventory:
@@ -123,7 +112,7 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
         >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "act", "htp.reason": "scope"})
         >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="Net")
         >>> inventory = take_inventory(load(ir.Model(graph, ir_version=10)))
-        >>> inventory.modules["act"].operators, inventory.reasons
+        >>> inventory.modules["act"].operators, inventory.tags.reasons
         ({'Relu': 1}, {'scope': 1})
     """
     reader = NodeReader(tagged)
@@ -146,12 +135,9 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
             modules[path] = replace(modules[path], tied=tied)
     return Inventory(
         name=name or model.graph.name or "model",
-        tags=tagged.source,
-        lost=tagged.tag_facts.lost,
+        tags=tagged.tag_facts,
         modules=modules,
         nodes=nodes,
-        reasons=dict(tagged.reasons.most_common()),
-        untagged=len(tagged.untagged),
         called=tagged.hierarchy.called,
         producer=" ".join(part for part in (model.producer_name, model.producer_version) if part),
         opsets={domain or "ai.onnx": version for domain, version in model.opset_imports.items()},

@@ -15,6 +15,7 @@ from htp_export.exporter.exporting import export
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.module_paths import module_paths
+from htp_export.model.tag_facts import TagFacts
 from htp_export.model.tagged import load
 from htp_export.show.inventory import Inventory, ModuleEntry, take_inventory
 from htp_export.show.node_facts import NodeEntry
@@ -188,12 +189,9 @@ class _Parts:
             reasons[node.reason] = reasons.get(node.reason, 0) + 1
         return Inventory(
             name=type(self._model).__name__,
-            tags="htp",
-            lost=False,
+            tags=TagFacts("htp", reasons),
             modules=modules,
             nodes=tuple(nodes),
-            reasons=reasons,
-            untagged=0,
             called=counted.called | {""},
             notes=(
                 f"This model does not export as a whole. {len(self._done)} of its modules were exported alone, "

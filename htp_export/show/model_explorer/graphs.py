@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from htp_export.format import tags
+from htp_export.model.tag_facts import evidence_of
 from htp_export.show.inventory import Inventory, ModuleEntry
 from htp_export.show.levels import parents
 from htp_export.show.measures import Measure
@@ -167,9 +168,7 @@ def _facts(inventory: Inventory) -> dict[str, str]:
         "parameters": number_text(inventory.modules[""].parameters),
         "weights": bytes_text(inventory.modules[""].weight_bytes),
         "producer": inventory.producer,
-        "owners known by": _counts(inventory.reasons),
-        "nodes of no module": str(inventory.untagged) if inventory.untagged else "",
-        "advice": inventory.advice,
+        "module tags": str(inventory.tags),
     }
     return {key: value for key, value in said.items() if value}
 
@@ -186,7 +185,7 @@ def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, s
         "parameters": number_text(module.parameters) if module.parameters else "",
         "weights": bytes_text(module.weight_bytes) if module.weight_bytes else "",
         "operators": _counts(module.operators),
-        "owners known by": _counts(module.reasons),
+        "owners known from": ", ".join(map(str, evidence_of(module.reasons))),
         "inputs": ", ".join(f"{tensor.name} {tensor.type}" for tensor in module.inputs),
         "outputs": ", ".join(f"{tensor.name} {tensor.type}" for tensor in module.outputs),
         "source": _end(module.source),

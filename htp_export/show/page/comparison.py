@@ -12,10 +12,12 @@ from typing import Any, Protocol
 
 from htp_export.differences.differing import ModelDifference, ModuleState
 from htp_export.format import tags
-from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.model.tag_facts import TagFacts
+from htp_export.model.tagged import ModelSource, load
 from htp_export.show.command_words import in_both
 from htp_export.show.folding import repeats
 from htp_export.show.page.document import document
+from htp_export.show.page.payload import tags_data
 
 __all__ = ["DiffRow", "comparison_page", "difference_page"]
 
@@ -47,7 +49,7 @@ def comparison_page(
     after: str,
     columns: Sequence[str] = ("nodes", "parameters"),
     notes: Sequence[str] = (),
-    files: Sequence[Mapping[str, Any]] = (),
+    files: Sequence[tuple[str, TagFacts]] = (),
 ) -> str:
     """The page.
 
@@ -57,7 +59,7 @@ def comparison_page(
         after: What the second is called.
         columns: The fields that are columns; all are shown of the module that is selected.
         notes: Sentences at the top.
-        files: What each file knows about its tags: ``name``, ``tags``, ``reasons`` and ``untagged``.
+        files: The name of each file, and what it knows about its tags.
 
     Examples:
         >>> from types import SimpleNamespace
@@ -71,7 +73,7 @@ def comparison_page(
         "after": after,
         "columns": list(columns),
         "notes": list(notes),
-        "files": list(files),
+        "files": [{"name": name, **tags_data(facts)} for name, facts in files],
         "repeats": _repeats(drawn),
         "rows": [
             {"path": row.path, "status": row.status, "before": _plain(row.before), "after": _plain(row.after)}
@@ -97,7 +99,7 @@ def difference_page(found: ModelDifference, before: ModelSource, after: ModelSou
     """
     names = [Path(each).name if isinstance(each, str | os.PathLike) else "model" for each in (before, after)]
     opened = [load(each) for each in (before, after)]
-    files = [_tags(name, tagged) for name, tagged in zip(names, opened, strict=True)]
+    files = [(name, tagged.tag_facts) for name, tagged in zip(names, opened, strict=True)]
     notes = [
         f"{name}: {in_both(said)}"
         for name, tagged in zip(names, opened, strict=True)
@@ -107,11 +109,6 @@ def difference_page(found: ModelDifference, before: ModelSource, after: ModelSou
         notes.append("One of the files has no module tags: only the whole is compared.")
     columns = ("nodes", "parameters", "weight_bytes")
     return comparison_page(found.modules.values(), names[0], names[1], columns, notes, files)
-
-
-def _tags(name: str, tagged: TaggedModel) -> dict[str, Any]:
-    reasons = dict(tagged.reasons.most_common())
-    return {"name": name, "tags": tagged.source, "reasons": reasons, "untagged": len(tagged.untagged)}
 
 
 def _repeats(rows: Sequence[DiffRow]) -> list[list[int]]:

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from htp_export.format import tags
+from htp_export.model.tag_facts import Evidence, TagFacts, evidence_of
 from htp_export.show.command_words import in_both
 from htp_export.show.folding import likeness, repeats
 from htp_export.show.inventory import Inventory, ModuleEntry
@@ -15,7 +16,7 @@ from htp_export.show.measures import Measure, spread
 from htp_export.show.node_facts import NodeEntry, TensorEntry
 from htp_export.show.weight_statistics import WeightStatistics
 
-__all__ = ["page_data"]
+__all__ = ["page_data", "tags_data"]
 
 
 def page_data(inventory: Inventory, measures: Sequence[Measure], missing_graph: str = "") -> dict[str, Any]:
@@ -34,10 +35,8 @@ def page_data(inventory: Inventory, measures: Sequence[Measure], missing_graph: 
     return {
         "name": inventory.name,
         "facts": _facts(inventory),
-        "tags": inventory.tags,
-        "reasons": dict(inventory.reasons),
-        "untagged": inventory.untagged,
-        "advice": [in_both(text) for text in (inventory.advice, *inventory.notes) if text],
+        "tags": tags_data(inventory.tags),
+        "advice": [in_both(text) for text in (inventory.tags.advice, *inventory.notes) if text],
         "failures": _failures(inventory),
         "inputs": _tensors(inventory.inputs),
         "outputs": _tensors(inventory.outputs),
@@ -53,6 +52,20 @@ def page_data(inventory: Inventory, measures: Sequence[Measure], missing_graph: 
         "measures": [_measure(measure, list(above), inventory) for measure in measures],
         "missing_graph": in_both(missing_graph),
     }
+
+
+def tags_data(facts: TagFacts) -> dict[str, Any]:
+    """What a page says of the module tags of a file, in the words of the command line."""
+    return {
+        "source": facts.source,
+        "headline": facts.headline,
+        "untagged": facts.untagged,
+        "evidence": _evidence(facts.evidence),
+    }
+
+
+def _evidence(found: Sequence[Evidence]) -> list[tuple[str, int, tuple[str, ...]]]:
+    return [(each.text, each.nodes, each.reasons) for each in found]
 
 
 def _repeats(above: Mapping[str, str | None], inventory: Inventory, measures: Sequence[Measure]) -> list[list[str]]:
@@ -117,7 +130,7 @@ def _module(module: ModuleEntry, parent: int | None) -> dict[str, Any]:
         "parameters": module.parameters,
         "bytes": module.weight_bytes,
         "operators": dict(module.operators),
-        "reasons": dict(module.reasons),
+        "evidence": _evidence(evidence_of(module.reasons)),
         "weights": _tensors(module.weights),
         "inputs": _tensors(module.inputs),
         "outputs": _tensors(module.outputs),

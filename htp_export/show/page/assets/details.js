@@ -63,8 +63,8 @@
     ]).flat());
   }
 
-  function reasons(counts) {
-    return htp.make("dl", {}, ...Object.entries(counts).flatMap(([word, count]) => pair(`${word} · ${count}`, htp.REASONS[word]?.[0] ?? "")));
+  function evidence(found) {
+    return htp.make("dl", {}, ...found.flatMap(([text, count, words]) => pair(`${count.toLocaleString("en")} ${text}`, explained(words)[0])));
   }
 
   function inGraph(item) {
@@ -103,7 +103,7 @@
     const measures = htp.columns.map((column) => [column, column.of(module)]).filter(([, value]) => value !== null);
     const lesser = measures.filter(([column, value]) => !column.main && column.key !== "weight_bytes" && value !== 0);
     const tiles = measures.filter(([column]) => column.main || column.key === "weight_bytes");
-    const several = Object.entries(module.reasons).some(([word]) => word !== "scope");
+    const several = module.evidence.some(([, , words]) => words.some((word) => word !== "scope"));
     const many = module.own.filter((node) => node.owners.length > 1);
     return [
       dotted("h2", "path", module.path || "(root)"),
@@ -126,7 +126,7 @@
       ...(module.outputs.length ? section("Outputs", ...some(module.outputs, (each) => tensor(each))) : []),
       ...(module.weights.length ? section("Weights that it reads itself", ...some(module.weights, (each) => tensor(each, null, module))) : []),
       ...(many.length ? section("Nodes with several owners", ...some(many, (node) => htp.make("div", { className: "tensor" }, link(node, `${node.op} ${node.name}`), htp.make("span", { className: "type", textContent: node.owners.map((path) => path || "(root)").join(", ") })))) : []),
-      ...(several ? section("How the owners are known", reasons(module.reasons)) : []),
+      ...(several ? section("How the owners are known", evidence(module.evidence)) : []),
     ];
   }
 

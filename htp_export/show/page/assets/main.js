@@ -19,7 +19,7 @@
   if (more.length) byId("ends").append(htp.make("details", {}, htp.make("summary", { textContent: `and ${more.length} more inputs and outputs` }), ...more));
 
   byId("trust").append(
-    tagsLine(htp.make, "", data),
+    tagsLine(htp.make, "", data.tags),
     ...data.advice.map((text) => htp.make("div", { className: "advice", textContent: text })),
     ...data.failures.map((text) => htp.make("div", { className: "advice failure", textContent: text })));
   const KEYS = {

@@ -68,7 +68,7 @@ htp.REASONS = REASONS;
   }
   htp.root = htp.modules[0];
   htp.byPath = new Map(htp.modules.map((module) => [module.path, module]));
-  htp.loose = htp.nodes.filter((node) => !node.owners.length && htp.data.tags !== "none");
+  htp.loose = htp.nodes.filter((node) => !node.owners.length && htp.data.tags.source !== "none");
   // The modules that read a weight themselves; where there are several, it is tied, or was merged with an equal one.
   htp.readersOf = new Map();
   for (const module of htp.modules) for (const [name] of module.weights) htp.readersOf.set(name, [...(htp.readersOf.get(name) ?? []), module]);

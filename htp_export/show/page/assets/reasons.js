@@ -16,15 +16,20 @@ const REASONS = {
   inserted: ["a tool put it there, and it serves these modules", "#5f9ea0"],
 };
 
-// A line on what a file knows about its tags: how many nodes by each word.
-function tagsLine(make, title, { tags, reasons, untagged }) {
-  const how = { htp: "owners known from", torch: "owners from torch's own scopes", none: "no module tags" }[tags];
-  const parts = Object.entries(reasons).map(([word, count]) => [word, count, ...(REASONS[word] ?? ["", "#7b8794"])]);
-  if (untagged && tags !== "none") parts.push(["no module", untagged, "nodes that belong to no module", "#c02637"]);
-  const whole = parts.reduce((sum, [, count]) => sum + count, 0) || 1;
+// How owners are known, at length, and the colour: of the words of `htp.reason` that one piece of evidence stands for.
+function explained(words) {
+  return [words.map((word) => REASONS[word]?.[0]).filter(Boolean).join("; "), REASONS[words[0]]?.[1] ?? "#7b8794"];
+}
+
+// A line on the module tags of a file: a sentence, and how the owners of how many nodes are known.
+function tagsLine(make, title, { source, headline, untagged, evidence }) {
+  const parts = evidence.map(([text, count, words]) => [`${count.toLocaleString("en")} ${text}`, count, ...explained(words)]);
+  const bar = untagged && source !== "none" ? [...parts, [headline, untagged, "", "#c02637"]] : parts;
+  const whole = bar.reduce((sum, [, count]) => sum + count, 0) || 1;
   const coloured = (element, colour, width = "") => Object.assign(element.style, { background: colour, width }) && element;
-  const line = make("div", { className: "tags" }, make("span", { textContent: title ? `${title}: ${how}` : how[0].toUpperCase() + how.slice(1) }));
-  if (parts.length) line.append(make("div", { className: "stack" }, ...parts.map(([, count, , colour]) => coloured(make("i"), colour, `${(100 * count) / whole}%`))));
-  line.append(...parts.map(([word, count, meaning, colour]) => make("span", { className: "word", title: meaning }, coloured(make("i", { className: "dot" }), colour), `${word} ${count.toLocaleString("en")}`)));
+  const said = title ? `${title}: ${headline}` : headline[0].toUpperCase() + headline.slice(1);
+  const line = make("div", { className: "tags" }, make("span", { textContent: said }));
+  if (bar.length) line.append(make("div", { className: "stack" }, ...bar.map(([text, count, , colour]) => coloured(make("i", { title: text }), colour, `${(100 * count) / whole}%`))));
+  line.append(...parts.map(([text, , meaning, colour]) => make("span", { className: "word", title: meaning }, coloured(make("i", { className: "dot" }), colour), text)));
   return line;
 }
