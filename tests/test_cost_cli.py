@@ -16,8 +16,8 @@ from rich.console import Console
 import htp_export
 from htp_export.cli.main import main
 from htp_export.costs.module_tree import Measured, ModuleRow, ModuleTree, tree_rows
+from htp_export.model.columns import si
 from htp_export.model.tagged import load
-from htp_export.show.module_table import si
 from htp_export.show.tree import render
 from tests.handmade import encoder
 
@@ -174,9 +174,9 @@ def test_times_and_errors_of_other_commands_are_columns(
     given = ["--profile", f"{tmp_path}/profile.json", "--verify", f"{tmp_path}/verify.json"]
     assert main(["tree", str(file), "--depth", "1", "--columns", "time,own_time,error,status", *given]) == 0
     assert lines(capsys) == [
-        "module           ms   own ms     error   status",
-        "(root)        3.000    0.500       nan   inherits",
-        "├── layer.0   2.000    1.000   2.5e-01   differs",
+        "module        time ms   own time ms     error   status",
+        "(root)          3.000         0.500       nan   inherits",
+        "├── layer.0     2.000         1.000   2.5e-01   differs",
         "├── layer.1",
         "└── dropout",
         KNOWN,
@@ -227,7 +227,7 @@ def test_a_layer_that_is_wrong_is_not_folded_with_those_that_are_right() -> None
 def test_a_narrow_terminal_shows_what_matters_most_and_says_what_it_left_out() -> None:
     tree = ModuleTree((row("", time_ms=1.0), row("a_module_with_a_name_that_is_far_too_long", time_ms=1.0)))
     assert max(map(len, drawn(tree, 40))) <= 40
-    assert drawn(tree, 40)[0].split() == ["module", "ms"]
+    assert drawn(tree, 40)[0].split() == ["module", "time", "ms"]
     text = " ".join(drawn(tree, 40))
     assert "too narrow for:" in text
     assert "…" in text

@@ -235,7 +235,7 @@ def test_the_command(tmp_path, capsys):
     assert main(["diff", *paths, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["counts"] == {"same": 6, "changed": 3}
     assert main(["diff", paths[0], paths[0], "--only-changed"]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "no difference"
+    assert capsys.readouterr().out.splitlines()[0] == "no difference in 9 modules"
 
 
 def test_a_file_that_is_not_there(tmp_path, capsys):

@@ -380,6 +380,7 @@ def test_prints_as_a_table_and_is_plain_data():
     assert str(found).splitlines() == [
         "found  nodes  what      fixed by                not fixed",
         "    1      1  Identity  eliminate_identity_ops",
+        "1 finding in 2 nodes, 1 of which a pass changes",
         "every node has a module",
     ]
     assert json.loads(json.dumps(found.to_dict()))["findings"][0]["fixed_by"] == "eliminate_identity_ops"

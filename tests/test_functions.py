@@ -407,7 +407,7 @@ def test_result_says_what_was_left_flat_and_why():
         "outputs": 1,
     }
     assert str(nested).splitlines()[0].split() == ["function", "calls", "nodes", "inputs", "outputs", "first", "module"]
-    assert str(nested).splitlines()[-1] == "left flat: 3 of 7 modules"
+    assert str(nested).splitlines()[-1] == "4 functions of 4 modules; left flat: 3 of 7 modules"
 
 
 def test_module_whose_nodes_are_all_shared_is_flat(shared_files):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+import htp_export
 from htp_export.costs.module_tree import ModuleRow, ModuleTree, tree_rows
 from htp_export.errors import InputError, SelectorError
+from htp_export.model.columns import csv_text
 from htp_export.model.tag_facts import TagFacts
 from htp_export.model.tagged import load
 from htp_export.show.tree import render
@@ -58,6 +61,7 @@ def test_the_tree_prints_as_a_table_and_is_plain_data() -> None:
         "module   class    calls  fate      nodes  own nodes  parameters",
         "(root)   Net          1  computed      7          1          32",
         "dropout  Dropout      1  identity      0          0           0",
+        "2 modules, 7 nodes, 32 parameters",
         "every node has a module: 6 captured at export, 1 shared by several modules",
     ]
     assert tree.to_dict() == {
@@ -141,3 +145,17 @@ def test_fates_are_drawn_where_a_module_is_not_computed_and_untagged_nodes_are_s
 def test_a_module_that_never_ran_keeps_its_line_above_what_it_holds() -> None:
     tree = ModuleTree((row(""), row("unused", calls=0, nodes=0), row("unused.fc", calls=0, nodes=0)))
     assert [line.split("   Block")[0].rstrip() for line in drawn(tree)[2:]] == ["└── unused", "    └── fc"]
+
+
+@pytest.mark.parametrize("result", [htp_export.cost(encoder()), tree_rows(load(encoder()))], ids=["cost", "tree"])
+def test_json_csv_and_data_frames_have_the_same_columns(result: Any) -> None:
+    heads = csv_text(result.columns, result.listed).splitlines()[0].split(",")
+    numbers = {
+        name
+        for row in result.to_dict()["modules"].values()
+        for name, value in row.items()
+        if isinstance(value, str | int | float)
+    }
+    assert numbers <= set(heads)
+    assert set(result.to_pandas().columns) <= set(heads)
+    assert {"class_name", "nodes", "parameters"} <= numbers

@@ -9,7 +9,9 @@ import typer
 from htp_export.cli.file_options import DepthOption, FeedDimsOption, FeedOption, FileArgument, JsonOption, SelectOption
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps, print_json, print_text, show, split_names
-from htp_export.show.costs import COST_COLUMNS, FUSED, cost_csv, nodes_csv, render_cost
+from htp_export.costs.columns import COST_COLUMNS, FUSED
+from htp_export.model.columns import names_of
+from htp_export.show.costs import cost_csv, nodes_csv, render_cost
 
 __all__ = ["cost_command"]
 
@@ -21,7 +23,9 @@ def cost_command(
     depth: DepthOption = None,
     select: SelectOption = None,
     sort: Annotated[str | None, typer.Option(help="A column: a list, the largest first.", show_default=False)] = None,
-    columns: Annotated[list[str] | None, typer.Option(help=f"By comma, of {', '.join(COST_COLUMNS)}.")] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option(help=f"By comma, of {', '.join(names_of(COST_COLUMNS))}.")
+    ] = None,
     fused: Annotated[bool, typer.Option("--fused", help="What fusing each module would save: an estimate.")] = False,
     nodes: Annotated[bool, typer.Option("--nodes", help="With --csv, a line for each node.")] = False,
     as_json: JsonOption = False,

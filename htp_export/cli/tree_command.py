@@ -12,8 +12,10 @@ from htp_export.cli.file_options import DepthOption, FeedDimsOption, FeedOption,
 from htp_export.cli.measurements import read_measured
 from htp_export.cli.sizes import Sizes, read_sizes
 from htp_export.cli.terminal import print_json, print_text, show, split_names
+from htp_export.costs.columns import TREE_COLUMNS
 from htp_export.errors import InputError
-from htp_export.show.tree import COLUMNS, render, tree_csv
+from htp_export.model.columns import names_of
+from htp_export.show.tree import render, tree_csv
 
 if TYPE_CHECKING:
     from htp_export.costs.result import Cost
@@ -27,7 +29,9 @@ def tree_command(
     depth: DepthOption = None,
     select: SelectOption = None,
     sort: Annotated[str | None, typer.Option(help="A column: a list, the largest first.", show_default=False)] = None,
-    columns: Annotated[list[str] | None, typer.Option(help=f"By comma, of {', '.join(COLUMNS)}.")] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option(help=f"By comma, of {', '.join(names_of(TREE_COLUMNS))}.")
+    ] = None,
     inputs: FeedOption = None,
     dims: FeedDimsOption = None,
     profile: Annotated[Path | None, typer.Option(help="Times: what profile --json wrote.")] = None,

@@ -77,7 +77,7 @@ def cost(
         shared=contents.shared,
         dims=dict(bindings.sizes),
         from_pytorch=contents.from_pytorch,
-        notes=_notes(tagged, run, contents.from_pytorch),
+        limits=_limits(tagged, run, contents.from_pytorch),
         tags=tagged.tag_facts,
         assumed=bindings.notes,
     )
@@ -193,7 +193,7 @@ def _peak(run: Run, timeline: Timeline) -> Peak:
     return Peak(timeline.peak, step.node.name or step.node.op_type, step.owners, live)
 
 
-def _notes(tagged: TaggedModel, run: Run, from_pytorch: bool) -> tuple[str, ...]:
+def _limits(tagged: TaggedModel, run: Run, from_pytorch: bool) -> tuple[str, ...]:
     notes = []
     if tagged.source == "none":
         notes.append("only the whole is known")

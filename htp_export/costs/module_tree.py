@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from htp_export.costs.columns import TREE_COLUMNS
 from htp_export.costs.result import Cost
 from htp_export.errors import InputError
 from htp_export.format import tags
+from htp_export.model.columns import Column, chosen, record
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tables import ModuleTable
-from htp_export.model.tag_facts import TagFacts, tag_lines
+from htp_export.model.tag_facts import TagFacts
 from htp_export.model.tagged import TaggedModel
 
 __all__ = ["Measured", "ModuleRow", "ModuleTree", "tree_rows", "visible"]
@@ -43,8 +45,7 @@ class ModuleRow(ModuleFacts):
         return self.self_nodes
 
 
-_MEASURED = ("flops", "time_ms", "own_time_ms", "error", "status")
-_LISTED = ("class_name", "calls", "fate", "nodes", "own_nodes", "parameters", *_MEASURED)
+_DRAWN = ("class_name", "calls", "fate", "nodes", "own_nodes", "parameters")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class ModuleTree(ModuleTable):
         tags: What the model knows about its module tags.
         notes: What to know about the rows.
     """
+
+    columns = TREE_COLUMNS
 
     rows: tuple[ModuleRow, ...]
     tags: TagFacts | None = None
@@ -69,7 +72,7 @@ class ModuleTree(ModuleTable):
             3
         """
         modules = {
-            row.path: {key: _plain(value) for key in _LISTED if (value := getattr(row, key)) is not None}
+            row.path: {key: _plain(value) for key, value in record(self.columns, row).items() if value is not None}
             for row in self.rows
         }
         return {
@@ -78,16 +81,22 @@ class ModuleTree(ModuleTable):
             **({"notes": list(self.notes)} if self.notes else {}),
         }
 
-    def __str__(self) -> str:
-        header = ("module", "class", "calls", "fate", "nodes", "own nodes", "parameters")
-        body = [
-            (r.path or "(root)", r.simple_class, r.calls, r.fate, r.nodes, r.own_nodes, f"{r.parameters:,}")
-            for r in self.rows
-        ]
-        widths = [max(len(str(cell)) for cell in column) for column in zip(header, *body, strict=True)]
-        layout = "{:<%d}  {:<%d}  {:>%d}  {:<%d}  {:>%d}  {:>%d}  {:>%d}" % tuple(widths)  # noqa: UP031 - braces stay
-        lines = (layout.format(*cells) for cells in (header, *body))
-        return "\n".join((*lines, *tag_lines(self.tags)))
+    @property
+    def drawn(self) -> Sequence[Column[ModuleRow]]:
+        """The columns of the table as text."""
+        return chosen(self.columns, _DRAWN)
+
+    @property
+    def by_module(self) -> Mapping[str, ModuleRow]:
+        """Module path → its row."""
+        return {row.path: row for row in self.rows}
+
+    @property
+    def summary(self) -> str:
+        """How much the whole is, where its row is among them."""
+        whole = self.by_module.get("")
+        size = f", {whole.nodes:,} nodes, {whole.parameters:,} parameters" if whole is not None else ""
+        return f"{len(self.rows):,} modules{size}"
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from htp_export.costs.columns import COST_COLUMNS
+from htp_export.model.columns import Column, chosen, record
 from htp_export.model.module_facts import ModuleFacts
 from htp_export.model.tables import ModuleTable
-from htp_export.model.tag_facts import TagFacts, tag_lines
+from htp_export.model.tag_facts import TagFacts
 
 __all__ = ["Cost", "ModuleCost", "NodeCost", "Peak"]
 
-_NOT_LISTED = ("path", "fused_with", "torch_name", "shared_bytes_by_dtype")
+_DRAWN = ("class_name", "nodes", "parameters", "weight_bytes", "flops", "other_flops", "peak_bytes")
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,11 @@ class ModuleCost(ModuleFacts):
         """Arithmetic intensity: all operations for each byte that is moved."""
         return (self.flops + self.other_flops) / self.traffic_bytes if self.traffic_bytes else 0.0
 
+    @property
+    def saved_traffic_bytes(self) -> int:
+        """How much less it would read and write if its intermediates stayed on chip."""
+        return self.traffic_bytes - self.fused_traffic_bytes
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -123,10 +130,12 @@ class Cost(ModuleTable):
         shared: Name of each parameter that belongs to several modules → these modules.
         dims: Name of an open size → the size that was used.
         from_pytorch: Whether ``parameters`` are those that PyTorch had; else they are the weights in the file.
-        notes: What to know about these numbers.
+        limits: What these numbers leave out, a line each.
         tags: What the model knows about its module tags.
         assumed: Open dimensions for which no size was given, and the size that was taken, a line each.
     """
+
+    columns = COST_COLUMNS
 
     modules: Mapping[str, ModuleCost]
     nodes: tuple[NodeCost, ...]
@@ -135,7 +144,7 @@ class Cost(ModuleTable):
     shared: Mapping[str, tuple[str, ...]]
     dims: Mapping[str, int]
     from_pytorch: bool
-    notes: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
     tags: TagFacts | None = None
     assumed: tuple[str, ...] = ()
 
@@ -149,44 +158,39 @@ class Cost(ModuleTable):
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data, for JSON."""
-        modules = {}
-        for path, module in self.modules.items():
-            modules[path] = {key: value for key, value in asdict(module).items() if key not in _NOT_LISTED}
-            modules[path] |= {"shared_weight_bytes": module.shared_weight_bytes, "intensity": module.intensity}
+        modules = {
+            path: {
+                **record(self.columns, module),
+                "weight_bytes_by_dtype": dict(module.weight_bytes_by_dtype),
+                "uncounted": dict(module.uncounted),
+            }
+            for path, module in self.modules.items()
+        }
         plain = replace(self, modules={}, nodes=tuple(replace(node, modules=frozenset()) for node in self.nodes))
-        data = {**asdict(plain), "modules": modules}
+        data = {**asdict(plain), "modules": modules, "notes": list(self.notes)}
+        del data["limits"]
         for node in data["nodes"]:
             del node["modules"]  # the totals of modules say it
         return data
 
-    def __str__(self) -> str:
-        header = ("module", "class", "nodes", "parameters", "weight bytes", "flops", "other flops", "peak bytes")
-        body = [
-            (
-                m.path or "(root)",
-                m.simple_class,
-                *(f"{n:,}" for n in (m.nodes, m.parameters, m.weight_bytes, m.flops, m.other_flops, m.peak_bytes)),
-            )
-            for m in self.modules.values()
-        ]
-        widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if position < 2 else cell.rjust(width)
-                for position, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in (header, *body)
-        ]
-        return "\n".join((*lines, *self.summary))
+    @property
+    def drawn(self) -> Sequence[Column[ModuleCost]]:
+        """The columns of the table as text."""
+        return chosen(self.columns, _DRAWN)
 
     @property
-    def summary(self) -> tuple[str, ...]:
-        """What is not by module, in words, a line each."""
+    def summary(self) -> str:
+        """The operations of the whole."""
         whole = self.modules[""]
-        lines = [
+        return (
             f"{whole.flops:,} FLOPs (2 for each multiply-add of matrix products), "
-            f"{whole.other_flops:,} other operations",
-        ]
+            f"{whole.other_flops:,} other operations"
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What else is to be known of the whole, in words, a line each."""
+        lines = []
         if self.peak.node:
             on_top = ", ".join(path or "(root)" for path in self.peak.modules) or "no module"
             lines.append(f"{self.peak.bytes:,} bytes of activations at the peak, at {self.peak.node!r} of {on_top}")
@@ -200,4 +204,4 @@ class Cost(ModuleTable):
             lines.append(f"{how}, and counted once in modules that hold several of these: {listed}{more}")
         if len(self.dims) > len(self.assumed):
             lines.append("with " + ", ".join(f"{name} = {size}" for name, size in self.dims.items()))
-        return (*lines, *self.assumed, *self.notes, *tag_lines(self.tags))
+        return (*lines, *self.assumed, *self.limits)

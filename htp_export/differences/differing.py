@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from htp_export.differences.alignment import aligned
 from htp_export.format import tags
+from htp_export.model.columns import MODULE, Column, text_table
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
@@ -20,7 +21,7 @@ from htp_export.model.structures import Structure, structures
 from htp_export.model.tag_facts import TagFacts, tag_lines
 from htp_export.model.tagged import ModelSource, TaggedModel
 
-__all__ = ["STATUSES", "ModelDifference", "ModuleDifference", "ModuleState", "diff"]
+__all__ = ["DIFFERENCE_COLUMNS", "STATUSES", "ModelDifference", "ModuleDifference", "ModuleState", "byte_lines", "diff"]
 
 STATUSES = ("same", "changed", "moved", "added", "removed")
 """What can have become of a module; ``moved`` is the same under another path."""
@@ -200,20 +201,64 @@ class ModelDifference:
             "modules": {path: module.to_dict() for path, module in self.modules.items()},
         }
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """How many modules differ, and how."""
         if self.same:
-            return "\n".join((f"no difference in {len(self.modules)} modules", *tag_lines(*self.tags)))
-        lines = [("module", "status", "nodes", "parameters", "operators")]
-        for module in self.topmost():
-            operators = ", ".join(f"{count:+d} {op}" for op, count in list(module.operators.items())[:4])
-            status = (
-                module.status if module.moved_from is None else f"{module.status}, was {module.moved_from or '(root)'}"
-            )
-            nodes, parameters = (" → ".join(map(str, pair)) for pair in (module.nodes, module.parameters))
-            lines.append((module.path or "(root)", status, nodes, parameters, operators))
-        widths = [max(len(line[column]) for line in lines) for column in range(4)]
-        layout = "{:<%d}  {:<%d}  {:>%d}  {:>%d}  {}" % tuple(widths)  # noqa: UP031 - braces stay
-        return "\n".join((*(layout.format(*line).rstrip() for line in lines), *tag_lines(*self.tags)))
+            return f"no difference in {len(self.modules)} modules"
+        return f"modules: {', '.join(f'{count} {status}' for status, count in self.counts.items())}"
+
+    def __str__(self) -> str:
+        table = [] if self.same else text_table([MODULE, *DIFFERENCE_COLUMNS], self.topmost())
+        return "\n".join((*table, self.summary, *tag_lines(*self.tags)))
+
+
+_MOST_OPERATORS = 5
+_STYLES = {"same": "dim", "changed": "yellow", "moved": "cyan", "added": "green", "removed": "red"}
+
+
+def byte_lines(module: ModuleDifference) -> Iterator[str]:
+    """A line for each element type that changed, and for the one that most is of."""
+    sizes, shared = module.weight_bytes, module.shared_bytes
+    most = max(sizes, key=lambda dtype: max(sizes[dtype]), default="")
+    for dtype, (before, after) in sizes.items():
+        if before != after:
+            first, second = (_with_shared(*side) for side in zip(sizes[dtype], shared[dtype], strict=True))
+            yield f"{dtype} {first} → {second}"
+        elif dtype == most:
+            yield f"{dtype} {before:,}"
+
+
+def _with_shared(total: int, shared: int) -> str:
+    """Bytes that are the module's alone, and those that it shares with other modules."""
+    parts = [f"{total - shared:,}"] if total > shared or not shared else []
+    return " + ".join([*parts, f"{shared:,} shared"] if shared else parts)
+
+
+def _operators(changes: Mapping[str, int]) -> str:
+    listed = [f"{count:+d} {op}" for op, count in changes.items()]
+    more = len(listed) - _MOST_OPERATORS
+    return ", ".join(listed[:_MOST_OPERATORS]) + (f", {more} more" if more > 0 else "")
+
+
+def _pair(sizes: tuple[int, int]) -> str:
+    before, after = sizes
+    return f"{before:,}" if before == after else f"{before:,} → {after:,}"
+
+
+def _status(module: ModuleDifference) -> str:
+    return module.status if module.moved_from is None else f"{module.status}, was {module.moved_from or '(root)'}"
+
+
+DIFFERENCE_COLUMNS: tuple[Column[ModuleDifference], ...] = (
+    Column("class", "class", lambda module: module.simple_class, style="cyan", right=False),
+    Column("status", "status", _status, style=lambda module: _STYLES[module.status], right=False),
+    Column("nodes", "nodes", text=_pair),
+    Column("parameters", "parameters", text=_pair),
+    Column("weight_bytes", "bytes", lambda module: "; ".join(byte_lines(module)), right=False),
+    Column("operators", "operators", text=_operators, style="dim", right=False),
+)
+"""What is said of each module."""
 
 
 @names_model_faults("a", "b")

@@ -11,9 +11,10 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.format import tags
+from htp_export.model.columns import Column, text_table
 from htp_export.model.tag_facts import TagFacts, tag_lines
 
-__all__ = ["KINDS", "Finding", "Forensics", "Kind", "Match", "node_name"]
+__all__ = ["KINDS", "KIND_COLUMNS", "Finding", "Forensics", "Kind", "Match", "node_name"]
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,19 @@ class Forensics:
         """The findings of one kind."""
         return tuple(finding for finding in self.findings if finding.kind == kind)
 
-    def summary(self) -> list[KindSummary]:
+    @property
+    def by_kind(self) -> list[KindSummary]:
         """A line for each kind that was found."""
         return [_summed(kind, self.of(kind)) for kind in self.kinds]
+
+    @property
+    def summary(self) -> str:
+        """How much was found."""
+        if not self.findings:
+            return f"nothing found in {self.nodes} nodes"
+        fixed = sum(finding.fixed_by is not None for finding in self.findings)
+        count = "1 finding" if len(self.findings) == 1 else f"{len(self.findings)} findings"
+        return f"{count} in {self.nodes} nodes, {fixed} of which a pass changes"
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data."""
@@ -162,13 +173,8 @@ class Forensics:
         }
 
     def __str__(self) -> str:
-        if not self.findings:
-            return f"nothing found in {self.nodes} nodes"
-        lines = [("found", "nodes", "what", "fixed by", "not fixed")]
-        lines += [(str(row.count), str(row.nodes), row.title, row.fix or "-", row.not_fixed) for row in self.summary()]
-        widths = [max(len(line[column]) for line in lines) for column in range(4)]
-        layout = "{:>%d}  {:>%d}  {:<%d}  {:<%d}  {}" % tuple(widths)  # noqa: UP031 - braces stay
-        return "\n".join((*(layout.format(*line).rstrip() for line in lines), *tag_lines(self.tags)))
+        table = text_table(KIND_COLUMNS, self.by_kind) if self.findings else []
+        return "\n".join((*table, self.summary, *tag_lines(self.tags)))
 
 
 @dataclass(frozen=True)
@@ -208,6 +214,16 @@ class KindSummary:
         if len(self.reasons) == 1 and not self.fixed:
             return next(iter(self.reasons))
         return "; ".join(f"{count}: {why}" for why, count in self.reasons.items())
+
+
+KIND_COLUMNS: tuple[Column[KindSummary], ...] = (
+    Column("count", "found"),
+    Column("nodes", "nodes"),
+    Column("title", "what", right=False),
+    Column("fix", "fixed by", right=False),
+    Column("not_fixed", "not fixed", style="yellow", right=False),
+)
+"""What is known of all findings of a kind."""
 
 
 def _summed(kind: str, findings: tuple[Finding, ...]) -> KindSummary:

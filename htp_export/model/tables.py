@@ -1,13 +1,15 @@
-"""Results by module as tables: for notebooks, and for pandas where that is there."""
+"""Results by module as tables: as text, for notebooks, and for pandas where that is there."""
 
 from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from htp_export.errors import InputError
+from htp_export.model.columns import MODULE, Column, names_of, record, text_table
+from htp_export.model.tag_facts import TagFacts, tag_lines
 
 __all__ = ["ModuleTable", "html_table", "html_tree"]
 
@@ -21,21 +23,49 @@ _TREE = f"font-family:monospace;line-height:1.6;text-align:left;{_SCROLLED}"
 
 
 class ModuleTable:
-    """A result with numbers by module; what it takes is ``to_dict()["modules"]``, module path → plain data.
+    """A result with numbers by module.
 
     Attributes:
+        columns: All that is known of a module, in the order of JSON, CSV and data frames.
         in_notebook: Draws a result as HTML as its command draws it. What draws stands above what is drawn: the face of
             the package puts it here.
     """
 
+    columns: ClassVar[Sequence[Column[Any]]] = ()
     in_notebook: ClassVar[Callable[[Any], str | None] | None] = None
+
+    @property
+    def by_module(self) -> Mapping[str, Any]:
+        """Module path → its row."""
+        found: Mapping[str, Any] = vars(self)["modules"]
+        return found
+
+    @property
+    def summary(self) -> str:
+        """What a person needs, in one line."""
+        raise NotImplementedError
+
+    @property
+    def drawn(self) -> Sequence[Column[Any]]:
+        """The columns of the table as text, after the module's path."""
+        return self.columns
+
+    @property
+    def listed(self) -> Sequence[Any]:
+        """The modules that have a line in the table as text."""
+        return list(self.by_module.values())
+
+    def tag_lines(self) -> tuple[str, ...]:
+        """What is known about tags, in words, a line each."""
+        facts: TagFacts | Sequence[TagFacts] | None = getattr(self, "tags", None)
+        return tag_lines(*([facts] if facts is None or isinstance(facts, TagFacts) else facts))
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data."""
         raise NotImplementedError
 
     def to_pandas(self) -> Any:
-        """The modules as a ``pandas.DataFrame``: a row for each, a column for each number or word.
+        """The modules as a ``pandas.DataFrame``: a row for each, and each of `columns` in which one has a value.
 
         Raises:
             InputError: If pandas is not installed.
@@ -44,29 +74,20 @@ class ModuleTable:
             import pandas
         except ImportError as error:
             raise InputError("to_pandas needs pandas; install it with: pip install pandas") from error
-        rows = self._rows()
-        return pandas.DataFrame(list(rows.values()), index=pandas.Index(list(rows), name="module"))
+        records = {path: record(self.columns, row) for path, row in self.by_module.items()}
+        known = {name for row in records.values() for name, value in row.items() if value is not None}
+        names = [name for name in names_of(self.columns) if name in known]
+        return pandas.DataFrame(list(records.values()), index=pandas.Index(list(records), name="module"), columns=names)
 
-    def _rows(self) -> dict[str, dict[str, Any]]:
-        """The modules, with what has no parts."""
-        modules = self.to_dict()["modules"]
-        return {
-            path: {
-                name: value for name, value in module.items() if value is None or isinstance(value, str | int | float)
-            }
-            for path, module in modules.items()
-        }
+    def __str__(self) -> str:
+        table = text_table([MODULE, *self.drawn], self.listed)
+        return "\n".join((*table, self.summary, *getattr(self, "notes", ()), *self.tag_lines()))
 
     def _repr_html_(self) -> str:
-        """The table of the command line, for notebooks; all numbers where there is none."""
+        """The table of the command line, for notebooks; the table as text where there is none."""
         draw = type(self).in_notebook
         drawn = draw(self) if draw is not None else None
-        if drawn is not None:
-            return drawn
-        rows = self._rows()
-        names = list(dict.fromkeys(name for row in rows.values() for name in row))
-        lines = [[path or "(root)", *(_text(row.get(name)) for name in names)] for path, row in rows.items()]
-        return html_table(["module", *names], lines)
+        return f'<div style="{_STYLE}">{html.escape(str(self))}</div>' if drawn is None else drawn
 
 
 def html_table(header: Sequence[str], lines: Iterable[Sequence[str]], notes: Iterable[str] = ()) -> str:
@@ -131,11 +152,3 @@ def html_tree(lines: Iterable[tuple[int, str, str, str]], notes: Iterable[str] =
 
 def _cell(kind: str, text: str, right: bool) -> str:
     return f'<{kind} style="text-align:{"right" if right else "left"};{_STYLE}">{html.escape(text)}</{kind}>'
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(value)
-    return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -11,10 +11,11 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.format import tags
+from htp_export.model.columns import Column, text_table
 from htp_export.model.tag_facts import TagFacts, tag_lines
 from htp_export.model.tagged import load
 
-__all__ = ["Change", "Optimized", "OptimizedModels", "PassReport"]
+__all__ = ["PASS_COLUMNS", "Change", "Optimized", "OptimizedModels", "PassReport"]
 
 
 @dataclass(frozen=True)
@@ -164,15 +165,25 @@ class Optimized:
             ],
         }
 
+    @property
+    def summary(self) -> str:
+        """How many nodes there were and are, and how far the outputs moved where that was measured."""
+        text = f"{self.nodes_before} nodes before, {self.nodes_after} after"
+        return text if self.max_abs is None else f"{text}; outputs differ by {self.max_abs:.3g} at most"
+
     def __str__(self) -> str:
-        lines = [f"{'pass':34} {'removed':>8} {'changed':>8} {'added':>6} {'bytes saved':>12}"]
-        for report in self.passes:
-            change = report.change
-            note = f"  rolled back: {report.rolled_back}" if report.rolled_back else ""
-            numbers = f"{change.removed:>8} {change.changed:>8} {change.added:>6} {change.saved_bytes:>12}"
-            lines.append(f"{report.name:34} {numbers}{note}")
-        lines.append(f"{self.nodes_before} nodes before, {self.nodes_after} after")
-        return "\n".join((*lines, *tag_lines(self.tags)))
+        return "\n".join((*text_table(PASS_COLUMNS, self.passes), self.summary, *tag_lines(self.tags)))
+
+
+PASS_COLUMNS: tuple[Column[PassReport], ...] = (
+    Column("name", "pass", right=False),
+    Column("removed", "removed", lambda report: report.change.removed),
+    Column("changed", "changed", lambda report: report.change.changed),
+    Column("added", "added", lambda report: report.change.added),
+    Column("saved_bytes", "saved", lambda report: report.change.saved_bytes, "B"),
+    Column("rolled_back", "undone", lambda report: report.rolled_back or None, style="yellow", right=False),
+)
+"""What is known of each pass."""
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,17 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from htp_export.errors import InputError, UntaggedModelError
+from htp_export.model.columns import Column, chosen, record
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tables import ModuleTable
-from htp_export.model.tag_facts import TagFacts, tag_lines
+from htp_export.model.tag_facts import TagFacts
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.run.kernels import Kernel, attributed_kernels
 from htp_export.runtime.inputs import Inputs
@@ -28,7 +29,23 @@ __all__ = ["ModuleLatency", "Profile", "profile"]
 
 _log = logging.getLogger(__name__)
 
-_NOT_LISTED = ("path", "fused_with", "torch_name")
+PROFILE_COLUMNS: tuple[Column[ModuleLatency], ...] = (
+    Column("class_name", "class", text=lambda name: name.rpartition(".")[2], style="cyan", right=False, keep=1),
+    Column("calls", "calls"),
+    Column("fate", "fate", right=False),
+    Column("total_ms", "total", unit="ms", keep=5),
+    Column("self_ms", "self", unit="ms", keep=4),
+    Column("share", "share", text="{:.1%}".format, keep=3),
+    Column("fused_ms", "fused", unit="ms"),
+    Column("kernels", "kernels", keep=2),
+    Column("launches", "launches"),
+    Column("nodes", "nodes"),
+    Column("parameters", "parameters"),
+    Column("weight_bytes", "weights", unit="B"),
+)
+"""What is known of each module."""
+
+_DRAWN = ("class_name", "total_ms", "self_ms", "share")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +93,8 @@ class Profile(ModuleTable):
         tags: What the model knows about its module tags.
     """
 
+    columns = PROFILE_COLUMNS
+
     modules: Mapping[str, ModuleLatency]
     end_to_end_ms: float
     profiled_ms: float
@@ -98,44 +117,43 @@ class Profile(ModuleTable):
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data, for JSON; times are in ms."""
-        data = asdict(self)
+        data = asdict(replace(self, modules={}))
         for kernel in (*data["kernels"], *data["unattributed"]):
             del kernel["around"]  # the totals of modules say it
         data["modules"] = {
-            path: {name: value for name, value in module.items() if name not in _NOT_LISTED}
-            for path, module in data["modules"].items()
+            path: {**record(self.columns, module), "by_op": dict(module.by_op)} for path, module in self.modules.items()
         }
+        data["notes"] = list(self.notes)
         return data
 
-    def __str__(self) -> str:
-        rows = [
-            (m.path or "(root)", m.simple_class, f"{m.total_ms:.3f}", f"{m.self_ms:.3f}", f"{m.share:.1%}")
-            for m in self.modules.values()
-            if m.kernels
-        ]
-        header = ("module", "class", "total ms", "self ms", "share")
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [
-            "{:<{}}  {:<{}}  {:>{}}  {:>{}}  {:>{}}".format(
-                *(part for cell in zip(row, widths, strict=True) for part in cell)
-            )
-            for row in (header, *rows)
-        ]
-        return "\n".join((*lines, *self.summary))
+    @property
+    def drawn(self) -> Sequence[Column[ModuleLatency]]:
+        """The columns of the table as text."""
+        return chosen(self.columns, _DRAWN)
 
     @property
-    def summary(self) -> tuple[str, ...]:
-        """The times of the whole in words, a line each."""
-        lines = [
+    def listed(self) -> Sequence[ModuleLatency]:
+        """The modules that take time."""
+        return [module for module in self.modules.values() if module.kernels]
+
+    @property
+    def summary(self) -> str:
+        """The times of the whole."""
+        return (
             f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}; "
             f"{self.profiled_ms:.3f} ms under the profiler, {self.kernels_ms:.3f} ms of it in kernels"
-        ]
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which kernels belong to no module, and what was assumed, a line each."""
+        lines = []
         if self.unattributed:
             longest = sorted(self.unattributed, key=lambda kernel: -kernel.ms)
             named = ", ".join(f"{kernel.op_type} {kernel.name!r}" for kernel in longest[:3])
             more = f" and {len(longest) - 3} more" if len(longest) > 3 else ""
             lines.append(f"{self.unattributed_ms:.3f} ms belongs to no module: {named}{more}")
-        return (*lines, *self.assumed, *tag_lines(self.tags))
+        return (*lines, *self.assumed)
 
 
 @names_model_faults("onnx")

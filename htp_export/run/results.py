@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from htp_export.model.columns import Column, chosen, record
 from htp_export.model.tables import ModuleTable
 from htp_export.model.tag_facts import TagFacts, tag_lines
 from htp_export.runtime.comparing import Difference
@@ -119,14 +120,8 @@ class ModuleResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data."""
-        numbers: dict[str, Any] = {name: _plain(getattr(self, name)) for name in _NUMBERS}
-        said = {"problem": self.problem, "reason": self.reason, "compared_at": self.compared_at}
         return {
-            "class_name": self.class_name,
-            "fate": self.fate,
-            "status": self.status,
-            **numbers,
-            **{name: text for name, text in said.items() if text},
+            **{name: _plain(value) for name, value in record(COMPARISON_COLUMNS, self).items() if _known(name, value)},
             "calls": [_call_to_dict(call) for call in self.calls],
         }
 
@@ -142,9 +137,14 @@ def _largest(values: Iterable[float]) -> float | None:
     return next((value for value in listed if math.isnan(value)), max(listed))
 
 
-def _plain(value: float | None) -> float | str | None:
-    """A number as JSON has it, which knows neither NaN nor infinity."""
-    return value if value is None or math.isfinite(value) else str(value)
+def _known(name: str, value: Any) -> bool:
+    """Whether JSON says it: numbers are null where there are none, words are left out."""
+    return value is not None or name in _NUMBERS
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it, which knows neither NaN nor infinity."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _call_to_dict(call: CallResult) -> dict[str, Any]:
@@ -160,6 +160,42 @@ def _call_to_dict(call: CallResult) -> dict[str, Any]:
     return {**plain, "inputs": tensors(call.inputs), **({"missing": call.missing} if call.missing else {})}
 
 
+def short_number(value: float) -> str:
+    """A number in a few characters.
+
+    Examples:
+        >>> short_number(3.14e-6), short_number(0.4142), short_number(12.0), short_number(float("nan"))
+        ('3.1e-6', '0.41', '12', 'nan')
+    """
+    if value and math.isfinite(value) and not 1e-3 <= abs(value) < 1e5:
+        mantissa, _, exponent = f"{value:.1e}".partition("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:.2g}" if abs(value) < 10 else f"{value:.4g}"
+
+
+def _status_style(module: ModuleResult) -> str:
+    return {AGREES: "green", DIFFERS: "bold red", INHERITS: "yellow"}.get(module.status, "dim")
+
+
+COMPARISON_COLUMNS: tuple[Column[ModuleResult], ...] = (
+    Column("class_name", "class", text=lambda name: name.rpartition(".")[2], style="cyan", right=False),
+    Column("fate", "fate", right=False),
+    Column("status", "status", style=_status_style, right=False),
+    Column("max_abs", "max abs", text=short_number),
+    Column("mean_abs", "mean abs", text=short_number),
+    Column("max_rel", "max rel", text=short_number),
+    Column("mean_rel", "mean rel", text=short_number),
+    Column("cosine", "cosine", text="{:.6f}".format),
+    Column("problem", "problem", lambda module: module.problem or None, right=False),
+    Column("reason", "reason", lambda module: module.reason or None, right=False),
+    Column("compared_at", "compared at", right=False),
+)
+"""What is known of each module."""
+
+_DRAWN = ("class_name", "status", "max_abs", "mean_abs", "max_rel", "cosine")
+_SAID: Column[ModuleResult] = Column("said", "", lambda m: m.reason or m.problem, style="dim", right=False)
+
+
 @dataclass(frozen=True)
 class Comparison(ModuleTable):
     """Module by module: what one side computes, against what it should be.
@@ -171,6 +207,8 @@ class Comparison(ModuleTable):
         tags: What the file knows about its module tags; for two files, what each of them does.
         assumed: Open dimensions for which no size was given, and the size that was taken, a line each.
     """
+
+    columns = COMPARISON_COLUMNS
 
     modules: Mapping[str, ModuleResult]
     wrong: tuple[str, ...] = ()
@@ -263,22 +301,21 @@ class Comparison(ModuleTable):
             "modules": {path: module.to_dict() for path, module in self.modules.items()},
         }
 
-    def __str__(self) -> str:
-        header = ("module", "class", "status", "max abs", "mean abs", "max rel", "cosine", "")
-        rows = [header, *(_row(module) for module in self.modules.values())]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-        return "\n".join((*lines, self.summary, *self.notes()))
+    @property
+    def drawn(self) -> Sequence[Column[ModuleResult]]:
+        """The columns of the table as text."""
+        return [*chosen(self.columns, _DRAWN), _SAID]
 
-    def notes(self) -> Iterable[str]:
+    @property
+    def notes(self) -> tuple[str, ...]:
         """What is to be known besides: how many modules were not compared, and why."""
         fates = Counter(module.status for module in self.modules.values() if not module.compared)
-        if fates:
-            yield "not compared: " + ", ".join(
-                f"{count} {_FATE_WORDS.get(fate, fate)}" for fate, count in fates.items()
-            )
-        yield from self.assumed
-        yield from tag_lines(*self.tags, names=("right", "compared"))
+        said = ", ".join(f"{count} {_FATE_WORDS.get(fate, fate)}" for fate, count in fates.items())
+        return (*([f"not compared: {said}"] if said else []), *self.assumed)
+
+    def tag_lines(self) -> tuple[str, ...]:
+        """What is known about tags, of both files where there are two."""
+        return tag_lines(*self.tags, names=("right", "compared"))
 
 
 _FATE_WORDS = {NOT_COMPARED: "for other reasons"}
@@ -314,32 +351,11 @@ class Verification(Comparison):
         """The result as plain data, for JSON."""
         return {**super().to_dict(), "parameters": self.parameters, "misplaced": list(self.misplaced)}
 
-    def notes(self) -> Iterable[str]:
+    @property
+    def notes(self) -> tuple[str, ...]:
         """The same, and the parameters that are read in the wrong place."""
-        yield from super().notes()
-        yield from self.misplaced
+        return (*super().notes, *self.misplaced)
 
 
 def _shown(path: str) -> str:
     return path or "(root)"
-
-
-def _row(module: ModuleResult) -> tuple[str, ...]:
-    numbers = (module.max_abs, module.mean_abs, module.max_rel)
-    cells = ("" if value is None else short_number(value) for value in numbers)
-    cosine = "" if module.cosine is None else f"{module.cosine:.6f}"
-    simple = module.class_name.rpartition(".")[2]
-    return (_shown(module.path), simple, module.status, *cells, cosine, module.reason or module.problem)
-
-
-def short_number(value: float) -> str:
-    """A number in a few characters.
-
-    Examples:
-        >>> short_number(3.14e-6), short_number(0.4142), short_number(12.0), short_number(float("nan"))
-        ('3.1e-6', '0.41', '12', 'nan')
-    """
-    if value and math.isfinite(value) and not 1e-3 <= abs(value) < 1e5:
-        mantissa, _, exponent = f"{value:.1e}".partition("e")
-        return f"{mantissa}e{int(exponent)}"
-    return f"{value:.2g}" if abs(value) < 10 else f"{value:.4g}"

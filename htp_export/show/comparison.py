@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from htp_export.run.results import DIFFERS, INHERITS, NOT_COMPARED, Comparison, ModuleResult, short_number
+from htp_export.model.columns import MODULE
+from htp_export.run.results import DIFFERS, INHERITS, NOT_COMPARED, Comparison, ModuleResult
 from htp_export.show.command_words import in_commands
 from htp_export.show.folding import gathered
+from htp_export.show.module_table import flat_table
 
 __all__ = ["render"]
 
-_STYLES = {"agrees": "green", DIFFERS: "bold red", INHERITS: "yellow"}
 _MOST_ROWS = 20
 
 
@@ -45,8 +47,8 @@ def render(comparison: Comparison, *, everything: bool = False) -> RenderableTyp
     groups = groups if everything else groups[:_MOST_ROWS]
     cut = [Text(f"and {more} more modules; --all shows every one", style="dim")] if more else []
     summary = Text(comparison.summary, style="green" if comparison.ok else "bold red")
-    lines = [Text(in_commands(line)) for line in comparison.notes()]
-    return Group(*([_table(groups)] if groups else []), *cut, summary, *lines)
+    lines = [Text(in_commands(line)) for line in (*comparison.notes, *comparison.tag_lines())]
+    return Group(*([_table(comparison, groups)] if groups else []), *cut, summary, *lines)
 
 
 def _alike(each: ModuleResult, first_wrong: str | None) -> object:
@@ -60,20 +62,6 @@ def _worst(group: list[ModuleResult]) -> ModuleResult:
     return max(group, key=lambda each: math.inf if each.max_abs != each.max_abs else each.max_abs or 0.0)
 
 
-def _table(groups: list[tuple[str, list[ModuleResult]]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    table.add_column("module", overflow="fold")
-    table.add_column("class", overflow="fold", style="cyan")
-    table.add_column("status", no_wrap=True)
-    for name in ("max abs", "mean abs", "max rel", "cosine"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", overflow="fold", style="dim")
-    for name, group in groups:
-        each = _worst(group)
-        numbers = ["" if n is None else short_number(n) for n in (each.max_abs, each.mean_abs, each.max_rel)]
-        cosine = "" if each.cosine is None else f"{each.cosine:.6f}"
-        status = Text(each.status, style=_STYLES.get(each.status, "dim"))
-        simple = each.class_name.rpartition(".")[2]
-        said = Text(each.reason or each.problem)
-        table.add_row(Text(name or "(root)"), Text(simple), status, *numbers, cosine, said)
-    return table
+def _table(comparison: Comparison, groups: list[tuple[str, list[ModuleResult]]]) -> Table:
+    rows = [replace(_worst(group), path=name) for name, group in groups]
+    return flat_table([MODULE, *comparison.drawn], rows)

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from htp_export.findings.finding import KINDS, Forensics
+from htp_export.findings.finding import KIND_COLUMNS, KINDS, Finding, Forensics
 from htp_export.fingerprints.families import Fingerprint
 from htp_export.format import tags
+from htp_export.model.columns import Column
 from htp_export.show.folding import gathered
+from htp_export.show.module_table import flat_table
 from htp_export.show.tag_note import tag_note
 
 __all__ = ["render_findings", "render_fingerprint", "render_forensics"]
+
+
+def _nodes(finding: Finding) -> str:
+    more = f", … ({len(finding.nodes)})" if len(finding.nodes) > 3 else ""
+    return ", ".join(finding.nodes[:3]) + more
+
+
+_FINDING: tuple[Column[Finding], ...] = (
+    Column("module", "module", lambda each: each.module or "(root)", right=False),
+    Column("kind", "what", lambda each: KINDS[each.kind].title, right=False),
+    Column(
+        "fixed_by",
+        "fixed by",
+        lambda each: each.fixed_by or each.why,
+        style=lambda each: "" if each.fixed_by else "yellow",
+        right=False,
+    ),
+    Column("nodes", "nodes", _nodes, right=False),
+    Column("detail", "detail", style="dim", right=False),
+)
 
 
 def render_forensics(found: Forensics, *, depth: int | None = None) -> RenderableType:
@@ -25,8 +49,8 @@ def render_forensics(found: Forensics, *, depth: int | None = None) -> Renderabl
         depth: Leave out modules more than so many names below the root; no modules where it is 0, all where it is None.
     """
     if not found.findings:
-        return Group(Text(f"nothing found in {found.nodes} nodes"), *tag_note(found.tags))
-    parts: list[RenderableType] = [_by_kind(found)]
+        return Group(Text(found.summary), *tag_note(found.tags))
+    parts: list[RenderableType] = [flat_table(KIND_COLUMNS, found.by_kind, gap=2)]
     modules = [path for path in found.modules if path and (depth is None or path.count(".") < depth)]
     if modules:
         parts += [Text(), _by_module(found, modules)]
@@ -39,17 +63,8 @@ def render_findings(found: Forensics) -> RenderableType:
     Args:
         found: What to draw.
     """
-    table = _table("module", "what", "fixed by", "nodes", "detail")
     alike = gathered(found.findings, lambda each: each.module, lambda each: (each.kind, each.fixed_by, each.why))
-    for name, findings in alike:
-        finding = findings[0]
-        table.add_row(
-            Text(name or "(root)"),
-            Text(KINDS[finding.kind].title),
-            Text(finding.fixed_by or finding.why, style="" if finding.fixed_by else "yellow"),
-            Text(", ".join(finding.nodes[:3]) + (f", … ({len(finding.nodes)})" if len(finding.nodes) > 3 else "")),
-            Text(finding.detail, style="dim"),
-        )
+    table = flat_table(_FINDING, [replace(findings[0], module=name) for name, findings in alike], gap=2)
     return Group(table, Text(), *tag_note(found.tags))
 
 
@@ -73,16 +88,8 @@ def render_fingerprint(found: Fingerprint) -> RenderableType:
     return Group(*parts, Text(), *tag_note(found.tags))
 
 
-def _by_kind(found: Forensics) -> Table:
-    table = _table("found", "nodes", "what", "fixed by", "not fixed")
-    for row in found.summary():
-        table.add_row(str(row.count), str(row.nodes), row.title, Text(row.fix), Text(row.not_fixed, style="yellow"))
-    return table
-
-
 def _by_module(found: Forensics, modules: list[str]) -> Table:
     """A line for each module, alike ones once, without those that only hold another one with the same findings."""
-    table = _table("found", "module", "of which")
 
     def above(path: str) -> str:
         return next((up for up in tags.ancestors(path) if up != path and up in found.modules), "")
@@ -93,15 +100,9 @@ def _by_module(found: Forensics, modules: list[str]) -> Table:
 
     shown = set(modules)
     finer = [p for p in modules if above(p) not in shown or found.modules[above(p)] != found.modules[p]]
-    for name, paths in gathered(finer, str, told):
-        count = sum(found.modules[paths[0]].values())
-        table.add_row(str(count), Text(name), Text(told(paths[0]), style="dim"))
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        number = column in ("found",) or (column == "nodes" and columns[0] == "found")
-        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
-    return table
+    columns: list[Column[tuple[str, str]]] = [
+        Column("found", "found", lambda line: sum(found.modules[line[1]].values())),
+        Column("module", "module", lambda line: line[0], right=False),
+        Column("kinds", "of which", lambda line: told(line[1]), style="dim", right=False),
+    ]
+    return flat_table(columns, [(name, paths[0]) for name, paths in gathered(finer, str, told)], gap=2)

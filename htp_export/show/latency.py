@@ -5,20 +5,26 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from htp_export.format import tags
+from htp_export.model.columns import Column, chosen
 from htp_export.run.latency import ModuleLatency, Profile
 from htp_export.show.command_words import in_commands
-from htp_export.show.module_table import Column, ModuleTable
+from htp_export.show.module_table import TreeTable
 
 __all__ = ["SORTS", "render_profile"]
 
 SORTS = ("tree", "total", "self")
 """Orders of the lines: the module tree, or one list, the longest first."""
+
+_COLUMNS = ("class_name", "total_ms", "self_ms", "share", "kernels")
+_MOSTLY: Column[ModuleLatency] = Column(
+    "by_op", "mostly", lambda row: ", ".join(list(row.by_op)[:2]), style="dim", right=False
+)
 
 
 def render_profile(
@@ -40,12 +46,14 @@ def render_profile(
     """
     if sort not in SORTS:
         raise ValueError(f"sort is one of {', '.join(SORTS)}, not {sort!r}")
-    rows = [_Line(module) for module in _shown(profile, depth)]
+    rows = _shown(profile, depth)
     if sort != "tree":
-        rows.sort(key=lambda row: -float(getattr(row.module, f"{sort}_ms")))
+        rows.sort(key=lambda row: -float(getattr(row, f"{sort}_ms")))
     alike = _alike if fold else None
-    table = ModuleTable(rows, _COLUMNS, alike, _merged, flat=sort != "tree")
-    return Group(table, Text(), *(Text(in_commands(line)) for line in profile.summary))
+    columns = [*chosen(profile.columns, _COLUMNS), _MOSTLY]
+    table = TreeTable(rows, columns, alike, _merged, flat=sort != "tree")
+    lines = (profile.summary, *profile.notes, *profile.tag_lines())
+    return Group(table, Text(), *(Text(in_commands(line)) for line in lines))
 
 
 def _shown(profile: Profile, depth: int | None) -> list[ModuleLatency]:
@@ -56,35 +64,16 @@ def _shown(profile: Profile, depth: int | None) -> list[ModuleLatency]:
     def level(path: str) -> int:
         return sum(up in ran for up in tags.ancestors(path) if up != path)
 
-    return [module for path, module in every.items() if path in ran and (depth is None or level(path) <= depth)]
+    shown = [module for path, module in every.items() if path in ran and (depth is None or level(path) <= depth)]
+    return [module if module.calls else replace(module, calls=1) for module in shown]  # no container: it has a line
 
 
-@dataclass(frozen=True)
-class _Line:
-    """A module as a row of the table; ``calls`` says that it is no mere container, and ``nodes`` counts kernels."""
-
-    module: ModuleLatency
-
-    @property
-    def path(self) -> str:
-        return self.module.path
-
-    @property
-    def calls(self) -> int:
-        return 1
-
-    @property
-    def nodes(self) -> int:
-        return self.module.kernels
+def _alike(row: ModuleLatency) -> Hashable:
+    return (row.class_name, row.calls, row.kernels)
 
 
-def _alike(row: _Line) -> Hashable:
-    return (row.module.class_name, row.module.calls, row.module.kernels)
-
-
-def _merged(rows: Sequence[_Line]) -> _Line:
+def _merged(modules: Sequence[ModuleLatency]) -> ModuleLatency:
     """One row for alike modules: the mean of their times."""
-    modules = [row.module for row in rows]
     by_op = Counter[str]()
     for module in modules:
         by_op.update(module.by_op)
@@ -92,21 +81,10 @@ def _merged(rows: Sequence[_Line]) -> _Line:
     def mean(times: Iterable[float]) -> float:
         return math.fsum(times) / len(modules)
 
-    merged = replace(
+    return replace(
         modules[0],
         total_ms=mean(module.total_ms for module in modules),
         self_ms=mean(module.self_ms for module in modules),
         share=mean(module.share for module in modules),
         by_op=dict(by_op.most_common()),
     )
-    return _Line(merged)
-
-
-_COLUMNS: tuple[Column[_Line], ...] = (
-    Column("class", "class", lambda row: row.module.simple_class, style="cyan", right=False, keep=1),
-    Column("total", "total ms", lambda row: row.module.total_ms, "{:.3f}".format, keep=5),
-    Column("self", "self ms", lambda row: row.module.self_ms, "{:.3f}".format, keep=4),
-    Column("share", "share", lambda row: row.module.share, "{:.1%}".format, keep=3),
-    Column("kernels", "kernels", lambda row: row.module.kernels, keep=2),
-    Column("mostly", "mostly", lambda row: ", ".join(list(row.module.by_op)[:2]), style="dim", right=False),
-)

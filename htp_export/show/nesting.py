@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from htp_export.surgery.nesting import Nested
+from htp_export.show.module_table import flat_table
+from htp_export.surgery.nesting import FUNCTION_COLUMNS, Nested
 
 __all__ = ["render"]
 
@@ -19,14 +19,6 @@ def render(nested: Nested) -> RenderableType:
     Args:
         nested: What to draw.
     """
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    table.add_column("function", overflow="fold", style="cyan")
-    for column in ("calls", "nodes", "inputs", "outputs"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("first module", overflow="fold")
-    for name, row in nested.functions.items():
-        counts = map(str, (row.calls, row.nodes, row.inputs, row.outputs))
-        table.add_row(Text(name), *counts, Text(row.modules[0]))
     reasons = Counter(nested.skipped.values())
     notes = [Text(f"{count} left flat: {reason}", style="yellow") for reason, count in reasons.most_common()]
-    return Group(table, *notes)
+    return Group(flat_table(FUNCTION_COLUMNS, nested.functions.items()), *notes)

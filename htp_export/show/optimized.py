@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from htp_export.format import tags
-from htp_export.passes.results import Change, Optimized, OptimizedModels
+from htp_export.model.columns import Column, si
+from htp_export.passes.results import PASS_COLUMNS, Change, Optimized, OptimizedModels, PassReport
 from htp_export.show.folding import gathered
-from htp_export.show.numbers import bytes_text
+from htp_export.show.module_table import flat_table
 from htp_export.show.tag_note import tag_note
 
 __all__ = ["render_optimized", "render_optimized_models"]
@@ -37,23 +40,24 @@ def render_optimized(result: Optimized, *, attribution: bool = False, depth: int
         >>> found = Optimized(5, 3, {"fold_constants": {"fc": Change(3, 2, 1, 2048)}}, (report,), model=model)
         >>> Console(width=80).print(render_optimized(found))  # doctest: +NORMALIZE_WHITESPACE
         pass             removed   changed   added   saved   modules
-        fold_constants         3         2       1   2 KiB   fc: 2
+        fold_constants         3         2       1   2.048 kB   fc: 2
         5 nodes before, 3 after
         every node has a module: 1 fused from several modules
     """
-    table = _table("pass", "removed", "changed", "added", "saved")
-    table.add_column("modules", overflow="fold", style="cyan")
     modules = result.attribution if depth is None else result.at_depth(depth)
+    rows: list[tuple[PassReport, str]] = []
     for report in result.passes:
-        found = modules.get(report.name, {})
+        by_path = modules.get(report.name, {})
         if report.change == Change() and not report.rolled_back:
             continue
-        where = Text(f"undone: {report.rolled_back}", style="yellow") if report.rolled_back else _top(found)
-        table.add_row(report.name, *_numbers(report.change), Text("") if attribution else where)
-        if attribution:
-            for name, group in gathered(sorted(found, key=tags.path_order), str, found.__getitem__):
-                table.add_row("", *_numbers(found[group[0]]), Text(name or "(root)"))
-    lines: list[RenderableType] = [table, Text(_summary(result))]
+        rows.append((report, "" if attribution or report.rolled_back else _top(by_path)))
+        for name, group in gathered(sorted(by_path, key=tags.path_order), str, by_path.__getitem__):
+            if attribution:
+                rows.append((replace(report, name="", change=by_path[group[0]], rolled_back=""), name or "(root)"))
+    undone = any(report.rolled_back for report, _ in rows)
+    columns = [_of_report(column) for column in PASS_COLUMNS if undone or column.name != "rolled_back"]
+    table = flat_table([*columns, Column("modules", "modules", lambda row: row[1], style="cyan", right=False)], rows)
+    lines: list[RenderableType] = [table, Text(result.summary)]
     if result.fused:
         paths = ", ".join(list(result.fused)[:_MOST_MODULES]) + (", …" if len(result.fused) > _MOST_MODULES else "")
         lines.append(Text(f"{len(result.fused)} modules are fused with their neighbours now: {paths}", style="yellow"))
@@ -79,42 +83,37 @@ def render_optimized_models(results: OptimizedModels) -> RenderableType:
         nodes before        5     5    10
         nodes after         3     3     6
     """
-    table = _table("nodes fewer by", *results.models, "all", "saved")
-    attribution = results.attribution
+    lines: list[list[Any]] = []
     for name, total in results.total.items():
         if total != Change():
-            each = (str(attribution[name].get(model, Change()).saved) for model in results.models)
-            table.add_row(name, *each, str(total.saved), bytes_text(total.saved_bytes))
-    found = results.models.values()
-    for name, counts in (
-        ("nodes before", [result.nodes_before for result in found]),
-        ("nodes after", [result.nodes_after for result in found]),
-    ):
-        table.add_row(name, *map(str, counts), str(sum(counts)), style="bold")
-    return table
+            each = (results.attribution[name].get(model, Change()).saved for model in results.models)
+            lines.append([name, *each, total.saved, si(total.saved_bytes, "B")])
+    for name in ("nodes_before", "nodes_after"):
+        counts = [getattr(result, name) for result in results.models.values()]
+        lines.append([name.replace("_", " "), *counts, sum(counts), ""])
+    heads = ["nodes fewer by", *results.models, "all", "saved"]
+    sums = lines[-2:]
+    columns: list[Column[list[Any]]] = [
+        Column(head, head, itemgetter(k), text=str, style=lambda line: "bold" if line in sums else "", right=k > 0)
+        for k, head in enumerate(heads)
+    ]
+    return flat_table(columns, lines)
 
 
-def _table(first: str, *numbers: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    table.add_column(first, no_wrap=True)
-    for name in numbers:
-        table.add_column(Text(name), justify="right", no_wrap=True)
-    return table
+def _of_report(column: Column[PassReport]) -> Column[tuple[PassReport, str]]:
+    """A column of a pass, for a line that says more."""
+
+    def value(row: tuple[PassReport, str]) -> Any:
+        return column.data(row[0])
+
+    style = "yellow" if column.name == "rolled_back" else ""
+    return Column(column.name, column.title, value, column.unit, column.text, style, column.right)
 
 
-def _numbers(change: Change) -> tuple[str, ...]:
-    return str(change.removed), str(change.changed), str(change.added), bytes_text(change.saved_bytes)
-
-
-def _top(found: Mapping[str, Change]) -> Text:
+def _top(found: Mapping[str, Change]) -> str:
     """The modules in which there are most nodes fewer."""
     order = sorted(found, key=lambda path: (-found[path].saved, tags.path_order(path)))
     groups = gathered(order, str, found.__getitem__)
     named = [f"{name or '(root)'}: {found[paths[0]].saved}" for name, paths in groups[:_MOST_MODULES]]
     more = sum(len(paths) for _, paths in groups[_MOST_MODULES:])
-    return Text(", ".join([*named, f"{more} more"] if more else named))
-
-
-def _summary(result: Optimized) -> str:
-    text = f"{result.nodes_before} nodes before, {result.nodes_after} after"
-    return text if result.max_abs is None else f"{text}; outputs differ by {result.max_abs:.3g} at most"
+    return ", ".join([*named, f"{more} more"] if more else named)

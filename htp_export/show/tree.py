@@ -3,52 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from htp_export.errors import InputError
+from htp_export.model.columns import MODULE, Column, chosen, csv_text, sorted_by
 from htp_export.show.folding import likeness
-from htp_export.show.module_table import Column, ModuleTable, column_names, csv_text, pick, si
+from htp_export.show.module_table import TreeTable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from htp_export.costs.module_tree import ModuleRow, ModuleTree
 
-__all__ = ["COLUMNS", "render", "tree_csv"]
+__all__ = ["render", "tree_csv"]
 
 
-def _field(name: str) -> Callable[[ModuleRow], Any]:
-    return lambda row: getattr(row, name)
-
-
-def _not_computed(row: ModuleRow) -> str:
-    return "" if row.fate == "computed" else row.fate
-
-
-def _error(value: float) -> str:
-    return f"{value:.1e}" if value else "0"
-
-
-_ALL: tuple[Column[ModuleRow], ...] = (
-    Column("class", "class", _field("simple_class"), style="cyan", right=False, keep=1),
-    Column("calls", "calls", _field("calls")),
-    Column("nodes", "nodes", _field("nodes"), "{:,}".format, keep=4),
-    Column("own_nodes", "own nodes", _field("own_nodes"), "{:,}".format),
-    Column("parameters", "parameters", _field("parameters"), "{:,}".format, keep=6),
-    Column("flops", "FLOPs", _field("flops"), si, keep=7),
-    Column("time", "ms", _field("time_ms"), "{:.3f}".format, keep=8),
-    Column("own_time", "own ms", _field("own_time_ms"), "{:.3f}".format, keep=2),
-    Column("error", "error", _field("error"), _error, keep=8),
-    Column("status", "status", _field("status"), style="red", right=False, keep=3),
-    Column("fate", "fate", _not_computed, style="yellow", right=False, keep=5),
+_ALWAYS = ("class_name", "nodes", "parameters")
+_WHERE_KNOWN = ("flops", "time_ms", "error")
+_FATE: Column[ModuleRow] = Column(
+    "fate", "fate", lambda row: "" if row.fate == "computed" else row.fate, style="yellow", right=False, keep=5
 )
-COLUMNS = column_names(_ALL)
-"""What can be shown of each module."""
-
-_ALWAYS = ("class", "nodes", "parameters")
-_WHERE_KNOWN = ("flops", "time", "error")
 
 
 def render(
@@ -60,7 +35,7 @@ def render(
         tree: What to draw.
         fold: Draw siblings that are alike and follow each other, ``layer.0`` to ``layer.11``, once: their times as the
             mean, their errors as the largest.
-        columns: Which of ``COLUMNS``, in this order.
+        columns: Which of ``TREE_COLUMNS``, in this order.
         sort: A column: a list in place of the tree, the largest first.
 
     Raises:
@@ -76,14 +51,14 @@ def render(
         (root)   Net          2            8
         └── fc   Linear       2            8
     """
-    shown = _columns(tree, columns)
-    rows = tree.rows if sort is None else _sorted(tree.rows, sort)
+    shown = [_FATE if column.name == "fate" else column for column in _columns(tree, columns)]
+    rows = sorted_by(tree.rows, tree.columns, sort)
     from rich.console import Group
     from rich.text import Text
 
     from htp_export.show.tag_note import tag_note
 
-    table = ModuleTable(rows, shown, _alike if fold else None, _merged, flat=sort is not None)
+    table = TreeTable(rows, shown, _alike if fold else None, _merged, flat=sort is not None)
     notes = [*tag_note(tree.tags), *(Text(note, style="yellow") for note in tree.notes)]
     return Group(table, *notes) if notes else table
 
@@ -94,36 +69,16 @@ def tree_csv(tree: ModuleTree, columns: Sequence[str] | None = None, sort: str |
     Raises:
         InputError: If there is no such column.
     """
-    rows = tree.rows if sort is None else _sorted(tree.rows, sort)
-    return csv_text(rows, _columns(tree, columns))
+    return csv_text([MODULE, *_columns(tree, columns)], sorted_by(tree.rows, tree.columns, sort))
 
 
 def _columns(tree: ModuleTree, names: Sequence[str] | None) -> list[Column[ModuleRow]]:
     if names is None:
-        known = [c.name for c in pick(_ALL, _WHERE_KNOWN) if any(c.value(row) is not None for row in tree.rows)]
+        known = [
+            c.name for c in chosen(tree.columns, _WHERE_KNOWN) if any(c.data(row) is not None for row in tree.rows)
+        ]
         names = [*_ALWAYS, *known, "fate"]
-    _check(names)
-    return pick(_ALL, names)
-
-
-def _sorted(rows: Sequence[ModuleRow], name: str) -> list[ModuleRow]:
-    _check([name])
-    column = pick(_ALL, [name])[0]
-
-    def order(row: ModuleRow) -> tuple[bool, float]:
-        value = column.value(row)
-        number = -value if isinstance(value, int | float) else 0.0
-        return (value is None, -math.inf if math.isnan(number) else number)
-
-    if all(isinstance(column.value(row), str) for row in rows):
-        return sorted(rows, key=column.value)
-    return sorted(rows, key=order)
-
-
-def _check(names: Sequence[str]) -> None:
-    for name in names:
-        if name not in COLUMNS:
-            raise InputError(f"there is no column {name!r}; there are {', '.join(COLUMNS)}")
+    return chosen(tree.columns, names)
 
 
 def _alike(row: ModuleRow) -> Hashable:

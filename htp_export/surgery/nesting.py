@@ -14,6 +14,7 @@ from htp_export.errors import InputError, UntaggedModelError
 from htp_export.files.model_files import check_target, write_model
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
+from htp_export.model.columns import Column, text_table
 from htp_export.model.function_records import DOMAIN, Records
 from htp_export.model.inlining import dissolve
 from htp_export.model.model_faults import names_model_faults
@@ -26,7 +27,7 @@ from htp_export.surgery.levels import Levels
 from htp_export.surgery.originals import flat_order, share_bodies
 from htp_export.surgery.placing import Placement
 
-__all__ = ["FunctionRow", "Nested", "functions"]
+__all__ = ["FUNCTION_COLUMNS", "FunctionRow", "Nested", "functions"]
 
 
 @dataclass(frozen=True)
@@ -80,20 +81,25 @@ class Nested:
             "outside": dict(self.outside),
         }
 
+    @property
+    def summary(self) -> str:
+        """How many modules are functions, and how many are not."""
+        left = f"; left flat: {len(self.skipped)} of {len(self.skipped) + len(self.modules)} modules"
+        return f"{len(self.functions)} functions of {len(self.modules)} modules{left if self.skipped else ''}"
+
     def __str__(self) -> str:
-        header = ("function", "calls", "nodes", "inputs", "outputs", "first module")
-        body = [
-            (name, str(row.calls), str(row.nodes), str(row.inputs), str(row.outputs), row.modules[0])
-            for name, row in self.functions.items()
-        ]
-        widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in (header, *body)
-        ]
-        if self.skipped:
-            lines.append(f"left flat: {len(self.skipped)} of {len(self.skipped) + len(self.modules)} modules")
-        return "\n".join(lines)
+        return "\n".join((*text_table(FUNCTION_COLUMNS, self.functions.items()), self.summary))
+
+
+FUNCTION_COLUMNS: tuple[Column[tuple[str, FunctionRow]], ...] = (
+    Column("function", "function", lambda item: item[0], style="cyan", right=False),
+    Column("calls", "calls", lambda item: item[1].calls),
+    Column("nodes", "nodes", lambda item: item[1].nodes),
+    Column("inputs", "inputs", lambda item: item[1].inputs),
+    Column("outputs", "outputs", lambda item: item[1].outputs),
+    Column("module", "first module", lambda item: item[1].modules[0], right=False),
+)
+"""What is known of each function, by its identifier."""
 
 
 @names_model_faults("onnx")

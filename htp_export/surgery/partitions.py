@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from htp_export.model.columns import Column, text_table
 from htp_export.surgery.stage_runner import StageRunner
 from htp_export.surgery.stages import Stage, Tensor
 
@@ -140,31 +141,28 @@ class Partition:
 
     def __str__(self) -> str:
         total = sum(stage.parameter_bytes for stage in self.stages) or 1
-        header = ("stage", "modules", "nodes", "weights", "share", "takes", "gives", "file")
-        rows = [
-            (
-                str(number),
-                _shortened(stage.modules),
-                str(stage.nodes),
-                f"{stage.parameter_bytes / 1e6:.2f} MB",
-                f"{stage.parameter_bytes / total:.1%}",
-                str(len(stage.inputs)),
-                str(len(stage.outputs)),
-                stage.file.name if stage.file else "",
-            )
-            for number, stage in enumerate(self.stages)
+        columns: list[Column[tuple[int, Stage]]] = [
+            Column("stage", "stage", lambda item: item[0]),
+            Column("modules", "modules", lambda item: _shortened(item[1].modules), right=False),
+            Column("nodes", "nodes", lambda item: item[1].nodes),
+            Column("parameter_bytes", "weights", lambda item: item[1].parameter_bytes, "B"),
+            Column("share", "share", lambda item: item[1].parameter_bytes / total, text="{:.1%}".format),
+            Column("inputs", "takes", lambda item: len(item[1].inputs)),
+            Column("outputs", "gives", lambda item: len(item[1].outputs)),
+            Column("file", "file", lambda item: item[1].file and item[1].file.name, right=False),
         ]
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in (header, *rows)
-        ]
+        lines = text_table(columns, enumerate(self.stages))
         crossing = [
             f"  {each.name}: {each.tensor}, from stage {each.made_by} to {', '.join(map(str, each.read_by))}"
             for each in self.crossing
         ]
-        words = {0: "no tensor crosses", 1: "1 tensor crosses:"}
-        return "\n".join((*lines, words.get(len(crossing), f"{len(crossing)} tensors cross:"), *crossing))
+        return "\n".join((*lines, self.summary, *crossing))
+
+    @property
+    def summary(self) -> str:
+        """How many stages there are, and how many tensors go from one to another."""
+        words = {0: "no tensor crosses", 1: "1 tensor crosses"}
+        return f"{len(self.stages)} stages; {words.get(len(self.crossing), f'{len(self.crossing)} tensors cross')}"
 
 
 def _shortened(paths: Sequence[str]) -> str:

@@ -1,0 +1,175 @@
+"""Columns of tables: one list for each kind of result, from which text, terminal, CSV, JSON and pandas take theirs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
+
+from htp_export.errors import InputError
+
+__all__ = ["MODULE", "Column", "chosen", "csv_text", "names_of", "record", "si", "sorted_by", "text_table"]
+
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Column(Generic[R]):
+    """A column of a table.
+
+    Attributes:
+        name: Its name as data: the key in JSON, the head in CSV and in data frames, and what is typed for it.
+        title: What stands above it. It may be typed in place of the name, with underscores for spaces.
+        value: What it holds for a row, as data; None for nothing. The attribute of its name where none is given.
+        unit: ``B`` for bytes, ``ms``, ``FLOP``; empty for other numbers and for words.
+        text: How a value is drawn, where its unit does not say it.
+        style: The style of its cells, or what gives the style of a row's.
+        right: Whether it is justified to the right.
+        keep: In a terminal that is too narrow, columns with smaller numbers go first.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> Column("peak_bytes", "peak", unit="B").cell(SimpleNamespace(peak_bytes=443_392))
+        '443.4 kB'
+    """
+
+    name: str
+    title: str
+    value: Callable[[R], Any] | None = None
+    unit: str = ""
+    text: Callable[[Any], str] | None = None
+    style: str | Callable[[R], str] = ""
+    right: bool = True
+    keep: int = 0
+
+    @property
+    def heading(self) -> str:
+        """The title, with the unit where cells do not show it."""
+        return f"{self.title} ms" if self.unit == "ms" else self.title
+
+    def data(self, row: R) -> Any:
+        """What it holds for a row."""
+        return attrgetter(self.name)(row) if self.value is None else self.value(row)
+
+    def cell(self, row: R) -> str:
+        """What is drawn."""
+        value = self.data(row)
+        if value is None:
+            return ""
+        return _drawn(value, self.unit) if self.text is None else self.text(value)
+
+    def style_of(self, row: R) -> str:
+        """The style of a row's cell."""
+        return self.style if isinstance(self.style, str) else self.style(row)
+
+
+def _drawn(value: Any, unit: str) -> str:
+    if unit in ("B", "FLOP"):
+        return si(value, "B" if unit == "B" else "")
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+MODULE: Column[Any] = Column("module", "module", attrgetter("path"), text=lambda path: path or "(root)", right=False)
+"""The module of a row, which stands first."""
+
+
+def names_of(columns: Iterable[Column[R]]) -> list[str]:
+    """The names of columns."""
+    return [column.name for column in columns]
+
+
+def chosen(columns: Sequence[Column[R]], names: Iterable[str]) -> list[Column[R]]:
+    """The columns of these names or titles, ``own_time`` for "own time", in this order.
+
+    Raises:
+        InputError: If there is no such column.
+
+    Examples:
+        >>> columns = [Column("class_name", "class"), Column("nodes", "nodes")]
+        >>> names_of(chosen(columns, ["nodes", "class"]))
+        ['nodes', 'class_name']
+    """
+    known = {column.title.replace(" ", "_"): column for column in columns} | {column.name: column for column in columns}
+    for name in names:
+        if name not in known:
+            raise InputError(f"there is no column {name!r}; there are {', '.join(names_of(columns))}")
+    return [known[name] for name in names]
+
+
+def sorted_by(rows: Iterable[R], columns: Sequence[Column[R]], name: str | None) -> list[R]:
+    """Rows in the order of a column: numbers from the largest, NaN first, words by alphabet, nothing last.
+
+    Raises:
+        InputError: If there is no such column.
+    """
+    if name is None:
+        return list(rows)
+    [column] = chosen(columns, [name])
+
+    def order(row: R) -> tuple[bool, float, str]:
+        value = column.data(row)
+        if isinstance(value, int | float):
+            return (False, -math.inf if math.isnan(value) else -value, "")
+        return (value is None, 0.0, "" if value is None else str(value))
+
+    return sorted(rows, key=order)
+
+
+def record(columns: Iterable[Column[R]], row: R) -> dict[str, Any]:
+    """A row as data: name of a column → value."""
+    return {column.name: column.data(row) for column in columns}
+
+
+def text_table(columns: Sequence[Column[R]], rows: Iterable[R]) -> list[str]:
+    """A table as lines of text, the heads first.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> rows = [SimpleNamespace(path="", nodes=1200), SimpleNamespace(path="fc", nodes=3)]
+        >>> print(*text_table([MODULE, Column("nodes", "nodes")], rows), sep=chr(10))
+        module  nodes
+        (root)  1,200
+        fc          3
+    """
+    cells = [[column.heading for column in columns], *([column.cell(row) for column in columns] for row in rows)]
+    widths = [max(map(len, texts)) for texts in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            text.rjust(width) if column.right else text.ljust(width)
+            for column, text, width in zip(columns, line, widths, strict=True)
+        ).rstrip()
+        for line in cells
+    ]
+
+
+def csv_text(columns: Sequence[Column[R]], rows: Iterable[R]) -> str:
+    """A table as CSV: every row, whole paths, plain numbers."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(names_of(columns))
+    for row in rows:
+        values = (column.data(row) for column in columns)
+        writer.writerow(["" if value is None else value for value in values])
+    return stream.getvalue()
+
+
+def si(number: float, unit: str = "") -> str:
+    """A number with four digits and a prefix.
+
+    Examples:
+        >>> si(2_728_525_824), si(512), si(443_392, "B"), si(0)
+        ('2.729 G', '512', '443.4 kB', '0')
+    """
+    size, power = float(number), 0
+    while abs(size) >= 999.95 and power < len(_PREFIXES) - 1:  # what would be drawn as 1000
+        size, power = size / 1000, power + 1
+    digits = f"{number:,.0f}" if not power else f"{size:.{3 if size < 9.9995 else 2 if size < 99.995 else 1}f}"
+    return f"{digits} {_PREFIXES[power]}{unit}".rstrip()
