@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from htp_export.costs.costing import cost
     from htp_export.costs.result import Cost
+    from htp_export.costs.work import Work
     from htp_export.differences.differing import ModelDifference, ModuleDifference, diff
     from htp_export.errors import HtpExportError, InputError
     from htp_export.exporter.exporting import export, tagging
@@ -72,6 +73,7 @@ __all__ = [
     "TaggedModel",
     "Verification",
     "View",
+    "Work",
     "carry",
     "compare",
     "contamination",
@@ -125,6 +127,7 @@ _HOMES = {
     "TaggedModel": "model.tagged",
     "Verification": "run.results",
     "View": "show.viewing",
+    "Work": "costs.work",
     "carry": "provenance.carrying",
     "compare": "run.file_comparing",
     "contamination": "exporter.repair_report",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,6 +17,7 @@ from onnxruntime.quantization import quantize_dynamic
 from torch import nn
 
 import htp_export
+from htp_export.costs.execution import Step
 from htp_export.costs.result import Cost
 from htp_export.errors import InputError
 from htp_export.format.hierarchy import ModuleInfo
@@ -183,6 +186,37 @@ def test_what_has_no_formula_is_listed_by_operator_and_module() -> None:
     assert report.modules["layer.0"].uncounted == {}
     assert "not counted: Mystery × 1, TfIdfVectorizer × 1" in str(report)  # noqa: RUF001 - "times"
     assert [node.counted for node in report.nodes] == [True, True, True, True, False, True, False]
+
+
+def test_formulas_of_the_caller_count_what_has_none_and_go_before_the_others() -> None:
+    made = encoder()
+    nodes = list(made.graph)
+    nodes[4].op_type, nodes[4].domain = "Mystery", "my.own"
+    before = htp_export.cost(made).modules[""]
+
+    def mystery(step: Step) -> htp_export.Work:
+        return htp_export.Work(macs=1000, other=math.prod(step.shape(0)))
+
+    report = htp_export.cost(made, formulas={("my.own", "Mystery"): mystery})
+    assert report.uncounted == {}
+    assert report.modules[""].macs == before.macs + 1000
+    assert report.modules["layer.1"].uncounted == {}
+    free = {("ai.onnx", "MatMul"): lambda step: htp_export.Work()}
+    assert htp_export.cost(encoder(), formulas=free).modules[""].flops == 0
+    assert htp_export.cost(encoder()).modules[""].flops == 128
+
+
+@pytest.mark.parametrize(
+    ("formulas", "message"),
+    [
+        ({"MatMul": lambda step: htp_export.Work()}, "no pair of domain and operator"),
+        ({("", "MatMul"): 3}, "no function"),
+        ({("", "MatMul"): lambda step: 64}, "gives 64; give htp_export.Work"),
+    ],
+)
+def test_formulas_that_cannot_be_used_are_refused(formulas: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        htp_export.cost(encoder(), formulas=formulas)
 
 
 def test_weights_are_told_by_type() -> None:

@@ -37,6 +37,7 @@ PUBLIC = [
     "TaggedModel",
     "Verification",
     "View",
+    "Work",
     "carry",
     "compare",
     "contamination",

@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 
 from htp_export.costs.bindings import bind
 from htp_export.costs.execution import Body, Run, Step
-from htp_export.costs.flops import work_of
+from htp_export.costs.flops import all_formulas, work_of
 from htp_export.costs.memory import Timeline, traffic
 from htp_export.costs.result import Cost, ModuleCost, NodeCost, Peak
 from htp_export.costs.shapes import run_by_shapes
-from htp_export.costs.work import NOTHING, Work
+from htp_export.costs.work import NOTHING, Formulas, Work
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import Contents, contents_of
@@ -31,6 +31,7 @@ def cost(
     *,
     dims: Mapping[str, int] | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
+    formulas: Formulas | None = None,
 ) -> Cost:
     """What a model costs: parameters, FLOPs, bytes and peak memory of every module and node.
 
@@ -45,13 +46,16 @@ def cost(
             whole numbers.
         dims: Name of a size that the model leaves open → size. Those that are not given are 1, and `assumed` says so.
         shapes: Input name → shape.
+        formulas: ``(domain, operator)`` → a function of one run of a node that gives `htp_export.Work`, for operators
+            that have no formula, or in place of theirs.
 
     Returns:
         Costs by module path, in elements, operations and bytes.
 
     Raises:
         FileError: If the file cannot be read.
-        InputError: If what is given does not fit the model, or the number of dimensions of an input is not known.
+        InputError: If what is given does not fit the model, the number of dimensions of an input is not known, or a
+            formula gives no `htp_export.Work`.
 
     Examples:
         >>> import torch, htp_export
@@ -65,7 +69,7 @@ def cost(
     tagged = read_flat(onnx)
     bindings = bind(tagged.model, inputs, dims, shapes)
     run = run_by_shapes(tagged, bindings)
-    nodes, uncounted = _nodes(run)
+    nodes, uncounted = _nodes(run, all_formulas(formulas))
     timeline = Timeline(run)
     contents = contents_of(tagged)
     modules = _modules(run, nodes, timeline, contents)
@@ -83,9 +87,9 @@ def cost(
     )
 
 
-def _nodes(run: Run) -> tuple[list[NodeCost], dict[str, int]]:
+def _nodes(run: Run, formulas: Formulas) -> tuple[list[NodeCost], dict[str, int]]:
     """Every run of a node; and operator → nodes that are not counted."""
-    works = {id(step): work_of(step) for step in _every(run.steps)}
+    works = {id(step): work_of(step, formulas) for step in _every(run.steps)}
     found = []
     for step, times in _chosen(run.steps, works):
         work = works[id(step)]

@@ -6,39 +6,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from functools import cache
 
-from htp_export.costs import attention_work, elementwise, products, selection_work
 from htp_export.costs.execution import Step, UnknownShapeError
-from htp_export.costs.work import NOTHING, Formula, Work
+from htp_export.costs.work import NOTHING, Formulas, Work
+from htp_export.discovery import names_in
+from htp_export.errors import InputError
 from htp_export.model.operators import CONTROL_FLOW
 
-__all__ = ["counted_operators", "work_of"]
+__all__ = ["all_formulas", "work_of"]
 
-_FORMULAS: Mapping[tuple[str, str], Formula] = {
-    **elementwise.FORMULAS,
-    **products.FORMULAS,
-    **attention_work.FORMULAS,
-    **selection_work.FORMULAS,
-}
+_FOLDER = "htp_export.costs.formulas"
 
 
-def counted_operators() -> dict[str, list[str]]:
-    """Domain → the operators that have a formula."""
-    found: dict[str, list[str]] = {}
-    for domain, op_type in sorted(_FORMULAS):
-        found.setdefault(domain, []).append(op_type)
+@cache
+def _own_formulas() -> Formulas:
+    found: Formulas = {}
+    for name in names_in(_FOLDER):
+        found = {**found, **importlib.import_module(f"{_FOLDER}.{name}").FORMULAS}
     return found
 
 
-def work_of(step: Step) -> Work | None:
+def all_formulas(further: Formulas | None = None) -> Formulas:
+    """``(domain, operator)`` → formula, of every file of ``costs/formulas``.
+
+    Args:
+        further: Formulas that go before those, of the domain ``""`` or ``ai.onnx`` for ONNX's own operators.
+
+    Raises:
+        InputError: If a key is no pair of words, or a formula cannot be called.
+    """
+    known = dict(_own_formulas())
+    for key, formula in (further or {}).items():
+        if not (isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, str) for part in key)):
+            raise InputError(f"formulas: {key!r} is no pair of domain and operator, such as ('my.domain', 'Op')")
+        if not callable(formula):
+            raise InputError(f"formulas: that of {key!r} is no function, but {formula!r}")
+        domain, op_type = key
+        known["" if domain == "ai.onnx" else domain, op_type] = formula
+    return known
+
+
+def work_of(step: Step, formulas: Formulas | None = None) -> Work | None:
     """What one run of a node computes; what its subgraphs compute is not in it.
 
     Args:
         step: The node, with the shapes of what it reads and makes.
+        formulas: What `all_formulas` gives; those of the package without it.
 
     Returns:
         Its work; None where there is no formula for its operator, or a shape is not known that the formula needs.
+
+    Raises:
+        InputError: If a formula gives something else than `Work`.
 
     Examples:
         >>> import onnx_ir as ir
@@ -49,10 +70,13 @@ def work_of(step: Step) -> Work | None:
     """
     if step.op[0] == "" and step.op[1] in CONTROL_FLOW:
         return NOTHING if step.trips_known else None
-    formula = _FORMULAS.get(step.op)
+    formula = (_own_formulas() if formulas is None else formulas).get(step.op)
     if formula is None:
         return None
     try:
-        return formula(step)
+        work = formula(step)
     except (UnknownShapeError, IndexError, ValueError, ZeroDivisionError, OverflowError):  # the last: no valid node
         return None
+    if not isinstance(work, Work):
+        raise InputError(f"formulas: that of {step.op!r} gives {work!r}; give htp_export.Work(macs=..., other=...)")
+    return work

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from htp_export.costs.execution import Step
 
-__all__ = ["NOTHING", "Formula", "Work"]
+__all__ = ["NOTHING", "Formula", "Formulas", "Work"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +29,6 @@ NOTHING = Work()
 
 Formula: TypeAlias = Callable[[Step], Work]
 """What a node computes. It raises ``UnknownShapeError`` where it needs a shape that is not known."""
+
+Formulas: TypeAlias = Mapping[tuple[str, str], Formula]
+"""``(domain, operator)`` → formula; ONNX's own domain is ``""``."""

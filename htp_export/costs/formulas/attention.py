@@ -8,10 +8,9 @@ the unfused form. Each score is also scaled, masked where there is a mask, and g
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from htp_export.costs.execution import Step, UnknownShapeError
-from htp_export.costs.work import Formula, Work
+from htp_export.costs.work import Formula, Formulas, Work
 
 __all__ = ["FORMULAS", "SOFTMAX"]
 
@@ -109,7 +108,7 @@ def _grouped_query(step: Step) -> Work:
     return Work(work.macs, work.other + turned)
 
 
-FORMULAS: Mapping[tuple[str, str], Formula] = {
+FORMULAS: Formulas = {
     ("", "Attention"): _onnx_attention,
     ("com.microsoft", "Attention"): _packed_attention(past=4, bias=2, mask=3, extra=5),
     ("com.microsoft", "QAttention"): _packed_attention(past=8, bias=2, mask=5, extra=99),

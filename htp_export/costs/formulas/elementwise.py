@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from htp_export.costs.attention_work import SOFTMAX
 from htp_export.costs.execution import Step
-from htp_export.costs.work import NOTHING, Formula, Work
+from htp_export.costs.formulas.attention import SOFTMAX
+from htp_export.costs.work import NOTHING, Formula, Formulas, Work
 
 __all__ = ["FORMULAS"]
 
@@ -176,7 +176,7 @@ _CONTRIB_PER_OUTPUT: Mapping[str, int] = {
     "RotaryEmbedding": 3,
 }
 
-FORMULAS: Mapping[tuple[str, str], Formula] = {
+FORMULAS: Formulas = {
     **{("", op): _per_output(count) for op, count in _PER_OUTPUT.items()},
     **{("", op): _per_input(count) for op, count in _PER_INPUT.items()},
     **{("", op): _nothing for op in _WITHOUT_ARITHMETIC},

@@ -6,11 +6,10 @@ Where the work depends on values, it is what it comes to at most; ``docs/cost.md
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-from htp_export.costs.attention_work import SOFTMAX
 from htp_export.costs.execution import Step, UnknownShapeError
-from htp_export.costs.work import NOTHING, Formula, Work
+from htp_export.costs.formulas.attention import SOFTMAX
+from htp_export.costs.work import NOTHING, Formula, Formulas, Work
 from htp_export.model.operators import RANDOM
 
 __all__ = ["FORMULAS"]
@@ -139,7 +138,7 @@ def _distances(step: Step) -> Work:
     return Work(0, 3 * math.prod(step.output_shape()) * step.shape(0)[-1])
 
 
-FORMULAS: Mapping[tuple[str, str], Formula] = {
+FORMULAS: Formulas = {
     ("", "TopK"): _top_k,
     ("", "Unique"): _sort,
     ("", "NonMaxSuppression"): _non_max_suppression,

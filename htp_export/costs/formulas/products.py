@@ -6,10 +6,9 @@ A product of an ``m x k`` and a ``k x n`` matrix is ``m * n * k`` multiply-adds.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from htp_export.costs.execution import Step, UnknownShapeError
-from htp_export.costs.work import Formula, Work
+from htp_export.costs.work import Formula, Formulas, Work
 
 __all__ = ["FORMULAS"]
 
@@ -149,7 +148,7 @@ def _outputs(step: Step) -> int:
 
 _LSTM = _recurrent(4, 5)  # c' = f * c + i * g, h' = o * tanh(c')
 
-FORMULAS: Mapping[tuple[str, str], Formula] = {
+FORMULAS: Formulas = {
     ("", "MatMul"): _matmul,
     ("", "MatMulInteger"): _matmul,
     ("", "QLinearMatMul"): _matmul_with_bias(99, after=2),  # scaled and rounded

@@ -1,0 +1,1 @@
+"""Formulas for the work of operators: each file here has a table ``FORMULAS``, ``(domain, operator)`` → formula."""
