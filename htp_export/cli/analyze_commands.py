@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from htp_export.cli.file_options import DepthOption, FileArgument, JsonOption, SelectOption
 from htp_export.cli.outputs import check_output, show_written, written_page
 from htp_export.cli.terminal import Steps, print_json, show
+
+if TYPE_CHECKING:
+    from htp_export.passes.registry import Level
 
 __all__ = ["diff_command", "fingerprint_command", "forensics_command"]
 
@@ -19,9 +22,9 @@ def forensics_command(
     select: SelectOption = None,
     depth: DepthOption = None,
     every: Annotated[bool, typer.Option("--list", help="A line for each finding.")] = False,
-    try_passes: Annotated[
-        bool, typer.Option("--try/--no-try", help="Run the passes on a copy, to see what they change; else guess.")
-    ] = True,
+    level: Annotated[
+        str, typer.Option(help="What passes may do to results: exact, tolerant or fused; exact takes the least time.")
+    ] = "fused",
     as_json: JsonOption = False,
 ) -> None:
     """Show what could be simplified in each module.
@@ -32,7 +35,7 @@ def forensics_command(
     from htp_export.show.findings import render_findings, render_forensics
 
     with Steps(quiet=as_json).step(f"looking into {file}"):
-        found = forensics(file, select=select or None, try_passes=try_passes)
+        found = forensics(file, select=select or None, level=cast("Level", level))
     if as_json:
         print_json(found.to_dict())
     else:

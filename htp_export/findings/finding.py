@@ -1,10 +1,10 @@
-"""Findings: patterns in a graph that somebody may want to be otherwise, and what would change them."""
+"""Findings: what passes would change in a graph, and what looks like their work and stays."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from htp_export.format import tags
 from htp_export.model.columns import Column, text_table
 from htp_export.model.tag_facts import TagFacts, tag_lines
 
-__all__ = ["KINDS", "KIND_COLUMNS", "Finding", "Forensics", "Kind", "Match", "node_name"]
+__all__ = ["KINDS", "KIND_COLUMNS", "Finding", "Forensics", "Kind", "node_name", "title_of"]
 
 
 @dataclass(frozen=True)
@@ -66,36 +66,28 @@ KINDS: Mapping[str, Kind] = {
     "unused_initializers": Kind("weights that nothing reads", "eliminate_unused_initializers"),
     "dead_nodes": Kind("nodes that nothing needs", "eliminate_dead_nodes"),
 }
-"""Every kind of finding, by the word that `Finding.kind` has, in the order of tables."""
+"""Kinds of findings, by the word that `Finding.kind` has, in the order of tables.
+
+What any other pass changes has the name of that pass as its kind.
+"""
 
 
-@dataclass(frozen=True)
-class Match:
-    """A pattern found in a graph, as matchers give it.
+def title_of(kind: str) -> str:
+    """What a kind of finding is, for readers.
 
-    Attributes:
-        kind: A key of `KINDS`.
-        nodes: The nodes of the pattern.
-        detail: What is particular to this one, in a few words.
-        blocked: Why the pass of its kind cannot change this one; empty where it can.
-        tensors: Names of tensors that it is about, where it is about tensors.
-        readers: Nodes that say whose a pattern is that has no nodes of its own.
+    Examples:
+        >>> title_of("chained_reshapes"), title_of("eliminate_expands")
+        ('Reshape after Reshape', 'eliminate expands')
     """
-
-    kind: str
-    nodes: tuple[ir.Node, ...]
-    detail: str = ""
-    blocked: str = ""
-    tensors: tuple[str, ...] = ()
-    readers: tuple[ir.Node, ...] = ()
+    return KINDS[kind].title if kind in KINDS else kind.replace("_", " ")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One pattern, with where it is and what would change it.
+    """Nodes that a pass would change together, or that look like it and stay.
 
     Attributes:
-        kind: What it is, a key of `KINDS`.
+        kind: What they are: a key of `KINDS`, or the name of the pass.
         module: The deepest module that all its nodes belong to; ``""`` is the root, and all that untagged models have.
         nodes: Names of its nodes; of a node that has no name, the name of its first output.
         fixed_by: The pass of `htp_export.optimize` that changes it; None where none does.
@@ -120,20 +112,22 @@ class Forensics:
     """What was found in a graph.
 
     Attributes:
-        findings: Every pattern, by kind in the order of `KINDS`, then in graph order.
+        findings: Every finding, by kind in the order of `KINDS`, then in graph order.
         nodes: Nodes of the model.
         tags: What the model knows about its module tags.
+        failed: Passes that could not run on this model → why; what they would change is not known.
     """
 
     findings: tuple[Finding, ...]
     nodes: int
     tags: TagFacts | None = None
+    failed: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def kinds(self) -> Mapping[str, int]:
         """Kind → how many there are, in the order of `KINDS`."""
         counts = Counter(finding.kind for finding in self.findings)
-        return {kind: counts[kind] for kind in KINDS if counts[kind]}
+        return {kind: counts[kind] for kind in dict.fromkeys((*KINDS, *counts)) if counts[kind]}
 
     @cached_property
     def modules(self) -> Mapping[str, Mapping[str, int]]:
@@ -169,12 +163,18 @@ class Forensics:
             "kinds": dict(self.kinds),
             "modules": {path: dict(kinds) for path, kinds in self.modules.items()},
             "findings": [asdict(finding) for finding in self.findings],
+            "failed": dict(self.failed),
             "tags": self.tags and self.tags.to_dict(),
         }
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What readers have to know besides: passes that could not run."""
+        return tuple(f"{name} could not run, and is left out: {why}" for name, why in self.failed.items())
+
     def __str__(self) -> str:
         table = text_table(KIND_COLUMNS, self.by_kind) if self.findings else []
-        return "\n".join((*table, self.summary, *tag_lines(self.tags)))
+        return "\n".join((*table, self.summary, *self.notes, *tag_lines(self.tags)))
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def _summed(kind: str, findings: tuple[Finding, ...]) -> KindSummary:
     reasons = Counter(finding.why for finding in findings if finding.fixed_by is None)
     return KindSummary(
         kind=kind,
-        title=KINDS[kind].title,
+        title=title_of(kind),
         count=len(findings),
         nodes=len({name for finding in findings for name in finding.nodes}),
         fixed_by=fixed[0].fixed_by if fixed else None,

@@ -1,67 +1,58 @@
-"""Forensics: every pattern of a graph that somebody may want to be otherwise, by module."""
+"""Forensics: what each pass would change in a graph, by module, and what looks like its work and stays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
-from htp_export.findings.finding import KINDS, Finding, Forensics, Match, node_name
-from htp_export.findings.patterns.activation import gelus, softmaxes
-from htp_export.findings.patterns.attention import attentions, double_scalings
-from htp_export.findings.patterns.constants import dead, duplicates, unfolded, unused
-from htp_export.findings.patterns.linear import matmul_adds, projections
-from htp_export.findings.patterns.movement import casts, identities, reshapes, transposes
-from htp_export.findings.patterns.normalization import conv_neighbours, norms
-from htp_export.findings.patterns.shapes import shape_chains
-from htp_export.findings.trials import tried
+import onnx_ir as ir
+
+from htp_export.errors import HtpExportError
+from htp_export.findings.duplicates import large_duplicates
+from htp_export.findings.finding import KINDS, Finding, Forensics, node_name
+from htp_export.findings.kinds import ONE_BY_ONE, kind_of
+from htp_export.findings.patterns import unchanged
+from htp_export.findings.rewrites import Rewrite, equal_constants, rewrites
 from htp_export.format import tags
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource, TaggedModel
+from htp_export.model.regions import all_nodes
+from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.passes.declining import Declined, declined
+from htp_export.passes.editing import bytes_of
+from htp_export.passes.merging import Difference
+from htp_export.passes.pipeline import Pipeline
+from htp_export.passes.registry import DEFAULT, LEVELS, Level, PassInfo, available, choose, find
 
 __all__ = ["forensics"]
 
-_MATCHERS: Sequence[Callable[[GraphFacts], Iterator[Match]]] = (
-    matmul_adds,
-    projections,
-    attentions,
-    double_scalings,
-    norms,
-    gelus,
-    softmaxes,
-    conv_neighbours,
-    identities,
-    casts,
-    transposes,
-    reshapes,
-    shape_chains,
-    unfolded,
-    duplicates,
-    unused,
-    dead,
-)
+_FIRST = ("eliminate_unused_initializers", "eliminate_dead_nodes")
+"""Every pass leaves out what nothing needs; these say so first."""
 
 
 @names_model_faults("model")
-def forensics(model: ModelSource, *, select: str | Sequence[str] | None = None, try_passes: bool = True) -> Forensics:
-    """What is in a graph that could be otherwise: pairs that are one operator, work done twice or for nothing.
+def forensics(model: ModelSource, *, select: str | Sequence[str] | None = None, level: Level = "fused") -> Forensics:
+    """What could be simplified in a graph: every rewrite that a pass would make, and what looks like one and stays.
 
     For each finding: its nodes, the module it lies in, the pass of `htp_export.optimize` that changes it, and why none
-    does where none does. That is tried: the passes run on a copy, which shares the weights, and what is found there
-    again is not fixed.
+    does where none does. The passes run on a copy, which shares the weights: those of level ``exact`` one after
+    another, then each pass that does more on what they leave.
 
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``. It is not changed. Without tags
             everything is found, too, and belongs to the root.
         select: Only what lies in these modules; see `htp_export.format.tags.select` for the language.
-        try_passes: Whether to run the passes. Without, ``fixed_by`` is told from the pattern alone, which takes less
-            time on large models, and is wrong where a pass has conditions that a pattern does not see.
+        level: What the passes may do to results, as in `htp_export.optimize`; ``"exact"`` takes the least time.
 
     Returns:
         The findings; `htp_export.findings.finding.KINDS` lists their kinds.
 
     Raises:
         FileError: The file cannot be read.
+        InputError: There is no such level.
         SelectorError: The selector cannot be read, or matches nothing.
         UntaggedModelError: Modules are selected, and the model has no tags.
 
@@ -74,30 +65,168 @@ def forensics(model: ModelSource, *, select: str | Sequence[str] | None = None, 
     """
     tagged = read_flat(model)
     chosen = None if select is None else tagged.select(select)
-    found = _look(tagged)
+    investigation = _Investigation(tagged)
+    investigation.run(level)
+    found = investigation.findings
     if chosen is not None:
         found = [finding for finding in found if any(tags.is_under(finding.module, path) for path in chosen)]
-    settled = tried(tagged, found, _look) if try_passes else tuple(found)
-    return Forensics(settled, len(tagged.nodes), tagged.tag_facts)
+    return Forensics(tuple(found), len(tagged.nodes), tagged.tag_facts, investigation.failed)
 
 
-def _look(tagged: TaggedModel) -> list[Finding]:
-    """Every pattern of a model, in the order of tables."""
-    facts = GraphFacts(tagged)
-    matches = [match for matcher in _MATCHERS for match in matcher(facts)]
-    order = {kind: place for place, kind in enumerate(KINDS)}
-    return [_finding(match, facts) for match in sorted(matches, key=lambda match: order[match.kind])]
+@dataclass
+class _Copy:
+    """The model, or a copy that passes run on.
+
+    Attributes:
+        model: The copy.
+        origins: Each node → the nodes of the model whose work it does.
+        written: Those that stand in the model itself.
+    """
+
+    model: ir.Model
+    origins: dict[ir.Node, tuple[ir.Node, ...]]
+    written: Collection[ir.Node]
+
+    def again(self) -> _Copy:
+        """A copy of it as it is now."""
+        model = self.model.clone()
+        pairs = list(zip(all_nodes(self.model), all_nodes(model), strict=True))
+        origins = {copy: self.origins.get(node, ()) for node, copy in pairs}
+        return _Copy(model, origins, {copy for node, copy in pairs if node in self.written})
+
+    def origins_of(self, nodes: Iterable[ir.Node]) -> tuple[ir.Node, ...]:
+        """The nodes of the model whose work some nodes do."""
+        return tuple(dict.fromkeys(origin for node in nodes for origin in self.origins.get(node, ())))
 
 
-def _finding(match: Match, facts: GraphFacts) -> Finding:
-    kind = KINDS[match.kind]
-    fixed = kind.fixed_by if not match.blocked else None
-    return Finding(
-        kind=match.kind,
-        module=facts.module_of(match.nodes or match.readers),
-        nodes=tuple(node_name(node) for node in match.nodes or match.readers),
-        fixed_by=fixed,
-        why="" if fixed else match.blocked or kind.why,
-        detail=match.detail,
-        tensors=match.tensors,
+class _Investigation:
+    """Passes that run on copies of a model, and what they did to its nodes.
+
+    Attributes:
+        failed: Passes that raised → why.
+    """
+
+    def __init__(self, tagged: TaggedModel) -> None:
+        self._tagged, self._facts = tagged, GraphFacts(tagged)
+        self._places = {node: place for place, node in enumerate(tagged.nodes)}
+        graph = tagged.model.graph
+        made = [node.outputs[0] for node in self._facts.nodes_of("Constant")]
+        self._constants = {value.name or "" for value in (*graph.initializers.values(), *made)}
+        self._unread = [value for value in graph.initializers.values() if not value.uses()]
+        self._found: list[Finding] = []
+        self._starts: list[int] = []
+        self._known: set[frozenset[str]] = set()
+        self.failed: dict[str, str] = {}
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found, in the order of tables."""
+        order = {kind: place for place, kind in enumerate((*KINDS, *DEFAULT))}
+        found = sorted(zip(self._starts, self._found, strict=True), key=lambda each: each[0])
+        return sorted((finding for _, finding in found), key=lambda each: order.get(each.kind, len(order)))
+
+    def run(self, level: Level) -> None:
+        """Run the passes up to a level.
+
+        Passes of ``exact`` go first: what others match is best seen on what they leave. Then those that `optimize` runs
+        by default; passes that take away what others match run apart from them.
+        """
+        chosen = choose("default", level)
+        exact = [find(name) for name in dict.fromkeys((*_FIRST, *(e.name for e in chosen if e.level == "exact")))]
+        start = _Copy(self._tagged.model, {node: (node,) for node in self._places}, self._places.keys())
+        simple = self._run(exact, "exact", start)
+        ends = [self._run([e for e in chosen if e.level != "fused"], "tolerant", simple)] if level != "exact" else []
+        apart = [e for e in available().values() if e.level == "fused" or e.name not in DEFAULT]
+        ends += [self._run([e], e.level, simple) for e in apart if LEVELS.index(e.level) <= LEVELS.index(level)]
+        for copy in (simple, *ends):
+            self._left(copy, declined(list(all_nodes(copy.model))))
+        self._left(simple, unchanged(GraphFacts(load(simple.model))))
+        for constants, readers, detail, why in large_duplicates(self._facts):
+            self._add("duplicate_constants", readers, detail=detail, why=why, tensors=constants)
+
+    def _run(self, passes: Sequence[PassInfo], level: Level, given: _Copy) -> _Copy:
+        """Run passes on a copy of a model; without those that fail."""
+        while True:
+            copy = given.again()
+            known, unread, found = set(self._known), self._unread, len(self._found)
+            watch = functools.partial(self._watch, copy, level)
+            pipeline = Pipeline([info for info in passes if info.name not in self.failed], watch=watch)
+            try:
+                copy.model = pipeline.run(copy.model)
+                return copy
+            except HtpExportError as error:  # a pass of another package, or weights that cannot be read
+                if not pipeline.running or pipeline.running in self.failed:
+                    raise
+                del self._found[found:], self._starts[found:]
+                self._known, self._unread = known, unread
+                self.failed[pipeline.running] = str(error).splitlines()[0]
+
+    def _watch(self, copy: _Copy, level: Level, info: PassInfo, difference: Difference, model: ir.Model) -> None:
+        """Take in what a pass did."""
+        add = functools.partial(self._add, fixed_by=info.name, level=max(level, info.level, key=LEVELS.index))
+        for rewrite in rewrites(difference, one_by_one=info.name == ONE_BY_ONE):
+            origins = copy.origins_of(rewrite.removed)
+            copy.origins.update(dict.fromkeys(rewrite.added, origins))
+            kind, names = kind_of(info.name, rewrite), frozenset(map(node_name, origins))
+            again = kind == info.name and names in self._known  # a pass of a lower level changes them, too
+            if not (again or set(rewrite.removed).isdisjoint(copy.written) or rewrite.operators == {"Constant"}):
+                weights = rewrite.inputs[:1] if kind == "identity_weight" else []
+                names_of_weights = [value.name or "" for value in weights if value is not None]
+                add(kind, origins, detail=_detail(rewrite), tensors=names_of_weights)
+        for equal in equal_constants(difference):
+            tensors = [name for value in equal.values if (name := value.name or "") in self._constants]
+            if len(tensors) > 1:
+                size = bytes_of(equal.values[0].const_value) * (len(tensors) - 1)
+                detail = f"{len(tensors)} equal, {size:,} bytes too many"
+                add("duplicate_constants", copy.origins_of(equal.readers), detail=detail, tensors=tensors)
+        unread = [value for value in self._unread if value.name not in model.graph.initializers]
+        if unread:
+            self._unread = []
+            size = sum(bytes_of(value.const_value) for value in unread)
+            tensors = [value.name or "" for value in unread]
+            add("unused_initializers", (), detail=f"{len(unread)}, {size:,} bytes", tensors=tensors)
+
+    def _left(self, copy: _Copy, found: Iterable[Declined]) -> None:
+        """Take in what looks like the work of a pass, and stays; not what a pass changes after all."""
+        known: defaultdict[str, set[str]] = defaultdict(set)
+        for finding in self._found:
+            known[finding.kind].update(finding.nodes)
+        for each in found:
+            nodes = copy.origins_of(each.nodes)
+            names = {node_name(node) for node in nodes}
+            if nodes and known[each.kind].isdisjoint(names):
+                known[each.kind].update(names)
+                self._add(each.kind, nodes, why=each.why or _why(each.kind), detail=each.detail)
+
+    def _add(
+        self,
+        kind: str,
+        nodes: Sequence[ir.Node],
+        *,
+        fixed_by: str | None = None,
+        level: Level | None = None,
+        why: str = "",
+        detail: str = "",
+        tensors: Sequence[str] = (),
+    ) -> None:
+        nodes = sorted(nodes, key=self._places.__getitem__)
+        module, names = self._facts.module_of(nodes), tuple(map(node_name, nodes))
+        self._found.append(Finding(kind, module, names, fixed_by, why, detail, tuple(tensors), level))
+        self._starts.append(self._places[nodes[0]] if nodes else 0)
+        self._known.add(frozenset(names))
+
+
+def _why(kind: str) -> str:
+    """Why nodes of a kind stay of which no pass says it."""
+    known = KINDS.get(kind)
+    return (
+        "" if known is None else known.why or f"{known.fixed_by} leaves it: it does not meet the conditions of the pass"
     )
+
+
+def _detail(rewrite: Rewrite) -> str:
+    """The operators that took the place of nodes, or those that read the result where there are none."""
+    if rewrite.added:
+        return "becomes " + ", ".join(dict.fromkeys(node.op_type for node in rewrite.added))
+    fed = Counter(node.op_type for node in rewrite.readers)
+    return "feeds " + ", ".join(f"{op} x{count}" if count > 1 else op for op, count in fed.most_common()) if fed else ""

@@ -50,6 +50,7 @@ class Bookkeeping:
 
     Attributes:
         hierarchy: The module tree, with the fates that the graph has given it so far.
+        difference: What the pass did that was taken in last.
     """
 
     def __init__(self, model: ir.Model) -> None:
@@ -67,6 +68,7 @@ class Bookkeeping:
         self._unread: frozenset[str] = frozenset()
         self._find_signatures()
         self._snapshot = Snapshot(model)
+        self.difference = Difference.between(self._snapshot, self._snapshot)
         self._weights = WeightBook(model)
         self._excused: dict[str, set[str]] = {}
         if self._signatures:
@@ -112,7 +114,7 @@ class Bookkeeping:
             HtpExportError: If a node has no owner, in a model where all had.
         """
         before, after = self._snapshot, Snapshot(self.model)
-        difference = Difference.between(before, after)
+        difference = self.difference = Difference.between(before, after)
         self._snapshot = after
         fused: dict[str, tuple[str, ...]] = {}
         if difference and self._tagged:

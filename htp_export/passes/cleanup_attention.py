@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
+from htp_export.passes.declining import decline
 from htp_export.passes.editing import (
     Array,
     add_constant,
@@ -37,6 +38,9 @@ class CleanupAttention(ir.passes.InPlacePass):
 def _scale_after(graph: ir.Graph, node: ir.Node) -> bool:
     sides = [scaled(value) for value in node.inputs]
     if any(side is None for side in sides):
+        makers = [value.producer() for value in node.inputs if value is not None and _multiple(value) is not None]
+        if len(makers) == 2:
+            decline("double_scaling", [*filter(None, makers), node], "what is scaled is read elsewhere")
         return False
     (left, one), (right, other) = (side for side in sides if side is not None)
     factor = add_constant(graph, np.asarray(one * other, dtype=one.dtype), f"{node.outputs[0].name}_scale")
@@ -47,10 +51,14 @@ def _scale_after(graph: ir.Graph, node: ir.Node) -> bool:
 
 def scaled(value: ir.Value | None) -> tuple[ir.Value, Array] | None:
     """What a value is a multiple of by one constant, if nothing else reads it."""
-    node = value.producer() if value is not None else None
-    if value is None or node is None or not is_standard(node, "Mul", "Div"):
+    if value is None or only_reader(value) is None or is_boundary(value):
         return None
-    if only_reader(value) is None or is_boundary(value):
+    return _multiple(value)
+
+
+def _multiple(value: ir.Value) -> tuple[ir.Value, Array] | None:
+    node = value.producer()
+    if node is None or not is_standard(node, "Mul", "Div"):
         return None
     for place in (1, 0) if node.op_type == "Mul" else (1,):
         factor, source = constant_array(node.inputs[place], 1), node.inputs[1 - place]

@@ -17,12 +17,13 @@ import onnx_ir as ir
 
 from htp_export.model.operators import RANDOM
 from htp_export.model.regions import subgraphs
+from htp_export.passes.declining import decline
 from htp_export.passes.editing import Array, bytes_of, is_constant
 from htp_export.passes.sizes import product
 from htp_export.passes.symbolic import Symbolic
 from htp_export.runtime.sessions import RunnableModel, Session, as_written
 
-__all__ = ["GROWTH", "LEAST_ROOM", "SHARE", "Work", "computed", "find_work", "held_back", "room_left"]
+__all__ = ["GROWTH", "LEAST_ROOM", "SHARE", "Work", "computed", "find_work", "room_left"]
 
 LEAST_ROOM = 1 << 20
 """Bytes by which the constants of any model may grow."""
@@ -65,14 +66,13 @@ def _reads(node: ir.Node) -> Iterator[ir.Value]:
                 yield value
 
 
-def held_back(node: ir.Node) -> str:
-    """Why a node is not computed beforehand although all it reads is constant; empty where it can be."""
+def _held_back(node: ir.Node) -> bool:
+    """Whether a node is not computed beforehand although all it reads is constant."""
     nodes = (node, *(inner for body in subgraphs(node) for inner in body.all_nodes()))
-    if any(each.op_type in RANDOM or each.op_type.endswith("Dropout") for each in nodes):
-        return "it gives other values in every run"
     if any(each.op_type in _UNPACKING for each in nodes):
-        return "it unpacks quantized weights"
-    return ""
+        decline("unfolded_constants", [node], "it unpacks quantized weights")
+        return True
+    return any(each.op_type in RANDOM or each.op_type.endswith("Dropout") for each in nodes)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def find_work(graph: ir.Graph, room: int, left_out: Collection[ir.Node] = ()) ->
     found = []
     for node in graph:
         read = list(_reads(node))
-        if not all(value in sources or is_constant(value) for value in read) or node in left_out or held_back(node):
+        if not all(value in sources or is_constant(value) for value in read) or node in left_out or _held_back(node):
             continue
         known = known or Symbolic(graph)
         taken = frozenset[ir.Value]().union(*(sources.get(value, (value,)) for value in read))
@@ -124,6 +124,10 @@ def find_work(graph: ir.Graph, room: int, left_out: Collection[ir.Node] = ()) ->
         if all(size is None or size <= most for size in sizes):
             sources.update(dict.fromkeys(node.outputs, taken))
             found.append(node)
+        else:
+            alone = (value for value in taken if all(use.node is node or use.node in found for use in value.uses()))
+            grown = sum(filter(None, sizes)) - sum(bytes_of(value.const_value) for value in alone)
+            decline("unfolded_constants", [node], f"the result is large: {grown:,} bytes more")
     return [work for nodes in _connected(found) if (work := _work(nodes)).results]
 
 

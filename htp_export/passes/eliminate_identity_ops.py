@@ -6,17 +6,25 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import RESHAPING, is_standard
+from htp_export.passes.declining import decline
 from htp_export.passes.editing import constant_array, stand_in
 from htp_export.passes.registry import register
 from htp_export.passes.symbolic import Symbolic
 
-__all__ = ["EliminateIdentityOps"]
+__all__ = ["NEEDS_A_NAME", "EliminateIdentityOps"]
 
 _IF_SHAPE_STAYS = RESHAPING | {"Expand", "Tile"}
 """These change nothing but the shape, or repeat elements: where the shape stays, so does everything."""
 
 _NEUTRAL = {"Mul": 1, "Div": 1, "Sub": 0, "Pow": 1}
 """Operators and second arguments that leave the first as it is, bit for bit; adding 0 turns -0 into 0."""
+
+NEEDS_A_NAME = "a graph's output needs a name of its own"
+"""Why a node stays that gives what it is given to the caller."""
+
+_KINDS = {"Identity": "identity", "Cast": "identity_cast", "Transpose": "identity_transpose"} | dict.fromkeys(
+    RESHAPING, "identity_reshape"
+)
 
 
 @register("eliminate_identity_ops", level="exact")
@@ -28,9 +36,13 @@ class EliminateIdentityOps(ir.passes.InPlacePass):
         for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
             known = Symbolic(graph)
             for node in graph:
-                if is_nothing(node, known) and stand_in(node.outputs[0], node.inputs[0]):  # type: ignore[arg-type]
+                if not is_nothing(node, known):
+                    continue
+                if stand_in(node.outputs[0], node.inputs[0]):  # type: ignore[arg-type]
                     graph.remove(node, safe=True)
                     modified = True
+                else:
+                    decline(_KINDS.get(node.op_type, "eliminate_identity_ops"), [node], NEEDS_A_NAME)
         return ir.passes.PassResult(model, modified)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
+from htp_export.passes.declining import decline
 from htp_export.passes.editing import is_boundary, remove_unused, replace, stand_in
+from htp_export.passes.eliminate_identity_ops import NEEDS_A_NAME
 from htp_export.passes.registry import register
 from htp_export.passes.symbolic import Symbolic
 
@@ -43,15 +45,27 @@ def _merge(node: ir.Node, known: Symbolic) -> bool:
     if perm is None or given is None:
         return False
     if perm == sorted(perm):
-        return stand_in(node.outputs[0], given)
+        return _leave_out("identity_transpose", [node], given)
     first = given.producer()
     if first is None or not is_standard(first, "Transpose") or first.inputs[0] is None:
         return False
     before = permutation(first, known)
-    if before is None or is_boundary(given):
+    if before is None:
         return False
     joint = [before[axis] for axis in perm]
+    kind = "cancelling_transposes" if joint == sorted(joint) else "chained_transposes"
+    if is_boundary(given):
+        decline(kind, [first, node], "a module takes or gives the tensor in between")
+        return False
     if joint == sorted(joint):
-        return stand_in(node.outputs[0], first.inputs[0])
+        return _leave_out(kind, [first, node], first.inputs[0])
     replace(node, [ir.node("Transpose", [first.inputs[0]], {"perm": joint})])
     return True
+
+
+def _leave_out(kind: str, nodes: list[ir.Node], source: ir.Value) -> bool:
+    """Let what transpositions read stand for what the last of them makes."""
+    if stand_in(nodes[-1].outputs[0], source):
+        return True
+    decline(kind, nodes, NEEDS_A_NAME)
+    return False

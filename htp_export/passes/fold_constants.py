@@ -8,6 +8,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from htp_export.model.operators import RESHAPING, is_standard
 from htp_export.model.regions import subgraphs
 from htp_export.passes.constant_work import GROWTH, Work, computed, find_work, room_left
+from htp_export.passes.declining import decline
 from htp_export.passes.editing import add_initializer, bytes_of, is_constant, release, remove_unused, stand_in
 from htp_export.passes.registry import register
 from htp_export.passes.symbolic import Symbolic
@@ -112,7 +113,9 @@ def _keep(
         tensor, maker = results.get(value), value.producer()
         growth = max(0, bytes_of(tensor) - freed)
         if tensor is None or growth > room:
-            left_out.update({maker} if maker is not None else ())
+            if maker is not None:
+                left_out.add(maker)
+                decline("unfolded_constants", [maker], f"the result is large: {growth:,} bytes more")
             continue
         room, freed = room - growth, max(0, freed - bytes_of(tensor))
         if _store(graph, value, tensor, growth):

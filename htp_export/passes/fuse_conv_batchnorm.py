@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
+from htp_export.passes.declining import decline
 from htp_export.passes.editing import add_initializer, is_constant, only_reader, remove_unused, replace
 from htp_export.passes.registry import register
 
@@ -23,23 +24,33 @@ class FuseConvBatchnorm(ir.passes.InPlacePass):
         modified = False
         for node in model.graph:
             conv = node.inputs[0].producer() if is_standard(node, "BatchNormalization") and node.inputs[0] else None
-            if conv is not None and is_standard(conv, "Conv") and only_reader(conv.outputs[0]) is not None:
-                modified |= _fuse(model.graph, conv, node)
+            if conv is not None and is_standard(conv, "Conv"):
+                if why := _why_not(conv, node):
+                    decline("conv_batchnorm", [conv, node], why)
+                    continue
+                _fuse(model.graph, conv, node)
+                modified = True
         if modified:
             remove_unused(model)
         return ir.passes.PassResult(model, modified)
 
 
-def _fuse(graph: ir.Graph, conv: ir.Node, norm: ir.Node) -> bool:
+def _why_not(conv: ir.Node, norm: ir.Node) -> str:
+    """Why the normalisation cannot be done by the weights; empty where it can."""
+    if only_reader(conv.outputs[0]) is None:
+        return "what the Conv gives is read elsewhere"
     if norm.attributes.get_int("training_mode", 0) or len(norm.outputs) > 1:
-        return False
+        return "the normalisation is in training mode"
+    weights = [conv.inputs[1], *norm.inputs[1:], *(value for value in conv.inputs[2:] if value is not None)]
+    if not all(map(is_constant, weights)):
+        return "weights or statistics are computed"
+    return "" if weights[0].dtype == ir.DataType.FLOAT else "the weight is not of float32"  # type: ignore[union-attr]
+
+
+def _fuse(graph: ir.Graph, conv: ir.Node, norm: ir.Node) -> None:
     weight, bias = conv.inputs[1], conv.inputs[2] if len(conv.inputs) > 2 else None
-    if not all(map(is_constant, (weight, *norm.inputs[1:]))) or (bias is not None and not is_constant(bias)):
-        return False
-    tensor = weight.const_value  # type: ignore[union-attr]
+    tensor: ir.TensorProtocol = weight.const_value  # type: ignore[assignment, union-attr]
     gamma, beta, mean, variance = (value.const_value.numpy() for value in norm.inputs[1:])  # type: ignore[union-attr]
-    if tensor is None or tensor.dtype != ir.DataType.FLOAT:
-        return False
     scale = gamma / np.sqrt(variance + np.float32(norm.attributes.get_float("epsilon", 1e-5)))
     shift = 0 if bias is None or bias.const_value is None else bias.const_value.numpy()
     added = (beta + (shift - mean) * scale).astype(np.float32)
@@ -53,4 +64,3 @@ def _fuse(graph: ir.Graph, conv: ir.Node, norm: ir.Node) -> bool:
         add_initializer(graph, ir.tensor(added), f"{weight.name}_bias"),  # type: ignore[union-attr]
     ]
     replace(norm, [ir.node("Conv", inputs, conv.attributes)])
-    return True

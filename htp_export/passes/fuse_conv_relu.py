@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
+from htp_export.passes.declining import decline
 from htp_export.passes.editing import only_reader, remove_unused, replace
 from htp_export.passes.registry import register
 
@@ -21,7 +22,10 @@ class FuseConvRelu(ir.passes.InPlacePass):
         modified = False
         for node in model.graph:
             conv = node.inputs[0].producer() if is_standard(node, "Relu") and node.inputs[0] is not None else None
-            if conv is None or not is_standard(conv, "Conv") or only_reader(conv.outputs[0]) is None:
+            if conv is None or not is_standard(conv, "Conv"):
+                continue
+            if only_reader(conv.outputs[0]) is None:
+                decline("conv_relu", [conv, node], "what the Conv gives is read elsewhere")
                 continue
             attributes = {**conv.attributes, "activation": ir.AttrString("activation", "Relu")}
             replace(node, [ir.node("FusedConv", conv.inputs, attributes, domain=_DOMAIN)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
+from htp_export.passes.declining import decline
 from htp_export.passes.editing import is_boundary, is_constant, only_reader, remove_unused, replace
 from htp_export.passes.registry import register
 from htp_export.passes.sizes import Dim
@@ -28,9 +29,13 @@ class FuseMatmulAdd(ir.passes.InPlacePass):
                 continue
             known = known or Symbolic(model.graph)
             product, bias = parts
-            if all(known.rank(value) == 2 for value in product.inputs) and _fits(known, product, bias):
+            if not all(known.rank(value) == 2 for value in product.inputs):
+                continue
+            if _fits(known, product, bias):
                 replace(node, [ir.node("Gemm", [*product.inputs, bias])])
                 modified = True
+            else:
+                decline("matmul_add_2d", [product, node], "the bias does not fit the columns of the weight")
         if modified:
             remove_unused(model)
         return ir.passes.PassResult(model, modified)
@@ -42,8 +47,12 @@ def product_and_bias(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
         maker = product.producer() if product is not None else None
         if product is None or bias is None or maker is None or not is_standard(maker, "MatMul"):
             continue
-        if is_constant(bias) and only_reader(product) is not None and not is_boundary(product):
-            return maker, bias
+        if is_constant(bias):
+            if only_reader(product) is not None and not is_boundary(product):
+                return maker, bias
+            ranks = [None if value is None or value.shape is None else len(value.shape) for value in maker.inputs]
+            why = "a module gives the product" if is_boundary(product) else "the product without its bias is read, too"
+            decline("matmul_add_2d" if ranks == [2, 2] else "matmul_add_3d", [maker, node], why)
     return None
 
 

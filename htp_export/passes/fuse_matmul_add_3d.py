@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
+from htp_export.passes.declining import decline
 from htp_export.passes.editing import add_constant, is_constant, remove_unused, replace
 from htp_export.passes.fuse_matmul_add import product_and_bias
 from htp_export.passes.registry import register
@@ -40,12 +41,17 @@ class FuseMatmulAdd3d(ir.passes.InPlacePass):
 def _fuse(graph: ir.Graph, node: ir.Node, product: ir.Node, bias: ir.Value, known: Symbolic) -> bool:
     source, weight = product.inputs
     given, matrix, result = known.shape(source), known.shape(weight), known.shape(node.outputs[0])
-    if given is None or matrix is None or result is None or not is_constant(weight):
+    if given is None or matrix is None or result is None or len(given) < 3 or len(matrix) != 2:
         return False
-    if len(given) < 3 or len(matrix) != 2 or known.rank(bias) != 1 or known.shape(bias) != matrix[-1:]:
+    if not is_constant(weight):
+        decline("matmul_add_3d", [product, node], "the weight is computed")
+        return False
+    if known.shape(bias) != matrix[-1:]:
+        decline("matmul_add_3d", [product, node], "the bias does not fit the columns of the weight")
         return False
     back = _back(given, result)
     if back is None or not isinstance(matrix[0], int):
+        decline("matmul_add_3d", [product, node], "more than one size of the result is not known beforehand")
         return False
     name = str(node.outputs[0].name)
     rows = ir.node("Reshape", [source, add_constant(graph, np.array([-1, matrix[0]], np.int64), f"{name}_rows")])

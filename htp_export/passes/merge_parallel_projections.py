@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
-from htp_export.passes.editing import add_constant, add_initializer, remove_unused, replace
+from htp_export.passes.declining import decline
+from htp_export.passes.editing import add_constant, add_initializer, is_constant, remove_unused, replace
 from htp_export.passes.fuse_matmul_add import product_and_bias
 from htp_export.passes.registry import register
 
@@ -38,6 +39,7 @@ class MergeParallelProjections(ir.passes.InPlacePass):
             if len(found) >= _FEWEST:
                 _merge(model.graph, found)
                 modified = True
+        _decline(model.graph)
         if modified:
             remove_unused(model)
         return ir.passes.PassResult(model, modified)
@@ -87,3 +89,34 @@ def _joined(tensors: Sequence[ir.TensorProtocol], shape: Sequence[int]) -> ir.Te
         tensors[0].dtype,
         ir.Shape(shape),
     )
+
+
+def _decline(graph: ir.Graph) -> None:
+    """Note why products stay that look like those of queries, keys and values."""
+    readers: defaultdict[ir.Value | None, list[ir.Node]] = defaultdict(list)
+    for node in graph:
+        if is_standard(node, "MatMul", "Gemm") and is_constant(node.inputs[1]):
+            readers[node.inputs[0]].append(node)
+    for nodes in readers.values():
+        if len(nodes) == _FEWEST and _fit_together([_columns(node) for node in nodes]):
+            if any(node.op_type == "Gemm" for node in nodes):
+                why = "they are Gemm, not MatMul and Add"
+            else:
+                added = [any(is_standard(use.node, "Add") for use in node.outputs[0].uses()) for node in nodes]
+                why = "they have no bias" if not any(added) else "not all of them have a bias of their own"
+            decline("qkv_projections", nodes, why)
+
+
+def _columns(node: ir.Node) -> int | None:
+    shape = None if node.inputs[1] is None else node.inputs[1].shape
+    turned = node.attributes.get_int("transB", 0)
+    columns = None if shape is None or len(shape) != 2 else shape[0 if turned else 1]
+    return columns if isinstance(columns, int) else None
+
+
+def _fit_together(columns: Sequence[int | None]) -> bool:
+    """Whether three widths are equal, or two of them and the third a multiple: that of grouped queries."""
+    (narrow, count), *rest = Counter(columns).most_common()
+    if narrow is None or count == 1:
+        return False
+    return not rest or (isinstance(wide := rest[0][0], int) and wide > narrow and wide % narrow == 0)

@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import RESHAPING, is_standard
+from htp_export.passes.declining import decline
 from htp_export.passes.editing import add_constant, is_boundary, remove_unused, replace
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
@@ -37,19 +38,24 @@ class MergeReshapes(ir.passes.InPlacePass):
 def _merge(graph: ir.Graph, first: ir.Node, second: ir.Node, known: Symbolic) -> bool:
     source = first.inputs[0]
     given, result = known.shape(source), known.shape(second.outputs[0])
-    if source is None or given is None or result is None or not _goes(first):
+    if source is None:
         return False
-    target = reshape_target(given, result)
+    if why := _needed(first):
+        decline("chained_reshapes", [first, second], why)
+        return False
+    target = None if given is None or result is None else reshape_target(given, result)
     if target is None:
+        decline("chained_reshapes", [first, second], "more than one size of the result is not known beforehand")
         return False
     name = f"{second.outputs[0].name}_shape"
     replace(second, [ir.node("Reshape", [source, add_constant(graph, np.array(target, np.int64), name)])])
     return True
 
 
-def _goes(node: ir.Node) -> bool:
-    """Whether a node is needed no more once all those that only change the shape read past it."""
+def _needed(node: ir.Node) -> str:
+    """Why a node is still needed once all those that only change the shape read past it; empty where it is not."""
     value = node.outputs[0]
-    return not (value.is_graph_output() or is_boundary(value)) and all(
-        is_standard(use.node, *RESHAPING) for use in value.uses()
-    )
+    if is_boundary(value):
+        return "a module takes or gives the tensor in between"
+    alone = not value.is_graph_output() and all(is_standard(use.node, *RESHAPING) for use in value.uses())
+    return "" if alone else "what lies between is read elsewhere"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -14,6 +14,7 @@ from htp_export.errors import InputError, PassError
 from htp_export.passes.barriers import barriers, take_barriers
 from htp_export.passes.bookkeeping import Bookkeeping
 from htp_export.passes.checking import OutputCheck
+from htp_export.passes.merging import Difference
 from htp_export.passes.registry import PassInfo
 from htp_export.passes.results import Change, PassReport
 from htp_export.process.progress import counted
@@ -46,14 +47,25 @@ class Pipeline:
         check: Holds outputs against what they were; a pass that breaks its level is undone, named, and left out of
             further rounds.
         keep_exact: Let no pass make a module inexact all of whose tensors stay.
+        watch: Called after each run that changed the model, with the pass, what it did, and the model.
+
+    Attributes:
+        running: Name of the pass that started last.
     """
 
     def __init__(
-        self, passes: Sequence[PassInfo], check: OutputCheck | None = None, *, keep_exact: bool = False
+        self,
+        passes: Sequence[PassInfo],
+        check: OutputCheck | None = None,
+        *,
+        keep_exact: bool = False,
+        watch: Callable[[PassInfo, Difference, ir.Model], None] | None = None,
     ) -> None:
         self._accounts = [_Account(info) for info in passes]
         self._check = check
         self._keep_exact = keep_exact
+        self._watch = watch
+        self.running = ""
 
     def run(self, model: ir.Model) -> ir.Model:
         """Run the passes on a model, which is changed in place.
@@ -101,10 +113,13 @@ class Pipeline:
         for path, change in changes.items():
             account.changes[path] += change
         account.fused.update(fused)
+        if self._watch is not None:
+            self._watch(account.info, books.difference, books.model)
         return True
 
     def _run(self, account: _Account, books: Bookkeeping) -> tuple[bool, dict[str, Change], dict[str, tuple[str, ...]]]:
         """Run a pass on what it may change; whether it did, and what `Bookkeeping.settle` says of that."""
+        self.running = account.info.name
         held = {value for name in account.held if (value := books.tensor(name)) is not None}
         try:
             with barriers(books.model.graph, held):

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from htp_export.findings.finding import KIND_COLUMNS, KINDS, Finding, Forensics
+from htp_export.findings.finding import KIND_COLUMNS, Finding, Forensics, title_of
 from htp_export.fingerprints.families import Fingerprint
 from htp_export.format import tags
 from htp_export.model.columns import Column
@@ -26,7 +26,7 @@ def _nodes(finding: Finding) -> str:
 
 _FINDING: tuple[Column[Finding], ...] = (
     Column("module", "module", lambda each: each.module or "(root)", right=False),
-    Column("kind", "what", lambda each: KINDS[each.kind].title, right=False),
+    Column("kind", "what", lambda each: title_of(each.kind), right=False),
     Column(
         "fixed_by",
         "fixed by",
@@ -49,12 +49,12 @@ def render_forensics(found: Forensics, *, depth: int | None = None) -> Renderabl
         depth: Leave out modules more than so many names below the root; no modules where it is 0, all where it is None.
     """
     if not found.findings:
-        return Group(Text(found.summary), *tag_note(found.tags))
+        return Group(Text(found.summary), *map(Text, found.notes), *tag_note(found.tags))
     parts: list[RenderableType] = [flat_table(KIND_COLUMNS, found.by_kind, gap=2)]
     modules = [path for path in found.modules if path and (depth is None or path.count(".") < depth)]
     if modules:
         parts += [Text(), _by_module(found, modules)]
-    return Group(*parts, Text(), *tag_note(found.tags))
+    return Group(*parts, Text(), *map(Text, found.notes), *tag_note(found.tags))
 
 
 def render_findings(found: Forensics) -> RenderableType:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export.findings.patterns.attention import MaskUse, attention_steps
+from htp_export.findings.attention_steps import MaskUse, attention_steps
 from htp_export.fingerprints.detectors.inputs import ModelInputs
 from htp_export.fingerprints.detectors.masks import CausalMasks
 from htp_export.model.graph_facts import GraphFacts

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import FileError
-from htp_export.findings.patterns.attention import MaskUse
+from htp_export.findings.attention_steps import MaskUse
 from htp_export.model.graph_facts import Array, GraphFacts
 from htp_export.model.operators import SIZES_ONLY, is_standard
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export.findings.patterns.attention import MaskUse
+from htp_export.findings.attention_steps import MaskUse
 from htp_export.fingerprints.detectors.masks import CausalMasks
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.operators import LAYOUT, is_standard

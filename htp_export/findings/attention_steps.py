@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export.findings.finding import Match
 from htp_export.model.graph_facts import GraphFacts
 
-__all__ = ["AttentionSteps", "MaskUse", "attention_steps", "attentions", "double_scalings"]
+__all__ = ["AttentionSteps", "MaskUse", "attention_steps"]
 
 _STEPS = 12
 """How many nodes may lie between a product and the softmax, and after it."""
@@ -148,22 +147,3 @@ def _context(facts: GraphFacts, softmax: ir.Node) -> tuple[tuple[ir.Node, ...], 
         after.append(onward)
         value = onward.outputs[0]
     return None
-
-
-def attentions(facts: GraphFacts) -> Iterator[Match]:
-    """Attention in single steps, as findings."""
-    for steps in attention_steps(facts):
-        parts = ["scores", *(node.op_type for node in steps.between), "Softmax", "context"]
-        blocked = "written with Einsum" if "Einsum" in (steps.scores.op_type, steps.context.op_type) else ""
-        yield Match("attention", steps.nodes, ", ".join(parts), blocked)
-
-
-def double_scalings(facts: GraphFacts) -> Iterator[Match]:
-    """A product of which both sides are scaled by a number before."""
-    for node in facts.nodes_of("MatMul"):
-        sides = [facts.maker(value, "Mul", "Div") for value in node.inputs]
-        scaled = [side for side in sides if side is not None and facts.with_scalar(side) is not None]
-        if len(scaled) < 2:
-            continue
-        alone = all(facts.only_reader(side.outputs[0]) is not None for side in scaled)
-        yield Match("double_scaling", (*scaled, node), "", "" if alone else "what is scaled is read elsewhere")
