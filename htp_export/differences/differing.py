@@ -319,7 +319,7 @@ def _same_class(before: ModuleState, after: ModuleState) -> bool:
 def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
     contents = contents_of(tagged).modules
     paths = tagged.paths if by_module else [""]
-    computes, operators = structures(GraphFacts(tagged), paths), _operators(tagged)
+    computes, operators = structures(GraphFacts(tagged), paths), _operators_of(tagged)
     return {
         path: ModuleState(
             **vars(contents[path].facts),
@@ -330,7 +330,7 @@ def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
     }
 
 
-def _operators(tagged: TaggedModel) -> dict[str, dict[str, int]]:
+def _operators_of(tagged: TaggedModel) -> dict[str, dict[str, int]]:
     """Module path → operator → nodes in its region, most frequent first."""
     groups: defaultdict[frozenset[str], Counter[str]] = defaultdict(Counter)  # of nodes in the same regions
     for node, work in tagged.index.works.items():
