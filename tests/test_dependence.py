@@ -8,6 +8,7 @@ import pytest
 
 from htp_export.model.dependence import dependence, input_dependent_values
 from htp_export.model.regions import all_nodes
+from htp_export.passes.merging import Difference, Snapshot
 from htp_export.provenance.sketch import draw
 from tests.handmade import branching
 
@@ -82,11 +83,27 @@ def test_an_output_that_is_left_out_makes_no_left_out_input_depend_on_anything()
     assert live - {""} == {"x", "w", "y", "i"}
 
 
-def test_a_carried_model_has_the_same_dependence_as_its_file() -> None:
+LOOP = """g (float[2] x, float[n] z) => (y) <int64 n = {3}, bool c = {1}, float[2] w = {1, 2}> {
+    y = Loop(n, c, w) <body = b (int64 i, bool go, float[2] v) => (bool go2, float[2] v2) {
+        go2 = Identity(go) s = Shape(z) u = Expand(v, s) v2 = Neg(u)
+    }>
+}"""
+FUNCTION = """g (float[2] x) => (y) { y = my.f(x) }
+<domain: "my", opset_import: ["": 20]> f (a) => (b) { s = Shape(a) b = Neg(a) }"""
+
+
+@pytest.mark.parametrize("text", [BRANCHES, LOOP, LOOP.replace("(n, c, w)", "(n, c, x)"), FUNCTION])
+def test_carry_and_passes_see_the_same_dependence_as_files(text: str) -> None:
+    model = ir.from_proto(onnx.parser.parse_model(f"{HEADER} {text}"))
+    sketch, _ = draw(model, model.functions.values())
+    live = {value.name for value, is_live in zip(sketch.values, sketch.live, strict=True) if is_live}
+    assert live == dependent(text)
+    snapshot = Snapshot(model)
+    assert {str(value.name) for value in Difference.between(snapshot, snapshot).live_values} == dependent(text)
+
+
+def test_what_a_branch_gives_back_from_outside_goes_into_what_its_node_makes() -> None:
     model = branching()
     sketch, _ = draw(model)
-    live = {
-        value.name for value, is_live in zip(sketch.values, sketch.live, strict=True) if is_live and not value.scope
-    }
-    names = {value.name for node in model.graph for value in node.outputs} | {v.name for v in model.graph.inputs}
-    assert live == {v.name for v in input_dependent_values(model, all_nodes(model)) if v.name in names}
+    live = {value.name for value, is_live in zip(sketch.values, sketch.live, strict=True) if is_live}
+    assert live == {value.name for value in input_dependent_values(model, all_nodes(model))}

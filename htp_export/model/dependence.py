@@ -19,9 +19,9 @@ from typing import TypeVar
 
 import onnx_ir as ir
 
-from htp_export.model.operators import SIZES_ONLY, is_standard, subgraphs, values_read
+from htp_export.model.operators import SIZES_ONLY, is_standard, operator_of, subgraphs, values_read
 
-__all__ = ["dependence", "input_dependent_values", "reads_and_results"]
+__all__ = ["dependence", "given_values", "input_dependent_values", "reads_and_results"]
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -63,15 +63,27 @@ def reads_and_results(nodes: Iterable[ir.Node]) -> Iterator[tuple[Sequence[ir.Va
             continue
         bodies = subgraphs(node)
         if not bodies:
-            yield values_read(node), node.outputs
+            yield _values_of(node), node.outputs
             continue
         reads = [*node.inputs]
         for body in bodies:
             reads.extend(body.outputs)
             for inner in body.all_nodes():
-                reads.extend(() if is_standard(inner, *SIZES_ONLY) else values_read(inner))
+                reads.extend(() if is_standard(inner, *SIZES_ONLY) else _values_of(inner))
                 reads.extend(value for deeper in subgraphs(inner) for value in deeper.outputs)
         yield reads, (*node.outputs, *(value for body in bodies for value in body.inputs))
+
+
+def _values_of(node: ir.Node) -> Sequence[ir.Value | None]:
+    return values_read(operator_of(node), node.inputs)
+
+
+def given_values(model: ir.Model) -> Mapping[ir.Value | None, int]:
+    """Where dependence starts in a model: its inputs, and those of its functions."""
+    starts = [value for value in model.graph.inputs if not value.is_initializer()]
+    for function in model.functions.values():
+        starts.extend(function.inputs)
+    return dict.fromkeys(starts, 1)
 
 
 def input_dependent_values(model: ir.Model, nodes: Iterable[ir.Node]) -> set[ir.Value]:
@@ -89,8 +101,4 @@ def input_dependent_values(model: ir.Model, nodes: Iterable[ir.Node]) -> set[ir.
         >>> [value in found for value in (x, *size.outputs, *double.outputs)]
         [True, False, True]
     """
-    starts = [value for value in model.graph.inputs if not value.is_initializer()]
-    for function in model.functions.values():
-        starts.extend(function.inputs)
-    keyed: Mapping[ir.Value | None, int] = dict.fromkeys(starts, 1)
-    return {value for value in dependence(reads_and_results(nodes), keyed) if value is not None}
+    return {value for value in dependence(reads_and_results(nodes), given_values(model)) if value is not None}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
+from typing import TypeVar
 
 import onnx
 import onnx_ir as ir
@@ -24,10 +25,13 @@ __all__ = [
     "ends_in",
     "is_standard",
     "moves",
+    "operator_of",
     "resembles",
     "subgraphs",
     "values_read",
 ]
+
+_Input = TypeVar("_Input")
 
 RANDOM = frozenset(
     ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
@@ -106,16 +110,29 @@ def subgraphs(node: ir.Node) -> tuple[ir.Graph, ...]:
     return tuple(found)
 
 
-def values_read(node: ir.Node) -> Sequence[ir.Value | None]:
+def values_read(op: str, inputs: Sequence[_Input]) -> Sequence[_Input]:
     """What a node reads, without what it reads for its type alone.
 
+    Args:
+        op: Its operator, with the domain where that is not ONNX's.
+        inputs: What it reads.
+
     Examples:
-        >>> cast = ir.node("CastLike", [ir.val("x"), ir.val("like")])
-        >>> [value.name for value in values_read(cast)]
-        ['x']
+        >>> values_read("CastLike", ["x", "like"]), values_read("my.domain::CastLike", ["x", "like"])
+        (('x',), ['x', 'like'])
     """
-    place = _TYPE_ONLY.get(node.op_type) if node.domain == "" else None
-    return node.inputs if place is None else (*node.inputs[:place], *node.inputs[place + 1 :])
+    place = _TYPE_ONLY.get(op)
+    return inputs if place is None else (*inputs[:place], *inputs[place + 1 :])
+
+
+def operator_of(node: ir.Node) -> str:
+    """A node's operator, with the domain where that is not ONNX's.
+
+    Examples:
+        >>> operator_of(ir.node("Gelu", [ir.val("x")], domain="com.microsoft"))
+        'com.microsoft::Gelu'
+    """
+    return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
 
 
 def moves(op: str, views: bool = False) -> bool:

@@ -23,13 +23,12 @@ import onnx_ir as ir
 
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
-from htp_export.model.dependence import dependence
-from htp_export.model.operators import SIZES_ONLY, is_standard
+from htp_export.model.dependence import dependence, given_values, reads_and_results
+from htp_export.model.operators import SIZES_ONLY
 
 __all__ = ["Difference", "Snapshot", "merge_tags"]
 
 _Slots = Sequence[ir.Value | None]
-"""What these read is not the same where they give the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +52,11 @@ class Snapshot:
         self.nodes: dict[ir.Node, _Seen] = {}
         self.makers: dict[ir.Value, ir.Node] = {}
         self.names: dict[ir.Value, str | None] = {}
-        self.inputs = frozenset(value for value in model.graph.inputs if not value.is_initializer())
+        self.given = given_values(model)
         self.results: dict[ir.Graph, tuple[ir.Value, ...]] = {}
         for graph in (model.graph, *(function.graph for function in model.functions.values())):
             self._add(graph)
+        self.steps = list(reads_and_results(self.nodes))
 
     def _add(self, graph: ir.Graph) -> None:
         """Take in a graph, with those inside it."""
@@ -159,13 +159,8 @@ class Difference:
     @cached_property
     def live_values(self) -> frozenset[ir.Value]:
         """The values of old that depend on values of the model's inputs."""
-        steps = (
-            (seen.inputs, seen.outputs)
-            for node, seen in self.before.nodes.items()
-            if not is_standard(node, *SIZES_ONLY)
-        )
-        starts: Mapping[ir.Value | None, int] = dict.fromkeys(self.before.inputs, 1)
-        return frozenset(value for value in dependence(steps, starts) if value is not None)
+        found = dependence(self.before.steps, self.before.given)
+        return frozenset(value for value in found if value is not None)
 
     @cached_property
     def _removed(self) -> dict[ir.Node, _Seen]:

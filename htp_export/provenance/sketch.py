@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,7 +18,7 @@ import onnx_ir as ir
 
 from htp_export.format import tags
 from htp_export.model.dependence import dependence
-from htp_export.model.operators import SIZES_ONLY
+from htp_export.model.operators import SIZES_ONLY, operator_of, values_read
 from htp_export.provenance.shapes import Shape, infer_shapes
 
 __all__ = ["NOTHING", "Sketch", "SketchNode", "SketchValue", "draw"]
@@ -138,14 +139,35 @@ class Sketch:
     @cached_property
     def live(self) -> list[bool]:
         """Value → whether it depends on the values of the model's inputs; sizes of tensors do not count."""
-        starts = {index: 1 for index, value in enumerate(self.values) if value.kind == "input"}
-        steps = (
-            (node.reads, [value for value in node.outputs if value != NOTHING])
-            for node in self.nodes
-            if node.op not in SIZES_ONLY
-        )
-        found = dependence(steps, starts)
+        found = dependence(self._steps(), self._given())
         return [index in found for index in range(len(self.values))]
+
+    def _given(self) -> dict[int, int]:
+        """The inputs of the main graph and of functions; those of subgraphs are given by the node that holds them."""
+        held = {node.scope for node in self.nodes if node.holder != NOTHING}
+        inputs = (index for index, value in enumerate(self.values) if value.kind == "input" and value.scope not in held)
+        return dict.fromkeys(inputs, 1)
+
+    def _steps(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
+        """What nodes read the values of, and what these go into, as of `htp_export.model.dependence`."""
+        sizes, values = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)  # holder → what is read inside
+        inputs = defaultdict[str, list[int]](list)
+        for index, value in enumerate(self.values):
+            if value.kind == "input":
+                inputs[value.scope].append(index)
+        given: dict[int, dict[int, None]] = defaultdict(dict)  # holder → inputs of its subgraphs
+        for index in range(len(self.nodes) - 1, -1, -1):
+            node = self.nodes[index]
+            if node.holder != NOTHING:
+                given[node.holder].update(dict.fromkeys(inputs[node.scope]))
+                (sizes if node.op in SIZES_ONLY else values)[node.holder].update(values_read(node.op, node.inputs))
+                sizes[node.holder] |= sizes[index]
+                values[node.holder] |= values[index]
+        for index, node in enumerate(self.nodes):
+            if node.op not in SIZES_ONLY:
+                captured = (value for value in node.captured if value in values[index] or value not in sizes[index])
+                made = (value for value in node.outputs if value != NOTHING)
+                yield (*values_read(node.op, node.inputs), *captured), (*made, *given[index])
 
     @cached_property
     def by_name(self) -> dict[str, list[int]]:
@@ -227,7 +249,7 @@ class _Pen:
         self.nodes.append(node)
         self.sketch.nodes.append(
             SketchNode(
-                sys.intern(f"{node.domain}::{node.op_type}" if node.domain else node.op_type),
+                sys.intern(operator_of(node)),
                 node.name or "",
                 tuple([self._read(value, scope) for value in node.inputs]),
                 tuple([self._value(value, scope, "node", content) for value in node.outputs]),

@@ -28,7 +28,7 @@ from htp_export.exporter.capture.torch_internals import (
     fx_tracer,
     without_export_root,
 )
-from htp_export.model.operators import SIZES_ONLY, is_standard, subgraphs, values_read
+from htp_export.model.operators import SIZES_ONLY, is_standard, operator_of, subgraphs, values_read
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -375,7 +375,7 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 def _reads(node: ir.Node) -> tuple[ir.Value, ...]:
     """What a node reads; for one with bodies, also what its bodies return."""
-    reads = [value for value in values_read(node) if value is not None]
+    reads = [value for value in values_read(operator_of(node), node.inputs) if value is not None]
     for body in subgraphs(node):
         reads.extend(body.outputs)
     return tuple(reads)
