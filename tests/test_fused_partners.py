@@ -14,9 +14,9 @@ from torch import nn
 
 import htp_export
 from htp_export.format.call_tree import CallTree
-from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.hierarchy import Fate, Hierarchy, ModuleInfo
 from htp_export.model.boundaries import Boundaries
-from htp_export.model.fates import Evidence, Fate, find_fates, fused_with
+from htp_export.model.fates import Evidence, Outcome, find_fates, fused_with
 from htp_export.passes.fates import SignatureEvidence
 from htp_export.tools import onnxscript, onnxslim
 from tests.exporting import exported
@@ -180,8 +180,8 @@ class Told(Evidence[str]):
         known: str = "x y",
         *,
         has_nodes: bool = True,
-        settled: Fate | None = None,
-        without_work: str | None = None,
+        settled: Outcome | None = None,
+        without_work: Fate | None = None,
         partners: list[str] | None = None,
     ) -> None:
         work = CallTree(Hierarchy([ModuleInfo("", "Net", 1)])).work
@@ -190,10 +190,10 @@ class Told(Evidence[str]):
         super().__init__(Boundaries(nodes, works, {"in", "x", "y", "out"}.__contains__, {"out"}))
         self._known, self._settled, self._without_work, self._partners = known, settled, without_work, partners
 
-    def settled(self, path: str) -> Fate | None:
+    def settled(self, path: str) -> Outcome | None:
         return self._settled
 
-    def without_work(self, path: str) -> str | None:
+    def without_work(self, path: str) -> Fate | None:
         return self._without_work
 
     def partners(self, path: str) -> list[str] | None:
@@ -210,24 +210,28 @@ class Told(Evidence[str]):
 
 
 @pytest.mark.parametrize(
-    ("evidence", "fate", "contamination"),
+    ("evidence", "outcome", "contamination"),
     [
-        (Told(), Fate("computed"), []),
-        (Told("x"), Fate("computed"), [("m", "y", True)]),  # nothing of it is lost: it is said, and it stays computed
-        (Told(settled=Fate("dead")), Fate("dead"), []),
-        (Told("", settled=Fate("computed")), Fate("computed"), []),
-        (Told(has_nodes=False, without_work="identity"), Fate("identity"), []),
-        (Told(without_work="identity"), Fate("computed"), []),  # it has nodes, so that it did some
-        (Told(has_nodes=False), Fate("fused", ("up",)), []),
-        (Told("x", partners=[]), Fate("fused", ("down",)), []),
-        (Told(partners=["up"]), Fate("fused", ("up",)), []),
-        (Told(partners=[]), Fate("fused", ("",)), []),  # nobody is beyond what it lost: the module around it
+        (Told(), Outcome(Fate.COMPUTED), []),
+        (
+            Told("x"),
+            Outcome(Fate.COMPUTED),
+            [("m", "y", True)],
+        ),  # nothing is lost, but said
+        (Told(settled=Outcome(Fate.DEAD)), Outcome(Fate.DEAD), []),
+        (Told("", settled=Outcome(Fate.COMPUTED)), Outcome(Fate.COMPUTED), []),
+        (Told(has_nodes=False, without_work=Fate.IDENTITY), Outcome(Fate.IDENTITY), []),
+        (Told(without_work=Fate.IDENTITY), Outcome(Fate.COMPUTED), []),  # it has nodes, so that it did some
+        (Told(has_nodes=False), Outcome(Fate.FUSED, ("up",)), []),
+        (Told("x", partners=[]), Outcome(Fate.FUSED, ("down",)), []),
+        (Told(partners=["up"]), Outcome(Fate.FUSED, ("up",)), []),
+        (Told(partners=[]), Outcome(Fate.FUSED, ("",)), []),  # nobody is beyond what it lost: the module around it
     ],
 )
 def test_the_fate_of_a_module_follows_from_the_evidence(
-    evidence: Told, fate: Fate, contamination: list[tuple[str, str, bool]]
+    evidence: Told, outcome: Outcome, contamination: list[tuple[str, str, bool]]
 ) -> None:
     tree = Hierarchy([ModuleInfo("", "Net", 1), ModuleInfo("m", "M", 1)])
     found, unknown = find_fates(tree, evidence)
-    assert Fate(found["m"].fate, found["m"].fused_with) == fate
+    assert Outcome(Fate(found["m"].fate), found["m"].fused_with) == outcome
     assert [entry for entry in unknown if entry[0] == "m"] == contamination

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from htp_export.errors import SelectorError
 from htp_export.format import tags
+from htp_export.format.hierarchy import Fate
+from htp_export.format.reasons import Reason
 
 CLASSES = {
     "": "net.Encoder",
@@ -91,3 +96,17 @@ def test_owners_are_read_from_the_list_and_a_broken_list_falls_back_on_the_commo
     assert tags.owners_of({tags.MODULE: "layer", tags.OWNERS: '["layer.0","layer.1"]'}) == ("layer.0", "layer.1")
     assert tags.owners_of({tags.MODULE: "layer", tags.OWNERS: "[3]"}) == ("layer",)
     assert tags.owners_of({"namespace": "layer"}) == ()
+
+
+def test_the_words_of_reasons_and_fates_are_those_of_the_format() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "format.md").read_text(encoding="utf-8")
+    explained = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    assert explained >= {*Reason, *Fate}
+
+
+def test_tags_are_written_in_the_format_alone() -> None:
+    package = Path(tags.__file__).parents[1]
+    assigned = r"\[tags\.(?!MAP|FUNCTIONS|WEIGHTS|DATA)[A-Z]+\] *="
+    writes = re.compile(assigned + r"|tags\.(MODULE|OWNERS|REASON|NAMESPACE|MODULES):")
+    files = (path for path in package.rglob("*.py") if path.parent.name != "format")
+    assert {path.name for path in files if writes.search(path.read_text(encoding="utf-8"))} == set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from htp_export.errors import UntaggedModelError
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Work
 from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.model_metadata import read_contamination
 from htp_export.format.torch_scopes import scopes_of
 from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.regions import GraphIndex
@@ -86,7 +86,7 @@ def contamination(model: Any) -> Contamination:
     by_path = CallTree(Hierarchy([tagged.hierarchy.root]))  # torch's scopes say nothing of calls
     after = _crossing(tagged, lambda node: work if (work := tagged.work_of(node)).owners else whole)
     before = _crossing(tagged, lambda node: by_path.work(_torch_owner(node, tagged.hierarchy)))
-    unknown = _written_down(tagged.model)
+    unknown = read_contamination(tagged.model.metadata_props)
     known = {(path, name) for path, name, leaves in after if (path, name, leaves) not in unknown}
     return Contamination(
         before=_findings(
@@ -114,14 +114,6 @@ def _crossing(tagged: TaggedModel, work_of: Callable[[ir.Node], Work]) -> _Borde
             for value, other, leaves in boundaries.of([path]):
                 found.setdefault((path, str(value.name), leaves), other)
     return found
-
-
-def _written_down(model: ir.Model) -> set[tuple[str, str, bool]]:
-    try:
-        listed = json.loads(model.metadata_props.get(tags.CONTAMINATION, "[]"))
-        return {(str(path), str(name), bool(leaves)) for path, name, leaves in listed}
-    except (ValueError, TypeError, RecursionError):
-        return set()
 
 
 def _findings(

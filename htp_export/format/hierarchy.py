@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,21 @@ from htp_export.format.module_paths import module_paths
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FATES", "Hierarchy", "ModuleInfo"]
+__all__ = ["FATES", "Fate", "Hierarchy", "ModuleInfo"]
 
-FATES = ("computed", "identity", "fused", "constant", "dead", "uncalled")
-"""What an export can make of a module; each is defined in ``docs/format.md``."""
+
+class Fate(StrEnum):
+    """What an export can make of a module; each is defined in ``docs/format.md``."""
+
+    COMPUTED = "computed"
+    IDENTITY = "identity"
+    FUSED = "fused"
+    CONSTANT = "constant"
+    DEAD = "dead"
+    UNCALLED = "uncalled"
+
+
+FATES = tuple(map(str, Fate))
 
 
 @dataclass(frozen=True)
@@ -179,7 +191,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
                 raise ValueError(f"no module {path!r} in the tree")
         modules = []
         for path, module in self.items():
-            fate = fates.get(path, module.fate)
+            fate = str(fates.get(path, module.fate))
             if fate not in FATES:
                 raise ValueError(f"module {path!r}: fate {fate!r} is none of {', '.join(FATES)}")
             if path in fused_with and fate != "fused":

@@ -222,23 +222,41 @@ def say_calls(metadata: MutableMapping[str, str], said: str) -> None:
         metadata[CALLS if said.startswith("{") else CALL] = said
 
 
-def node_tags(owners: Sequence[str], reason: str, called: Collection[str]) -> dict[str, str]:
-    """A node's metadata, but for ``htp.call`` and ``htp.calls``.
+def node_tags(owners: Sequence[str], reason: str, called: Collection[str], calls: str = "") -> dict[str, str]:
+    """The tags of a node.
 
     Args:
         owners: The modules that it computes, in order of execution.
-        reason: How that is known; a word of ``docs/format.md``.
+        reason: How that is known, a `Reason`; nothing where that is not said.
         called: As in ``namespace``.
+        calls: What it says of the calls of its owners, as of ``calls_said``.
 
     Examples:
         >>> node_tags(["layer.0", "layer.1"], "shared", {"", "layer.0", "layer.1"})["htp.owners"]
         '["layer.0","layer.1"]'
     """
     module = owners[0] if len(owners) == 1 else common_ancestor(owners)
-    entry = {MODULE: module, REASON: reason, NAMESPACE: namespace(module, called)}
+    entry = {MODULE: module, REASON: str(reason), NAMESPACE: namespace(module, called)}
+    if not reason:
+        del entry[REASON]
     if len(owners) > 1:
         entry[OWNERS] = json.dumps(owners, separators=(",", ":"), ensure_ascii=False)
+    say_calls(entry, calls)
     return entry
+
+
+def tag_node(metadata: MutableMapping[str, str], entry: Mapping[str, str]) -> None:
+    """Write a node's tags, as of ``node_tags``, in place of those that it had.
+
+    Examples:
+        >>> metadata = {"htp.module": "fc", "htp.call": "1", "pkg.torch": "kept"}
+        >>> tag_node(metadata, {"htp.module": "act"})
+        >>> metadata
+        {'pkg.torch': 'kept', 'htp.module': 'act'}
+    """
+    for key in NODE_KEYS:
+        metadata.pop(key, None)
+    metadata.update(entry)
 
 
 # Selectors: one small language wherever modules are named.

@@ -11,8 +11,9 @@ import onnx_ir as ir
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, renumbered
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.parameters import parameters_to_json
-from htp_export.format.signatures import Signature, signatures_to_json
+from htp_export.format.model_metadata import write_model_metadata
+from htp_export.format.reasons import Reason
+from htp_export.format.signatures import Signature
 from htp_export.model.cutting import Cut, same_dimensions
 from htp_export.model.tagged import TaggedModel, all_nodes
 from htp_export.model.tensor_names import rename
@@ -42,16 +43,43 @@ def cut_model(tagged: TaggedModel, part: Cut) -> ir.Model:
     model = model_around(tagged, graph)
     calls = _Calls(tagged, part)
     narrow_owners(tagged, model, lambda owner: tags.is_under(owner, part.path), part.path, calls.tree, calls.number)
-    model.metadata_props[tags.MODULES] = calls.hierarchy.to_json()
-    if tags.CALLERS in tagged.model.metadata_props:
-        model.metadata_props[tags.CALLERS] = calls.tree.to_json()
-    signatures = _signatures(tagged, calls.numbers, renamed)
-    if signatures:
-        model.metadata_props[tags.SIGNATURES] = signatures_to_json(signatures)
-    if tagged.parameters is not None:
-        held = {path: held for path, held in tagged.parameters.items() if tags.is_under(path, part.path)}
-        model.metadata_props[tags.PARAMETERS] = parameters_to_json(held)
+    write_part_metadata(
+        tagged,
+        model,
+        calls.hierarchy,
+        calls.tree,
+        _signatures(tagged, calls.numbers, renamed),
+        lambda path: tags.is_under(path, part.path),
+    )
     return model
+
+
+def write_part_metadata(
+    tagged: TaggedModel,
+    model: ir.Model,
+    hierarchy: Hierarchy,
+    calls: CallTree,
+    signatures: Mapping[str, Sequence[Signature]],
+    inside: Callable[[str], bool],
+) -> None:
+    """Write into a part of a model what is known of its modules, as far as the whole says it.
+
+    Args:
+        tagged: The whole.
+        model: The part.
+        hierarchy: Its modules.
+        calls: Their calls.
+        signatures: What they took and gave.
+        inside: Whether the parameters of a module are the part's.
+    """
+    held = tagged.parameters
+    write_model_metadata(
+        model.metadata_props,
+        hierarchy,
+        calls=calls if tags.CALLERS in tagged.model.metadata_props else None,
+        signatures=signatures,
+        parameters=None if held is None else {path: here for path, here in held.items() if inside(path)},
+    )
 
 
 def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]:
@@ -142,7 +170,7 @@ def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
         here[value].replace_all_uses_with(made[value], replace_graph_outputs=True)
     del graph.inputs[count:]
     for node in nodes:
-        node.metadata_props.update(tags.node_tags((part.path,), "flow", {part.path}))
+        node.metadata_props.update(tags.node_tags((part.path,), Reason.FLOW, {part.path}))
     if nodes:
         first = next(iter(graph), None)
         graph.insert_before(first, nodes) if first is not None else graph.extend(nodes)
@@ -175,7 +203,7 @@ def _own_outputs(graph: ir.Graph, path: str) -> None:
     for place, value in enumerate(graph.outputs):
         if value.producer() is not None:
             continue
-        node = ir.node("Identity", [value], metadata_props=tags.node_tags((path,), "flow", {path}))
+        node = ir.node("Identity", [value], metadata_props=tags.node_tags((path,), Reason.FLOW, {path}))
         new = node.outputs[0]
         new.name, new.type, new.shape = output_name(value), value.type, value.shape
         graph.append(node)
@@ -294,10 +322,10 @@ def narrow_owners(
     for node in all_nodes(model):
         said, work = node.metadata_props, tagged.work_of(node)
         mine = tuple(filter(inside, work.owners)) or (otherwise,)
+        calls_now = there.said(mine, renumbered(tagged.calls, work, number))
         if mine != work.owners:
-            said.pop(tags.OWNERS, None)
-            said.update(tags.node_tags(mine, said.get(tags.REASON, "flow"), called))
-        tags.say_calls(said, there.said(mine, renumbered(tagged.calls, work, number)))
+            tags.tag_node(said, tags.node_tags(mine, said.get(tags.REASON, Reason.FLOW), called, calls_now))
+        tags.say_calls(said, calls_now)
 
 
 def _signatures(

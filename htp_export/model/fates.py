@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from htp_export.format import tags
-from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.hierarchy import Fate, Hierarchy
 from htp_export.model.boundaries import Boundaries
 
-__all__ = ["Evidence", "Fate", "Surroundings", "fate_of", "find_fates", "fused_with"]
+__all__ = ["Evidence", "Outcome", "Surroundings", "fate_of", "find_fates", "fused_with"]
 
 _MOST = 12  # modules that are named as merged with one, one by one
 
@@ -24,15 +24,15 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class Outcome:
     """What became of one module.
 
     Attributes:
-        name: One of `htp_export.format.hierarchy.FATES`.
+        fate: The word for it.
         fused_with: For ``fused``, the modules with which it can be cut out as a whole.
     """
 
-    name: str
+    fate: Fate
     fused_with: tuple[str, ...] = ()
 
 
@@ -72,11 +72,11 @@ class Evidence(ABC, Generic[Key]):
     # --- what an export, `carry` and the passes know, each in its own way ---
 
     @abstractmethod
-    def settled(self, path: str) -> Fate | None:
+    def settled(self, path: str) -> Outcome | None:
         """The fate of a module that the graph does not decide: it never ran, or nothing of its work was needed."""
 
     @abstractmethod
-    def without_work(self, path: str) -> str | None:
+    def without_work(self, path: str) -> Fate | None:
         """``constant`` or ``identity`` for a module that has no nodes because there was nothing for them to compute."""
 
     @abstractmethod
@@ -126,18 +126,18 @@ class Evidence(ABC, Generic[Key]):
             yield from self.boundaries.owners(other)
 
 
-def fate_of(path: str, evidence: Evidence[Key]) -> Fate:
+def fate_of(path: str, evidence: Evidence[Key]) -> Outcome:
     """What became of a module."""
     settled = evidence.settled(path)
     if settled is not None:
         return settled
     has_nodes = evidence.has_nodes(path)
     if not has_nodes and (without_work := evidence.without_work(path)):
-        return Fate(without_work)
+        return Outcome(without_work)
     partners = evidence.partners(path)
     if partners is None and has_nodes:
-        return Fate("computed")
-    return Fate("fused", fused_with(path, partners or (), evidence))
+        return Outcome(Fate.COMPUTED)
+    return Outcome(Fate.FUSED, fused_with(path, partners or (), evidence))
 
 
 def find_fates(hierarchy: Hierarchy, evidence: Evidence[Key]) -> tuple[Hierarchy, list[tuple[str, Key, bool]]]:
@@ -153,15 +153,15 @@ def find_fates(hierarchy: Hierarchy, evidence: Evidence[Key]) -> tuple[Hierarchy
     """
     found = {path: fate_of(path, evidence) for path in hierarchy}
     contamination: dict[tuple[str, Key, bool], None] = {}
-    for path, fate in found.items():
-        if fate.name == "computed" and not evidence.is_closed(path) and evidence.settled(path) is None:
+    for path, outcome in found.items():
+        if outcome.fate == Fate.COMPUTED and not evidence.is_closed(path) and evidence.settled(path) is None:
             contamination.update(((path, key, leaves), None) for key, _, leaves in evidence.unknown([path]))
     tree = hierarchy.with_results(
-        fates={path: fate.name for path, fate in found.items()},
+        fates={path: outcome.fate for path, outcome in found.items()},
         fused_with={
-            path: fate.fused_with or (hierarchy.parent(path) or "",)
-            for path, fate in found.items()
-            if fate.name == "fused"
+            path: outcome.fused_with or (hierarchy.parent(path) or "",)
+            for path, outcome in found.items()
+            if outcome.fate == Fate.FUSED
         },
     )
     return tree, list(contamination)

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.reasons import Reason
 from htp_export.model.regions import subgraphs
 from htp_export.model.tensor_names import rename
 
@@ -29,7 +30,6 @@ __all__ = [
     "Records",
     "entry_of",
     "given_values",
-    "node_tags",
     "restore",
 ]
 
@@ -128,15 +128,16 @@ class Expectations:
             return metadata
         owners = self._owners_in(shared, instance.path)
         reason = metadata.get(tags.REASON, "")
-        if reason == "shared" and len(owners) < 2:
-            reason = "scope"
+        if reason == Reason.SHARED and len(owners) < 2:
+            reason = Reason.SCOPE
         call = tags.calls_said(metadata) if len(owners) == len(self._owners_of(shared)) else ""
         if len(owners) == 1 and not call:
             call = self._call(owners[0], instance)
-        found = node_tags(owners, reason, call, self._hierarchy)
+        found = tags.node_tags(owners, reason, self._hierarchy.called, call)
         if tags.NAMESPACE not in metadata:  # viewers need it, nothing else does
             del found[tags.NAMESPACE]
-        return {**{key: value for key, value in metadata.items() if key not in tags.NODE_KEYS}, **found}
+        tags.tag_node(metadata, found)
+        return metadata
 
     def instance(self, shared: ir.Node, instance: Instance) -> Instance:
         """The module call that a call in a body is for, when the function is called for ``instance``."""
@@ -199,15 +200,6 @@ def restore(node: ir.Node, entry: Record, metadata: Mapping[str, str]) -> None:
                 rename(value, str(name))
     except (AttributeError, IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{tags.FUNCTIONS}: what it says of node {node.name!r} cannot be read: {error}") from error
-
-
-def node_tags(owners: Sequence[str], reason: str, call: str, hierarchy: Hierarchy) -> dict[str, str]:
-    """The tags of a node with these owners, one or more; ``call`` as of ``tags.calls_said``."""
-    found = tags.node_tags(owners, reason, hierarchy.called)
-    if not reason:
-        del found[tags.REASON]
-    tags.say_calls(found, call)
-    return found
 
 
 def _change(metadata: dict[str, str], changes: Mapping[str, str | None]) -> None:

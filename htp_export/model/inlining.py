@@ -294,9 +294,7 @@ def _inline_others(model: ir.Model) -> dict[str, int]:
         caller = json.loads(node.metadata_props.pop(_CALLER, "{}"))
         named, above = tags.owners_of(node.metadata_props), tags.owners_of(caller)
         if above and not (named and all(any(tags.is_under(path, up) for up in above) for path in named)):
-            for key in tags.NODE_KEYS:
-                node.metadata_props.pop(key, None)
-            node.metadata_props.update(caller)
+            tags.tag_node(node.metadata_props, caller)
     return called
 
 

@@ -12,7 +12,8 @@ from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from htp_export.format.call_tree import Work
 from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.signatures import Signature, signatures_to_json
+from htp_export.format.model_metadata import write_model_metadata
+from htp_export.format.signatures import Signature
 from htp_export.model.fates import find_fates
 from htp_export.model.regions import GraphIndex
 from htp_export.model.tagged import TaggedModel, load
@@ -262,11 +263,8 @@ class Bookkeeping:
         """Put fates and signatures into the model's metadata."""
         if not self._tagged:
             return
-        self.model.metadata_props.pop(tags.MAP, None)  # it tells of the graph as it was
         if tags.MODULES in self.model.metadata_props:
-            self.model.metadata_props[tags.MODULES] = self.hierarchy.to_json()
-        if self._signatures:
-            self.model.metadata_props[tags.SIGNATURES] = signatures_to_json(self.signatures)
+            write_model_metadata(self.model.metadata_props, self.hierarchy, signatures=self.signatures)
 
 
 def _named(signatures: Mapping[str, Sequence[Signature]]) -> Iterable[str]:

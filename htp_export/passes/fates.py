@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
-from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.hierarchy import Fate, Hierarchy
 from htp_export.format.signatures import Signature
-from htp_export.model.fates import Evidence, Fate
+from htp_export.model.fates import Evidence, Outcome
 from htp_export.model.regions import GraphIndex
 
 __all__ = ["SignatureEvidence"]
@@ -64,21 +64,21 @@ class SignatureEvidence(Evidence[ir.Value]):
         """Whether the file says what a module took and gave."""
         return path in self._known
 
-    def settled(self, path: str) -> Fate | None:
+    def settled(self, path: str) -> Outcome | None:
         """The fate of a module that did no work before."""
         info = self._hierarchy[path]
-        return None if info.fate in ("computed", "fused") else Fate(info.fate)
+        return None if info.fate in (Fate.COMPUTED, Fate.FUSED) else Outcome(Fate(info.fate))
 
-    def without_work(self, path: str) -> str | None:
+    def without_work(self, path: str) -> Fate | None:
         """Whether a module that lost nothing gave anything."""
         if self.partners(path) is not None:
             return None
-        return "identity" if any(self._given.get(path, ())) else "constant"
+        return Fate.IDENTITY if any(self._given.get(path, ())) else Fate.CONSTANT
 
     def partners(self, path: str) -> list[str] | None:
         """The modules beyond tensors that are gone, and those that a fused module was fused with before."""
         info = self._hierarchy[path]
-        is_open = info.fate == "fused" or path in self._lost or self.strange(path) - {*self._excused.get(path, ())}
+        is_open = info.fate == Fate.FUSED or path in self._lost or self.strange(path) - {*self._excused.get(path, ())}
         beyond = (other for other in self._lost.get(path, ()) if other in self._hierarchy)
         return [*info.fused_with, *beyond] if is_open else None
 

@@ -13,7 +13,6 @@ that are gone, and on the new side those that do their work now.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import onnx_ir as ir
 
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
+from htp_export.format.reasons import Reason
 from htp_export.model.dependence import dependence, given_values, reads_and_results
 from htp_export.model.operators import SIZES_ONLY
 
@@ -269,34 +269,21 @@ def _write(node: ir.Node, work: _Work, order: Mapping[str, int], called: Collect
     owners = sorted(dict.fromkeys(owner for group in groups for owner in group), key=lambda path: order.get(path, 0))
     entries = [entry for group in work.groups for entry in group]
     said = {(tags.owners_of(entry), tags.calls_said(entry)): None for entry in entries}
-    reasons = {entry.get(tags.REASON, "flow") for entry in entries}
+    reasons = {entry.get(tags.REASON, Reason.FLOW) for entry in entries}
     if len(owners) == 1:
-        reason = reasons.pop() if len(reasons) == 1 else "scope" if "scope" in reasons else "flow"
+        reason = reasons.pop() if len(reasons) == 1 else Reason.SCOPE if Reason.SCOPE in reasons else Reason.FLOW
     elif len({owners for owners, _ in said}) == 1 and len(reasons) == 1:
         reason = reasons.pop()
     else:
-        reason = "shared" if all(len(group) == 1 for group in groups) else "fused"
-    write_tags(node, owners, reason, calls.said_together(tuple(owners), said), called)
-
-
-def write_tags(node: ir.Node, owners: Sequence[str], reason: str, said: str, called: Collection[str]) -> None:
-    """Say on a node whose it is, in the file format's words; ``said`` as of ``tags.calls_said``."""
-    module = tags.common_ancestor(owners)
-    for key in tags.NODE_KEYS:
-        node.metadata_props.pop(key, None)
-    node.metadata_props.update(
-        {tags.MODULE: module, tags.REASON: reason, tags.NAMESPACE: tags.namespace(module, called)}
-    )
-    if len(owners) > 1:
-        node.metadata_props[tags.OWNERS] = json.dumps(list(owners), separators=(",", ":"), ensure_ascii=False)
-    tags.say_calls(node.metadata_props, said)
+        reason = Reason.SHARED if all(len(group) == 1 for group in groups) else Reason.FUSED
+    entry = tags.node_tags(owners, reason, called, calls.said_together(tuple(owners), said))
+    tags.tag_node(node.metadata_props, entry)
 
 
 def _place_strays(nodes: Sequence[ir.Node], order: Mapping[str, int], called: Collection[str], calls: CallTree) -> None:
     """Tag new nodes that replace none, last first: by those who read them, or else by whom they read."""
     for node in nodes:
-        for key in tags.NODE_KEYS:
-            node.metadata_props.pop(key, None)
+        tags.tag_node(node.metadata_props, {})
     for near in (_readers, _makers):
         for node in nodes if near is _readers else reversed(nodes):
             if tags.MODULE not in node.metadata_props:
@@ -305,7 +292,8 @@ def _place_strays(nodes: Sequence[ir.Node], order: Mapping[str, int], called: Co
                 if found:
                     every = dict.fromkeys(owner for owners, _ in found for owner in owners)
                     owners = sorted(every, key=lambda path: order.get(path, 0))
-                    write_tags(node, owners, "flow", calls.said_together(tuple(owners), found), called)
+                    entry = tags.node_tags(owners, Reason.FLOW, called, calls.said_together(tuple(owners), found))
+                    tags.tag_node(node.metadata_props, entry)
 
 
 def _readers(node: ir.Node) -> Iterator[ir.Node]:

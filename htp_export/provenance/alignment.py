@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 
+from htp_export.format.reasons import Reason
 from htp_export.model.operators import base_op, ends_in, moves, resembles
 from htp_export.provenance.backwards import go_backwards
 from htp_export.provenance.numbering import Numbering, repeats
@@ -105,7 +106,7 @@ class Alignment:
             if self.numbers.current(self.meaning[value]) in numbers:
                 self.exact[value] = self.exact[value] or len(numbers) == 1
             elif self.after.values[value].kind == "node":
-                self.mean(value, numbers[0], len(numbers) == 1, "values")
+                self.mean(value, numbers[0], len(numbers) == 1, Reason.VALUES)
                 found.add(numbers[0])
                 if len(numbers) > 1:
                     self.also[value] = tuple(c for c in candidates if self.numbers.number[c] != numbers[0])
@@ -152,7 +153,11 @@ class Alignment:
         reads = [value if value == NOTHING else self.meaning[value] for value in node.inputs]
         complete = all(number != NOTHING or value == NOTHING for number, value in zip(reads, node.inputs, strict=True))
         if repeats(node) and reads[0] != NOTHING and len(node.outputs) == 1:
-            named = "tensor" if self.before.find(self.after.values[node.outputs[0]].name, node.scope) != NOTHING else ""
+            named = (
+                Reason.TENSOR
+                if self.before.find(self.after.values[node.outputs[0]].name, node.scope) != NOTHING
+                else ""
+            )
             self.mean(node.outputs[0], reads[0], self.exact[node.inputs[0]], named)
             return
         same = self.numbers.made_by(node, reads) if complete else None
@@ -165,13 +170,15 @@ class Alignment:
             if same is not None and place < len(same.outputs) and same.outputs[place] != NOTHING:
                 alike = found != NOTHING and self.alike(value, found)
                 exact = alike or all(self.exact[v] for v in node.inputs if v != NOTHING)  # else in its inputs' layout
-                self.mean(value, self.numbers.number[same.outputs[place]], exact, "tensor" if found != NOTHING else "")
+                self.mean(
+                    value, self.numbers.number[same.outputs[place]], exact, Reason.TENSOR if found != NOTHING else ""
+                )
             elif found != NOTHING:
-                self.mean(value, self.numbers.number[found], self.alike(value, found), "tensor")
+                self.mean(value, self.numbers.number[found], self.alike(value, found), Reason.TENSOR)
             elif place == 0 and not moves(node.op):
                 found = self._by_node_name(node, {number for number in reads if number != NOTHING})
                 if found != NOTHING:
-                    self.mean(value, self.numbers.number[found], False, "node")
+                    self.mean(value, self.numbers.number[found], False, Reason.NODE)
                 else:
                     self._by_weights(node, value)
 
@@ -217,7 +224,7 @@ class Alignment:
                 read = {self.numbers.number[v] for v in old.inputs if v != NOTHING and not self.before.live[v]}
                 if ends_in(node.op, old.op) and read <= numbers and not old.scope:
                     exact = not _blocked(node.op) and self.alike(value, old.outputs[0])
-                    self.mean(value, self.numbers.number[old.outputs[0]], exact, "initializer")
+                    self.mean(value, self.numbers.number[old.outputs[0]], exact, Reason.INITIALIZER)
                     return
 
     def _followed(self, node: SketchNode, value: int, reads: set[int]) -> int:

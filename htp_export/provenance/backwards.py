@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from htp_export.format.reasons import Reason
 from htp_export.model.operators import COMMUTATIVE, IN_PLACE, base_op, moves
 from htp_export.provenance.sketch import NOTHING, SketchNode
 
@@ -183,7 +184,7 @@ class _Backwards:
 
     def _named_after_less(self, value: int, origin: int) -> bool:
         """Whether a tensor is known by its node's name alone, and more was computed between that one and ``origin``."""
-        if self.named[value] != "node" or self.exact[value]:
+        if self.named[value] != Reason.NODE or self.exact[value]:
             return False
         between = self._between(self.numbers.current(self.meaning[value]), origin)
         return any(not moves(self.before.nodes[node].op) for node in between or ())

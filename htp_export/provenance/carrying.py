@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,8 @@ from htp_export.files.model_files import check_target, write_model
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.signatures import Signature, signatures_from_json, signatures_to_json
+from htp_export.format.model_metadata import write_model_metadata
+from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.model.fates import find_fates
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load, model_of
@@ -299,7 +299,7 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
         model=model,
         nodes=len(nodes),
         kept=sum(one.kept for one in owned),
-        recovered=dict(Counter(one.reason for one in owned if not one.kept).most_common()),
+        recovered=dict(Counter(str(one.reason) for one in owned if not one.kept).most_common()),
         fates={path: info.fate for path, info in hierarchy.items() if info.fate != origin.hierarchy[path].fate},
         contamination=contamination,
     )
@@ -314,28 +314,11 @@ def _write(
     contamination: Sequence[tuple[str, str, bool]],
 ) -> None:
     """Tags into a model."""
-
-    @cache
-    def entry(paths: tuple[str, ...], reason: str) -> dict[str, str]:
-        module = paths[0] if len(paths) == 1 else tags.common_ancestor(paths)
-        said = {tags.MODULE: module, tags.REASON: reason, tags.NAMESPACE: tags.namespace(module, hierarchy.called)}
-        if len(paths) > 1:
-            said[tags.OWNERS] = json.dumps(paths, separators=(",", ":"), ensure_ascii=False)
-        return said
-
+    entry = cache(lambda paths, reason, call: tags.node_tags(paths, reason, hierarchy.called, call))
     for node, one in zip(nodes, owned, strict=True):
-        said = node.metadata_props
-        for key in tags.NODE_KEYS:
-            said.pop(key, None)
-        said.update(entry(one.paths, one.reason))
-        tags.say_calls(said, one.call)
-    props = model.metadata_props
+        tags.tag_node(node.metadata_props, entry(one.paths, one.reason, one.call))
     for key in tags.MODEL_KEYS:
-        props.pop(key, None)
-    props[tags.FORMAT], props[tags.MODULES] = tags.VERSION, hierarchy.to_json()
-    if signatures:
-        props[tags.SIGNATURES] = signatures_to_json(signatures)
-    if contamination:
-        props[tags.CONTAMINATION] = json.dumps(contamination, separators=(",", ":"))
+        model.metadata_props.pop(key, None)
+    write_model_metadata(model.metadata_props, hierarchy, signatures=signatures, contamination=contamination)
     model.graph.name = hierarchy.root.simple_class or model.graph.name
     model.ir_version = max(model.ir_version, _IR_VERSION)

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 
 from htp_export.format.call_tree import CallTree, Work
-from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.hierarchy import Fate, Hierarchy
 from htp_export.format.signatures import Signature
 from htp_export.model.boundaries import OUTSIDE, Boundaries
-from htp_export.model.fates import Evidence, Fate
+from htp_export.model.fates import Evidence, Outcome
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.sketch import NOTHING, Sketch
 
@@ -81,7 +81,7 @@ class CarriedEvidence(Evidence[int]):
         given = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.inputs.values()}
         made = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.outputs}
         leaving = set[int]()
-        if info is not None and (info.fate == "computed" or path not in self._signatures):
+        if info is not None and (info.fate == Fate.COMPUTED or path not in self._signatures):
             for value, _, leaves in self._before.of([path]):
                 (leaving if leaves else given).add(self._number[value])
         if not path:
@@ -103,28 +103,28 @@ class CarriedEvidence(Evidence[int]):
 
     # --- what became of it ---
 
-    def settled(self, path: str) -> Fate | None:
+    def settled(self, path: str) -> Outcome | None:
         """The fate before of a module that did no work then, or whose nodes are not seen."""
         info = self._old[path]
-        is_open = info.fate in ("computed", "fused") and path in self._before.below
-        return None if is_open else Fate(info.fate, info.fused_with)
+        is_open = info.fate in (Fate.COMPUTED, Fate.FUSED) and path in self._before.below
+        return None if is_open else Outcome(Fate(info.fate), info.fused_with)
 
-    def without_work(self, path: str) -> str | None:
+    def without_work(self, path: str) -> Fate | None:
         """Whether the work of a module was folded away, or gave what it took."""
         before = self._alignment.before
         made = (value for node in self._before.below[path] for value in before.nodes[node].outputs if value != NOTHING)
         if not any(before.live[value] for value in made):
-            return "constant"
+            return Fate.CONSTANT
         entering = {self._number[value] for value, _, leaves in self._before.of([path]) if not leaves}
-        return "identity" if self._known(path)[1] <= entering else None
+        return Fate.IDENTITY if self._known(path)[1] <= entering else None
 
     def partners(self, path: str) -> Collection[str] | None:
         """The owners before of the work beyond a module's tensors that are gone, if its boundary is not exact now."""
         info = self._old[path]
-        if info.fate == "computed" and self.is_closed(path) and self._makes_all(path):
+        if info.fate == Fate.COMPUTED and self.is_closed(path) and self._makes_all(path):
             return None
         lost = {number for number in self.known(path) if number not in self._there}
-        return [*info.fused_with, *self._beyond(path, lost)] if lost or info.fate == "fused" else None
+        return [*info.fused_with, *self._beyond(path, lost)] if lost or info.fate == Fate.FUSED else None
 
     def _makes_all(self, path: str) -> bool:
         nodes = self._alignment.after.nodes

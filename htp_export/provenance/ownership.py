@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from htp_export.format.call_tree import CallTree
+from htp_export.format.reasons import Reason
 from htp_export.provenance.sketch import NOTHING, Sketch, SketchNode
 from htp_export.provenance.work import Work
 
-__all__ = ["INSERTED", "Owned", "owners_after"]
-
-INSERTED = "inserted"
+__all__ = ["Owned", "owners_after"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +55,14 @@ def owners_after(before: Sketch, after: Sketch, works: Sequence[Work], tree: Cal
             calls = (found[other] for other, one in enumerate(after.nodes) if node.scope and one.op == node.scope)
             held = [found[node.holder]] if node.holder != NOTHING else calls
             found[index] = _together(tree, near) or _together(tree, held)
-    return [owned or Owned((), INSERTED) for owned in found]
+    return [owned or Owned((), Reason.INSERTED) for owned in found]
 
 
 def _by_work(before: Sketch, node: SketchNode, work: Work, tree: CallTree) -> Owned | None:
     nodes = [before.nodes[index] for index in work.nodes]
     if not nodes and work.ends and not node.owners:
         return _together(
-            tree, (Owned(end.owners, INSERTED, end.call) for end in map(before.nodes.__getitem__, work.ends))
+            tree, (Owned(end.owners, Reason.INSERTED, end.call) for end in map(before.nodes.__getitem__, work.ends))
         )
     paths = tuple(dict.fromkeys(path for old in nodes for path in old.owners))
     if node.owners:
@@ -81,4 +80,4 @@ def _together(tree: CallTree, near: Iterable[Owned | None]) -> Owned | None:
     if not owned:
         return None
     paths = tuple(dict.fromkeys(path for one in owned for path in one.paths))
-    return Owned(paths, INSERTED, tree.said_together(paths, [(one.paths, one.call) for one in owned]))
+    return Owned(paths, Reason.INSERTED, tree.said_together(paths, [(one.paths, one.call) for one in owned]))

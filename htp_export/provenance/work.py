@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from htp_export.format.reasons import Reason
 from htp_export.model.operators import LAYOUT, base_op, moves
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.sketch import NOTHING, SketchNode
@@ -98,7 +99,7 @@ class _Division:
         outputs = [v for v in node.outputs if v != NOTHING]
         unknown = [v for v in outputs if meaning[v] == NOTHING and self.after.readers[v]]
         if not node.inputs and not node.has_bodies and unknown:
-            return Work((), "inserted")
+            return Work((), Reason.INSERTED)
         part = self._between(self._ahead[index], self._behind[index])
         inner = [v for v in node.reads if v != NOTHING and meaning[v] == NOTHING]
         done = _SHARED.union(*(self._done.get(v, _SHARED) for v in inner))
@@ -143,7 +144,7 @@ class _Division:
         named = [self.known.named[v] for v in node.outputs if v != NOTHING and self.known.named[v]]
         if named and len(part) == 1:
             return named[0]
-        return "region"
+        return Reason.REGION
 
     def _several_owners(self, part: Iterable[int]) -> bool:
         return len({(self.before.nodes[n].owners, self.before.nodes[n].call) for n in part}) > 1
@@ -169,7 +170,7 @@ class _Division:
             named = self.before.values[origin].name == self.after.values[value].name
             if named or self._gives_back(index, node, value):
                 ends[self.before.maker[origin]] = None
-        return Work((), "inserted", ends=tuple(sorted(ends)))
+        return Work((), Reason.INSERTED, ends=tuple(sorted(ends)))
 
     def _gives_back(self, index: int, node: SketchNode, value: int) -> bool:
         """Whether a node makes a very tensor of before out of what was not that tensor, but at most its numbers."""
@@ -191,10 +192,10 @@ class _Division:
         same = self._claimed[self._ahead[index], base_op(node.op)]
         if alike and len(alike) == same:
             alike = alike[:1]  # in order: those before it are done
-        for found, reason in ((named, "node"), (reading, "initializer"), (alike, "region")):
+        for found, reason in ((named, Reason.NODE), (reading, Reason.INITIALIZER), (alike, Reason.REGION)):
             if found:
                 return Work(self._up_to(found, part), reason)
-        return Work(part, "region", coarse=True)
+        return Work(part, Reason.REGION, coarse=True)
 
     def _up_to(self, ends: list[int], part: tuple[int, ...]) -> tuple[int, ...]:
         """Of a part, the nodes that these are made of, and these."""

@@ -6,14 +6,13 @@ that. The graph does, with the names of the tensors that the module took and gav
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
 
-from htp_export.format import tags
 from htp_export.format.call_tree import Instance, Work
+from htp_export.format.model_metadata import read_contamination
 from htp_export.model.dependence import input_dependent_values
 from htp_export.model.operators import SIZES_ONLY
 from htp_export.model.tagged import TaggedModel
@@ -49,7 +48,7 @@ def contradictions(tagged: TaggedModel) -> Mapping[str, str]:
     """
     if tagged.source != "htp" or not tagged.signatures:
         return {}
-    excused = {path for path, *_ in json.loads(tagged.model.metadata_props.get(tags.CONTAMINATION, "[]"))}
+    excused = {path for path, *_ in read_contamination(tagged.model.metadata_props)}
     facts = _Facts(tagged)
     reasons = ((path, next(facts.reasons(path), "")) for path in tagged.paths if path and path not in excused)
     return {path: reason for path, reason in reasons if reason}

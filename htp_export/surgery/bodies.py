@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.reasons import Reason
 from htp_export.model.function_records import DOMAIN, Instance
 from htp_export.model.regions import subgraphs
 from htp_export.model.rewiring import replace_inputs
@@ -17,9 +18,8 @@ from htp_export.surgery.equality import body_key
 from htp_export.surgery.formals import Formals
 from htp_export.surgery.levels import Group, Item
 
-__all__ = ["REASON", "Bodies", "Occurrence", "copy_value"]
+__all__ = ["Bodies", "Occurrence", "copy_value"]
 
-REASON = "function"
 """How the owner of a call is known: the function holds the nodes of that module."""
 
 
@@ -136,11 +136,8 @@ class Bodies:
         return {domain: known.get(domain, 1) for domain in ("", *sorted({node.domain for node in nodes} - {""}))}
 
     def _tags(self, instance: Instance) -> dict[str, str]:
-        namespace = tags.namespace(instance.path, self.hierarchy.called)
-        found = {tags.MODULE: instance.path, tags.REASON: REASON, tags.NAMESPACE: namespace}
-        if self.hierarchy[instance.path].calls > 1:
-            found[tags.CALL] = str(instance.call)
-        return found
+        call = str(instance.call) if self.hierarchy[instance.path].calls > 1 else ""
+        return tags.node_tags((instance.path,), Reason.FUNCTION, self.hierarchy.called, call)
 
 
 def copy_value(value: ir.Value, name: str | None = None) -> ir.Value:

@@ -9,7 +9,9 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.format.signatures import Signature, signatures_to_json
+from htp_export.format.model_metadata import write_model_metadata
+from htp_export.format.reasons import Reason
+from htp_export.format.signatures import Signature
 from htp_export.model.tagged import TaggedModel, all_nodes
 from htp_export.model.tensor_names import rename
 from htp_export.surgery.spliced_calls import SplicedCalls
@@ -111,8 +113,8 @@ class Graft:
         for node, source in zip(all_nodes(self._model), self._given.nodes, strict=True):
             said = node.metadata_props
             mine = tuple(self._paths[owner] for owner in tags.owners_of(said)) or (self._path,)
-            said.update(tags.node_tags(mine, said.get(tags.REASON, "spliced"), called))
-            tags.say_calls(said, self._calls.said(source, mine, self._call))
+            calls = self._calls.said(source, mine, self._call)
+            tags.tag_node(said, tags.node_tags(mine, said.get(tags.REASON, Reason.SPLICED), called, calls))
 
     # --- going in -----------------------------------------------------------------------------------------
 
@@ -156,8 +158,8 @@ class Graft:
 
     def _own(self, value: ir.Value) -> ir.Value:
         """A tensor of a node of its own, for an output that is an input or an initializer."""
-        node = ir.node("Identity", [value], metadata_props=tags.node_tags((self._path,), "spliced", {self._path}))
-        tags.say_calls(node.metadata_props, self._calls.said_by_own(self._call))
+        entry = tags.node_tags((self._path,), Reason.SPLICED, {self._path}, self._calls.said_by_own(self._call))
+        node = ir.node("Identity", [value], metadata_props=entry)
         new = node.outputs[0]
         new.name, new.type, new.shape = f"{value.name}.returned", value.type, value.shape
         self._model.graph.append(node)
@@ -171,14 +173,12 @@ class Graft:
         Args:
             host: The host with its module tree as it was.
         """
-        props = self._host.metadata_props
-        props[tags.MODULES] = self._calls.hierarchy.to_json()
-        if tags.CALLERS in props:
-            props[tags.CALLERS] = self._calls.tree.to_json()
-        props.pop(tags.MAP, None)  # it tells of the graph as it was
+        props, signatures = self._host.metadata_props, dict[str, Sequence[Signature]]()
         if host.signatures:
             fresh = self._signatures(max(host.hierarchy[self._path].calls, 1))
-            props[tags.SIGNATURES] = signatures_to_json({**self._calls.signatures(), **fresh})
+            signatures = {**self._calls.signatures(), **fresh}
+        calls = self._calls.tree if tags.CALLERS in props else None
+        write_model_metadata(props, self._calls.hierarchy, calls=calls, signatures=signatures)
 
     def _signatures(self, calls: int) -> dict[str, list[Signature]]:
         if calls > 1:

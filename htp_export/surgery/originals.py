@@ -12,7 +12,8 @@ import onnx_ir as ir
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy
-from htp_export.model.function_records import Expectations, Instance, Record, given_values, node_tags
+from htp_export.format.reasons import Reason
+from htp_export.model.function_records import Expectations, Instance, Record, given_values
 from htp_export.model.regions import subgraphs
 from htp_export.surgery.bodies import Bodies, Occurrence, copy_value
 
@@ -116,12 +117,10 @@ def _share(shared: ir.Node, found: Sequence[_Original], hierarchy: Hierarchy) ->
         reasons = {one.metadata.get(tags.REASON, "") for one in found}
         calls = {tags.calls_said(one.metadata) for one in found}
         one_call = next(iter(calls)) if len(calls) == 1 and len(owners) == 1 else ""
-        reason = next(iter(reasons)) if len(reasons) == 1 else "shared"
-        if len(owners) > 1 and reason == "scope":
-            reason = "shared"
-        for key in tags.NODE_KEYS:
-            shared.metadata_props.pop(key, None)
-        shared.metadata_props.update(node_tags(owners, reason, one_call, hierarchy))
+        reason = next(iter(reasons)) if len(reasons) == 1 else Reason.SHARED
+        if len(owners) > 1 and reason == Reason.SCOPE:
+            reason = Reason.SHARED
+        tags.tag_node(shared.metadata_props, tags.node_tags(owners, reason, hierarchy.called, one_call))
         if all(tags.NAMESPACE not in one.metadata for one in found):
             del shared.metadata_props[tags.NAMESPACE]
     for position, value in enumerate(shared.outputs):

@@ -6,9 +6,7 @@ import onnx_ir as ir
 
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.parameters import parameters_to_json
-from htp_export.format.signatures import signatures_to_json
-from htp_export.model.cut_models import cut_graph, model_around, narrow_owners
+from htp_export.model.cut_models import cut_graph, model_around, narrow_owners, write_part_metadata
 from htp_export.model.tagged import TaggedModel, all_nodes
 from htp_export.surgery.stage_cuts import StageCut
 
@@ -34,13 +32,6 @@ def stage_model(tagged: TaggedModel, stage: StageCut) -> ir.Model:
     inside = whole | first | tags.all_above(first) | {""}
     narrow_owners(tagged, model, inside.__contains__, "")
     stage_tree = Hierarchy(tree[path] for path in tree if path in inside)
-    model.metadata_props[tags.MODULES] = stage_tree.to_json()
-    if tags.CALLERS in tagged.model.metadata_props:
-        model.metadata_props[tags.CALLERS] = tagged.calls.among(stage_tree).to_json()
     signatures = {path: calls for path, calls in tagged.signatures.items() if path in whole}
-    if signatures:
-        model.metadata_props[tags.SIGNATURES] = signatures_to_json(signatures)
-    if tagged.parameters is not None:
-        held = {path: held for path, held in tagged.parameters.items() if path in inside}
-        model.metadata_props[tags.PARAMETERS] = parameters_to_json(held)
+    write_part_metadata(tagged, model, stage_tree, tagged.calls.among(stage_tree), signatures, inside.__contains__)
     return model

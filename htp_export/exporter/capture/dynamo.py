@@ -19,7 +19,7 @@ from htp_export.exporter.capture.body_functions import bodies_of_node, every_nod
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, arguments_by_name
 from htp_export.exporter.capture.decomposition import CALL, Decomposition, Places, Result
 from htp_export.exporter.capture.guarded import Guarded
-from htp_export.exporter.capture.record import FLOW, PARAMETERS, SCOPE, Node, Operation, Record
+from htp_export.exporter.capture.record import Node, Operation, Record
 from htp_export.exporter.capture.reshapes import equal_tensors
 from htp_export.exporter.capture.torch_internals import (
     bodies_run_in_place,
@@ -28,6 +28,7 @@ from htp_export.exporter.capture.torch_internals import (
     fx_tracer,
     without_export_root,
 )
+from htp_export.format.reasons import Reason
 from htp_export.model.operators import SIZES_ONLY, is_standard, operator_of, subgraphs, values_read
 
 if TYPE_CHECKING:
@@ -206,12 +207,12 @@ class DynamoCapture(Guarded):
             known = self._bodies.calls(holder, traces) if traces else {}
             for body in bodies:
                 for inner in body.nodes:
-                    call, evidence = known.get(inner.metadata_props.get(_STACK_TRACE) or "", NO_CALL), SCOPE
+                    call, evidence = known.get(inner.metadata_props.get(_STACK_TRACE) or "", NO_CALL), Reason.SCOPE
                     call = self._call_of(inner.meta.get("node")) if call == NO_CALL else call
                     if call == NO_CALL:
-                        call, evidence = self._call_by_parameters(body.parameters(inner)), PARAMETERS
+                        call, evidence = self._call_by_parameters(body.parameters(inner)), Reason.PARAMETERS
                     if call == NO_CALL and inner.meta.get("node") is not None:  # constants belong to their consumers
-                        call, evidence = holder, FLOW
+                        call, evidence = holder, Reason.FLOW
                     if call != NO_CALL:
                         inner.metadata_props[_STAMP] = f"{call} {evidence}"  # outlives inlining, which copies nodes
 
@@ -330,8 +331,8 @@ class DynamoCapture(Guarded):
         for node, described in zip(nodes, record.nodes, strict=True):
             stamp = node.metadata_props.pop(_STAMP, None)
             if stamp is not None:
-                call, _, described.evidence = stamp.partition(" ")
-                described.hint = int(call)
+                call, _, evidence = stamp.partition(" ")
+                described.hint, described.evidence = int(call), Reason(evidence)
         return record, nodes
 
     @staticmethod

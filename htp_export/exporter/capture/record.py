@@ -11,13 +11,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors
+from htp_export.format.reasons import Reason
 
 Key = Hashable
-
-# The evidence of which module a node belongs to.
-SCOPE = "scope"
-PARAMETERS = "parameters"
-FLOW = "flow"
 
 
 @dataclass(slots=True)
@@ -52,7 +48,7 @@ class Node:
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
     hint: int = NO_CALL
-    evidence: str = SCOPE
+    evidence: Reason = Reason.SCOPE
     shape_only: bool = False
 
 

@@ -13,11 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog
-from htp_export.exporter.capture.record import FLOW, SCOPE, Key, Node, Operation, Record
+from htp_export.exporter.capture.record import Key, Node, Operation, Record
 from htp_export.exporter.owners.flow import Flow, place_strays
-
-SHARED = "shared"
-FUSED = "fused"
+from htp_export.format.reasons import Reason
 
 Calls = frozenset[int]
 _NOBODY: Calls = frozenset()
@@ -35,7 +33,7 @@ class Ownership:
     """
 
     paths: tuple[str, ...]
-    reason: str
+    reason: Reason
     calls: tuple[int, ...]
 
 
@@ -116,7 +114,7 @@ def assign(record: Record, flow: Flow) -> list[Ownership]:
     """Owners of every node of the exported graph, in the order of ``record.nodes``."""
     origins = Origins(record, flow)
     demand: dict[Key, set[int]] = {}  # tensor that no captured operation made → calls whose work reads it
-    found: list[tuple[Calls, str] | None] = [None] * len(record.nodes)
+    found: list[tuple[Calls, Reason] | None] = [None] * len(record.nodes)
     for index in range(len(record.nodes) - 1, -1, -1):
         node = record.nodes[index]
         calls, reason = _calls_of(node, origins, demand)
@@ -128,23 +126,23 @@ def assign(record: Record, flow: Flow) -> list[Ownership]:
             if key not in origins.made:
                 demand.setdefault(key, set()).update(takes)
     _fill_forward(record.nodes, found)
-    return [_ownership(record.log, *(entry or (_NOBODY, FLOW))) for entry in found]
+    return [_ownership(record.log, *(entry or (_NOBODY, Reason.FLOW))) for entry in found]
 
 
-def _calls_of(node: Node, origins: Origins, demand: dict[Key, set[int]]) -> tuple[Calls, str]:
+def _calls_of(node: Node, origins: Origins, demand: dict[Key, set[int]]) -> tuple[Calls, Reason]:
     made = _NOBODY.union(*(origins.made.get(key, ()) for key in node.outputs)) - {NO_CALL}
     by_flow = not origins.placed.isdisjoint(node.outputs)
     if made and not (by_flow and node.hint != NO_CALL):
         absorbed = _NOBODY.union(*(origins.absorbed.get(key, ()) for key in node.outputs)) - {NO_CALL}
         if absorbed - made:
-            return made | absorbed, FUSED
-        return made, FLOW if by_flow else SCOPE
+            return made | absorbed, Reason.FUSED
+        return made, Reason.FLOW if by_flow else Reason.SCOPE
     if node.hint != NO_CALL:
         return frozenset({node.hint}), node.evidence
-    return _NOBODY.union(*(demand.get(key, ()) for key in node.outputs)) - {NO_CALL}, FLOW
+    return _NOBODY.union(*(demand.get(key, ()) for key in node.outputs)) - {NO_CALL}, Reason.FLOW
 
 
-def _fill_forward(nodes: list[Node], found: list[tuple[Calls, str] | None]) -> None:
+def _fill_forward(nodes: list[Node], found: list[tuple[Calls, Reason] | None]) -> None:
     """Give nodes that nothing reads the owners of what they read."""
     if all(found):
         return
@@ -154,17 +152,17 @@ def _fill_forward(nodes: list[Node], found: list[tuple[Calls, str] | None]) -> N
         if entry is None:
             calls = _NOBODY.union(*(by_output.get(key, _NOBODY) for key in node.inputs))
             if calls:
-                found[index] = entry = calls, FLOW
+                found[index] = entry = calls, Reason.FLOW
         if entry is not None:
             by_output.update(dict.fromkeys(node.outputs, entry[0]))
 
 
-def _ownership(log: CallLog, calls: Calls, reason: str) -> Ownership:
+def _ownership(log: CallLog, calls: Calls, reason: Reason) -> Ownership:
     ordered = tuple(sorted(calls))
     if len(ordered) == 1:
         paths = log.owners(ordered[0])
     else:
         paths = tuple(dict.fromkeys(path for call in ordered for path in log.owners(call)))
-    if reason == SCOPE and len({log.calls[call].path for call in ordered}) > 1:
-        reason = SHARED
+    if reason == Reason.SCOPE and len({log.calls[call].path for call in ordered}) > 1:
+        reason = Reason.SHARED
     return Ownership(paths or ("",), reason, ordered)

@@ -9,7 +9,8 @@ from htp_export.exporter.capture.record import Key, Record
 from htp_export.exporter.owners.boundaries import Boundary, exported_boundaries, true_boundaries
 from htp_export.exporter.owners.flow import Flow, needed
 from htp_export.format.call_tree import Work
-from htp_export.model.fates import Evidence, Fate
+from htp_export.format.hierarchy import Fate
+from htp_export.model.fates import Evidence, Outcome
 
 
 class ExportEvidence(Evidence[Key]):
@@ -47,32 +48,32 @@ class ExportEvidence(Evidence[Key]):
                 useful[path] = useful.get(path, False) or is_wanted
         return useful
 
-    def settled(self, path: str) -> Fate | None:
+    def settled(self, path: str) -> Outcome | None:
         """The fate of a module that never ran, computed nothing, or nothing that is needed."""
         has_nodes = self.has_nodes(path)
         if not self._record.log.count(path):
-            return Fate("uncalled")
+            return Outcome(Fate.UNCALLED)
         if self._moved(path):
             return None
         if path not in self._useful and has_nodes:
-            return Fate("computed")  # in a branch or loop body, where captured operations do not reach
+            return Outcome(Fate.COMPUTED)  # in a branch or loop body, where captured operations do not reach
         if path not in self._useful:
-            return Fate("identity" if self._record.log.returned_inputs.get(path, True) else "constant")
+            return Outcome(Fate.IDENTITY if self._record.log.returned_inputs.get(path, True) else Fate.CONSTANT)
         if not self._useful[path] or ((self._lost(path) or not has_nodes) and path in self._measured):
-            return Fate("dead")
+            return Outcome(Fate.DEAD)
         if not self._lost(path) and not self._true[path].outputs and self._returns_what_is_gone(path):
-            return Fate("constant")
+            return Outcome(Fate.CONSTANT)
         return None
 
-    def without_work(self, path: str) -> str | None:
+    def without_work(self, path: str) -> Fate | None:
         """Whether a module gave nothing that counts, or what it took."""
         if self._moved(path) or self._lost(path):
             return None
         boundary, final = self._true[path], self._record.final
         if not boundary.outputs:
-            return "constant"
+            return Fate.CONSTANT
         given = {final[key] for key in boundary.inputs}
-        return "identity" if all(final[key] in given for key in boundary.outputs) else None
+        return Fate.IDENTITY if all(final[key] in given for key in boundary.outputs) else None
 
     def partners(self, path: str) -> Collection[str] | None:
         """The owners of a module's work that is no longer its own, or those beyond tensors that are gone."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,8 +14,9 @@ from htp_export.exporter.owners.flow import Flow
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, Work
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.parameters import ModuleParameters, parameters_to_json
-from htp_export.format.signatures import Signature, signatures_to_json
+from htp_export.format.model_metadata import write_model_metadata
+from htp_export.format.parameters import ModuleParameters
+from htp_export.format.signatures import Signature
 from htp_export.model.fates import find_fates
 
 
@@ -48,20 +48,22 @@ def node_metadata(
     called = hierarchy.called
 
     @cache
-    def fixed(paths: tuple[str, ...], reason: str) -> dict[str, str]:
-        return tags.node_tags(paths, reason, called)
+    def fixed(paths: tuple[str, ...], reason: str, said: str) -> dict[str, str]:
+        return tags.node_tags(paths, reason, called, said)
 
     @cache
-    def said(work: Work) -> dict[str, str]:
-        entry: dict[str, str] = {}
-        tags.say_calls(entry, calls.said(work.owners, work.calls))
-        return entry
+    def said(work: Work) -> str:
+        return calls.said(work.owners, work.calls)
 
-    return [{**fixed(owner.paths, owner.reason), **said(work)} for owner, work in zip(owners, works, strict=True)]
+    return [fixed(owner.paths, owner.reason, said(work)).copy() for owner, work in zip(owners, works, strict=True)]
 
 
 def model_metadata(
-    record: Record, evidence: ExportEvidence, calls: CallTree, hierarchy: Hierarchy
+    record: Record,
+    evidence: ExportEvidence,
+    calls: CallTree,
+    hierarchy: Hierarchy,
+    parameters: Mapping[str, ModuleParameters] | None,
 ) -> tuple[Hierarchy, dict[str, str]]:
     """The module tree with fates, and the model's metadata that holds it.
 
@@ -70,15 +72,14 @@ def model_metadata(
         evidence: What it says of the boundaries of modules.
         calls: Their calls.
         hierarchy: The module tree without fates.
+        parameters: As of `make_tags`.
     """
     tree, contamination = find_fates(hierarchy, evidence)
-    metadata = {tags.FORMAT: tags.VERSION, tags.MODULES: tree.to_json(), tags.CALLERS: calls.to_json()}
-    signatures = _signatures(record)
-    if signatures:
-        metadata[tags.SIGNATURES] = signatures_to_json(signatures)
-    if contamination:
-        listed = [[path, str(getattr(key, "name", key)), leaves] for path, key, leaves in contamination]
-        metadata[tags.CONTAMINATION] = json.dumps(listed, separators=(",", ":"))
+    metadata: dict[str, str] = {}
+    unknown = [(path, str(getattr(key, "name", key)), leaves) for path, key, leaves in contamination]
+    write_model_metadata(
+        metadata, tree, calls=calls, signatures=_signatures(record), parameters=parameters, contamination=unknown
+    )
     return tree, metadata
 
 
@@ -133,7 +134,5 @@ def make_tags(record: Record, hierarchy: Hierarchy, parameters: Mapping[str, Mod
     owners = assign(record, flow)
     ran = _with_calls(hierarchy, record.log)
     calls, works = works_of(record.log, owners, ran)
-    tree, metadata = model_metadata(record, ExportEvidence(record, works, flow), calls, ran)
-    if parameters is not None:
-        metadata[tags.PARAMETERS] = parameters_to_json(parameters)
+    tree, metadata = model_metadata(record, ExportEvidence(record, works, flow), calls, ran, parameters)
     return Tags(node_metadata(owners, works, calls, tree), metadata, tree.root.simple_class)
