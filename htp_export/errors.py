@@ -73,6 +73,8 @@ class UnknownModuleError(InputError, KeyError):
         self.path = path
         self.nearest = tuple(difflib.get_close_matches(path, list(known), n=3, cutoff=0.5))
         hint = f"; nearest: {', '.join(map(repr, self.nearest))}" if self.nearest else ""
+        if set(path) & set("*?[") or path.startswith(("class:", "re:", "!")):
+            hint = f"; this takes one module, and no selector{hint}"
         super().__init__(f"no module {path!r} in this model{hint}")
 
     def __str__(self) -> str:

@@ -150,7 +150,6 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("tree modules.onnx", "modules.onnx: htp.modules is not a JSON object of module paths"),
     ("tree newer_modules.onnx", "its tags are of version 9 of the file format, and this htp_export knows version 1"),
     ("carry untagged.onnx net.onnx -o o.onnx", "export it with htp-export export"),
-    ("carry net.onnx -o o.onnx", "or use --embed-map of export and run"),
     # the second of two
     ("carry net.onnx cut.onnx -o o.onnx", NOT_ONNX.format("cut.onnx")),
     ("compare net.onnx empty.onnx", NOT_ONNX.format("empty.onnx")),
@@ -243,7 +242,23 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("export --entry {module}:fails -o o.onnx", "raised RuntimeError: the weights are elsewhere"),
     ("export --entry {module}:gives_nothing -o o.onnx", "must return (model, example inputs)"),
     ("export --entry {module} -o o.onnx", "an entry is package.module:factory"),
-    ("nosuch", "No such command 'nosuch'"),
+    ("export {module}:number -o o.onnx", "{module}:number: a factory is named with --entry {module}:number"),
+    ("export --entry {module}.py:net -o o.onnx", "an entry names a module, not its file: {module}:net"),
+    ("export bert --random-weights --inputs name.npz -o o.onnx", "name.npz: holds values, and inputs are made here"),
+    ("verify net.onnx bert --random-weights --inputs name.npz", "name.npz: holds values, and inputs are made here"),
+    ("view net.onnx --profile net.onnx -o p.html", "net.onnx: is not JSON: it is no text"),
+    # in another order
+    (
+        "verify bert net.onnx",
+        "bert: cannot be read: No such file or directory; the file comes first: verify net.onnx",
+    ),
+    ("extract layer.0 net.onnx -o o.onnx", "; the file comes first: extract net.onnx layer.0"),
+    ("partition 2 net.onnx -o stages", "; the file comes first: partition net.onnx 2"),
+    ("compare nowhere.onnx layer.0", "nowhere.onnx: cannot be read: No such file or directory\n"),
+    ("extract net.onnx layer.* -o o.onnx", "no module 'layer.*' in this model; this takes one module, and no selector"),
+    ("extract net.onnx class:Linear -o o.onnx", "; this takes one module, and no selector"),
+    ("carry net.onnx -o o.onnx", "name the model before it too, htp-export carry BEFORE AFTER, or use --embed-map"),
+    ("nosuch", "No such command 'nosuch'; htp-export --help lists the commands"),
     ("tree", "Missing argument"),
     ("tree net.onnx extra", "extra"),
     ("tree --nosuch net.onnx", "--nosuch"),
@@ -260,7 +275,7 @@ def test_a_line_says_what_is_wrong_and_nothing_is_written(
     out, error = capfd.readouterr()
     assert (status, error.count("\n"), out) == (2, 1, ""), error
     assert error.startswith("htp-export: error: ")
-    assert message in error
+    assert message.replace("{module}", f"made_{folder.name}") in error
     assert "htp_export_" not in error  # temporary folders
     assert "\x1b" not in error
     assert contents(folder) == before

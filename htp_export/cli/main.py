@@ -11,6 +11,7 @@ import platform
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,7 +32,7 @@ from htp_export.cli.terminal import CheckFailed, error_line
 from htp_export.cli.tree_command import tree_command
 from htp_export.cli.verify_command import compare_command, verify_command
 from htp_export.cli.view_command import view_command
-from htp_export.errors import HtpExportError, InputError
+from htp_export.errors import FileError, HtpExportError, InputError
 from htp_export.process.garbage_collection import rare_collections
 
 __all__ = ["app", "main"]
@@ -120,13 +121,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exception(error)
         message, code = _explained(error, debug)
-        error_line(message)
+        error_line(message + _other_order(error, arguments))
         return code
     if interrupts.seen:  # swallowed, and the command was done before it was raised again
         status = _INTERRUPTED
     if status == _INTERRUPTED:  # typer itself may have caught it
         error_line("interrupted")
     return status if isinstance(status, int) else 0
+
+
+def _other_order(error: Exception, typed: Sequence[str]) -> str:
+    """A hint, where the first argument is a file that is not there, and the next one is a file that is."""
+    if not isinstance(error, FileError) or len(typed) < 3 or typed[1] != str(error.path) or error.path.exists():
+        return ""
+    return f"; the file comes first: {typed[0]} {typed[2]} {typed[1]}" if Path(typed[2]).is_file() else ""
 
 
 def _explained(error: Exception, debug: bool) -> tuple[str, int]:
@@ -138,7 +146,10 @@ def _explained(error: Exception, debug: bool) -> tuple[str, int]:
     # Usage errors of typer, which comes with its own copy of click or uses the installed one, by its version.
     shown = getattr(error, "format_message", None)
     if shown is not None:
-        return " ".join(shown().split()), 2
+        message = " ".join(shown().split())
+        if message.startswith("No such command"):
+            message = f"{message.rstrip('.')}; htp-export --help lists the commands"
+        return message, 2
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", 2
     if isinstance(error, MemoryError):

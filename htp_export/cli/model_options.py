@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,8 @@ class ModelOptions:
             raise InputError("give one model: a SOURCE or --entry package.module:factory")
         if self.source is not None and not self.source.strip():
             raise InputError("SOURCE is empty; name a folder, a hub id (owner/name) or a model type")
+        if self.source is not None and re.fullmatch(r"[\w.]+:\w+", self.source):
+            raise InputError(f"{self.source}: a factory is named with --entry {self.source}")
         ours = {
             "--task": self.task,
             "--random-weights": self.random_weights,

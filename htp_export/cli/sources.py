@@ -62,6 +62,9 @@ def call_entry(entry: str, seed: int = 0) -> Call:
     module_name, colon, attribute = entry.partition(":")
     if not (colon and module_name and attribute):
         raise ModelSourceError(entry, "an entry is package.module:factory")
+    if module_name.endswith(".py"):
+        name = ".".join(Path(module_name).with_suffix("").parts)
+        raise ModelSourceError(entry, f"an entry names a module, not its file: {name}:{attribute}")
     folder = os.fspath(Path.cwd())
     sys.path.insert(0, folder)
     try:
@@ -149,6 +152,9 @@ def read_shapes(path: Path | None) -> dict[str, Any]:
     """
     if path is None:
         return {}
+    if path.suffix == ".npz":
+        problem = "holds values, and inputs are made here: give their shapes, as JSON"
+        raise FileError(path, f'{problem} {{"input_ids": [2, 16]}}')
     shapes = read_json(path)
     if not isinstance(shapes, dict):
         raise FileError(path, 'is no JSON object such as {"input_ids": [2, 16]}')

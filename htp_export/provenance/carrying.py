@@ -253,8 +253,8 @@ def _from_map(model: ir.Model) -> _Origin:
     props = model.metadata_props
     if tags.MAP not in props or tags.MODULES not in props:
         raise UntaggedModelError(
-            f"model {model.graph.name!r} does not say what it was made of; give carry(before, after) the model before, "
-            "or use htp_export.embed_map(before) ahead of the tool"
+            f"model {model.graph.name!r} does not say what it was made of; name the model before it too, "
+            "carry(before, after), or use htp_export.embed_map(before) ahead of the tool"
         )
     try:
         signatures = signatures_from_json(props[tags.SIGNATURES]) if tags.SIGNATURES in props else {}
