@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.cli.main import app, main
+from htp_export.cli.main import main
 from htp_export.exporter import exporting as exporting
 from tests import faults
 
@@ -402,11 +402,6 @@ class TestTree:
     def test_selector_that_matches_nothing_is_status_2(self, file, capsys):
         assert main(["tree", file, "--select", "class:Linar"]) == 2
         assert "nearest: 'Linear'" in capsys.readouterr().err
-
-
-def test_every_command_is_registered_once():
-    names = [command.name for command in app.registered_commands]
-    assert len(names) == len(set(names)) == 18
 
 
 def test_version(capsys):

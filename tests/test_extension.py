@@ -54,3 +54,28 @@ report = htp_export.cost(ir.Model(graph, ir_version=10))
 print(htp_export.__file__, report.modules[""].macs, report.uncounted)
 """
     assert run(package, "-c", code) == f"{package / '__init__.py'} 7 {{}}\n"
+
+
+def test_a_command_is_one_file(package: Path) -> None:
+    drop(
+        package,
+        "cli/greet_command.py",
+        """
+        from typing import Annotated
+        import typer
+
+        EXAMPLE = "Ada"
+
+        def greet_command(name: Annotated[str, typer.Argument()], loud: bool = False) -> None:
+            \"\"\"Say hello.\"\"\"
+            typer.echo(f"hello {name}{'!' * loud}")
+        """,
+    )
+    assert run(package, "-m", "htp_export", "greet", "Ada", "--loud") == "hello Ada!\n"
+    assert "Say hello." in run(package, "-m", "htp_export", "--help")
+    assert "Example: htp-export greet Ada" in run(package, "-m", "htp_export", "greet", "--help")
+
+
+def test_the_version_is_said_without_importing_the_commands(package: Path) -> None:
+    code = "import sys; from htp_export.cli.main import main; main(['--version']); print(*sys.modules)"
+    assert not [name for name in run(package, "-c", code).split() if name.endswith("_command")]

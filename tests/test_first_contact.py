@@ -23,7 +23,7 @@ import torch
 
 import htp_export
 from htp_export.cli import interrupts
-from htp_export.cli import main as program
+from htp_export.cli.commands import command_names
 from htp_export.cli.main import main
 from htp_export.cli.view_command import view_command
 from tests import faults
@@ -366,7 +366,7 @@ runpy.run_module("htp_export", run_name="__main__")
 
 
 class TestHelp:
-    COMMANDS = tuple(name for name, _, _ in program._COMMANDS)
+    COMMANDS = tuple(command_names())
 
     def test_no_summary_is_cut(self, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "80")

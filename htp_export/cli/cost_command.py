@@ -15,6 +15,9 @@ from htp_export.show.costs import cost_csv, nodes_csv, render_cost
 
 __all__ = ["cost_command"]
 
+EXAMPLE = "bert.onnx --dims batch=1,sequence=16"
+PLACE = 40
+
 
 def cost_command(
     file: FileArgument,

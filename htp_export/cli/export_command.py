@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,31 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from htp_export.cli.file_options import JsonOption
-from htp_export.cli.model_options import (
-    AttentionOption,
-    DtypeOption,
-    EntryOption,
-    InputsOption,
-    ModelOptions,
-    RandomWeightsOption,
-    RevisionOption,
-    SeedOption,
-    SettingsOption,
-    SourceArgument,
-    TaskOption,
-    TrustOption,
-)
+from htp_export.cli.model_options import ModelOptions
 from htp_export.cli.outputs import check_output, show_next, show_written, written_files
 from htp_export.cli.sources import Call
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show, warning_line
 from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning
-from htp_export.files.filesystem import is_special
 
 if TYPE_CHECKING:
     from htp_export.costs.module_tree import ModuleTree
     from htp_export.model.tagged import TaggedModel
 
 __all__ = ["export_command"]
+
+EXAMPLE = "bert --random-weights -o bert.onnx --verify"
+PLACE = 10
 
 
 @dataclass(frozen=True)
@@ -71,22 +59,12 @@ class _Options:
 
 def export_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="The ONNX file to write.", show_default=False)],
-    source: SourceArgument = None,
-    entry: EntryOption = None,
-    task: TaskOption = None,
-    random_weights: RandomWeightsOption = False,
-    seed: SeedOption = 0,
-    settings: SettingsOption = None,
+    model: ModelOptions,
     dynamo: Annotated[bool, typer.Option("--dynamo/--torchscript", help="Which of torch's exporters.")] = True,
     opset: Annotated[int | None, typer.Option(min=1, help="ONNX opset; torch's own choice without it.")] = None,
     dynamic: Annotated[
         list[str] | None, typer.Option(help="Axes that may vary, by comma: batch, sequence, height, width.")
     ] = None,
-    dtype: DtypeOption = None,
-    inputs: InputsOption = None,
-    attention: AttentionOption = None,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
     external_data: Annotated[bool, typer.Option(help="Weights in a file of their own, <output>.data.")] = True,
     with_map: Annotated[
         bool,
@@ -101,10 +79,7 @@ def export_command(
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors.")] = False,
 ) -> None:
     """Export a model to ONNX with module tags, and show its tree."""
-    wanted = ModelOptions(
-        source, entry, task, random_weights, seed, settings, dtype, inputs, attention, revision, trust_remote_code
-    )
-    wanted.check()
+    model.check()
     check_output(output)
     if opset is not None:
         from htp_export.exporter.capture.opsets import check_opset
@@ -112,13 +87,14 @@ def export_command(
         check_opset(opset, dynamo=dynamo)
     axes = tuple(axis.strip() for text in dynamic or () for axis in text.split(",") if axis.strip())
     steps = Steps(quiet, count=3 if verify else 2)
-    with steps.step(f"loading {source or entry}"):
+    with steps.step(f"loading {model.name}"):
         # With one example, exporters take the batch for a constant.
-        call = wanted.call(batch=2 if "batch" in axes else 1)
+        call = model.call(batch=2 if "batch" in axes else 1)
+    from htp_export.files.external_writers import readable
     from htp_export.model.tagged import load
 
     options = _Options(dynamo, opset, axes, external_data)
-    with _readable(output) as file:
+    with readable(output) as file:
         with steps.step("exporting"):
             untagged = _export(call, file, options, strict=not allow_untagged, with_map=with_map)
             if untagged is not None:
@@ -126,28 +102,12 @@ def export_command(
             tagged = load(file)
             tree = _tree(call, tagged)
         exporter = "dynamo" if dynamo else "TorchScript"
-        facts = _facts(tagged, exporter, seed if random_weights or entry else None)
+        facts = _facts(tagged, exporter, model.seed if model.random else None)
         if untagged is not None:
             facts["untagged"] = untagged
-        if file != output:
-            _copy_to_special(file, output)
-        _report(call, file, output, tree, facts, steps, verify=verify, as_json=as_json, quiet=quiet)
-
-
-@contextlib.contextmanager
-def _readable(output: Path) -> Iterator[Path]:
-    """The file to export to: the output, or a temporary file if the output is a device or a pipe."""
-    if not is_special(output):
-        yield output
-        return
-    with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
-        yield Path(folder) / "model.onnx"
-
-
-def _copy_to_special(file: Path, output: Path) -> None:
-    from htp_export.files.model_files import read_model, write_model
-
-    write_model(read_model(file), output)
+        failure = _report(call, file, output, tree, facts, steps, verify=verify, as_json=as_json, quiet=quiet)
+    if failure:
+        raise CheckFailed(failure)
 
 
 def _facts(tagged: TaggedModel, exporter: str, seed: int | None) -> dict[str, Any]:
@@ -245,7 +205,8 @@ def _report(
     verify: bool,
     as_json: bool,
     quiet: bool,
-) -> None:
+) -> str:
+    """Say what was written, and check it; what is wrong with it, or ``""``."""
     if not (quiet or as_json):
         from htp_export.show.tree import render
 
@@ -260,16 +221,17 @@ def _report(
             try:
                 result = check(call.model, file, call.args, call.kwargs)
             except InputError as error:  # the file is written; what fails is the check
-                raise CheckFailed(str(error)) from error
+                return str(error)
     if as_json and not quiet:
         checked = {"verify": result.to_dict()} if result is not None else {}
         print_json({"file": str(output), "files": written_files(output), **facts, **tree.to_dict(), **checked})
     if result is not None and not result.ok:
-        raise CheckFailed("\n".join((result.summary, *result.misplaced)))
+        return "\n".join((result.summary, *result.misplaced))
     if result is not None and not (quiet or as_json):
         show(f"every module agrees with PyTorch: {result.score}{result.worst_in_brackets}")
     if not (quiet or as_json):
         show_next("htp-export", "view", output)
+    return ""
 
 
 def _facts_text(facts: dict[str, Any]) -> str:

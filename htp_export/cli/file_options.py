@@ -14,6 +14,7 @@ __all__ = [
     "FileArgument",
     "InPlaceOption",
     "JsonOption",
+    "ModuleArgument",
     "OutputOption",
     "SelectOption",
     "ShareOption",
@@ -26,6 +27,9 @@ OutputOption: TypeAlias = Annotated[
 InPlaceOption: TypeAlias = Annotated[bool, typer.Option("--in-place", help="Allow --output to be a file that is read.")]
 ShareOption: TypeAlias = Annotated[
     bool, typer.Option("--share-weights", help="Refer to the data file of the input instead of writing a copy of it.")
+]
+ModuleArgument: TypeAlias = Annotated[
+    str, typer.Argument(help="Path of the module: encoder.layer.0", show_default=False)
 ]
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
 SelectOption: TypeAlias = Annotated[

@@ -1,4 +1,4 @@
-"""``htp-export functions`` and ``htp-export inline``."""
+"""``htp-export functions``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption, ShareOption
-from htp_export.cli.outputs import check_output, show_model
-from htp_export.cli.terminal import Steps, print_json, show
+from htp_export.cli.outputs import check_output, report
+from htp_export.cli.terminal import Steps
 
-__all__ = ["functions_command", "inline_command"]
+__all__ = ["functions_command"]
+
+EXAMPLE = 'bert.onnx "encoder.layer.*" -o nested.onnx'
+PLACE = 110
 
 
 def functions_command(
@@ -33,28 +36,4 @@ def functions_command(
     check_output(output, [file], in_place=in_place)
     with Steps(quiet=as_json).step(f"nesting {file}"):
         nested = functions(file, select, output, share_weights=share_weights)
-    if as_json:
-        print_json(nested.to_dict())
-    else:
-        show(render(nested))
-        show_model(output)
-
-
-def inline_command(
-    file: FileArgument,
-    output: OutputOption,
-    share_weights: ShareOption = False,
-    in_place: InPlaceOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Dissolve functions into a flat graph with its tags."""
-    from htp_export.model.inlining import inline
-
-    check_output(output, [file], in_place=in_place)
-    with Steps(quiet=as_json).step(f"inlining {file}"):
-        inlined = inline(file, output, share_weights=share_weights)
-    if as_json:
-        print_json(inlined.to_dict())
-    else:
-        show(str(inlined))
-        show_model(output)
+    report(nested, as_json, lambda: render(nested), output)

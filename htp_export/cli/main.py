@@ -10,28 +10,17 @@ import contextlib
 import platform
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import htp_export
-from htp_export.cli.analyze_commands import diff_command, fingerprint_command, forensics_command
-from htp_export.cli.carry_command import carry_command, run_command
-from htp_export.cli.cost_command import cost_command
-from htp_export.cli.export_command import export_command
-from htp_export.cli.functions_command import functions_command, inline_command
+from htp_export.cli.commands import CommandGroup
 from htp_export.cli.interrupts import Interrupts
-from htp_export.cli.optimize_command import optimize_command
-from htp_export.cli.partition_command import partition_command
-from htp_export.cli.profile_command import profile_command
 from htp_export.cli.quiet import quiet_libraries
-from htp_export.cli.surgery_commands import extract_command, splice_command
 from htp_export.cli.terminal import CheckFailed, error_line
-from htp_export.cli.tree_command import tree_command
-from htp_export.cli.verify_command import compare_command, verify_command
-from htp_export.cli.view_command import view_command
 from htp_export.errors import FileError, HtpExportError, InputError
 from htp_export.process.garbage_collection import rare_collections
 
@@ -42,6 +31,7 @@ _INTERRUPTED = 130  # as shells have it: 128 and the number of the signal
 
 app = typer.Typer(
     name="htp-export",
+    cls=CommandGroup,
     help="Export PyTorch models to ONNX files whose every node knows its module.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -66,30 +56,6 @@ def _root(
 ) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-_COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
-    ("export", export_command, "bert --random-weights -o bert.onnx --verify"),
-    ("tree", tree_command, "bert.onnx --depth 3"),
-    ("view", view_command, "bert.onnx -o bert.html"),
-    ("cost", cost_command, "bert.onnx --dims batch=1,sequence=16"),
-    ("profile", profile_command, "bert.onnx --runs 50"),
-    ("verify", verify_command, "bert.onnx bert --random-weights"),
-    ("compare", compare_command, "bert.onnx int8.onnx --dims batch=1,sequence=16"),
-    ("diff", diff_command, "bert.onnx small.onnx"),
-    ("extract", extract_command, "bert.onnx encoder.layer.0 -o layer0.onnx"),
-    ("splice", splice_command, "bert.onnx encoder.layer.0 layer0.onnx -o mixed.onnx"),
-    ("functions", functions_command, 'bert.onnx "encoder.layer.*" -o nested.onnx'),
-    ("inline", inline_command, "nested.onnx -o flat.onnx"),
-    ("partition", partition_command, "bert.onnx 4 -o stages/"),
-    ("optimize", optimize_command, "bert.onnx -o small.onnx --level tolerant"),
-    ("run", run_command, "onnxruntime bert.onnx -o ort.onnx --set level=extended"),
-    ("carry", carry_command, "bert.onnx bert-elsewhere.onnx -o bert-tagged.onnx"),
-    ("forensics", forensics_command, "bert.onnx --depth 2"),
-    ("fingerprint", fingerprint_command, "bert.onnx"),
-)
-for _name, _command, _example in _COMMANDS:
-    app.command(_name, epilog=f"Example: htp-export {_name} {_example}")(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,21 +14,7 @@ import typer
 from htp_export.cli.sources import Call, call_entry, parse_overrides, read_shapes
 from htp_export.errors import InputError
 
-__all__ = [
-    "AttentionOption",
-    "Dtype",
-    "DtypeOption",
-    "EntryOption",
-    "InputsOption",
-    "ModelOptions",
-    "RandomWeightsOption",
-    "RevisionOption",
-    "SeedOption",
-    "SettingsOption",
-    "SourceArgument",
-    "TaskOption",
-    "TrustOption",
-]
+__all__ = ["Dtype", "ModelOptions"]
 
 
 class Dtype(enum.StrEnum):
@@ -39,38 +25,37 @@ class Dtype(enum.StrEnum):
     bfloat16 = "bfloat16"
 
 
-SourceArgument = Annotated[
-    str | None, typer.Argument(help="Hub id, local folder, or model type (bert).", show_default=False)
-]
-EntryOption = Annotated[str | None, typer.Option(help="package.module:factory that returns (model, example inputs).")]
-TaskOption = Annotated[str | None, typer.Option(help="As in transformers' pipelines: fill-mask, ...")]
-RandomWeightsOption = Annotated[bool, typer.Option("--random-weights", help="Build from the config alone.")]
-SeedOption = Annotated[int, typer.Option(help="Of random weights and inputs: the same seed gives the same.")]
-SettingsOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the config; may be repeated.")
-]
-DtypeOption = Annotated[Dtype | None, typer.Option(help="Of the weights.")]
-InputsOption = Annotated[Path | None, typer.Option(help='JSON file of shapes: {"input_ids": [2, 16]}.')]
-AttentionOption = Annotated[str | None, typer.Option(help="transformers' attention: eager, sdpa.")]
-RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
-TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")]
-
-
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model, with which weights and inputs; each is the option of its name."""
+    """Which model, with which weights and inputs: the options of every command that loads a PyTorch model."""
 
-    source: str | None
-    entry: str | None
-    task: str | None
-    random_weights: bool
-    seed: int
-    settings: list[str] | None
-    dtype: Dtype | None
-    inputs: Path | None
-    attention: str | None
-    revision: str | None
-    trust_remote_code: bool
+    source: Annotated[
+        str | None, typer.Argument(help="Hub id, local folder, or model type (bert).", show_default=False)
+    ] = None
+    entry: Annotated[str | None, typer.Option(help="package.module:factory that returns (model, example inputs).")] = (
+        None
+    )
+    task: Annotated[str | None, typer.Option(help="As in transformers' pipelines: fill-mask, ...")] = None
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Build from the config alone.")] = False
+    seed: Annotated[int, typer.Option(help="Of random weights and inputs: the same seed gives the same.")] = 0
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the config; may be repeated.")
+    ] = None
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the weights.")] = None
+    inputs: Annotated[Path | None, typer.Option(help='JSON file of shapes: {"input_ids": [2, 16]}.')] = None
+    attention: Annotated[str | None, typer.Option(help="transformers' attention: eager, sdpa.")] = None
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False
+
+    @property
+    def name(self) -> str:
+        """What the model is called in messages."""
+        return str(self.source or self.entry)
+
+    @property
+    def random(self) -> bool:
+        """Whether the seed matters."""
+        return self.random_weights or self.entry is not None
 
     def check(self) -> None:
         """Refuse options that do not go together.

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["optimize_command"]
 
+EXAMPLE = "bert.onnx -o small.onnx --level tolerant"
+PLACE = 140
+
 
 def optimize_command(
     files: Annotated[list[Path] | None, typer.Argument(help="The ONNX file, or several.", show_default=False)] = None,

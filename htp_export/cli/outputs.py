@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from htp_export.cli.terminal import show
+from htp_export.cli.terminal import print_json, show
 from htp_export.errors import FileError, InputError
 from htp_export.files.filesystem import is_special, why_not_writable
 from htp_export.show.numbers import bytes_text
 from htp_export.show.text_file import check_name
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
 __all__ = [
     "check_folder",
     "check_output",
+    "report",
     "show_model",
     "show_next",
     "show_written",
@@ -23,6 +28,34 @@ __all__ = [
     "written_folder",
     "written_page",
 ]
+
+
+class _Result(Protocol):
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def report(
+    result: _Result,
+    as_json: bool,
+    draw: Callable[[], RenderableType] | None = None,
+    output: Path | None = None,
+    **facts: Any,
+) -> None:
+    """Write a result as JSON, or draw it and say which files were written.
+
+    Args:
+        result: The result.
+        as_json: Write it as JSON.
+        draw: Draws it; as text without one.
+        output: The model that was written.
+        **facts: What JSON says before the result.
+    """
+    if as_json:
+        print_json({**facts, **result.to_dict()})
+        return
+    show(str(result) if draw is None else draw())
+    if output is not None:
+        show_model(output)
 
 
 def check_output(output: Path, inputs: Iterable[Path] = (), *, in_place: bool = False, page: bool = False) -> None:

@@ -14,6 +14,9 @@ from htp_export.cli.terminal import Steps, print_json, show
 
 __all__ = ["partition_command"]
 
+EXAMPLE = "bert.onnx 4 -o stages/"
+PLACE = 130
+
 
 class _Engine(enum.StrEnum):
     triton = "triton"

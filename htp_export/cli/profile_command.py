@@ -8,10 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from htp_export.cli.file_options import DepthOption, FeedDimsOption, FeedOption, FileArgument, JsonOption
+from htp_export.cli.outputs import report
 from htp_export.cli.sizes import read_sizes
-from htp_export.cli.terminal import Steps, print_json, show
+from htp_export.cli.terminal import Steps
 
 __all__ = ["profile_command"]
+
+EXAMPLE = "bert.onnx --runs 50"
+PLACE = 50
 
 
 class _Sort(enum.StrEnum):
@@ -49,7 +53,7 @@ def profile_command(
 
     sizes = read_sizes(inputs, dims)
     with Steps(quiet=as_json).step(f"profiling {file}"):
-        report = profile(
+        result = profile(
             file,
             sizes.inputs or None,
             runs=runs,
@@ -59,10 +63,7 @@ def profile_command(
             providers=[_provider(name) for name in provider or ["cpu"]],
             session_options=_session_options(threads, optimization),
         )
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        show(render_profile(report, sort=sort.value, depth=depth, fold=fold))
+    report(result, as_json, lambda: render_profile(result, sort=sort.value, depth=depth, fold=fold))
 
 
 def _session_options(threads: int | None, level: _Level) -> Any:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["tree_command"]
 
+EXAMPLE = "bert.onnx --depth 3"
+PLACE = 20
+
 
 def tree_command(
     file: FileArgument,

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["view_command"]
 
+EXAMPLE = "bert.onnx -o bert.html"
+PLACE = 30
+
 
 class _Overlay(enum.StrEnum):
     latency = "latency"

@@ -20,7 +20,7 @@ from htp_export.files.replacing import Move, work_folder
 from htp_export.files.slots import slots
 from htp_export.format import tags
 
-__all__ = ["written_whole"]
+__all__ = ["readable", "written_whole"]
 
 
 @contextlib.contextmanager
@@ -39,10 +39,8 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(path)
     if is_special(target):
-        with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
-            new = Path(folder) / "model.onnx"
+        with readable(target) as new:
             yield new
-            write_model(read_model(new), target)
         return
     with work_folder(target) as work:
         new = work.new / target.name
@@ -55,6 +53,26 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         places = {move.target.resolve() for move in data}
         obsolete = [file for file in own_files(target) if is_named_by_us(target, file.name) and file not in places]
         work.commit(in_safe_order(Move(new, target), data), obsolete)
+
+
+@contextlib.contextmanager
+def readable(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path to write a model to and to read it from: a temporary one, copied when all went well, if it is a device.
+
+    Args:
+        path: Where the model is to be.
+
+    Raises:
+        FileError: If a device or a pipe is to get more than an ONNX file can hold.
+    """
+    target = Path(path)
+    if not is_special(target):
+        yield target
+        return
+    with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
+        new = Path(folder) / "model.onnx"
+        yield new
+        write_model(read_model(new), target)
 
 
 def _note(file: Path, replaced: Mapping[str, Path]) -> None:

@@ -1,0 +1,121 @@
+"""The commands: every file ``NAME_command.py`` of this folder is one.
+
+It has a function ``NAME_command``, an ``EXAMPLE`` of what is typed after the name, and a ``PLACE`` in the list of the help,
+which may be left out. A command is imported when it is called, or when the help lists it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, MutableMapping
+from types import ModuleType
+from typing import Any, get_type_hints
+
+import typer
+from typer.core import TyperGroup
+
+from htp_export.discovery import names_in
+
+__all__ = ["CommandGroup", "command_names", "flattened"]
+
+_LAST = 1000
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"htp_export.cli.{name}_command")
+
+
+def command_names() -> list[str]:
+    """The names of all commands, in the order of the help."""
+    return sorted(names_in("htp_export.cli", "_command"), key=lambda name: getattr(_module(name), "PLACE", _LAST))
+
+
+class _Commands(MutableMapping[str, Any]):
+    """Name → command, which is made when it is asked for."""
+
+    def __init__(self) -> None:
+        self._names = names_in("htp_export.cli", "_command")
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            if name not in self._names:
+                raise KeyError(name)
+            app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+            module = _module(name)
+            app.command(name, epilog=f"Example: htp-export {name} {module.EXAMPLE}")(
+                flattened(getattr(module, f"{name}_command"))
+            )
+            self._made[name] = typer.main.get_command(app)
+        return self._made[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class CommandGroup(TyperGroup):
+    """The program: its commands are the files of this folder."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Commands()
+
+    def list_commands(self, _context: Any) -> list[str]:
+        """The names of the commands, as the help lists them."""
+        return command_names()
+
+
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with the fields of its dataclasses of options as parameters of its own, which typer knows how to read.
+
+    Args:
+        command: A function. A parameter of it whose type is a dataclass stands for one option each field.
+
+    Examples:
+        >>> @dataclasses.dataclass
+        ... class Size:
+        ...     width: int = 1
+        >>> def draw(name: str, size: Size) -> None:
+        ...     print(name, size)
+        >>> draw.__annotations__ = {"name": str, "size": Size}
+        >>> flattened(draw)(name="box", width=3)
+        box Size(width=3)
+    """
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if not dataclasses.is_dataclass(kind):
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind))
+            continue
+        groups[parameter.name] = kind
+        of_fields = get_type_hints(kind, include_extras=True)
+        for field in dataclasses.fields(kind):
+            default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+            parameters.append(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=of_fields[field.name]
+                )
+            )
+
+    def called(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+        command(**given)
+
+    called.__doc__, called.__name__ = command.__doc__, command.__name__
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return called

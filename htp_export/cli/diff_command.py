@@ -1,0 +1,46 @@
+"""``htp-export diff``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from htp_export.cli.file_options import DepthOption, JsonOption
+from htp_export.cli.outputs import check_output, report, show_written, written_page
+from htp_export.cli.terminal import Steps, show
+
+__all__ = ["diff_command"]
+
+EXAMPLE = "bert.onnx small.onnx"
+PLACE = 80
+
+
+def diff_command(
+    before: Annotated[Path, typer.Argument(help="The first ONNX file.", show_default=False)],
+    after: Annotated[Path, typer.Argument(help="The second.", show_default=False)],
+    depth: DepthOption = None,
+    only_changed: Annotated[bool, typer.Option("--only-changed", help="Leave out what is the same.")] = False,
+    as_json: JsonOption = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write a page: both trees, side by side.", show_default=False)
+    ] = None,
+) -> None:
+    """Show what differs between two files, by module."""
+    from htp_export.differences.differing import diff
+    from htp_export.show.differences import render
+
+    if output is not None:
+        check_output(output, [before, after], page=True)
+    with Steps(quiet=as_json).step(f"comparing {before} and {after}"):
+        found = diff(before, after)
+    if output is not None:
+        from htp_export.show.page.comparison import difference_page
+        from htp_export.show.text_file import write_text
+
+        write_text(output, difference_page(found, before, after))
+    report(found, as_json, lambda: render(found, depth=depth, only_changed=only_changed))
+    if output is not None and not as_json and (written := written_page(output)):
+        show_written(written)
+        show(f"next: open {output} in a browser")

@@ -1,0 +1,41 @@
+"""``htp-export forensics``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from htp_export.cli.file_options import DepthOption, FileArgument, JsonOption, SelectOption
+from htp_export.cli.outputs import report
+from htp_export.cli.terminal import Steps
+
+if TYPE_CHECKING:
+    from htp_export.passes.registry import Level
+
+__all__ = ["forensics_command"]
+
+EXAMPLE = "bert.onnx --depth 2"
+PLACE = 170
+
+
+def forensics_command(
+    file: FileArgument,
+    select: SelectOption = None,
+    depth: DepthOption = None,
+    every: Annotated[bool, typer.Option("--list", help="A line for each finding.")] = False,
+    level: Annotated[
+        str, typer.Option(help="What passes may do to results: exact, tolerant or fused; exact takes the least time.")
+    ] = "fused",
+    as_json: JsonOption = False,
+) -> None:
+    """Show what could be simplified in each module.
+
+    Each finding names the pass that does it.
+    """
+    from htp_export.findings.investigation import forensics
+    from htp_export.show.findings import render_findings, render_forensics
+
+    with Steps(quiet=as_json).step(f"looking into {file}"):
+        found = forensics(file, select=select or None, level=cast("Level", level))
+    report(found, as_json, lambda: render_findings(found) if every else render_forensics(found, depth=depth))

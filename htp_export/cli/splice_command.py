@@ -1,0 +1,45 @@
+"""``htp-export splice``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from htp_export.cli.file_options import (
+    FileArgument,
+    InPlaceOption,
+    JsonOption,
+    ModuleArgument,
+    OutputOption,
+    ShareOption,
+)
+from htp_export.cli.outputs import check_output, report
+from htp_export.cli.terminal import Steps
+
+__all__ = ["splice_command"]
+
+EXAMPLE = "bert.onnx encoder.layer.0 layer0.onnx -o mixed.onnx"
+PLACE = 100
+
+
+def splice_command(
+    file: FileArgument,
+    module: ModuleArgument,
+    replacement: Annotated[Path, typer.Argument(help="The ONNX file to put in its place.", show_default=False)],
+    output: OutputOption,
+    call: Annotated[
+        int | None, typer.Option(min=0, help="Which call of a module that ran several times; all without it.")
+    ] = None,
+    share_weights: ShareOption = False,
+    in_place: InPlaceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Replace one module of a model by another model."""
+    from htp_export.surgery.splicing import splice
+
+    check_output(output, [file, replacement], in_place=in_place)
+    with Steps(quiet=as_json).step(f"splicing {module}"):
+        result = splice(file, module, replacement, output, call=call, share_weights=share_weights)
+    report(result, as_json, output=output)
