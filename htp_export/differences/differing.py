@@ -235,7 +235,7 @@ def _with_shared(total: int, shared: int) -> str:
     return " + ".join([*parts, f"{shared:,} shared"] if shared else parts)
 
 
-def _operators(changes: Mapping[str, int]) -> str:
+def _operator_changes(changes: Mapping[str, int]) -> str:
     listed = [f"{count:+d} {op}" for op, count in changes.items()]
     more = len(listed) - _MOST_OPERATORS
     return ", ".join(listed[:_MOST_OPERATORS]) + (f", {more} more" if more > 0 else "")
@@ -256,7 +256,7 @@ DIFFERENCE_COLUMNS: tuple[Column[ModuleDifference], ...] = (
     Column("nodes", "nodes", text=_pair),
     Column("parameters", "parameters", text=_pair),
     Column("weight_bytes", "bytes", lambda module: "; ".join(byte_lines(module)), right=False),
-    Column("operators", "operators", text=_operators, style="dim", right=False),
+    Column("operators", "operators", text=_operator_changes, style="dim", right=False),
 )
 """What is said of each module."""
 
