@@ -13,26 +13,22 @@ from htp_export.passes.editing import (
     constant_array,
     is_boundary,
     only_reader,
-    remove_unused,
     replace,
 )
+from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
 __all__ = ["CleanupAttention"]
 
 
 @register("cleanup_attention", level="tolerant")
-class CleanupAttention(ir.passes.InPlacePass):
+class CleanupAttention(NodePass):
     """Scales a product of two scaled matrices once, after it: queries and keys come scaled by a root each."""
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = False
-        for node in model.graph:
-            if is_standard(node, "MatMul"):
-                modified |= _scale_after(model.graph, node)
-        if modified:
-            remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+    operators = ("MatMul",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        return _scale_after(self.graph, node)
 
 
 def _scale_after(graph: ir.Graph, node: ir.Node) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
-from htp_export.passes.editing import is_boundary, remove_unused
+from htp_export.passes.editing import is_boundary
+from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 from htp_export.passes.shape_rules import ELEMENTWISE, broadcast
 from htp_export.passes.symbolic import Symbolic
@@ -14,20 +15,13 @@ __all__ = ["EliminateExpands"]
 
 
 @register("eliminate_expands", level="exact")
-class EliminateExpands(ir.passes.InPlacePass):
+class EliminateExpands(NodePass):
     """Takes out ``Expand`` before element-wise operators that broadcast to the same shape without it."""
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        known: Symbolic | None = None
-        modified = False
-        for node in model.graph:
-            if not is_standard(node, "Expand") or node.inputs[0] is None:
-                continue
-            known = known or Symbolic(model.graph)
-            modified |= _read_past(node, node.inputs[0], known)
-        if modified:
-            remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+    operators = ("Expand",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        return node.inputs[0] is not None and _read_past(node, node.inputs[0], self.known)
 
 
 def _read_past(node: ir.Node, source: ir.Value, known: Symbolic) -> bool:

@@ -6,7 +6,8 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
-from htp_export.passes.editing import constant_array, is_boundary, remove_unused, stand_in
+from htp_export.passes.editing import constant_array, is_boundary, stand_in
+from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
 __all__ = ["EliminateNanGuards"]
@@ -16,27 +17,25 @@ _LARGEST = 1 << 22
 
 
 @register("eliminate_nan_guards", level="tolerant")
-class EliminateNanGuards(ir.passes.InPlacePass):
+class EliminateNanGuards(NodePass):
     """Takes out what makes zeros of a softmax's NaN, where no mask can make any.
 
     PyTorch puts it behind every softmax of a masked attention, for rows of which all is masked. The same comes out of
     all that is finite; a NaN in the activations is one afterwards, too.
     """
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = False
-        for node in model.graph:
-            softmax = _guarded(node)
-            if softmax is not None and _has_finite_rows(softmax.inputs[0]) and not is_boundary(node.outputs[0]):
-                modified |= stand_in(node.outputs[0], softmax.outputs[0])
-        if modified:
-            remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+    operators = ("Where",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        softmax = _guarded(node)
+        if softmax is None or is_boundary(node.outputs[0]) or not _has_finite_rows(softmax.inputs[0]):
+            return False
+        return stand_in(node.outputs[0], softmax.outputs[0])
 
 
 def _guarded(node: ir.Node) -> ir.Node | None:
     """The softmax of which a node takes everything but what is NaN."""
-    if not is_standard(node, "Where") or node.inputs[0] is None or node.inputs[2] is None:
+    if node.inputs[0] is None or node.inputs[2] is None:
         return None
     test, softmax = node.inputs[0].producer(), node.inputs[2].producer()
     if not is_standard(test, "IsNaN") or not is_standard(softmax, "Softmax") or test is None or softmax is None:

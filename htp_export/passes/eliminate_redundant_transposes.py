@@ -6,8 +6,9 @@ import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
 from htp_export.passes.declining import decline
-from htp_export.passes.editing import is_boundary, remove_unused, replace, stand_in
+from htp_export.passes.editing import is_boundary, replace, stand_in
 from htp_export.passes.eliminate_identity_ops import NEEDS_A_NAME
+from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 from htp_export.passes.symbolic import Symbolic
 
@@ -15,20 +16,13 @@ __all__ = ["EliminateRedundantTransposes"]
 
 
 @register("eliminate_redundant_transposes", level="exact")
-class EliminateRedundantTransposes(ir.passes.InPlacePass):
+class EliminateRedundantTransposes(NodePass):
     """Makes one transposition of several in a row, and takes out those that change nothing."""
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = False
-        known: Symbolic | None = None
-        for node in model.graph:
-            if not is_standard(node, "Transpose") or node.inputs[0] is None:
-                continue
-            known = known or Symbolic(model.graph)
-            modified |= _merge(node, known)
-        if modified:
-            remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+    operators = ("Transpose",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        return node.inputs[0] is not None and _merge(node, self.known)
 
 
 def permutation(node: ir.Node, known: Symbolic) -> list[int] | None:

@@ -8,44 +8,37 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
-from htp_export.passes.editing import constant_array, is_boundary, only_reader, remove_unused, replace
+from htp_export.passes.editing import constant_array, is_boundary, only_reader, replace
 from htp_export.passes.eliminate_redundant_transposes import permutation
+from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["FuseAttention"]
 
-_OPSET = 23
 _HEADS_FIRST = [0, 2, 1, 3]
 """From batch, length, heads, features to batch, heads, length, features; and back."""
 
 
 @register("fuse_attention", level="tolerant")
-class FuseAttention(ir.passes.InPlacePass):
+class FuseAttention(NodePass):
     """Makes ``Attention`` of opset 23 of an attention's nodes, with its reshapes and transpositions where they fit.
 
     See https://onnx.ai/onnx/operators/onnx__Attention.html. In a file of an older opset it does nothing. What a module
     gives stays: where a dropout between softmax and product is a module of its own, so does the attention.
     """
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        if model.graph.opset_imports.get("", 1) < _OPSET:
-            return ir.passes.PassResult(model, modified=False)
-        known: Symbolic | None = None
-        modified = False
-        for node in model.graph:
-            if is_standard(node, "Attention"):
-                known = known or Symbolic(model.graph)
-                modified |= _join_heads(node, known)
-            elif is_standard(node, "MatMul") and (softmax := _made_for(node.inputs[0], node, "Softmax")) is not None:
-                known = known or Symbolic(model.graph)
-                found = _match(node, softmax, known)
-                if found is not None:
-                    _fuse(node, found, known)
-                    modified = True
-        if modified:
-            remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+    operators = ("Attention", "MatMul")
+    opset = 23
+
+    def rewrite(self, node: ir.Node) -> bool:
+        if node.op_type == "Attention":
+            return _join_heads(node, self.known)
+        softmax = _made_for(node.inputs[0], node, "Softmax")
+        found = _match(node, softmax, self.known) if softmax is not None else None
+        if found is not None:
+            _fuse(node, found, self.known)
+        return found is not None
 
 
 @dataclass(frozen=True)

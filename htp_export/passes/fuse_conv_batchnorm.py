@@ -7,32 +7,31 @@ import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
 from htp_export.passes.declining import decline
-from htp_export.passes.editing import add_initializer, is_constant, only_reader, remove_unused, replace
+from htp_export.passes.editing import add_initializer, is_constant, only_reader, replace
+from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
 __all__ = ["FuseConvBatchnorm"]
 
 
 @register("fuse_conv_batchnorm", level="tolerant")
-class FuseConvBatchnorm(ir.passes.InPlacePass):
+class FuseConvBatchnorm(NodePass):
     """Scales the weights and bias of a convolution as the batch normalisation after it would scale the result.
 
     The new weights are computed when they are written, one at a time: no second set is held in memory.
     """
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = False
-        for node in model.graph:
-            conv = node.inputs[0].producer() if is_standard(node, "BatchNormalization") and node.inputs[0] else None
-            if conv is not None and is_standard(conv, "Conv"):
-                if why := _why_not(conv, node):
-                    decline("conv_batchnorm", [conv, node], why)
-                    continue
-                _fuse(model.graph, conv, node)
-                modified = True
-        if modified:
-            remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+    operators = ("BatchNormalization",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        conv = node.inputs[0].producer() if node.inputs[0] is not None else None
+        if conv is None or not is_standard(conv, "Conv"):
+            return False
+        if why := _why_not(conv, node):
+            decline("conv_batchnorm", [conv, node], why)
+            return False
+        _fuse(self.graph, conv, node)
+        return True
 
 
 def _why_not(conv: ir.Node, norm: ir.Node) -> str:

@@ -6,7 +6,8 @@ import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
 from htp_export.passes.declining import decline
-from htp_export.passes.editing import only_reader, remove_unused, replace
+from htp_export.passes.editing import only_reader, replace
+from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
 __all__ = ["FuseConvRelu"]
@@ -15,22 +16,19 @@ _DOMAIN = "com.microsoft"
 
 
 @register("fuse_conv_relu", level="fused")
-class FuseConvRelu(ir.passes.InPlacePass):
+class FuseConvRelu(NodePass):
     """Makes ONNX Runtime's ``FusedConv`` of a convolution and a ``Relu``."""
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = False
-        for node in model.graph:
-            conv = node.inputs[0].producer() if is_standard(node, "Relu") and node.inputs[0] is not None else None
-            if conv is None or not is_standard(conv, "Conv"):
-                continue
-            if only_reader(conv.outputs[0]) is None:
-                decline("conv_relu", [conv, node], "what the Conv gives is read elsewhere")
-                continue
-            attributes = {**conv.attributes, "activation": ir.AttrString("activation", "Relu")}
-            replace(node, [ir.node("FusedConv", conv.inputs, attributes, domain=_DOMAIN)])
-            modified = True
-        if modified:
-            model.graph.opset_imports.setdefault(_DOMAIN, 1)
-            remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+    operators = ("Relu",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        conv = node.inputs[0].producer() if node.inputs[0] is not None else None
+        if conv is None or not is_standard(conv, "Conv"):
+            return False
+        if only_reader(conv.outputs[0]) is None:
+            decline("conv_relu", [conv, node], "what the Conv gives is read elsewhere")
+            return False
+        attributes = {**conv.attributes, "activation": ir.AttrString("activation", "Relu")}
+        replace(node, [ir.node("FusedConv", conv.inputs, attributes, domain=_DOMAIN)])
+        self.graph.opset_imports.setdefault(_DOMAIN, 1)
+        return True

@@ -6,7 +6,8 @@ import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
 from htp_export.passes.declining import decline
-from htp_export.passes.editing import is_boundary, is_constant, only_reader, remove_unused, replace
+from htp_export.passes.editing import is_boundary, is_constant, only_reader, replace
+from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 from htp_export.passes.sizes import Dim
 from htp_export.passes.symbolic import Symbolic
@@ -15,30 +16,21 @@ __all__ = ["FuseMatmulAdd", "product_and_bias"]
 
 
 @register("fuse_matmul_add", level="tolerant")
-class FuseMatmulAdd(ir.passes.InPlacePass):
+class FuseMatmulAdd(NodePass):
     """Makes ``Gemm`` of ``MatMul`` and ``Add`` where the matrices have two dimensions."""
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        known: Symbolic | None = None
-        modified = False
-        for node in model.graph:
-            if not is_standard(node, "Add"):
-                continue
-            parts = product_and_bias(node)
-            if parts is None:
-                continue
-            known = known or Symbolic(model.graph)
-            product, bias = parts
-            if not all(known.rank(value) == 2 for value in product.inputs):
-                continue
-            if _fits(known, product, bias):
-                replace(node, [ir.node("Gemm", [*product.inputs, bias])])
-                modified = True
-            else:
-                decline("matmul_add_2d", [product, node], "the bias does not fit the columns of the weight")
-        if modified:
-            remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+    operators = ("Add",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        parts = product_and_bias(node)
+        if parts is None or not all(self.known.rank(value) == 2 for value in parts[0].inputs):
+            return False
+        product, bias = parts
+        if not _fits(self.known, product, bias):
+            decline("matmul_add_2d", [product, node], "the bias does not fit the columns of the weight")
+            return False
+        replace(node, [ir.node("Gemm", [*product.inputs, bias])])
+        return True
 
 
 def product_and_bias(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:

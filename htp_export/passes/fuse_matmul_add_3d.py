@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.model.operators import is_standard
 from htp_export.passes.declining import decline
-from htp_export.passes.editing import add_constant, is_constant, remove_unused, replace
+from htp_export.passes.editing import add_constant, is_constant, replace
 from htp_export.passes.fuse_matmul_add import product_and_bias
+from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
 from htp_export.passes.symbolic import Symbolic
@@ -17,25 +17,18 @@ __all__ = ["FuseMatmulAdd3d"]
 
 
 @register("fuse_matmul_add_3d", level="tolerant")
-class FuseMatmulAdd3d(ir.passes.InPlacePass):
+class FuseMatmulAdd3d(NodePass):
     """Makes ``Reshape``, ``Gemm``, ``Reshape`` of ``MatMul`` and ``Add`` with a batch.
 
     It saves nodes where reshapes merge, and costs exactness there: the result of the linear layer is no tensor of the
     file any more.
     """
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        known: Symbolic | None = None
-        modified = False
-        for node in model.graph:
-            parts = product_and_bias(node) if is_standard(node, "Add") else None
-            if parts is None:
-                continue
-            known = known or Symbolic(model.graph)
-            modified |= _fuse(model.graph, node, *parts, known)
-        if modified:
-            remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+    operators = ("Add",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        parts = product_and_bias(node)
+        return parts is not None and _fuse(self.graph, node, *parts, self.known)
 
 
 def _fuse(graph: ir.Graph, node: ir.Node, product: ir.Node, bias: ir.Value, known: Symbolic) -> bool:

@@ -12,9 +12,9 @@ from htp_export.passes.editing import (
     constant_array,
     is_boundary,
     only_reader,
-    remove_unused,
     replace,
 )
+from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 from htp_export.passes.symbolic import Symbolic
 
@@ -25,27 +25,20 @@ _NORMALIZATIONS = ("BatchNormalization", "InstanceNormalization")
 
 
 @register("fuse_normalization_scale", level="tolerant")
-class FuseNormalizationScale(ir.passes.InPlacePass):
+class FuseNormalizationScale(NodePass):
     """Takes ``Mul`` and ``Add`` of one number a channel into the instance or batch normalisation before them."""
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        known: Symbolic | None = None
-        modified = False
-        for node in model.graph:
-            if not is_standard(node, "Add", "Mul"):
+    operators = ("Add", "Mul")
+
+    def rewrite(self, node: ir.Node) -> bool:
+        for place in (0, 1):
+            value, numbers = node.inputs[place], constant_array(node.inputs[1 - place])
+            maker = value.producer() if value is not None else None
+            if numbers is None or maker is None or not is_standard(maker, *_NORMALIZATIONS):
                 continue
-            for place in (0, 1):
-                value, numbers = node.inputs[place], constant_array(node.inputs[1 - place])
-                maker = value.producer() if value is not None else None
-                if numbers is None or not is_standard(maker, *_NORMALIZATIONS) or maker is None:
-                    continue
-                known = known or Symbolic(model.graph)
-                if _fuse(model.graph, maker, node, numbers, known):
-                    modified = True
-                    break
-        if modified:
-            remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+            if _fuse(self.graph, maker, node, numbers, self.known):
+                return True
+        return False
 
 
 def _fuse(graph: ir.Graph, norm: ir.Node, node: ir.Node, numbers: Array, known: Symbolic) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
-from htp_export.passes.editing import constant_array, only_reader, remove_unused, replace
+from htp_export.passes.editing import constant_array, only_reader, replace
+from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 from htp_export.passes.symbolic import Symbolic
 
@@ -13,21 +14,16 @@ __all__ = ["FusePadIntoConv"]
 
 
 @register("fuse_pad_into_conv", level="tolerant")
-class FusePadIntoConv(ir.passes.InPlacePass):
+class FusePadIntoConv(NodePass):
     """Lets a convolution pad its input itself."""
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        known: Symbolic | None = None
-        modified = False
-        for node in model.graph:
-            pad = node.inputs[0].producer() if is_standard(node, "Conv") and node.inputs[0] is not None else None
-            if pad is None or not is_standard(pad, "Pad") or only_reader(pad.outputs[0]) is None:
-                continue
-            known = known or Symbolic(model.graph)
-            modified |= _fuse(pad, node, known)
-        if modified:
-            remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+    operators = ("Conv",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        pad = node.inputs[0].producer() if node.inputs[0] is not None else None
+        if pad is None or not is_standard(pad, "Pad") or only_reader(pad.outputs[0]) is None:
+            return False
+        return _fuse(pad, node, self.known)
 
 
 def _fuse(pad: ir.Node, conv: ir.Node, known: Symbolic) -> bool:

@@ -12,10 +12,10 @@ from htp_export.passes.editing import (
     constant_array,
     is_boundary,
     only_reader,
-    remove_unused,
     replace,
     stand_in,
 )
+from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 from htp_export.passes.symbolic import Symbolic
 
@@ -29,20 +29,16 @@ _CANCELLING = 10
 
 
 @register("merge_constant_sums", level="tolerant")
-class MergeConstantSums(ir.passes.InPlacePass):
+class MergeConstantSums(NodePass):
     """Adds one constant where two are added in a row, and none where it is zero everywhere."""
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        known: Symbolic | None = None
-        modified = False
-        for node in model.graph:
-            if (found := _summand(node)) is None:
-                continue
-            known = known or Symbolic(model.graph)
-            modified |= _drop_zeros(node, *found, known) or _merge(model.graph, node, *found)
-        if modified:
-            remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+    operators = ("Add",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        found = _summand(node)
+        if found is None:
+            return False
+        return _drop_zeros(node, *found, self.known) or _merge(self.graph, node, *found)
 
 
 def _summand(node: ir.Node | None) -> tuple[ir.Value, Array] | None:

@@ -8,8 +8,9 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
-from htp_export.passes.editing import add_constant, is_boundary, only_reader, remove_unused, replace
+from htp_export.passes.editing import add_constant, is_boundary, only_reader, replace
 from htp_export.passes.eliminate_redundant_transposes import permutation
+from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
 from htp_export.passes.sizes import Dim, product
@@ -19,23 +20,16 @@ __all__ = ["MergeLayoutOps"]
 
 
 @register("merge_layout_ops", level="exact")
-class MergeLayoutOps(ir.passes.InPlacePass):
+class MergeLayoutOps(NodePass):
     """Makes one ``Transpose`` of Reshape, Transpose, Reshape where whole dimensions move.
 
     And a ``Reshape`` of a ``Transpose`` next to one, where only dimensions of size 1 move.
     """
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        known: Symbolic | None = None
-        modified = False
-        for node in model.graph:
-            if not is_standard(node, "Transpose"):
-                continue
-            known = known or Symbolic(model.graph)
-            modified |= _between_reshapes(node, known) or _moves_only_ones(model.graph, node, known)
-        if modified:
-            remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+    operators = ("Transpose",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        return _between_reshapes(node, self.known) or _moves_only_ones(self.graph, node, self.known)
 
 
 def _between_reshapes(node: ir.Node, known: Symbolic) -> bool:

@@ -6,32 +6,26 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
-from htp_export.passes.editing import add_constant, is_boundary, only_reader, remove_unused, replace
+from htp_export.passes.editing import add_constant, is_boundary, only_reader, replace
+from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 from htp_export.passes.shape_rules import axes_of, normalized
 from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["MergeReductions"]
 
-_OPERATORS = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum")
-
 
 @register("merge_reductions", level="tolerant")
-class MergeReductions(ir.passes.InPlacePass):
+class MergeReductions(NodePass):
     """Makes one reduction of two in a row over other dimensions: mean of means, sum of sums."""
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        known: Symbolic | None = None
-        modified = False
-        for node in model.graph:
-            first = node.inputs[0].producer() if is_standard(node, *_OPERATORS) and node.inputs[0] is not None else None
-            if first is None or not is_standard(first, node.op_type):
-                continue
-            known = known or Symbolic(model.graph)
-            modified |= _merge(model.graph, first, node, known)
-        if modified:
-            remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+    operators = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum")
+
+    def rewrite(self, node: ir.Node) -> bool:
+        first = node.inputs[0].producer() if node.inputs[0] is not None else None
+        if first is None or not is_standard(first, node.op_type):
+            return False
+        return _merge(self.graph, first, node, self.known)
 
 
 def _merge(graph: ir.Graph, first: ir.Node, second: ir.Node, known: Symbolic) -> bool:

@@ -7,7 +7,8 @@ import onnx_ir as ir
 
 from htp_export.model.operators import RESHAPING, is_standard
 from htp_export.passes.declining import decline
-from htp_export.passes.editing import add_constant, is_boundary, remove_unused, replace
+from htp_export.passes.editing import add_constant, is_boundary, replace
+from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
 from htp_export.passes.symbolic import Symbolic
@@ -16,23 +17,16 @@ __all__ = ["MergeReshapes"]
 
 
 @register("merge_reshapes", level="exact")
-class MergeReshapes(ir.passes.InPlacePass):
+class MergeReshapes(NodePass):
     """Makes one ``Reshape`` of several operators in a row that only change the shape."""
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        known: Symbolic | None = None
-        modified = False
-        for node in model.graph:
-            if not is_standard(node, *RESHAPING) or node.inputs[0] is None:
-                continue
-            first = node.inputs[0].producer()
-            if first is None or not is_standard(first, *RESHAPING) or first.inputs[0] is None:
-                continue
-            known = known or Symbolic(model.graph)
-            modified |= _merge(model.graph, first, node, known)
-        if modified:
-            remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+    operators = tuple(sorted(RESHAPING))
+
+    def rewrite(self, node: ir.Node) -> bool:
+        first = node.inputs[0].producer() if node.inputs[0] is not None else None
+        if first is None or not is_standard(first, *RESHAPING) or first.inputs[0] is None:
+            return False
+        return _merge(self.graph, first, node, self.known)
 
 
 def _merge(graph: ir.Graph, first: ir.Node, second: ir.Node, known: Symbolic) -> bool:

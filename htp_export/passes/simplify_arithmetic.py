@@ -13,37 +13,31 @@ from htp_export.passes.editing import (
     constant_array,
     is_boundary,
     only_reader,
-    remove_unused,
     replace,
 )
+from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
 __all__ = ["SimplifyArithmetic"]
 
 
 @register("simplify_arithmetic", level="tolerant")
-class SimplifyArithmetic(ir.passes.InPlacePass):
+class SimplifyArithmetic(NodePass):
     """Multiplies once where a value is multiplied by one constant after another, and divides where by a reciprocal."""
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = False
-        for node in model.graph:
-            if not is_standard(node, "Mul", "Div"):
-                continue
-            if _divide(node):
-                modified = True
-                continue
-            outer = _factor(node)
-            inner = scaled(outer[0]) if outer is not None else None
-            if outer is None or inner is None:
-                continue
-            joint = np.asarray(outer[1] * inner[1], dtype=inner[1].dtype)
-            factor = add_constant(model.graph, joint, f"{node.outputs[0].name}_factor")
-            replace(node, [ir.node("Mul", [inner[0], factor])])
-            modified = True
-        if modified:
-            remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+    operators = ("Mul", "Div")
+
+    def rewrite(self, node: ir.Node) -> bool:
+        if _divide(node):
+            return True
+        outer = _factor(node)
+        inner = scaled(outer[0]) if outer is not None else None
+        if outer is None or inner is None:
+            return False
+        joint = np.asarray(outer[1] * inner[1], dtype=inner[1].dtype)
+        factor = add_constant(self.graph, joint, f"{node.outputs[0].name}_factor")
+        replace(node, [ir.node("Mul", [inner[0], factor])])
+        return True
 
 
 def _divide(node: ir.Node) -> bool:
