@@ -39,19 +39,19 @@ __all__ = [
 
 
 class HtpExportError(Exception):
-    """Base of every error that htp_export raises itself."""
+    """Base class of the errors that htp_export raises."""
 
 
 class InputError(HtpExportError):
-    """What the caller gave cannot be used; nothing was written."""
+    """An argument cannot be used; nothing was written."""
 
 
 class FileError(InputError):
-    """A file that cannot be read or written.
+    """A file cannot be read or written.
 
     Args:
-        path: The file at fault.
-        problem: What is wrong with it, and what to do.
+        path: The file.
+        problem: The problem, and what to do.
     """
 
     def __init__(self, path: str | Path, problem: str) -> None:
@@ -62,11 +62,11 @@ class FileError(InputError):
 
 
 class UnknownModuleError(InputError, KeyError):
-    """A module path that the model does not have; the message names the nearest ones.
+    """The model has no such module; the message has the nearest paths.
 
     Args:
-        path: The path that was asked for.
-        known: The paths that there are.
+        path: The module path.
+        known: The module paths of the model.
     """
 
     def __init__(self, path: str, known: Iterable[str]) -> None:
@@ -82,11 +82,11 @@ class UnknownModuleError(InputError, KeyError):
 
 
 class SelectorError(InputError):
-    """A selector that cannot be read, or that matches nothing.
+    """A selector cannot be read, or matches nothing.
 
     Args:
-        pattern: The pattern at fault.
-        problem: What is wrong with it, and what to do.
+        pattern: The pattern.
+        problem: The problem, and what to do.
     """
 
     def __init__(self, pattern: str, problem: str) -> None:
@@ -95,15 +95,15 @@ class SelectorError(InputError):
 
 
 class UntaggedModelError(InputError):
-    """The work needs module tags, and the model has none."""
+    """The function needs module tags, and the model has none."""
 
 
 class ModelSourceError(InputError):
-    """A model cannot be made from what was named.
+    """A model cannot be created from a hub id, folder, model type or entry point.
 
     Args:
         source: The hub id, folder, model type or entry point.
-        problem: What is wrong with it, and what to do.
+        problem: The problem, and what to do.
     """
 
     def __init__(self, source: str, problem: str) -> None:
@@ -115,11 +115,11 @@ class OnnxRuntimeError(InputError):
     """ONNX Runtime cannot load or run a model.
 
     Args:
-        model: What to call the model.
+        model: Name of the model in the message.
         action: ``load`` or ``run``.
-        problem: What ONNX Runtime says.
-        node: The name of the node at fault; empty where ONNX Runtime names none.
-        modules: The modules that own the node, as far as they are known.
+        problem: The message of ONNX Runtime.
+        node: Name of the node at fault; empty if ONNX Runtime names none.
+        modules: The modules that own the node, if they are known.
     """
 
     def __init__(self, model: str, action: str, problem: str, node: str = "", modules: Iterable[str] = ()) -> None:
@@ -130,11 +130,11 @@ class OnnxRuntimeError(InputError):
 
 
 class TorchChangedError(HtpExportError):
-    """A private part of torch that htp_export relies on is gone, or is not what it was.
+    """A private part of torch that htp_export needs is missing or has changed.
 
     Args:
         what: The dotted name of the part.
-        problem: What is wrong with it.
+        problem: The problem.
     """
 
     def __init__(self, what: str, problem: str = "is gone") -> None:
@@ -148,12 +148,12 @@ class TorchChangedError(HtpExportError):
 
 
 class PassError(HtpExportError):
-    """A pass failed; the caller's model is as it was, and nothing was written.
+    """A pass failed; the model is unchanged, and nothing was written.
 
     Args:
         name: The pass.
         ran: The passes that ran before it, in order.
-        problem: What it raised.
+        problem: The error.
     """
 
     def __init__(self, name: str, ran: Iterable[str], problem: Exception) -> None:
@@ -166,11 +166,11 @@ class PassError(HtpExportError):
 
 
 class CaptureError(HtpExportError):
-    """htp_export could not follow an export to the end, so that it cannot say which module computes which node.
+    """htp_export failed to follow an export, so that it does not know which module computes which node.
 
     Args:
-        seam: What it was doing.
-        problem: What went wrong there.
+        seam: The step that failed.
+        problem: The error.
     """
 
     def __init__(self, seam: str, problem: Exception) -> None:
@@ -185,4 +185,4 @@ class CaptureError(HtpExportError):
 
 
 class UntaggedExportWarning(UserWarning):
-    """A model was exported without module tags, as ``tagging(strict=False)`` allows; the message says why."""
+    """A model was exported without module tags, as ``tagging(strict=False)`` allows; the message has the reason."""

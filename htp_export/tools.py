@@ -1,4 +1,4 @@
-"""Other people's tools, run so that the module tags come through: the public name of `provenance.adapters`.
+"""Adapters that run other tools and restore the module tags of their results.
 
 Examples:
     >>> from htp_export.tools import onnxslim

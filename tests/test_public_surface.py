@@ -1,5 +1,7 @@
 """What the package offers: fixed names, each documented, and an import that costs little."""
 
+import dataclasses
+import inspect
 import re
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import htp_export
+from htp_export.provenance import adapters
 
 PUBLIC = [
     "Block",
@@ -69,6 +72,32 @@ def test_public_names_are_these():
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_name_is_there_and_documented(name):
     assert getattr(htp_export, name).__doc__
+
+
+def public_functions():
+    functions = {name: getattr(htp_export, name) for name in PUBLIC if inspect.isfunction(getattr(htp_export, name))}
+    return functions | {f"tools.{name}": getattr(htp_export.tools, name) for name in adapters.__all__}
+
+
+@pytest.mark.parametrize(("name", "function"), public_functions().items(), ids=lambda part: str(part)[:40])
+def test_a_public_function_documents_arguments_result_and_errors_with_an_example(name, function):
+    summary, *rest = inspect.getdoc(function).splitlines()
+    assert summary.endswith("."), name
+    assert not rest[0], name
+    sections = [line for line in rest if re.fullmatch(r"[A-Z]\w+:", line)]
+    assert sections == ["Args:", "Returns:", "Raises:", "Examples:"], name
+    arguments = "\n".join(rest).partition("Args:")[2].partition("Returns:")[0]
+    documented = re.findall(r"^    \*{0,2}(\w+): ", arguments, re.MULTILINE)
+    assert documented == list(inspect.signature(function).parameters), name
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if inspect.isclass(getattr(htp_export, name))])
+def test_a_public_class_documents_its_attributes(name):
+    public = getattr(htp_export, name)
+    if dataclasses.is_dataclass(public):
+        documented = re.findall(r"^    (\w+): ", inspect.getdoc(public).partition("Attributes:")[2], re.MULTILINE)
+        own = [each for each in public.__annotations__ if not each.startswith("_")]
+        assert [each for each in documented if each in own] == own, name
 
 
 def test_unknown_name_is_an_attribute_error():

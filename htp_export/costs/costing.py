@@ -33,18 +33,17 @@ def cost(
     shapes: Mapping[str, Sequence[int]] | None = None,
     formulas: Formulas | None = None,
 ) -> Cost:
-    """What a model costs: parameters, FLOPs, bytes and peak memory of every module and node.
+    """Compute parameters, FLOPs, bytes and peak memory of every module and node.
 
-    Nothing is run and no weight is read: shapes and types say it all. FLOPs are two for each multiply-add of matrix
-    products and convolutions, wherever they stand; everything else that computes is counted apart, and what has no
-    formula is listed. The formulas, and what is assumed of memory, are in ``docs/cost.md``.
+    Nothing is run and no weight is read. FLOPs are two for each multiply-add of matrix products and convolutions; other
+    operations are counted separately, and operators without a formula are listed. ``docs/cost.md`` has the formulas and
+    the memory model.
 
     Args:
-        onnx: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; it is not changed. Without tags
-            there are the whole and its nodes.
-        inputs: Input name → example, an array or tensor. Only its shape is used, and its values where they are a few
-            whole numbers.
-        dims: Name of a size that the model leaves open → size. Those that are not given are 1, and `assumed` says so.
+        onnx: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+            Without tags, the result has the whole model and its nodes.
+        inputs: Input name → example, an array or tensor. Its shape is used, and its values if they are a few integers.
+        dims: Name of an open dimension → size. Dimensions that are not given are 1, and `assumed` lists them.
         shapes: Input name → shape.
         formulas: ``(domain, operator)`` → a function of one run of a node that gives `htp_export.Work`, for operators
             that have no formula, or in place of theirs.
@@ -53,9 +52,9 @@ def cost(
         Costs by module path, in elements, operations and bytes.
 
     Raises:
-        FileError: If the file cannot be read.
-        InputError: If what is given does not fit the model, the number of dimensions of an input is not known, or a
-            formula gives no `htp_export.Work`.
+        FileError: The file cannot be read.
+        InputError: The arguments do not fit the model, the number of dimensions of an input is unknown, or a formula
+            does not return `htp_export.Work`.
 
     Examples:
         >>> import torch, htp_export

@@ -119,20 +119,20 @@ class Peak:
 
 @dataclass(frozen=True)
 class Cost(ModuleTable):
-    """What a model costs.
+    """The result of `cost`.
 
     Attributes:
-        modules: Module path → its cost, in the order of ``named_modules()``; ``""`` is the whole.
-        nodes: Every run of a node, in order.
-        uncounted: Operator → nodes whose work is not known, in the whole model: there is no formula for the operator,
-            a shape is not known, or it is not known how often a loop runs.
-        peak: Where activation memory is highest.
+        modules: Module path → its cost, in the order of ``named_modules()``; ``""`` is the whole model.
+        nodes: Every execution of a node, in order.
+        uncounted: Operator → number of nodes without known work in the whole model: the operator has no formula, or a
+            shape or the number of iterations of a loop is unknown.
+        peak: The maximum of activation memory, and where it occurs.
         shared: Name of each parameter that belongs to several modules → these modules.
-        dims: Name of an open size → the size that was used.
-        from_pytorch: Whether ``parameters`` are those that PyTorch had; else they are the weights in the file.
+        dims: Name of an open dimension → the size that was used.
+        from_pytorch: Whether ``parameters`` are those of PyTorch; otherwise they are the weights in the file.
         limits: What these numbers leave out, a line each.
-        tags: What the model knows about its module tags.
-        assumed: Open dimensions for which no size was given, and the size that was taken, a line each.
+        tags: The tags of the model: source, reasons, untagged nodes.
+        assumed: A line for each open dimension whose size was not given, with the size that was used.
     """
 
     columns = COST_COLUMNS

@@ -56,10 +56,10 @@ class ModuleDifference:
     """One module in both files.
 
     Attributes:
-        path: Its path in the second file; in the first, where it is not in the second.
+        path: Its path in the second file; if it was removed, in the first.
         status: One of `STATUSES`.
-        before: The module in the first file; None where it was added.
-        after: The module in the second; None where it was removed.
+        before: The module in the first file; None if it was added.
+        after: The module in the second file; None if it was removed.
     """
 
     path: str
@@ -130,13 +130,13 @@ class ModuleDifference:
 
 @dataclass(frozen=True)
 class ModelDifference:
-    """What differs between two files.
+    """The result of `diff`.
 
     Attributes:
-        modules: Module path → what became of it: the modules of the second file in their order, then what was removed.
-            ``""`` is the whole.
-        by_module: Whether both files know modules; otherwise there is the whole alone.
-        tags: What each of the two knows about its module tags.
+        modules: Module path → its difference: the modules of the second file in their order, then the removed ones.
+            ``""`` is the whole model.
+        by_module: Whether both files have modules; otherwise there is only the whole model.
+        tags: The tags of each file: source, reasons, untagged nodes.
     """
 
     modules: Mapping[str, ModuleDifference]
@@ -263,18 +263,17 @@ DIFFERENCE_COLUMNS: tuple[Column[ModuleDifference], ...] = (
 
 @names_model_faults("a", "b")
 def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
-    """What differs between two models, module by module: nodes, operators, parameters, bytes by element type.
+    """Compare the structure of two models by module: nodes, operators, parameters, bytes by element type.
 
-    Modules stand beside each other by path. A module whose path is in the second model only is held against those whose
-    path is in the first only: one with equal structure, or of the same class with the same modules inside, has moved.
-    Values of weights are not read, and those of other shapes or types are a change.
+    Modules are matched by path. Of the others, a module with the same structure, or with the same class and child
+    modules, has moved. Values of weights are not read; other shapes or types are a change.
 
     Args:
-        a: The first: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``. Neither is changed.
-        b: The second.
+        a: The first model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        b: The second model.
 
     Returns:
-        Every module of both. Where one of the models has no tags, the whole alone.
+        The modules of both models; only the whole model if one of them has no tags.
 
     Raises:
         FileError: A file cannot be read.

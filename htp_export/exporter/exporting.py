@@ -64,40 +64,39 @@ def export(
     export_modules_as_functions: bool | Collection[type[torch.nn.Module]] = False,
     autograd_inlining: bool = True,
 ) -> torch.onnx.ONNXProgram | None:
-    """Export a model to ONNX as ``torch.onnx.export`` does, with the module that computes each node written on it.
+    """Export a model to ONNX as ``torch.onnx.export`` does, and tag every node with the modules that compute it.
 
-    Every parameter has the meaning, the default and the place that it has in ``torch.onnx.export``; the graph is the
-    same, node for node. ``docs/format.md`` says what is added.
+    Every parameter has the meaning, the default and the position that it has in ``torch.onnx.export``, and the graph is
+    the same. ``docs/format.md`` describes the tags.
 
-    Under ``dynamo=False`` the model is called as torch calls it: ``forward``'s whole signature by position, numbers and
+    With ``dynamo=False``, the model is called as torch calls it: all parameters of ``forward`` by position, numbers and
     flags as inputs of the graph. If torch's call fails or changes the result, the model is called with the arguments as
-    given: tensors are inputs, all else is constant, and the log says so. ``docs/export.md`` has the details.
+    you passed them, and a log message says so: tensors are inputs, everything else is constant. See ``docs/export.md``.
 
     Args:
-        model: The model. An ``nn.Module`` keeps its whole hierarchy; an ``ExportedProgram`` what its graph says of
-            it; a ``ScriptModule`` what its inlined methods say of themselves.
+        model: The model. An ``nn.Module`` keeps its whole module tree; an ``ExportedProgram`` the modules in its graph;
+            a ``ScriptModule`` the modules of its inlined methods.
         args: Example positional inputs.
-        f: Where to write the model; None to only return it (``dynamo=True``).
+        f: The file to write; None to only return the model (``dynamo=True``).
         kwargs: Example keyword inputs.
-        verbose: See ``torch.onnx.export``, as for all that follow.
-        input_names: Names for the graph's inputs. Under ``dynamo=False``, keyword inputs come in the order of
-            ``forward``'s signature if names are given, as in torch, and else in the order in which they were given,
-            which may be another than torch's.
+        verbose: As for ``torch.onnx.export``, like all that follow.
+        input_names: Names for the graph's inputs. With ``dynamo=False``, keyword inputs are in the order of
+            ``forward``'s signature if names are given, as in torch, and otherwise in the order in which you pass them.
         output_names: Names for the graph's outputs.
-        opset_version: ONNX opset to target. A `UserWarning` says so if torch writes another one, because it cannot
-            convert the model.
-        dynamo: Whether to export with ``torch.export``; else with TorchScript.
-        external_data: Whether weights go into a file of their own (``dynamo=True``).
+        opset_version: ONNX opset to target. If torch writes another one, because it cannot convert the model, a
+            `UserWarning` names both.
+        dynamo: Whether to export with ``torch.export``; otherwise with TorchScript.
+        external_data: Whether to write weights into a separate file (``dynamo=True``).
         dynamic_shapes: Dynamic dimensions (``dynamo=True``).
-        custom_translation_table: Own translations of operators (``dynamo=True``).
+        custom_translation_table: Translations of your own operators (``dynamo=True``).
         report: Whether to write a report (``dynamo=True``).
         optimize: Whether to optimise the graph (``dynamo=True``).
         verify: Whether to run the model in ONNX Runtime (``dynamo=True``).
         profile: Whether to profile the export (``dynamo=True``).
         dump_exported_program: Whether to save the ``ExportedProgram`` (``dynamo=True``).
-        artifacts_dir: Where reports go.
-        export_params: Whether weights are written.
-        keep_initializers_as_inputs: Whether weights are graph inputs too.
+        artifacts_dir: The folder for reports.
+        export_params: Whether to write weights.
+        keep_initializers_as_inputs: Whether weights are graph inputs, too.
         dynamic_axes: Dynamic dimensions (``dynamo=False``).
         training: Deprecated by torch.
         operator_export_type: Deprecated by torch.
@@ -107,16 +106,15 @@ def export(
         autograd_inlining: Deprecated by torch.
 
     Returns:
-        The ``ONNXProgram`` under ``dynamo=True``, None under ``dynamo=False``.
+        The ``ONNXProgram`` with ``dynamo=True``, None with ``dynamo=False``.
 
     Raises:
         OSError: The file cannot be written in its folder; raised before the model runs.
-        Exception: Whatever ``torch.onnx.export`` raises, with a note that names the module that was running. No file
-            is left that was not there before.
+        Exception: Errors of ``torch.onnx.export``, with a note that names the running module. No new file is left.
         InputError: torch's exporter cannot write ``opset_version``; nothing was exported.
-        CaptureError: htp_export failed to follow the export, a fault of its own. Inside `tagging` with ``strict=False``
-            the model is exported without tags instead.
-        TorchChangedError: The installed torch lacks a part that htp_export relies on.
+        CaptureError: htp_export failed to follow the export, a fault of its own. Inside `tagging` with
+            ``strict=False``, the model is exported without tags instead.
+        TorchChangedError: The installed torch lacks a part that htp_export needs.
 
     Examples:
         >>> import torch
@@ -181,20 +179,22 @@ def export(
 
 @contextlib.contextmanager
 def tagging(*, strict: bool = True) -> Iterator[None]:
-    """Write tags in every ``torch.onnx.export`` that runs inside, whoever calls it and however it was imported.
+    """Tag the files of every ``torch.onnx.export`` that runs inside, whoever calls it and however it was imported.
 
-    Holds for the thread (or task) that enters it, and for nothing else: an export in another thread is left alone
-    unless that thread enters it as well. Exports with tags in several threads run one after the other. May be nested;
-    the innermost one decides. Afterwards torch is as it was, on error too.
+    Applies to the thread or task that enters it. Exports with tags in several threads run one after the other. May be
+    nested; the innermost one applies. Torch is restored afterwards, also on errors.
 
     Args:
-        strict: Whether an export fails if htp_export cannot follow it. If not, the model is exported without tags, as
-            torch exports it, and an `htp_export.errors.UntaggedExportWarning` says why. Errors of the model and of
-            torch are raised in both cases. Holds for `export` inside too.
+        strict: Whether an export fails if htp_export cannot follow it. If not, the model is exported without tags, and
+            an `htp_export.errors.UntaggedExportWarning` gives the reason. Errors of the model and of torch are raised
+            in both cases. Also applies to `export` inside.
+
+    Returns:
+        A context manager.
 
     Raises:
         CaptureError: htp_export failed to follow an export; raised by the export.
-        TorchChangedError: The installed torch lacks a part that htp_export relies on.
+        TorchChangedError: The installed torch lacks a part that htp_export needs.
 
     Examples:
         >>> import torch

@@ -27,13 +27,13 @@ _Border = dict[tuple[str, str, bool], int]  # (module, tensor, whether it leaves
 
 @dataclass(frozen=True)
 class Contamination:
-    """The border tensors of modules that are no inputs or outputs of theirs in PyTorch.
+    """The tensors at module boundaries that are no inputs or outputs of the module in PyTorch.
 
     Attributes:
-        before: With torch's own scopes as owners, ``(module, tensor, kind)``; ``kind`` says from which module to
-            which the tensor passes, and which operator makes it: ``layers.0 → layers.1, Unsqueeze``.
-        after: The same with the file's tags; empty where repair was complete.
-        nodes: How many nodes the file has.
+        before: With torch's own scopes as owners, ``(module, tensor, kind)``. ``kind`` is the modules between which the
+            tensor passes, and the operator that produces it: ``layers.0 → layers.1, Unsqueeze``.
+        after: With the file's tags; empty if the tags are exact.
+        nodes: Number of nodes in the file.
     """
 
     before: list[Finding]
@@ -57,17 +57,16 @@ class Contamination:
 
 
 def contamination(model: Any) -> Contamination:
-    """What repair did to an exported model: contaminated border tensors before it and after it.
+    """Compare torch's own module scopes with the tags of an exported model, at the boundaries of modules.
 
-    Before are torch's own scopes as they stand in the file (dynamo: ``pkg.torch.onnx.name_scopes``; TorchScript: node
-    names), after are the tags. A tensor at a module's border is known to PyTorch where the export saw it pass in or
-    out of the module; the export writes down those that it could not repair, under ``htp.contamination``.
+    A tensor at the boundary of a module is *contaminated* if PyTorch does not know it as an input or output of the
+    module. Torch's scopes are those in the file (dynamo: ``pkg.torch.onnx.name_scopes``; TorchScript: node names).
 
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model`` that htp_export exported.
 
     Returns:
-        Lists of ``(module, tensor, kind)``.
+        Contaminated tensors with torch's scopes, and with the tags.
 
     Raises:
         UntaggedModelError: The model was not exported by htp_export.

@@ -84,17 +84,18 @@ def title_of(kind: str) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """Nodes that a pass would change together, or that look like it and stay.
+    """Nodes that a pass would change together, or that match a pass and stay.
 
     Attributes:
-        kind: What they are: a key of `KINDS`, or the name of the pass.
-        module: The deepest module that all its nodes belong to; ``""`` is the root, and all that untagged models have.
-        nodes: Names of its nodes; of a node that has no name, the name of its first output.
-        fixed_by: The pass of `htp_export.optimize` that changes it; None where none does.
-        why: Where none does, why.
-        detail: What is particular to it.
-        tensors: The constants that it is about.
-        level: The level of `htp_export.optimize` from which on the pass may run; None where there is none.
+        kind: A key of `KINDS`, or the name of the pass.
+        module: The deepest module that contains all its nodes; ``""`` is the root, and the module of all findings in
+            untagged models.
+        nodes: Names of its nodes; for a node without a name, the name of its first output.
+        fixed_by: The pass of `htp_export.optimize` that changes it; None if there is none.
+        why: Why no pass changes it.
+        detail: Details of this finding.
+        tensors: The constants of the finding.
+        level: The level of `htp_export.optimize` from which on the pass may run; None if there is none.
     """
 
     kind: str
@@ -109,13 +110,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Forensics:
-    """What was found in a graph.
+    """The result of `forensics`.
 
     Attributes:
-        findings: Every finding, by kind in the order of `KINDS`, then in graph order.
-        nodes: Nodes of the model.
-        tags: What the model knows about its module tags.
-        failed: Passes that could not run on this model → why; what they would change is not known.
+        findings: All findings, by kind in the order of `KINDS`, then in graph order.
+        nodes: Number of nodes of the model.
+        tags: The tags of the model: source, reasons, untagged nodes.
+        failed: Passes that could not run on this model → the reason; what they would change is unknown.
     """
 
     findings: tuple[Finding, ...]
@@ -125,13 +126,13 @@ class Forensics:
 
     @cached_property
     def kinds(self) -> Mapping[str, int]:
-        """Kind → how many there are, in the order of `KINDS`."""
+        """Kind → number of findings, in the order of `KINDS`."""
         counts = Counter(finding.kind for finding in self.findings)
         return {kind: counts[kind] for kind in dict.fromkeys((*KINDS, *counts)) if counts[kind]}
 
     @cached_property
     def modules(self) -> Mapping[str, Mapping[str, int]]:
-        """Module path → kind → how many lie at or below it; modules without any are left out."""
+        """Module path → kind → number of findings at or below it; modules without findings are left out."""
         found: dict[str, Counter[str]] = {}
         for finding in self.findings:
             for path in tags.ancestors(finding.module):
@@ -139,7 +140,7 @@ class Forensics:
         return {path: dict(found[path]) for path in sorted(found, key=tags.path_order)}
 
     def of(self, kind: str) -> tuple[Finding, ...]:
-        """The findings of one kind."""
+        """Return the findings of one kind."""
         return tuple(finding for finding in self.findings if finding.kind == kind)
 
     @property

@@ -35,17 +35,17 @@ _FIRST = ("eliminate_unused_initializers", "eliminate_dead_nodes")
 
 @names_model_faults("model")
 def forensics(model: ModelSource, *, select: str | Sequence[str] | None = None, level: Level = "fused") -> Forensics:
-    """What could be simplified in a graph: every rewrite that a pass would make, and what looks like one and stays.
+    """List what can be simplified in a model, by module, and the pass that does it.
 
-    For each finding: its nodes, the module it lies in, the pass of `htp_export.optimize` that changes it, and why none
-    does where none does. The passes run on a copy, which shares the weights: those of level ``exact`` one after
-    another, then each pass that does more on what they leave.
+    For each finding: its nodes, its module, the pass of `htp_export.optimize` that changes it, or the reason why none
+    does. The passes run on a copy that shares the weights: those of level ``exact`` one after another, then each
+    further pass on their result.
 
     Args:
-        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``. It is not changed. Without tags
-            everything is found, too, and belongs to the root.
-        select: Only what lies in these modules; see `htp_export.format.tags.select` for the language.
-        level: What the passes may do to results, as in `htp_export.optimize`; ``"exact"`` takes the least time.
+        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. Without tags,
+            findings belong to the root.
+        select: Only findings in these modules; see ``TaggedModel.select``.
+        level: The level of the passes, as in `htp_export.optimize`; ``"exact"`` takes the least time.
 
     Returns:
         The findings; `htp_export.findings.finding.KINDS` lists their kinds.

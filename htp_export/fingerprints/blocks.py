@@ -22,14 +22,14 @@ _LEAST_NODES = 3
 
 @dataclass(frozen=True)
 class Block:
-    """A structure that stands in a graph several times.
+    """A structure that a graph repeats.
 
     Attributes:
         count: How many times it runs.
-        name: The class of its modules; for untagged models, the operators that most of its work is.
-        modules: The modules; a module that ran several times stands there once. Empty for untagged models.
-        nodes: Nodes in each.
-        starts: The first node of each.
+        name: The class of its modules; for untagged models, the operators with most of its work.
+        modules: The paths of its modules, each once; empty for untagged models.
+        nodes: Number of nodes in each.
+        starts: Name of the first node of each.
     """
 
     count: int

@@ -26,14 +26,14 @@ __all__ = ["FAMILIES", "Fingerprint", "fingerprint"]
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a graph is.
+    """The result of `fingerprint`.
 
     Attributes:
         family: One of `FAMILIES`.
-        evidence: What was seen, in sentences; what decided the family comes first.
-        blocks: Structures that stand in the graph several times, those that make up most of it first.
-        nodes: Nodes of the model.
-        tags: What the model knows about its module tags.
+        evidence: The evidence in sentences; the decisive one comes first.
+        blocks: Repeated structures, those with the largest part of the model first.
+        nodes: Number of nodes of the model.
+        tags: The tags of the model: source, reasons, untagged nodes.
     """
 
     family: str
@@ -123,28 +123,31 @@ FAMILIES = tuple(family for family, _ in _RULES)
 
 @names_model_faults("model")
 def fingerprint(model: ModelSource) -> Fingerprint:
-    """What kind of network a graph is, told by its mechanisms, and the blocks that it repeats.
+    """Classify the architecture of a model, and find the blocks that it repeats.
 
     ======================  =======================================================================================
-    ``diffusion-like``      an input of one number for each example enters a layer as sines and cosines
-    ``mixture``             each position chooses among experts
+    ``diffusion-like``      an input with one number for each example enters a layer as sines and cosines
+    ``mixture``             each position selects experts
     ``multimodal``          tokens and images, or tokens and sound
     ``speech``              a signal or spectrum over time enters a convolution
     ``recurrent``           more recurrent operators, loops over time, or linear recurrences, than attentions
-    ``vision transformer``  attention over what is computed from an image
-    ``encoder-decoder``     causal attention, and attention of what comes from one input to what comes from another
+    ``vision transformer``  attention over values computed from an image
+    ``encoder-decoder``     causal attention, and attention between values of different inputs
     ``CNN``                 convolutions in two or three dimensions, no attention
     ``decoder``             most attention is causal
-    ``encoder``             other attention, or tokens without any
+    ``encoder``             other attention, or tokens without attention
     ``unknown``             none of these
     ======================  =======================================================================================
 
-    The first that applies counts, so that a speech model with an encoder and a decoder is ``speech``. See
-    ``docs/fingerprint.md`` for how often this is right.
+    The first row that applies decides, so a speech model with an encoder and a decoder is ``speech``.
+    ``docs/fingerprint.md`` has the accuracy.
 
     Args:
-        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``. It is not changed. Tags are not
-            needed; with them, repeated blocks are modules.
+        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. Tags are not needed;
+            with them, repeated blocks are modules.
+
+    Returns:
+        The family, the evidence for it, and the blocks.
 
     Raises:
         FileError: The file cannot be read.

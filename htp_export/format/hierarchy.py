@@ -40,12 +40,12 @@ class ModuleInfo:
     """One module of the tree.
 
     Attributes:
-        path: Its name in ``named_modules()``, made unique where an earlier module has that name; ``""`` for the root.
-        class_name: Its fully qualified class, ``torch.nn.modules.linear.Linear``; ``""`` where it is not known.
-        calls: How many times its ``forward`` ran during the export.
-        fate: What became of it, one of ``FATES``.
-        fused_with: For ``fused``, the paths of the modules that it was merged with.
-        torch_name: Its name in ``named_modules()``, where that is another one than the path; else None.
+        path: Its name in ``named_modules()``, made unique if an earlier module has that name; ``""`` for the root.
+        class_name: Its fully qualified class, ``torch.nn.modules.linear.Linear``; ``""`` if unknown.
+        calls: Number of runs of its ``forward`` during the export.
+        fate: Its fate, one of ``FATES``.
+        fused_with: For ``fused``: the paths of the modules with which it was merged.
+        torch_name: Its name in ``named_modules()``, if that differs from the path; else None.
     """
 
     path: str

@@ -34,13 +34,13 @@ _CALLER = "htp.caller"  # never written to files
 
 @dataclass(frozen=True)
 class Inlined:
-    """What became of a model's functions.
+    """The result of `inline`.
 
     Attributes:
         model: The model without functions.
-        functions: Identifier of each function that it had, ``htp::BertLayer`` → its calls in the flat graph.
-        nodes_before: Nodes that it had, those in functions once.
-        nodes_after: Nodes that it has.
+        functions: Identifier of each function, ``htp::BertLayer`` → number of its calls in the flat graph.
+        nodes_before: Number of nodes before, those in functions once.
+        nodes_after: Number of nodes after.
     """
 
     model: ir.Model
@@ -65,22 +65,25 @@ class Inlined:
 
 @names_model_faults("onnx")
 def inline(onnx: ModelSource, output: str | os.PathLike[str] | None = None, *, share_weights: bool = False) -> Inlined:
-    """Dissolve the functions of a model: the flat, tagged graph.
+    """Inline the functions of a model; the result is a flat, tagged graph.
 
-    Of a model that ``functions`` made, every node gets back its name, its owners and its types. Nodes of other
-    functions get unique names, and the tags of the call where they have none of their own. Weights are not read, and
-    a model in memory is left as it is.
+    In a model that ``functions`` wrote, every node gets its original name, owners and types. Nodes of other functions
+    get unique names, and the tags of the call if they have none.
 
     Args:
-        onnx: A file, ``ModelProto``, ``ir.Model`` or ``TaggedModel``; it needs no tags.
+        onnx: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. It needs
+            no tags; weights are not read.
         output: The file to write.
         share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` is not read any more.
+            no copy. If that file changes, ``output`` cannot be read any more.
+
+    Returns:
+        The flat model, and the functions that it had.
 
     Raises:
-        FileError: If a file cannot be read or written.
-        InputError: If a function cannot be inlined: it calls itself, needs another opset, or has graphs as attributes;
-            or if the flat graph is too large.
+        FileError: A file cannot be read or written.
+        InputError: A function cannot be inlined: it calls itself, needs another opset, or has graphs as attributes; or
+            the flat graph is too large.
 
     Examples:
         >>> import onnx_ir as ir

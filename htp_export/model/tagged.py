@@ -264,21 +264,30 @@ ModelSource: TypeAlias = str | os.PathLike[str] | onnx.ModelProto | ir.Model | T
 
 
 def load(source: ModelSource) -> TaggedModel:
-    """A model with its module tree.
+    """Open a model with its module tree.
 
-    An untagged model is read with torch's own module scopes, where it has them: node metadata from the dynamo
-    exporter, node names from the TorchScript exporter. They are not exact, and a warning is logged.
+    A model without tags is read with torch's own module scopes, if it has them: node metadata from the dynamo exporter,
+    node names from the TorchScript exporter. They are not exact, and a warning is logged.
 
     Args:
-        source: A file, an ``ONNXProgram``, a ``ModelProto``, an ``ir.Model``, or anything with an ``ir.Model`` as
-            ``model``. Models in memory are taken as they are, not copied. External data and large weights of a file
-            are read when they are asked for. Until then the ONNX file may be replaced, but not written over; a data
-            file that was replaced is not read any more.
+        source: A file, an ``ONNXProgram``, a ``ModelProto``, an ``ir.Model``, or any object with an ``ir.Model`` as
+            ``model``. Models in memory are not copied. External data and large weights of a file are read when they are
+            used. Until then, the ONNX file may be replaced but not overwritten in place.
+
+    Returns:
+        The model, indexed by module path.
 
     Raises:
-        FileError: If the file is missing, is not ONNX, has broken tags, or names external data outside its folder; or
-            if its data file was replaced without it, as by a process that was killed.
-        InputError: If a model in memory has broken tags.
+        FileError: The file is missing, is not valid ONNX, has invalid tags, or names external data outside of its
+            folder; or its data file was replaced without it, for example by a process that was killed.
+        InputError: A model in memory has invalid tags.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> tagged = htp_export.load(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
+        >>> tagged.paths, [node.op_type for node in tagged["1"].nodes]
+        (['', '0', '1'], ['Relu'])
     """
     if isinstance(source, TaggedModel):
         return source

@@ -32,31 +32,34 @@ def optimize(
     external_data: str | None = None,
     share_weights: bool = False,
 ) -> Optimized:
-    """Make a model's graph smaller, and keep its tags true.
+    """Reduce the number of nodes of a model, and keep its tags correct.
 
-    Every node that is left or new says whose work it does: a node that replaces others has the owners of all of them.
-    A module one of whose tensors was merged away is ``fused`` from then on, and names the modules with which.
+    A node that replaces others gets the owners of all of them. A module that lost a tensor at its boundary becomes
+    ``fused`` with the modules with which it was merged.
 
     Args:
-        model: The model. A model in memory is not changed.
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
         output: The file to write.
-        passes: ``"default"``, or names of passes, as a list or with commas, ``"default"`` among them for all default
-            passes; see `htp_export.passes.available`.
-        level: What may happen to the results: ``"exact"``, outputs stay the same bit for bit; ``"tolerant"``, they may
-            change by 1e-5; ``"fused"``, operators that only ONNX Runtime has are used, too.
-        verify: Run the model in ONNX Runtime before and after every pass. A pass that breaks its level is undone and
-            named in the result.
-        keep_exact: Leave out every rewrite that makes a module inexact although each tensor that it takes or gives
-            stays in the graph: one node would compute both sides of its border. A few nodes more, at level ``"fused"``.
-        inputs: The model's inputs by name, for ``verify``; random ones where it is None.
-        external_data: Name of a file beside ``output`` that takes all weights of more than 256 bytes.
+        passes: ``"default"``, or names of passes as a list or separated by commas; ``"default"`` among them stands for
+            all default passes. See `htp_export.passes.available`.
+        level: ``"exact"``: outputs stay equal, bit for bit; ``"tolerant"``: they may change by 1e-5; ``"fused"``: as
+            ``"tolerant"``, with operators that only ONNX Runtime has.
+        verify: Run the model in ONNX Runtime before and after every pass. A pass that changes more than its level
+            allows is undone and listed in the result.
+        keep_exact: Leave out rewrites that make a module inexact although all its inputs and outputs stay in the graph.
+            Takes a few more nodes at level ``"fused"``.
+        inputs: Input name → array, for ``verify``; None for random inputs.
+        external_data: Name of a file beside ``output`` for all weights of more than 256 bytes.
         share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` is not read any more.
+            no copy. If that file changes, ``output`` cannot be read any more.
+
+    Returns:
+        The model, and what each pass did to each module.
 
     Raises:
-        InputError: If there is no such pass or level, or if ``verify`` cannot run the model.
-        FileError: If a file cannot be read or written.
-        PassError: If a pass fails; nothing is written.
+        InputError: There is no such pass or level, or ``verify`` cannot run the model.
+        FileError: A file cannot be read or written.
+        PassError: A pass fails; nothing is written.
 
     Examples:
         >>> import torch, htp_export

@@ -76,16 +76,16 @@ class PassReport:
 
 @dataclass(frozen=True)
 class Optimized:
-    """What `htp_export.optimize` did.
+    """The result of `htp_export.optimize`.
 
     Attributes:
-        nodes_before: Nodes of the model, in subgraphs too.
-        nodes_after: Nodes that it has now.
-        attribution: Pass → module path → what it did to nodes and weights of the module itself. A node of several
-            modules, and a weight that several read, counts once, at the deepest module above all of them; so the
-            numbers of a pass add up to the whole.
+        nodes_before: Number of nodes before, including those in subgraphs.
+        nodes_after: Number of nodes after.
+        attribution: Pass → module path → what the pass did to nodes and weights of the module itself. A node of several
+            modules, and a weight that several modules read, counts once, at the deepest module above all of them; so
+            the numbers of a pass add up to the whole.
         passes: The passes that ran, in order.
-        max_abs: The largest difference of any output, with ``verify``; None without.
+        max_abs: The largest absolute difference of any output, with ``verify``; None without.
         model: The optimised model.
     """
 

@@ -37,16 +37,18 @@ _IR_VERSION = 10  # the first with metadata on nodes
 
 @dataclass(frozen=True)
 class Carried:
-    """What `carry` did.
+    """The result of `carry`.
 
     Attributes:
         model: The model after the tool, with tags on every node.
-        nodes: How many nodes it has, those in subgraphs and functions too.
-        kept: How many of them still had their tags from before, and rightly.
-        recovered: ``htp.reason`` → how many of the others have their owners by that evidence; see ``docs/format.md``.
-        fates: Module path → its fate now, for modules that have another fate than before: ``fused`` where a border
-            tensor is gone, ``constant`` where the tool folded their work away.
-        contamination: ``(module, tensor, leaves)`` for border tensors of modules that are none in PyTorch.
+        nodes: Number of nodes, including those in subgraphs and functions.
+        kept: Number of nodes whose tags the tool kept and which are correct.
+        recovered: ``htp.reason`` → number of other nodes whose owners were found by this evidence; see
+            ``docs/format.md``.
+        fates: Module path → new fate, for modules whose fate changed: ``fused`` if a tensor at the boundary is gone,
+            ``constant`` if the tool folded the module.
+        contamination: ``(module, tensor, leaves)`` for tensors at boundaries that are no inputs or outputs of the
+            module in PyTorch.
     """
 
     model: ir.Model = field(repr=False)
@@ -84,31 +86,33 @@ def carry(
     inputs: Mapping[str, Any] | None = None,
     share_weights: bool = False,
 ) -> Carried:
-    """Put module tags on what another tool made of a tagged model.
+    """Restore module tags after another tool has processed a tagged model.
 
-    Every node gets owners: one that still computes what it did, those that it had; one that does the work of several,
-    all of theirs; one that the tool inserted (quantizers, casts, layouts), those of the nodes that it serves. Modules
-    of which a border tensor is gone become ``fused``, with the modules that they were merged with.
+    A node that computes the same as an original node gets its owners; a node that does the work of several gets all of
+    their owners; an inserted node (quantizers, casts, layouts) gets those of the nodes that it serves. A module that
+    lost a tensor at its boundary becomes ``fused``, with the modules with which it was merged.
 
-    No weights are read, and nothing is run, unless there are ``inputs``: then both models run on them once in ONNX
-    Runtime, without its optimisations, and tensors with equal values are the same where names and structure do not
-    tell. That helps where a tool renames tensors and computes otherwise what lies between them.
+    No weights are read, and nothing is run, unless ``inputs`` are given: then both models run once in ONNX Runtime
+    without its optimisations, and tensors with equal values are matched if names and structure do not decide. This
+    helps with tools that rename tensors.
 
     Args:
-        before: The tagged model that the tool was given: a file, `TaggedModel`, ``ModelProto`` or ``ir.Model``. Where
-            it is gone, give the model after alone, ``carry(after)``: then the map in its metadata is used, which
-            `embed_map` wrote before the tool ran.
-        after: What the tool made of it. Models in memory are not changed.
-        output: A file to write; its weights stay external if they are.
-        inputs: Input name of ``before`` → array, to run both models on. Inputs that are all alike, or all zero, tell
-            little.
+        before: The tagged model before the tool: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or
+            ``ir.Model``. If it is not available, call ``carry(after)``: the map that `embed_map` wrote before the tool
+            ran is used.
+        after: The model after the tool. Models in memory are not changed.
+        output: The file to write; its weights stay external if they are.
+        inputs: Input name of ``before`` → array. Inputs that are constant or zero give little evidence.
         share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` is not read any more.
+            no copy. If that file changes, ``output`` cannot be read any more.
+
+    Returns:
+        The model after the tool with tags, and the evidence for them.
 
     Raises:
-        UntaggedModelError: ``before`` has no tags of htp_export, or, where it is gone, ``after`` has no map.
-        InputError: ``after`` has an input or a result that ``before`` does not have; or there are ``inputs``, and
-            ``before`` is gone, or one of the models does not run on them.
+        UntaggedModelError: ``before`` has no tags of htp_export; or there is no ``before``, and ``after`` has no map.
+        InputError: ``after`` has inputs or outputs that ``before`` does not have; or there are ``inputs``, and
+            ``before`` is missing or a model does not run on them.
         FileError: A file cannot be read or written.
 
     Examples:
@@ -154,21 +158,21 @@ def carry_in_place(
 
 @names_model_faults("model")
 def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) -> ir.Model:
-    """Write into a tagged model's metadata what `carry` has to know of it, for when the model itself is gone.
+    """Write what `carry` needs to know about a tagged model into its metadata.
 
-    About 30 bytes a node: operators, names and shapes of tensors, and owners, no weights. Tools that keep the metadata
-    of models keep it, as nearly all do. What `carry` and the adapters in ``htp_export.tools`` make of a model with a
-    map has a new one; passes and ``splice`` take it off, as it tells of the graph as it was.
+    `carry` can then restore the tags without this model. The map takes about 30 bytes a node: operators, names and
+    shapes of tensors, and owners; no weights. Nearly all tools keep it. `carry` and the adapters in
+    ``htp_export.tools`` rewrite it; passes and ``splice`` remove it, because it describes the graph as it is now.
 
     Args:
-        model: The tagged model; one in memory is not changed.
-        output: A file to write.
+        model: The tagged model; a model in memory is not changed.
+        output: The file to write; None to only return the model.
 
     Returns:
         The model with the map.
 
     Raises:
-        UntaggedModelError: It has no tags of htp_export.
+        UntaggedModelError: The model has no tags of htp_export.
         FileError: A file cannot be read or written.
 
     Examples:

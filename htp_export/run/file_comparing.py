@@ -40,34 +40,34 @@ def compare(
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     session_options: Any = None,
 ) -> Comparison:
-    """Compare two ONNX files of one model, module by module: before an optimiser and after it, float and quantized.
+    """Compare two ONNX files of one model, module by module: before and after an optimiser, float and quantized.
 
-    Both run on the same inputs. What each module gives back in ``b`` is compared with what it gives back in ``a``. A
-    module that has no tensor of its own in one of the files, since it was fused away, is compared at the nearest module
-    around it that has one in both. Floats of different widths are compared with the tolerance of the narrower.
+    Both run on the same inputs, and the outputs of each module are compared. A module without a tensor of its own in
+    one of the files, because it was fused, is compared at the nearest module around it that has one in both. Floats of
+    different widths are compared with the tolerance of the narrower.
 
     Args:
-        a: What is right: a file, or a model in memory.
-        b: What is compared with it.
-        inputs: Input name of ``a`` → array; random ones where it is None.
-        dims: Name of a size that ``a`` leaves open → size. Random inputs without one have 1; ``inputs`` that have
-            another are refused.
-        shapes: For random inputs: input name → its whole shape.
-        seed: Of random inputs.
+        a: The reference: a file, or a model in memory.
+        b: The model to compare with it.
+        inputs: Input name of ``a`` → array; None for random inputs.
+        dims: Name of an open dimension of ``a`` → size. Random inputs have 1 if it is not given; ``inputs`` of another
+            size are rejected.
+        shapes: For random inputs: input name → shape.
+        seed: Seed of the random inputs.
         select: Only these modules; see ``TaggedModel.select``.
         tolerances: As for ``verify``.
         portion_bytes: As for ``verify``.
-        providers: ONNX Runtime's execution providers.
-        session_options: An ``onnxruntime.SessionOptions``: threads, custom operators and so on. The nodes run as they
-            are written, whatever it says of optimisation; what is changed in it is put back.
+        providers: ONNX Runtime's execution providers, in order of preference.
+        session_options: An ``onnxruntime.SessionOptions``: threads, custom operators and so on. Optimisation is off
+            whatever it says; it is restored afterwards.
 
     Returns:
         The result for every module: ``.ok``, ``.first_wrong``, ``.modules[path].max_abs``, ``.modules[path].status``.
 
     Raises:
-        InputError: If the files are not of one model, or cannot run on these inputs.
-        FileError: If a file cannot be read.
-        UntaggedModelError: If a file has no module tags.
+        InputError: The files are not of one model, or cannot run on these inputs.
+        FileError: A file cannot be read.
+        UntaggedModelError: A file has no module tags.
 
     Examples:
         >>> import torch, htp_export

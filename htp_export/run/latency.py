@@ -50,18 +50,16 @@ _DRAWN = ("class_name", "total_ms", "self_ms", "share")
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleLatency(ModuleFacts):
-    """A module's facts, and its time in one run of the model; see ``Trace.typical`` for which run that is.
+    """The facts of a module, and its time in one run of the model; see ``Trace.typical`` for which run that is.
 
     Attributes:
-        total_ms: Time of the module and all below it. Of a kernel that does work of several modules, each owner has
-            an equal part, so that this is the sum over the modules below and ``self_ms``.
-        self_ms: The part that the module itself owns.
-        share: ``total_ms`` as a part of the time of all kernels, from 0 to 1.
-        fused_ms: How much of ``total_ms`` is parts of kernels that modules outside own too; the finer truth about
-            these parts is not known.
-        kernels: Kernels that the module or one below it owns, alone or with others.
-        launches: How often these ran in one run of the model, which is more where they are in a loop.
-        by_op: Type of kernel → its part of ``total_ms``, the longest first.
+        total_ms: Time of the module and all modules below it: ``self_ms`` plus the totals of its child modules.
+        self_ms: Time of the module's own nodes. A kernel with several owners is divided equally among them.
+        share: ``total_ms`` divided by the time of all kernels, from 0 to 1.
+        fused_ms: The part of ``total_ms`` that comes from kernels shared with modules outside.
+        kernels: Number of kernels of the module and those below it, including shared ones.
+        launches: How often these ran in one run of the model; more than ``kernels`` in a loop.
+        by_op: Operator type of a kernel → its part of ``total_ms``, the longest first.
     """
 
     total_ms: float
@@ -75,22 +73,21 @@ class ModuleLatency(ModuleFacts):
 
 @dataclass(frozen=True)
 class Profile(ModuleTable):
-    """Where the time of a model goes.
+    """Latency of a model, by module.
 
     Attributes:
         modules: Module path → its latency, for every module, in the order of ``named_modules()``.
         end_to_end_ms: Median time of a run without the profiler.
-        profiled_ms: Median time of a run with it.
-        kernels_ms: Sum of all kernels; it is the total of the root and ``unattributed_ms``. What is missing to
-            ``profiled_ms`` is ONNX Runtime's own work between kernels. With several threads between operators, kernels
-            overlap, and it may be more.
-        unattributed_ms: Time of kernels that belong to no module as far as is known.
+        profiled_ms: Median time of a run with the profiler.
+        kernels_ms: Sum of all kernels: the total of the root plus ``unattributed_ms``. The rest of ``profiled_ms`` is
+            ONNX Runtime's own work between kernels. If kernels run in parallel, the sum may be larger.
+        unattributed_ms: Time of kernels without a known module.
         unattributed: These kernels.
-        kernels: All kernels, in the order in which they first ran.
-        runs: How many runs were measured.
+        kernels: All kernels, in the order of their first run.
+        runs: Number of measured runs.
         providers: The execution providers that were used.
-        assumed: Open dimensions for which no size was given, and the size that was taken, a line each.
-        tags: What the model knows about its module tags.
+        assumed: A line for each open dimension whose size was not given, with the size that was used.
+        tags: The tags of the model: source, reasons, untagged nodes.
     """
 
     columns = PROFILE_COLUMNS
@@ -170,33 +167,32 @@ def profile(
 ) -> Profile:
     """Measure the latency of every module in ONNX Runtime.
 
-    The model runs as it would without profiling, all optimisations of ONNX Runtime included, first with its profiler
-    and then without. What ONNX Runtime fuses, rewrites or inserts when it loads the model is given to all the modules
-    whose work it does, in equal parts; what cannot be given to any is listed. On a GPU, ONNX Runtime's profiler sees
-    how long a kernel takes to be launched, unless it was built to see more.
+    The model runs with ONNX Runtime's optimisations, first under its profiler and then without. A kernel that does work
+    of several modules is divided equally among them; kernels without a module are listed. On a GPU, ONNX Runtime's
+    profiler measures the launch of a kernel, unless it was built to measure more.
 
     Args:
-        onnx: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; it is not changed, and nothing is
-            written beside it.
-        inputs: Input name → numpy array or torch tensor. Without them, random ones: floats are normal, integers 0 or
-            1, booleans true.
-        runs: How many runs the medians are of, each with the profiler and without.
-        warmup: How many runs before those.
-        dims: Name of a size that the model leaves open → size. Random inputs without one have 1; ``inputs`` that have
-            another are refused.
-        shapes: For random inputs, input name → shape.
-        providers: Execution providers, in order of preference, as ``onnxruntime.InferenceSession`` takes them.
-        session_options: An ``onnxruntime.SessionOptions``: threads, level of optimisation and so on. What is changed
-            in it for profiling is put back.
+        onnx: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+            Nothing is written beside a file.
+        inputs: Input name → numpy array or torch tensor. Random ones without: floats are normal, integers 0 or 1,
+            booleans true.
+        runs: Number of measured runs, each with the profiler and without.
+        warmup: Number of runs before those.
+        dims: Name of an open dimension → size. Random inputs have 1 if it is not given; ``inputs`` of another size are
+            rejected.
+        shapes: For random inputs: input name → shape.
+        providers: Execution providers, in order of preference, as for ``onnxruntime.InferenceSession``.
+        session_options: An ``onnxruntime.SessionOptions``: threads, level of optimisation and so on. It is restored
+            afterwards.
 
     Returns:
         Times in ms, by module path.
 
     Raises:
-        UntaggedModelError: If the model has no module tags.
-        FileError: If the file cannot be read.
-        InputError: If the inputs are not those of the model, ONNX Runtime cannot run it, a provider is not there, or
-            ``runs`` or ``warmup`` is too small.
+        UntaggedModelError: The model has no module tags.
+        FileError: The file cannot be read.
+        InputError: The inputs do not fit the model, ONNX Runtime cannot run it, a provider is missing, or ``runs``
+            or ``warmup`` is too small.
 
     Examples:
         >>> import torch, htp_export

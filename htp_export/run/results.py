@@ -198,14 +198,14 @@ _SAID: Column[ModuleResult] = Column("said", "", lambda m: m.reason or m.problem
 
 @dataclass(frozen=True)
 class Comparison(ModuleTable):
-    """Module by module: what one side computes, against what it should be.
+    """The result of `compare`, by module.
 
     Attributes:
-        modules: Module path → result; in the order of ``named_modules()``.
-        wrong: The modules that are wrong by themselves, in the order in which their calls ended: innermost first.
-        isolated: Whether each module was run on its own, on the right inputs.
-        tags: What the file knows about its module tags; for two files, what each of them does.
-        assumed: Open dimensions for which no size was given, and the size that was taken, a line each.
+        modules: Module path → result, in the order of ``named_modules()``.
+        wrong: The modules that are wrong themselves, in the order in which their calls ended: innermost first.
+        isolated: Whether each module ran alone, on the inputs of the reference.
+        tags: The tags of the compared files: source, reasons, untagged nodes.
+        assumed: A line for each open dimension whose size was not given, with the size that was used.
     """
 
     columns = COMPARISON_COLUMNS
@@ -218,18 +218,18 @@ class Comparison(ModuleTable):
 
     @property
     def ok(self) -> bool:
-        """Whether every module that could be compared agrees, and at least one could."""
+        """Whether at least one module was compared, and all compared modules agree."""
         compared = [module for module in self.modules.values() if module.compared]
         return bool(compared) and all(module.status == AGREES for module in compared)
 
     @property
     def first_wrong(self) -> str | None:
-        """The innermost module that is wrong by itself, the first that ran; None where there is none."""
+        """The innermost module that is wrong itself, the first that ran; None if there is none."""
         return self.wrong[0] if self.wrong else None
 
     @property
     def worst(self) -> str | None:
-        """The module with the largest difference of elements; None where nothing was compared."""
+        """The module with the largest difference of elements; None if nothing was compared."""
         found = {path: module.max_abs for path, module in self.modules.items() if module.compared}
         if not found:
             return None
@@ -323,11 +323,11 @@ _FATE_WORDS = {NOT_COMPARED: "for other reasons"}
 
 @dataclass(frozen=True)
 class Verification(Comparison):
-    """What verifying a file against PyTorch found.
+    """The result of `verify`, by module.
 
     Attributes:
-        parameters: How many initializers are known to be a parameter or buffer, by name or, for matrices, by value.
-        misplaced: Each of those that a node reads whose owners do not: ``"fc.weight is read by 'node' of other"``.
+        parameters: Number of initializers that are known parameters or buffers, by name or, for matrices, by value.
+        misplaced: The parameters that nodes of other modules read: ``"fc.weight is read by 'node' of other"``.
     """
 
     parameters: int = 0

@@ -51,34 +51,34 @@ def verify(
 ) -> Verification:
     """Compare a PyTorch model with its ONNX file, module by module.
 
-    PyTorch runs once, in eval mode, with hooks on every module. The file runs in ONNX Runtime as it is written, without
-    optimisation, and gives the tensors that the modules return. What each module gave back in PyTorch is compared with
-    what the file has in its place; ``docs/verify.md`` says by which rules. The model is left as it was.
+    PyTorch runs once, in eval mode, with hooks on every module. ONNX Runtime runs the file without optimisation and
+    returns the tensors that modules return. ``docs/verify.md`` describes how they are compared. The model is restored
+    afterwards.
 
     Args:
         model: The PyTorch model.
-        onnx: What it was exported to: a file, or a model in memory.
+        onnx: The exported model: a file, or a model in memory.
         args: Positional arguments of the model.
         kwargs: Keyword arguments of the model.
-        isolated: Run each module's part of the file alone, on what PyTorch gave the module, so that an error is seen in
-            the module where it arises and not in those after it.
+        isolated: Run the nodes of each module alone, on the inputs that PyTorch gave to the module, so that an error is
+            reported for the module that causes it.
         select: Only these modules; see ``TaggedModel.select``.
-        tolerances: Selector → absolute and relative tolerance of the outputs of these modules, in the meaning of
-            ``runtime.comparing.Tolerance``; of several that fit, the last one holds.
-        portion_bytes: How many bytes of tensors are taken out of one run, and how many of PyTorch's stay in memory;
-            what is beyond goes into temporary files.
-        providers: ONNX Runtime's execution providers.
-        session_options: An ``onnxruntime.SessionOptions``: threads, custom operators and so on. The nodes run as they
-            are written, whatever it says of optimisation; what is changed in it is put back.
+        tolerances: Selector → absolute and relative tolerance of the outputs of these modules; the last selector that
+            matches applies.
+        portion_bytes: Bytes of tensors that are fetched in one run, and of PyTorch's tensors that stay in memory; the
+            rest goes into temporary files.
+        providers: ONNX Runtime's execution providers, in order of preference.
+        session_options: An ``onnxruntime.SessionOptions``: threads, custom operators and so on. Optimisation is off
+            whatever it says; it is restored afterwards.
 
     Returns:
         The result for every module: ``.ok``, ``.first_wrong``, ``.modules[path].max_abs``, ``.modules[path].status``.
 
     Raises:
-        InputError: If the file is one of another model, if the model or the file cannot run on these arguments, or if
-            a selector matches nothing.
-        FileError: If the file cannot be read.
-        UntaggedModelError: If it has no module tags.
+        InputError: The file is of another model, the model or the file cannot run on these arguments, or a selector
+            matches nothing.
+        FileError: The file cannot be read.
+        UntaggedModelError: The file has no module tags.
 
     Examples:
         >>> import torch, htp_export

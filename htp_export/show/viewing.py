@@ -38,15 +38,15 @@ Result = object
 
 @dataclass(frozen=True)
 class View:
-    """A page that shows a model. In a notebook it shows itself.
+    """The result of `view`: an HTML page. A notebook displays it.
 
     Attributes:
-        html: The page, whole.
-        path: The file that it was written to, if it was.
-        nodes: How many nodes it shows.
-        modules: How many modules it shows; containers, which never ran themselves, are not counted.
-        missing: Why the interactive graph is not in it; ``""`` where it is.
-        failures: Module path → why it could not be exported; for models given as PyTorch modules.
+        html: The page.
+        path: The file that was written; None if there is none.
+        nodes: Number of nodes in the page.
+        modules: Number of modules in the page, without containers that never ran.
+        missing: Why the interactive graph is missing; ``""`` if it is there.
+        failures: Module path → error, for modules of a PyTorch model that could not be exported.
     """
 
     html: str = field(repr=False)
@@ -102,25 +102,28 @@ def view(
     graph: bool = True,
     weights: bool = False,
 ) -> View:
-    """Draw a model as one HTML page that loads nothing: its modules, a map of them, and the interactive graph.
+    """Write or show a model as one offline HTML page: module tree, map, and interactive graph.
 
     ``view("model.onnx", "model.html")`` writes the page; ``view(model, args)`` shows a PyTorch model, which is exported
-    to memory. Where that fails, its modules are exported one by one, and those that cannot be say why.
+    to memory. If the export fails, its modules are exported one by one, and the page has the errors of those that fail.
 
     Args:
-        model: A file, ``ModelProto``, ``ir.Model`` or ``TaggedModel``, tagged or not; or a PyTorch module.
+        model: A file, ``ModelProto``, ``ir.Model`` or `TaggedModel`, with or without tags; or a PyTorch module.
         positional: The output; for a PyTorch module its arguments, and then the output.
-        args: For a PyTorch module, its positional arguments.
+        args: For a PyTorch module: its positional arguments.
         output: The file to write.
-        kwargs: For a PyTorch module, its arguments by keyword.
-        results: Numbers by module, which become columns, sizes and colours: what ``profile``, ``cost``, ``verify`` or
-            ``compare`` returns, or files that their commands wrote with ``--json``.
-        graph: Put Model Explorer's graph into the page. It needs the extra ``view``; without it the page says so.
-        weights: Read every weight, and show its mean, spread, range and zeros.
+        kwargs: For a PyTorch module: its keyword arguments.
+        results: Numbers by module for columns, sizes and colours: results of ``profile``, ``cost``, ``verify`` or
+            ``compare``, or files that their commands wrote with ``--json``.
+        graph: Include Model Explorer's graph. It needs the extra ``view``; without it the page says so.
+        weights: Read every weight, and show mean, standard deviation, range and share of zeros.
+
+    Returns:
+        The page; a notebook displays it.
 
     Raises:
-        InputError: If the model, a result, or a weight that is to be shown cannot be read.
-        FileError: If the page cannot be written, or is named as a model is; what was there is untouched.
+        InputError: The model, a result, or a weight that is to be shown cannot be read.
+        FileError: The page cannot be written, or has the name of a model; existing files are unchanged.
 
     Examples:
         >>> import torch

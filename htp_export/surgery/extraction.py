@@ -22,17 +22,17 @@ __all__ = ["Extraction", "extract"]
 
 @dataclass(frozen=True)
 class Extraction:
-    """A module as a model of its own.
+    """The result of `extract`.
 
     Attributes:
-        model: The model; the weights are those of the whole one, not copied.
+        model: The extracted model; it shares the weights of the original model.
         path: The module.
-        call: Which call of it.
+        call: Number of the extracted call.
         inputs: Input → its type and shape, ``"FLOAT[1, 16, 768]"``.
-        outputs: Output → the same.
-        nodes: How many nodes it has.
-        outside: Inputs that are no argument of ``forward``: tensors that were computed outside, and are shared.
-        file: Where it was written; None if it was not.
+        outputs: Output → its type and shape.
+        nodes: Number of nodes.
+        outside: Inputs that are no argument of ``forward``: tensors computed outside of the module.
+        file: The file that was written; None if there is none.
     """
 
     model: ir.Model
@@ -67,23 +67,26 @@ class Extraction:
 def extract(
     model: ModelSource, path: str, output: str | os.PathLike[str] | None = None, *, call: int = 0
 ) -> Extraction:
-    """Take one module out of a model, as a valid model of its own.
+    """Extract one module as a valid model of its own.
 
-    Its inputs are the arguments of the module's ``forward``, under their names, as far as they are needed; tensors that
-    were computed outside and are shared become inputs under the names they have in the file. Sizes are read from its
-    own inputs; dynamic dimensions stay dynamic. It has the initializers that it needs and no others, and keeps opset,
-    functions, tags, and its part of the module tree under the same paths.
+    Its inputs are the arguments of the module's ``forward``, under their names, as far as they are needed; other
+    tensors that are computed outside become inputs under their names in the file. Sizes are read from its own inputs;
+    dynamic dimensions stay dynamic. It has the initializers that it needs, and keeps opset, functions, tags, and its
+    part of the module tree under the same paths.
 
     Args:
-        model: The model, or its file.
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
         path: The module.
-        output: Where to write the result. External weights go into a file beside it, ``<name>.data``.
-        call: Which call of a module that ran several times, from 0.
+        output: The file to write. External weights go into a file beside it, ``<name>.data``.
+        call: Number of the call of a module that ran several times, from 0.
+
+    Returns:
+        The model, with the types and shapes of its inputs and outputs.
 
     Raises:
-        UnknownModuleError: If there is no such module; the message has the nearest names.
-        InputError: If there is no such call, or the module cannot be cut out: the message says what to take instead.
-        FileError: If a file cannot be read or written; nothing is left half written.
+        UnknownModuleError: There is no such module; the message has the nearest names.
+        InputError: There is no such call, or the module cannot be extracted; the message names a module that can.
+        FileError: A file cannot be read or written; existing files are unchanged.
 
     Examples:
         >>> import torch, htp_export

@@ -20,16 +20,18 @@ MANIFEST = "manifest.json"
 
 
 def load_partition(folder: str | os.PathLike[str]) -> Partition:
-    """The stages that ``partition`` wrote into a folder, to run them again.
+    """Open the stages that ``partition`` wrote into a folder.
 
-    The stages' files are not read. A manifest may come from anywhere: what it names has to lie in its folder.
+    The files of the stages are not read. Files that the manifest names must be in its folder.
 
     Args:
         folder: The folder.
 
+    Returns:
+        The stages, which can be run.
+
     Raises:
-        FileError: If the manifest is missing or is not what ``partition`` writes, or if a file that it names is
-            missing or lies outside the folder.
+        FileError: The manifest is missing or invalid, or a file that it names is missing or outside of the folder.
 
     Examples:
         >>> import tempfile, torch, htp_export

@@ -53,16 +53,16 @@ class FunctionRow:
 
 @dataclass(frozen=True)
 class Nested:
-    """A model whose modules are functions.
+    """The result of `functions`.
 
     Attributes:
         model: The model.
-        modules: Path of each module that became a function → the function's identifier, ``htp::BertLayer``. Where the
-            calls of one module became different functions, that of the first call.
-        functions: Identifier → what the function is.
-        skipped: Path of each selected module that was left flat → why.
-        outside: Path of a module that became a function → nodes of its region that are not in it: shared with other
-            modules, or in the way of others.
+        modules: Path of each module that became a function → identifier of the function, ``htp::BertLayer``; of the
+            first call, if calls became different functions.
+        functions: Identifier → the function.
+        skipped: Path of each selected module that stayed flat → reason.
+        outside: Path of a module that became a function → number of its nodes outside of the function: shared with
+            other modules, or on a path that leaves the module and returns.
     """
 
     model: ir.Model
@@ -110,27 +110,28 @@ def functions(
     *,
     share_weights: bool = False,
 ) -> Nested:
-    """Make the selected modules functions of the model, nested where modules are.
+    """Turn selected modules into ONNX functions, nested as the modules are.
 
-    Every viewer then shows the hierarchy, and every runtime computes what it did before. Modules of one class that
-    compute the same way share one function, which has their weights as inputs. The root, which is the graph itself,
-    and modules that are not ``computed`` stay flat; so does work that several modules share. Functions that an earlier
-    call made are dissolved first. ``inline`` brings the flat graph back.
-
-    Weights are not read, and a model in memory is left as it is.
+    Viewers then show the hierarchy; runtimes compute the same. Modules of one class that compute the same share a
+    function, which has their weights as inputs. The root, modules that are not ``computed``, and work that several
+    modules share stay in the graph. Functions from an earlier call are inlined first. `inline` restores the flat graph.
 
     Args:
-        onnx: A file, ``ModelProto``, ``ir.Model`` or ``TaggedModel`` with tags of this package.
-        select: The modules; see ``tags.select`` for the language. ``"**"`` is every module.
+        onnx: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. It needs
+            tags of htp_export; weights are not read.
+        select: The modules; see ``TaggedModel.select``. ``"**"`` is every module.
         output: The file to write.
         share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` is not read any more.
+            no copy. If that file changes, ``output`` cannot be read any more.
+
+    Returns:
+        The model, its functions, and the reason for each selected module that stayed flat.
 
     Raises:
-        FileError: If a file cannot be read or written.
-        InputError: If none of the selected modules can be a function; the message says why.
-        SelectorError: If the selector cannot be read, or a part of it matches no module.
-        UntaggedModelError: If the model has no tags, or only torch's own scopes.
+        FileError: A file cannot be read or written.
+        InputError: None of the selected modules can be a function; the message has the reason.
+        SelectorError: The selector cannot be read, or a part of it matches no module.
+        UntaggedModelError: The model has no tags, or only torch's own scopes.
 
     Examples:
         >>> import torch, htp_export

@@ -43,8 +43,8 @@ class Partition:
         stages: The stages, in order.
         inputs: Input of the model → its type and shape.
         outputs: Output of the model → the stage that computes it, and its name there.
-        versions: Which program wrote it, and which versions of ONNX and its operators the stages are of.
-        folder: Where it was written; None if it was not.
+        versions: Versions of htp_export, of the IR and of the opsets of the stages.
+        folder: The folder that was written; None if there is none.
         files: Every file in the folder, by its path in it.
     """
 

@@ -26,15 +26,15 @@ __all__ = ["Splice", "splice"]
 
 @dataclass(frozen=True)
 class Splice:
-    """A model with one module replaced.
+    """The result of `splice`.
 
     Attributes:
         model: The model.
-        path: The module.
-        calls: Which calls of it were replaced.
-        nodes_before: Nodes of the whole model before.
-        nodes_after: Nodes of the whole model now.
-        file: Where it was written; None if it was not.
+        path: The replaced module.
+        calls: Numbers of the replaced calls.
+        nodes_before: Number of nodes of the whole model before.
+        nodes_after: Number of nodes of the whole model after.
+        file: The file that was written; None if there is none.
     """
 
     model: ir.Model
@@ -72,31 +72,33 @@ def splice(
     call: int | None = None,
     share_weights: bool = False,
 ) -> Splice:
-    """Put a model in the place of a module: a quantized one, an optimised one, one that was rewritten by hand.
+    """Replace a module by another model, such as a quantized or rewritten one.
 
-    Its inputs have to be those of the module, as ``extract`` names them, or, under other names, as many in the same
-    order; inputs that it does not need may be missing. It has to give the module's outputs, in order; what the module
-    gives back as it came, and what is constant, is not replaced. Types have to be equal, and dimensions where both are
-    known. Names cannot clash: the replacement's change where they are taken.
+    The replacement needs the inputs of the module as ``extract`` names them, or as many in the same order under other
+    names; unused ones may be missing. It must return the module's outputs, in order. Inputs that the module returns
+    unchanged, and constants, are not replaced. Types must be equal, and dimensions if both are known. Names in the
+    replacement that are already used are changed.
 
-    Nodes of the replacement that have tags keep them: under the same paths where these lie below the module, and else
-    under the module's path, as for a submodule that was exported alone. Untagged ones belong to the module, with the
-    reason ``spliced``.
+    Nodes of the replacement with tags keep them: under the same paths if these are below the module, otherwise with the
+    module's path as a prefix. Untagged nodes belong to the module, with the reason ``spliced``.
 
     Args:
-        model: The model, or its file; one in memory is left as it is.
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
         path: The module.
-        replacement: What to put there, or its file.
-        output: Where to write the result.
-        call: Which call of a module that ran several times is replaced; all of them where it is None.
+        replacement: The replacement, or its file.
+        output: The file to write.
+        call: Number of the call to replace, from 0; None for all calls.
         share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` is not read any more.
+            no copy. If that file changes, ``output`` cannot be read any more.
+
+    Returns:
+        The model with the replacement.
 
     Raises:
-        UnknownModuleError: If there is no such module.
-        InputError: If the module cannot be cut out, shares its result with another module, or if the replacement has
-            another signature: the message says which tensor differs.
-        FileError: If a file cannot be read or written; what was there before is untouched.
+        UnknownModuleError: There is no such module.
+        InputError: The module cannot be separated, its result is shared with another module, or the replacement has
+            another signature; the message names the tensor.
+        FileError: A file cannot be read or written; existing files are unchanged.
 
     Examples:
         >>> import torch, htp_export

@@ -40,19 +40,19 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a model: a contiguous run of whole modules.
+    """One stage of a model: whole modules that follow each other.
 
     Attributes:
-        modules: The outermost modules that are whole in it, in order of execution. A module that is cut, and what it
-            computes around its submodules, is in none.
+        modules: The outermost modules that are completely in the stage, in order of execution. A module that is cut is
+            in none.
         inputs: Input → its type and shape.
-        outputs: Output → the same.
-        sources: Input → the number of the stage that computes it, from 0; None where it is an input of the model.
-        nodes: How many nodes it has.
-        parameter_bytes: Bytes of its initializers, without the constants that stages before it have too.
-        file: Where it was written; None if it was not.
-        model: The model; None where it was written.
-        files: All its files, ``file`` first, by their paths in the folder of that.
+        outputs: Output → its type and shape.
+        sources: Input → number of the stage that computes it, from 0; None for an input of the model.
+        nodes: Number of nodes.
+        parameter_bytes: Bytes of its initializers, without constants that earlier stages have, too.
+        file: The file that was written; None if there is none.
+        model: The model; None if it was written.
+        files: All its files, ``file`` first, by their paths in the folder of ``file``.
     """
 
     modules: tuple[str, ...]

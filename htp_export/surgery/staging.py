@@ -43,34 +43,35 @@ def partition(
     slack: float = 0.05,
     serve: Serving | None = None,
 ) -> Partition:
-    """Cut a model into stages that run one after another, each a contiguous run of whole modules.
+    """Cut a model into stages that run one after another, each with whole modules that follow each other.
 
-    With a number of stages, borders are chosen between modules that run one after another, of whatever depth, so that
-    the heaviest stage is as light as it can be, or up to ``slack`` heavier where that cuts fewer modules, has fewer
-    tensors cross, or makes the other stages more even. Every node is in exactly one stage, but for cheap constants and
-    sizes, which are repeated where that saves a tensor from crossing. Every weight is in exactly one stage: one that
-    two stages read, as tied embeddings are, is in the first of them and crosses as a tensor. A tensor may skip stages:
-    each stage says where its inputs come from.
+    With a number of stages, cuts are placed between modules that run one after another, at any depth. The heaviest
+    stage is as light as possible, or up to ``slack`` heavier if fewer modules are cut, fewer tensors pass between
+    stages, or the other stages are more even. Every node is in exactly one stage, except for cheap constants and sizes,
+    which are computed again if that avoids sending a tensor. Every weight is in exactly one stage: a weight that two
+    stages read, such as a tied embedding, is in the first one and is sent as a tensor. A tensor may skip stages.
 
     Args:
-        model: The model, or its file; one in memory is left as it is, and weights are neither read nor copied.
-        stages: How many; or the modules at which stages begin. The first stage begins with the model, whether its
-            first module is named or not.
-        output: A folder for the stages, ``stage0.onnx`` and so on, each with external weights beside it where it has
-            any, and for ``manifest.json``. It is written whole. A partition that is there already is replaced.
-        balance: ``"parameters"``, the bytes of weights; ``"flops"``, of a model without open sizes; or a number for
-            each module, with all below it: a mapping, or what ``htp_export.profile`` or ``htp_export.cost`` gives.
-        slack: See above; a fraction of the smallest possible weight of the heaviest stage.
-        serve: Write the configuration of an engine that runs the stages, too: ``"triton"``, a model repository with an
-            ensemble, in ``triton/``; ``"ray"``, a Ray Serve application, ``serve_app.py`` and ``serve.yaml``.
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. Weights
+            are not read.
+        stages: Number of stages, or the modules at which stages begin. The first stage begins with the model.
+        output: A folder for ``stage0.onnx`` and so on, each with its external weights beside it, and ``manifest.json``.
+            It is written completely or not at all. An existing partition is replaced.
+        balance: ``"parameters"``: bytes of weights; ``"flops"``, for a model without open dimensions; or a number for
+            each module including all below it: a mapping, or a result of ``profile`` or ``cost``.
+        slack: How much heavier the heaviest stage may be, as a fraction of the smallest possible weight.
+        serve: Also write the configuration of an engine: ``"triton"``, a model repository with an ensemble in
+            ``triton/``; ``"ray"``, a Ray Serve application, ``serve_app.py`` and ``serve.yaml``.
+
+    Returns:
+        The stages, which can be run, and the tensors between them.
 
     Raises:
-        UnknownModuleError: If a named module is not in the model.
-        InputError: If there are not as many borders, or no stage can begin at a named module; it names the borders
-            that there are.
-        FileError: If the folder holds something else, or a file cannot be read or written; what was there is
-            untouched.
-        UntaggedModelError: If the model has no tags.
+        UnknownModuleError: A named module is not in the model.
+        InputError: There are too few places to cut, or no stage can begin at a named module; the message lists the
+            places.
+        FileError: The folder has other contents, or a file cannot be read or written; existing files are unchanged.
+        UntaggedModelError: The model has no tags.
 
     Examples:
         >>> import torch, htp_export

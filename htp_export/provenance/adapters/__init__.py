@@ -1,8 +1,7 @@
-"""Other people's tools, run so that the module tags come through.
+"""Adapters that run other tools and restore the module tags of their results.
 
-Each takes a tagged model (a file, `TaggedModel`, ``ModelProto``, ``ir.Model``) and the tool's own options, and returns
-what `htp_export.carry` returns: the result with the new model as ``.model``. A tool's library is imported when the
-tool runs.
+Each adapter takes a tagged model and the options of the tool, and returns a `Carried`, with the new model as
+``.model``. The library of a tool is imported when the tool runs.
 """
 
 from __future__ import annotations

@@ -17,15 +17,29 @@ __all__ = ["float16", "symbolic_shape_infer", "version_converter"]
 
 
 def version_converter(model: ModelSource, output: str | os.PathLike[str] | None = None, *, opset: int) -> Carried:
-    """Convert to another opset with ``onnx.version_converter`` and carry the tags.
+    """Convert a model to another opset with ``onnx.version_converter`` and restore the tags.
 
     Args:
-        model: The tagged model.
-        output: A file to write.
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        output: The file to write; None to only return the model.
         opset: The ONNX opset to convert to.
 
+    Returns:
+        The new model with tags, and the evidence for them.
+
     Raises:
-        InputError: onnx has no such opset.
+        InputError: onnx has no such opset, or rejects the model.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written.
+        HtpExportError: The tool fails.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> result = htp_export.tools.version_converter(program, opset=21)
+        >>> result.model.opset_imports[""], result.model.graph[0].metadata_props["htp.module"]
+        (21, '0')
     """
     latest = onnx.defs.onnx_opset_version()
     if not isinstance(opset, int) or not 1 <= opset <= latest:
@@ -35,12 +49,29 @@ def version_converter(model: ModelSource, output: str | os.PathLike[str] | None 
 
 
 def float16(model: ModelSource, output: str | os.PathLike[str] | None = None, **options: Any) -> Carried:
-    """Convert to half precision with ``onnxruntime.transformers.float16`` and carry the tags.
+    """Convert a model to half precision with ``onnxruntime.transformers.float16`` and restore the tags.
 
     Args:
-        model: The tagged model.
-        output: A file to write.
-        **options: As of ``convert_float_to_float16``: ``keep_io_types``, ``op_block_list`` and more.
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        output: The file to write; None to only return the model.
+        **options: Options of ``convert_float_to_float16``: ``keep_io_types``, ``op_block_list`` and others.
+
+    Returns:
+        The new model with tags, and the evidence for them.
+
+    Raises:
+        InputError: The library is not installed or rejects the model.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written.
+        HtpExportError: The tool fails.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> result = htp_export.tools.float16(program)
+        >>> result.model.graph.inputs[0].dtype.name, result.nodes
+        ('FLOAT16', 2)
     """
     tool = library("onnxruntime.transformers.float16", None)
     return adapted(
@@ -49,12 +80,28 @@ def float16(model: ModelSource, output: str | os.PathLike[str] | None = None, **
 
 
 def symbolic_shape_infer(model: ModelSource, output: str | os.PathLike[str] | None = None, **options: Any) -> Carried:
-    """Write the shapes of all tensors with ``onnxruntime.tools.symbolic_shape_infer`` and carry the tags.
+    """Write the shapes of all tensors with ``onnxruntime.tools.symbolic_shape_infer`` and restore the tags.
 
     Args:
-        model: The tagged model.
-        output: A file to write.
-        **options: As of ``SymbolicShapeInference.infer_shapes``: ``auto_merge``, ``guess_output_rank`` and more.
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        output: The file to write; None to only return the model.
+        **options: Options of ``SymbolicShapeInference.infer_shapes``: ``auto_merge``, ``guess_output_rank`` and others.
+
+    Returns:
+        The new model with tags, and the evidence for them.
+
+    Raises:
+        InputError: The library is not installed or rejects the model.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written.
+        HtpExportError: The tool fails.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> htp_export.tools.symbolic_shape_infer(program).kept
+        2
     """
     library("onnxruntime.tools.symbolic_shape_infer", None)
     return adapted(

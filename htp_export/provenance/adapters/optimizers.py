@@ -20,27 +20,58 @@ __all__ = ["onnxoptimizer", "onnxscript", "onnxsim", "onnxslim"]
 
 
 def onnxslim(model: ModelSource, output: str | os.PathLike[str] | None = None, **options: Any) -> Carried:
-    """Run OnnxSlim (``onnxslim.slim``) and carry the tags.
+    """Run OnnxSlim and restore the tags.
 
     Args:
-        model: The tagged model.
-        output: A file to write.
-        **options: As of ``onnxslim.slim``.
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        output: The file to write; None to only return the model.
+        **options: Options of ``onnxslim.slim``.
+
+    Returns:
+        The new model with tags, and the evidence for them.
+
+    Raises:
+        InputError: The library is not installed or rejects the model.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written.
+        HtpExportError: The tool fails.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> result = htp_export.tools.onnxslim(program)
+        >>> [node.metadata_props["htp.module"] for node in result.model.graph]
+        ['0', '1']
     """
     tool = library("onnxslim")
     return adapted("onnxslim", lambda given, _: tool.slim(onnx.load(given), **options), model, output)
 
 
 def onnxsim(model: ModelSource, output: str | os.PathLike[str] | None = None, **options: Any) -> Carried:
-    """Run onnx-simplifier (``onnxsim.simplify``) and carry the tags.
+    """Run onnx-simplifier and restore the tags.
 
     Args:
-        model: The tagged model.
-        output: A file to write.
-        **options: As of ``onnxsim.simplify``.
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        output: The file to write; None to only return the model.
+        **options: Options of ``onnxsim.simplify``.
+
+    Returns:
+        The new model with tags, and the evidence for them.
 
     Raises:
-        HtpExportError: The simplified model does not give what the model gave.
+        InputError: The library is not installed or rejects the model.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written.
+        HtpExportError: The tool fails, or reports that the outputs of its result differ.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> result = htp_export.tools.onnxsim(program)
+        >>> [node.metadata_props["htp.module"] for node in result.model.graph]
+        ['0', '1']
     """
     tool = library("onnxsim")
 
@@ -60,13 +91,30 @@ def onnxoptimizer(
     passes: Sequence[str] | None = None,
     fixed_point: bool = False,
 ) -> Carried:
-    """Run onnxoptimizer and carry the tags.
+    """Run onnxoptimizer and restore the tags.
 
     Args:
-        model: The tagged model.
-        output: A file to write.
-        passes: Names of passes; its fusions and eliminations where it is None.
-        fixed_point: Whether to repeat them until nothing changes.
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        output: The file to write; None to only return the model.
+        passes: Names of passes; None for its fusion and elimination passes.
+        fixed_point: Whether to repeat the passes until nothing changes.
+
+    Returns:
+        The new model with tags, and the evidence for them.
+
+    Raises:
+        InputError: The library is not installed or rejects the model.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written.
+        HtpExportError: The tool fails.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> result = htp_export.tools.onnxoptimizer(program, passes=["eliminate_identity"])
+        >>> [node.metadata_props["htp.module"] for node in result.model.graph]
+        ['0', '1']
     """
     tool = library("onnxoptimizer")
     wanted = list(passes) if passes is not None else tool.get_fuse_and_elimination_passes()
@@ -81,13 +129,30 @@ def onnxoptimizer(
 def onnxscript(
     model: ModelSource, output: str | os.PathLike[str] | None = None, fusions: bool = False, **options: Any
 ) -> Carried:
-    """Run onnxscript's optimiser and rewriter and carry the tags.
+    """Run the optimizer and the rewriter of onnxscript and restore the tags.
 
     Args:
-        model: The tagged model.
-        output: A file to write.
-        fusions: Whether to apply its fusions for ONNX Runtime too.
-        **options: As of ``onnxscript.optimizer.optimize``.
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        output: The file to write; None to only return the model.
+        fusions: Whether to apply its fusions for ONNX Runtime, too.
+        **options: Options of ``onnxscript.optimizer.optimize``.
+
+    Returns:
+        The new model with tags, and the evidence for them.
+
+    Raises:
+        InputError: The library is not installed or rejects the model.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written.
+        HtpExportError: The tool fails.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> result = htp_export.tools.onnxscript(program)
+        >>> [node.metadata_props["htp.module"] for node in result.model.graph]
+        ['0', '1']
     """
     optimizer, rewriter = library("onnxscript.optimizer", None), library("onnxscript.rewriter", None)
 

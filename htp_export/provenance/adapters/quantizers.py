@@ -28,15 +28,32 @@ _PROCESSORS = Path("/proc/cpuinfo")
 
 
 def quantize_dynamic(model: ModelSource, output: str | os.PathLike[str] | None = None, **options: Any) -> Carried:
-    """Quantize weights, and activations as they come, and carry the tags.
+    """Quantize weights, and activations at run time, and restore the tags.
+
+    On x86 processors without VNNI, ONNX Runtime's products of unsigned activations and signed weights saturate, and a
+    warning is logged. Use ``reduce_range=True`` or ``weight_type=QuantType.QUInt8``; see ``docs/accuracy.md``.
 
     Args:
-        model: The tagged model.
-        output: A file to write.
-        **options: As of ``onnxruntime.quantization.quantize_dynamic``.
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        output: The file to write; None to only return the model.
+        **options: Options of ``onnxruntime.quantization.quantize_dynamic``.
 
-    On processors of x86 without VNNI, ONNX Runtime's products of 8-bit integers saturate for signed weights, and a
-    warning is logged: give ``reduce_range=True``, or ``weight_type=QuantType.QUInt8``. See ``docs/accuracy.md``.
+    Returns:
+        The new model with tags, and the evidence for them.
+
+    Raises:
+        InputError: The library is not installed or rejects the model.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written.
+        HtpExportError: The tool fails.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> result = htp_export.tools.quantize_dynamic(program, reduce_range=True)
+        >>> {node.op_type: node.metadata_props["htp.module"] for node in result.model.graph}["MatMulInteger"]
+        '0'
     """
     tool = library("onnxruntime.quantization", None)
     _warn_of_saturation(options)
@@ -49,17 +66,31 @@ def quantize_static(
     inputs: Iterable[Mapping[str, np.ndarray[Any, Any]]] | str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Carried:
-    """Quantize weights and activations by what activations are on some inputs, and carry the tags.
+    """Quantize weights and activations, calibrated on inputs, and restore the tags.
 
     Args:
-        model: The tagged model.
-        output: A file to write.
-        inputs: Inputs of the model by name, one mapping for each run; or an ``.npz`` file with those of one run.
-        **options: As of ``onnxruntime.quantization.quantize_static``; its data reader is made of ``inputs``.
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        output: The file to write; None to only return the model.
+        inputs: Input name → array, one mapping for each run; or an ``.npz`` file with the inputs of one run.
+        **options: Options of ``onnxruntime.quantization.quantize_static``; its data reader is built from ``inputs``.
+
+    Returns:
+        The new model with tags, and the evidence for them.
 
     Raises:
-        InputError: There are no inputs.
-        FileError: The file of inputs cannot be read, or holds no arrays.
+        InputError: There are no inputs, or ONNX Runtime rejects the model.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written, or the ``.npz`` file has no arrays.
+        HtpExportError: The tool fails.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> name, inputs = program.model.graph.inputs[0].name, torch.randn(2, 4).numpy()
+        >>> result = htp_export.tools.quantize_static(program, inputs=[{name: inputs}])
+        >>> result.recovered["inserted"] > 0
+        True
     """
     tool = library("onnxruntime.quantization", None)
     runs = iter(_runs(inputs))
@@ -105,17 +136,34 @@ def _runs(inputs: Iterable[Mapping[str, Any]] | str | os.PathLike[str] | None) -
 def matmul_nbits(
     model: ModelSource, output: str | os.PathLike[str] | None = None, bits: int = 4, **options: Any
 ) -> Carried:
-    """Quantize the weights of matrix products to a few bits and carry the tags.
+    """Quantize the weights of matrix products to a few bits and restore the tags.
 
     Args:
-        model: The tagged model.
-        output: A file to write.
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        output: The file to write; None to only return the model.
         bits: Bits of a weight: 2, 4 or 8.
-        **options: As of ``onnxruntime.quantization.matmul_nbits_quantizer.MatMulNBitsQuantizer``: ``block_size``,
-            ``is_symmetric`` and more.
+        **options: Options of ``onnxruntime.quantization.matmul_nbits_quantizer.MatMulNBitsQuantizer``: ``block_size``,
+            ``is_symmetric`` and others.
+
+    Returns:
+        The new model with tags, and the evidence for them.
 
     Raises:
-        InputError: Weights cannot have so many bits.
+        InputError: There are no weights of so many bits, or ONNX Runtime rejects the model.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written.
+        HtpExportError: The tool fails.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> class Product(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return torch.nn.functional.linear(x, self.weight)
+        >>> net = Product()
+        >>> net.weight = torch.nn.Parameter(torch.randn(8, 32))
+        >>> program = htp_export.export(net.eval(), (torch.randn(2, 5, 32),), verbose=False)
+        >>> [node.op_type for node in htp_export.tools.matmul_nbits(program, bits=4).model.graph]
+        ['MatMulNBits']
     """
     if bits not in _BITS:
         raise InputError(f"matmul_nbits: bits are {bits!r}, and can be {', '.join(map(str, _BITS))}")

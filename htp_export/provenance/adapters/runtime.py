@@ -24,16 +24,31 @@ def onnxruntime(
     level: str = "all",
     providers: Sequence[str] = ("CPUExecutionProvider",),
 ) -> Carried:
-    """Save the graph that ONNX Runtime optimises at load, and carry the tags.
+    """Write the graph that ONNX Runtime optimises when it loads a model, and restore the tags.
 
     Args:
-        model: The tagged model.
-        output: A file to write. With ``level="all"`` it is for this machine: layouts depend on the processor.
-        level: ``basic``, ``extended`` (with its own operators) or ``all`` (with its own layouts).
-        providers: Execution providers, the preferred first.
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        output: The file to write; None to only return the model.
+        level: ``"basic"``, ``"extended"`` (with ONNX Runtime's own operators) or ``"all"`` (with layouts for the
+            processor; the result is for this machine).
+        providers: Execution providers, in order of preference.
+
+    Returns:
+        The new model with tags, and the evidence for them.
 
     Raises:
-        InputError: There is no such level.
+        InputError: There is no such level, or ONNX Runtime cannot load the model.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written.
+        HtpExportError: The tool fails.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> result = htp_export.tools.onnxruntime(program, level="extended")
+        >>> [(node.op_type, node.metadata_props["htp.owners"]) for node in result.model.graph]
+        [('FusedGemm', '["0","1"]')]
     """
     if level not in _LEVELS:
         raise InputError(f"level {level!r} is none of {', '.join(_LEVELS)}")
@@ -52,13 +67,30 @@ def onnxruntime(
 def onnxruntime_transformers(
     model: ModelSource, output: str | os.PathLike[str] | None = None, model_type: str = "bert", **options: Any
 ) -> Carried:
-    """Run ONNX Runtime's optimiser for transformers and carry the tags.
+    """Run ONNX Runtime's optimizer for transformers and restore the tags.
 
     Args:
-        model: The tagged model.
-        output: A file to write.
-        model_type: What kind of model it is, as of ``onnxruntime.transformers.optimizer.optimize_model``.
-        **options: As of that function: ``num_heads``, ``hidden_size``, ``opt_level`` and more.
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        output: The file to write; None to only return the model.
+        model_type: The architecture, as in ``onnxruntime.transformers.optimizer.optimize_model``.
+        **options: Options of that function: ``num_heads``, ``hidden_size``, ``opt_level`` and others.
+
+    Returns:
+        The new model with tags, and the evidence for them.
+
+    Raises:
+        InputError: The library is not installed or rejects the model.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written.
+        HtpExportError: The tool fails.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
+        >>> result = htp_export.tools.onnxruntime_transformers(program, model_type="bert")
+        >>> [node.metadata_props["htp.module"] for node in result.model.graph]
+        ['0', '1']
     """
     tool = library("onnxruntime.transformers.optimizer", None)
 
