@@ -91,13 +91,13 @@ class DataFile:
             self._check(file)
 
     def _check(self, file: IO[bytes]) -> None:
-        found = os.fstat(file.fileno())
-        if found.st_size < self.needed:
-            problem = f"is too short: it has {found.st_size:,} bytes, and the weights of {self.model} take "
+        status = os.fstat(file.fileno())
+        if status.st_size < self.needed:
+            problem = f"is too short: it has {status.st_size:,} bytes, and the weights of {self.model} take "
             raise FileError(self._shown, f"{problem}{self.needed:,}")
         if self._state is None:  # it was not there when the model was read
-            self._state = Identity.of(found)
-        if self._state != Identity.of(found):
+            self._state = Identity.of(status)
+        if self._state != Identity.of(status):
             raise FileError(self._shown, f"was changed after {self.model} was read; load the model again")
 
 
@@ -212,13 +212,13 @@ def find_data(model: Path, location: str) -> tuple[Path, str]:
     try:
         homes = list(dict.fromkeys((model.parent.absolute(), model.resolve().parent)))
         for home in homes:
-            found = (home / location).resolve()
-            if not any(found.is_relative_to(allowed.resolve()) for allowed in homes):
+            target = (home / location).resolve()
+            if not any(target.is_relative_to(allowed.resolve()) for allowed in homes):
                 raise outside
-            if found.exists() and not found.is_file() and not found.is_dir():  # a pipe would be waited for
+            if target.exists() and not target.is_file() and not target.is_dir():  # a pipe would be waited for
                 raise FileError(model, f"its external data {location!r} is no plain file; it will not be read")
-            if found.exists():
-                return (home, location) if found.is_relative_to(home.resolve()) else (found.parent, found.name)
+            if target.exists():
+                return (home, location) if target.is_relative_to(home.resolve()) else (target.parent, target.name)
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle, names that no file can have
         raise FileError(model, f"its external data {location!r} cannot be found: {error}") from error
     return homes[0], location

@@ -48,12 +48,12 @@ def describe_own(file: Path, tensors: Iterable[Place], replaced: Path | None = N
     """
     places = sorted(tensors)
     size = file.stat().st_size
-    said: dict[str, Any] = {"size": size, "serial": _serial(file, places, size), "tensors": _layout(places)}
+    note: dict[str, Any] = {"size": size, "serial": _serial(file, places, size), "tensors": _layout(places)}
     alike = replaced is not None and replaced.is_file() and replaced.stat().st_size >= size
-    if replaced is not None and alike and _serial(replaced, places, size) == said["serial"]:
+    if replaced is not None and alike and _serial(replaced, places, size) == note["serial"]:
         at = _first_difference(file, replaced)
-        said |= {} if at is None else {"serial": _serial(file, places, size, at), "differs": at}
-    return said
+        note |= {} if at is None else {"serial": _serial(file, places, size, at), "differs": at}
+    return note
 
 
 def put_notes(
@@ -154,9 +154,9 @@ def _check_own(model: Path, file: Path, facts: Mapping[str, Any], places: list[P
 
 def _notes(model: Path, metadata: Mapping[str, str], key: str, kinds: Mapping[str, type]) -> dict[str, dict[str, Any]]:
     try:
-        said = json.loads(metadata.get(key, "{}"))
-        if all(_is_note(facts, kinds) for facts in said.values()):
-            return dict(said)
+        notes = json.loads(metadata.get(key, "{}"))
+        if all(_is_note(facts, kinds) for facts in notes.values()):
+            return dict(notes)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     raise FileError(model, f"its {key} is not what the file format says")
@@ -187,9 +187,9 @@ def _layout(places: list[Place]) -> str:
     return hashlib.sha256(json.dumps(places).encode()).hexdigest()[:16]
 
 
-def _first_difference(one: Path, other: Path) -> int | None:
+def _first_difference(first_path: Path, second_path: Path) -> int | None:
     """Where the first block begins in which a file differs from the beginning of another; None if it does not."""
-    with one.open("rb") as first, other.open("rb") as second:
+    with first_path.open("rb") as first, second_path.open("rb") as second:
         at = 0
         while chunk := first.read(_CHUNK_BYTES):
             opposite = second.read(len(chunk))

@@ -89,8 +89,8 @@ def _note(file: Path, replaced: Mapping[str, Path]) -> None:
         if isinstance(slot.tensor, ir.ExternalTensor):
             tensors.setdefault(os.fspath(slot.tensor.location), []).append(slot.tensor)
     notes: dict[str, Mapping[str, Any]] = {
-        name: describe_own(file.with_name(name), places_of(there), replaced[name])
-        for name, there in tensors.items()
+        name: describe_own(file.with_name(name), places_of(stored), replaced[name])
+        for name, stored in tensors.items()
         if name in replaced
     }
     metadata: dict[str, str] = {}

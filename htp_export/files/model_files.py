@@ -84,21 +84,21 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
 
 def _find_weights(model: ir.Model, file: Path) -> None:
     """Let external tensors lie where their files are; a model that shares them is held against what they were."""
-    found: dict[str, tuple[Path, str, DataFile]] = {}
+    data_files: dict[str, tuple[Path, str, DataFile]] = {}
     placed: dict[str, list[ir.ExternalTensor]] = {}
     for slot in list(slots(model)):
         tensor = slot.tensor
         if not isinstance(tensor, ir.ExternalTensor):
             continue
         location = os.fspath(tensor.location)
-        if location not in found:
+        if location not in data_files:
             folder, name = find_data(file, location)
             shown = file.parent / name if folder == file.parent.absolute() else None
-            found[location] = (folder, name, DataFile(folder / name, file, shown))
-        folder, name, data = found[location]
+            data_files[location] = (folder, name, DataFile(folder / name, file, shown))
+        folder, name, data = data_files[location]
         slot.put(DataTensor(tensor, data, folder, name))
         placed.setdefault(location, []).append(tensor)
-    files = {location: data.path for location, (*_, data) in found.items()}
+    files = {location: data.path for location, (*_, data) in data_files.items()}
     check_notes(file, model.metadata_props, files, lambda location: places_of(placed[location]))
 
 
@@ -252,8 +252,8 @@ def write_model(
         except FileError:
             raise
         except Exception as error:  # whatever it was, the caller's files are as they were
-            said = "; ".join((_without_work_folder(error), *getattr(error, "__notes__", ())))
-            raise FileError(target, f"cannot be written: {said}") from error
+            problem = "; ".join((_without_work_folder(error), *getattr(error, "__notes__", ())))
+            raise FileError(target, f"cannot be written: {problem}") from error
         for slot, tensor in moved:
             slot.put(tensor)
 
@@ -274,12 +274,12 @@ def own_files(target: Path) -> set[Path]:
     if not target.is_file():
         return set()
     try:
-        there = read_model(target)
-        shared = shared_files(target, there.metadata_props)
+        model = read_model(target)
+        shared = shared_files(target, model.metadata_props)
     except FileError:
         return set()
     others = {(target.parent / name).resolve() for name in shared}
-    return {file.resolve() for file in external_files(there)} - others
+    return {file.resolve() for file in external_files(model)} - others
 
 
 def _write_files(copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan) -> list[tuple[Slot, DataTensor]]:
@@ -324,9 +324,11 @@ def _notes_of_staying(plan: DataPlan) -> tuple[dict[str, dict[str, Any]], dict[s
     for slot, name in plan.staying:
         if isinstance(slot.tensor, ir.ExternalTensor):
             tensors.setdefault(name, []).append(slot.tensor)
-    files = {name: Path(there[0].path) for name, there in tensors.items()}
+    files = {name: Path(stored[0].path) for name, stored in tensors.items()}
     own = {
-        name: describe_own(files[name], places_of(there)) for name, there in tensors.items() if name not in plan.shared
+        name: describe_own(files[name], places_of(stored))
+        for name, stored in tensors.items()
+        if name not in plan.shared
     }
     return own, {name: describe_shared(files[name]) for name in plan.shared}
 
@@ -410,5 +412,5 @@ def external_files(model: ir.Model) -> set[Path]:
     return {Path(slot.path) for slot in slots(model) if slot.external}
 
 
-def _same_file(one: str, other: Path) -> bool:
-    return Path(one).resolve() == other.resolve()
+def _same_file(first: str, second: Path) -> bool:
+    return Path(first).resolve() == second.resolve()

@@ -26,11 +26,11 @@ def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
     file = Path(path)
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-            found = {name: arrays[name] for name in arrays.files}
+            inputs = {name: arrays[name] for name in arrays.files}
     except OSError as error:
         raise FileError(file, f"cannot be read: {error.strerror or error}") from error
     except (ValueError, AttributeError, zipfile.BadZipFile, EOFError) as error:  # numpy advises to load pickles
         raise FileError(file, "is no .npz file of plain arrays; write one with numpy.savez") from error
-    if not found:
+    if not inputs:
         raise FileError(file, "holds no arrays")
-    return found
+    return inputs

@@ -297,10 +297,10 @@ def clear_killed(parent: Path) -> None:
     """Clear away the work folders of processes that were killed; see the top of this file."""
     try:
         with os.scandir(parent) as entries:
-            found = [Path(entry.path) for entry in entries if _NAME.fullmatch(entry.name) and _is_ours(entry)]
+            folders = [Path(entry.path) for entry in entries if _NAME.fullmatch(entry.name) and _is_ours(entry)]
     except OSError:
         return
-    for path in found:
+    for path in folders:
         lock = filesystem.Lock.left(path / "lock")
         if lock is None:
             with contextlib.suppress(OSError):  # killed before there was a lock; else it is not empty
@@ -319,10 +319,10 @@ def _is_ours(entry: os.DirEntry[str]) -> bool:
 def _finish(journal: Path) -> None:
     """Do what a journal says has still to be done; or undo it, where no target was replaced yet."""
     try:
-        said = json.loads(journal.read_text(encoding="utf-8"))
+        plan = json.loads(journal.read_text(encoding="utf-8"))
         steps = [_Step(Path(e["new"]), Path(e["target"]), e["free"], _same(e["old"]), Identity(*e["made"]))
-                 for e in said["steps"]]  # fmt: skip
-        removed = [_Removal(Path(entry["target"]), _same(entry["old"])) for entry in said["obsolete"]]
+                 for e in plan["steps"]]  # fmt: skip
+        removed = [_Removal(Path(entry["target"]), _same(entry["old"])) for entry in plan["obsolete"]]
     except FileNotFoundError:
         return
     except (OSError, ValueError, TypeError, KeyError):  # the machine crashed before it was on the disk
@@ -351,16 +351,16 @@ def _finish(journal: Path) -> None:
 
 
 def _said(entry: _Step | _Removal) -> dict[str, object]:
-    said = {field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)}
+    fields = {field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)}
     return {
         name: os.fspath(value) if isinstance(value, Path) else
         dataclasses.astuple(value) if isinstance(value, Identity) else value
-        for name, value in said.items()
+        for name, value in fields.items()
     }  # fmt: skip
 
 
-def _same(said: Sequence[int] | None) -> Identity | None:
-    return None if said is None else Identity(*said)
+def _same(identity: Sequence[int] | None) -> Identity | None:
+    return None if identity is None else Identity(*identity)
 
 
 def _write_json(path: Path, content: object) -> None:

@@ -167,10 +167,10 @@ class Marks:
 
     def places(self, data: bytes) -> list[int]:
         """Where there are marks."""
-        found = [data.find(self._mark)]
-        while found[-1] >= 0:
-            found.append(data.find(self._mark, found[-1] + 1))
-        return found[:-1]
+        offsets = [data.find(self._mark)]
+        while offsets[-1] >= 0:
+            offsets.append(data.find(self._mark, offsets[-1] + 1))
+        return offsets[:-1]
 
     def stand_in(self, tensor: ir.TensorProtocol) -> ir.TensorProtocol | None:
         """A tensor like another with a mark in place of its values; None for one that protobuf may as well write."""

@@ -248,8 +248,8 @@ def _check_operator(node: ir.Node, version: int) -> None:
     for name, attribute in attributes.items():
         wanted = rules.kinds.get(name)
         if wanted is not None and attribute.type != wanted:
-            said = f"is of type {attribute.type.name}, not {wanted.name}"
-            raise ValueError(f"attribute {name!r} of {node_text(node)} {said}")
+            problem = f"is of type {attribute.type.name}, not {wanted.name}"
+            raise ValueError(f"attribute {name!r} of {node_text(node)} {problem}")
     for name in rules.required:
         if name not in attributes:
             raise ValueError(f"{node_text(node)} has no attribute {name!r}")
@@ -303,9 +303,9 @@ def _check_proto(proto: onnx.TensorProto) -> None:
         return
     dtype = ir.DataType(proto.data_type)
     field = _FIELDS.get(dtype, "int32_data")
-    for other in _ALL_FIELDS:
-        if other != field and len(getattr(proto, other)):
-            raise ValueError(f"{_tensor_text(proto.name)} is of type {dtype.name}, and has values in {other}")
+    for other_field in _ALL_FIELDS:
+        if other_field != field and len(getattr(proto, other_field)):
+            raise ValueError(f"{_tensor_text(proto.name)} is of type {dtype.name}, and has values in {other_field}")
     packed = bits in (2, 4)
     _compare(proto.name, len(getattr(proto, field)), nbytes if packed else size * _PARTS.get(dtype, 1), "values")
 
@@ -319,6 +319,6 @@ def _fits(proto: onnx.TensorProto, nbytes: int) -> bool:
     return bool(proto.ByteSize() == header.ByteSize() + 1 + (max(nbytes.bit_length(), 1) + 6) // 7 + nbytes)
 
 
-def _compare(name: str | None, there: int, wanted: int, what: str) -> None:
-    if there != wanted:
-        raise ValueError(f"{_tensor_text(name)} has {there:,} {what}, and its shape and type take {wanted:,}")
+def _compare(name: str | None, actual: int, wanted: int, what: str) -> None:
+    if actual != wanted:
+        raise ValueError(f"{_tensor_text(name)} has {actual:,} {what}, and its shape and type take {wanted:,}")

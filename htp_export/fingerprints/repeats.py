@@ -28,7 +28,7 @@ _WEIGHED = frozenset((
 
 def repeated_pieces(facts: GraphFacts) -> list[list[tuple[ir.Node, ...]]]:
     """Blocks that come again right after each other, each with the nodes of every one of them."""
-    hasher, found, taken = Hasher(facts), list[list[tuple[ir.Node, ...]]](), set[ir.Node]()
+    hasher, repeated, taken = Hasher(facts), list[list[tuple[ir.Node, ...]]](), set[ir.Node]()
     for model_input in ModelInputs(facts).data:
         pieces = _chain(facts, model_input.value)[:_LONGEST_CHAIN]
         keys = [hasher.part(piece) for piece in pieces]
@@ -37,9 +37,9 @@ def repeated_pieces(facts: GraphFacts) -> list[list[tuple[ir.Node, ...]]]:
             blocks = [tuple(node for piece in block for node in piece) for block in ranges]
             telling = any(map(holds_weights, blocks[0]))
             if len(blocks[0]) >= _LEAST_NODES and telling and taken.isdisjoint(blocks[0]):
-                found.append(blocks)
+                repeated.append(blocks)
                 taken.update(node for block in blocks for node in block)
-    return found
+    return repeated
 
 
 def holds_weights(node: ir.Node) -> bool:

@@ -152,22 +152,22 @@ class CallTree:
             raise ValueError(f"{tags.CALLERS} is not JSON: {error}") from error
         if not isinstance(listed, dict) or not all(isinstance(calls, list) for calls in listed.values()):
             raise ValueError(f"{tags.CALLERS} is not a JSON object of modules and the callers of their calls")
-        found = cls(hierarchy, {})
+        tree = cls(hierarchy, {})
         for path, calls in listed.items():
-            callers = [found._read(path, said) for said in calls]
-            if len(callers) == found._ran(path):
-                found._callers[path] = callers
-        return found
+            callers = [tree._read(path, caller) for caller in calls]
+            if len(callers) == tree._ran(path):
+                tree._callers[path] = callers
+        return tree
 
-    def _read(self, path: str, said: object) -> Instance | None:
-        match said:
+    def _read(self, path: str, caller_text: object) -> Instance | None:
+        match caller_text:
             case None:
                 return None
-            case int(number) if number >= 0 and not isinstance(said, bool):
+            case int(number) if number >= 0 and not isinstance(caller_text, bool):
                 return Instance(self._nearest(path) or "", number)
             case [str(caller), int(number)] if number >= 0 and not isinstance(number, bool):
                 return Instance(caller, number)
-        raise ValueError(f"{tags.CALLERS}: module {path!r} has a caller that is no call: {said!r}")
+        raise ValueError(f"{tags.CALLERS}: module {path!r} has a caller that is no call: {caller_text!r}")
 
     def to_json(self) -> str:
         """The file format's ``htp.callers``: what does not follow from the tree of modules."""
@@ -209,27 +209,27 @@ class CallTree:
         """The call and those it happened in, innermost first."""
         if call in self._running:
             return self._running[call]
-        found: dict[Instance, None] = {}
+        visited: dict[Instance, None] = {}
         current: Instance | None = call
-        while current is not None and current not in found and current not in self._running:
-            found[current] = None
+        while current is not None and current not in visited and current not in self._running:
+            visited[current] = None
             current = self.caller(current)
         rest = () if current is None else self._running.get(current)
-        if rest is None or not found.keys().isdisjoint(rest):  # files come from anywhere: calls may go in circles
+        if rest is None or not visited.keys().isdisjoint(rest):  # files come from anywhere: calls may go in circles
             self._running[call] = self._chain_in_a_circle(call)
             return self._running[call]
-        for each in reversed(found):  # each call's chain is that of its caller, and itself
+        for each in reversed(visited):  # each call's chain is that of its caller, and itself
             rest = (each, *rest)
             self._running[each] = rest
         return rest
 
     def _chain_in_a_circle(self, call: Instance) -> tuple[Instance, ...]:
-        found: dict[Instance, None] = {}
+        visited: dict[Instance, None] = {}
         current: Instance | None = call
-        while current is not None and current not in found:
-            found[current] = None
+        while current is not None and current not in visited:
+            visited[current] = None
             current = self.caller(current)
-        return tuple(found)
+        return tuple(visited)
 
     def inside(self, call: Instance) -> dict[str, tuple[int, ...]]:
         """What ran in a call, itself too: module path → the numbers of its calls, where there are any.
@@ -290,12 +290,12 @@ class CallTree:
         while current and current not in self._held:
             missing.append(current)
             current = tags.parent_path(current) or ""
-        found = self._held.get(current, frozenset())
+        containers = self._held.get(current, frozenset())
         for each in reversed(missing):
             if not self._ran(above := tags.parent_path(each) or ""):
-                found |= {above}
-            self._held[each] = found
-        return found
+                containers |= {above}
+            self._held[each] = containers
+        return containers
 
     # --- whose work a node does -----------------------------------------------------------------------------
 
@@ -320,10 +320,10 @@ class CallTree:
 
     def around_owners(self, work: Work) -> dict[str, frozenset[str]]:
         """For each owner of a node, the modules in whose regions its share of the node's work is."""
-        found = dict.fromkeys(work.owners, frozenset[str]())
-        for call in {call for part in work.parts for call in part.running if call.path in found}:
-            found[call.path] |= self._part(call).modules
-        return found
+        modules = dict.fromkeys(work.owners, frozenset[str]())
+        for call in {call for part in work.parts for call in part.running if call.path in modules}:
+            modules[call.path] |= self._part(call).modules
+        return modules
 
     def said(self, owners: tuple[str, ...], calls: Iterable[Instance]) -> str:
         """What a node has to say of its calls; nothing where its owners tell.
@@ -354,8 +354,8 @@ class CallTree:
         """
         return self.said(owners, [call for each in dict.fromkeys(nodes) for call in self.work(*each).calls])
 
-    def _same(self, one: Work, other: Work) -> bool:
-        return {part.call for part in one.parts} == {part.call for part in other.parts}
+    def _same(self, first: Work, second: Work) -> bool:
+        return {part.call for part in first.parts} == {part.call for part in second.parts}
 
     def _part(self, call: Instance) -> Part:
         if call not in self._parts:

@@ -282,7 +282,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
             parent = self.parent(path)
             if parent is not None:
                 below[parent].append(path)
-        return {path: tuple(found) for path, found in below.items()}
+        return {path: tuple(children) for path, children in below.items()}
 
 
 def _module_from_json(path: str, entry: object) -> ModuleInfo:
@@ -297,7 +297,7 @@ def _module_from_json(path: str, entry: object) -> ModuleInfo:
         problem = f"'calls' is not a count: {calls!r}"
     elif fate not in FATES:
         problem = f"'fate' is none of {', '.join(FATES)}: {fate!r}"
-    elif not isinstance(merged, list) or not all(isinstance(other, str) for other in merged):
+    elif not isinstance(merged, list) or not all(isinstance(path_of_other, str) for path_of_other in merged):
         problem = f"'with' is not a list of module paths: {merged!r}"
     elif not (torch_name is None or isinstance(torch_name, str)):
         problem = f"'name' is not a string: {torch_name!r}"

@@ -61,14 +61,14 @@ def signatures_from_json(text: str) -> dict[str, tuple[Signature, ...]]:
 def _calls(path: str, calls: object) -> tuple[Signature, ...]:
     if not isinstance(calls, list):
         raise ValueError(f"{tags.SIGNATURES}: module {path!r} has no list of calls")  # noqa: TRY004 - it is a bad value
-    found = []
+    signatures = []
     for call in calls:
         match call:
             case [dict() as inputs, list() as outputs] if all(map(_is_tensor, (*inputs.values(), *outputs))):
-                found.append(Signature(inputs, tuple(outputs)))
+                signatures.append(Signature(inputs, tuple(outputs)))
             case _:
                 raise ValueError(f"{tags.SIGNATURES}: module {path!r} has a call that is not [inputs, outputs]")
-    return tuple(found)
+    return tuple(signatures)
 
 
 def _is_tensor(name: object) -> bool:

@@ -92,13 +92,13 @@ def all_above(paths: Iterable[str]) -> set[str]:
         >>> sorted(all_above(["a.b.c", "a.b", "d"]))
         ['', 'a', 'a.b']
     """
-    found: set[str] = set()
+    ancestors_of_paths: set[str] = set()
     for path in paths:
         above = parent_path(path)
-        while above is not None and above not in found:
-            found.add(above)
+        while above is not None and above not in ancestors_of_paths:
+            ancestors_of_paths.add(above)
             above = parent_path(above)
-    return found
+    return ancestors_of_paths
 
 
 def common_ancestor(paths: Iterable[str]) -> str:
@@ -298,10 +298,10 @@ def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str
     chosen: set[str] = set() if any(not term.excludes for term in terms) else set(classes)
     excluded: set[str] = set()
     for term in terms:
-        found = [path for path, name in classes.items() if term.matches(path, name)]
-        if not found:
+        matches = [path for path, name in classes.items() if term.matches(path, name)]
+        if not matches:
             raise SelectorError(term.text, "matches no module" + term.hint(classes))
-        (excluded if term.excludes else chosen).update(found)
+        (excluded if term.excludes else chosen).update(matches)
     chosen -= excluded
     if not chosen:
         raise SelectorError(", ".join(term.text for term in terms), "excludes every module that it selects")

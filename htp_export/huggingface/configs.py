@@ -31,7 +31,7 @@ def find(config: Any, *names: str) -> Any:
         value = getattr(config, name, None)
         if value is not None:
             return value
-    return next((found for inner in sub_configs(config) if (found := find(inner, *names)) is not None), None)
+    return next((value for inner in sub_configs(config) if (value := find(inner, *names)) is not None), None)
 
 
 def without_cache(config: Any) -> Any:
@@ -75,8 +75,8 @@ def apply_overrides(source: str, config: Any, overrides: Mapping[str, object]) -
 
 def nearest(name: str, known: Iterable[str], what: str) -> str:
     """A hint for a message: the known names nearest to one that is not known."""
-    found = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
-    return f"; nearest {what}: {', '.join(found)}" if found else ""
+    matches = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+    return f"; nearest {what}: {', '.join(matches)}" if matches else ""
 
 
 def _with(config: Any, overrides: Mapping[str, object]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def example_inputs(
     import torch
 
     parameters = named_parameters(model)
-    wanted = {name: _wanted(name, given) for name, given in (shapes or {}).items() if given is not None}
+    wanted = {name: _wanted(name, shape) for name, shape in (shapes or {}).items() if shape is not None}
     unknown = [name for name in shapes or {} if name not in parameters]
     if unknown:
         raise InputError(f"the model takes no input {unknown[0]!r}" + nearest(unknown[0], parameters, "inputs"))
@@ -121,7 +121,7 @@ def dynamic_shapes(inputs: Mapping[str, torch.Tensor], names: Iterable[str]) -> 
         >>> dynamic_shapes({"input_ids": torch.ones(2, 8, dtype=torch.int64)}, ["batch", "sequence"])
         {'input_ids': {0: 'batch', 1: 'sequence'}}
     """
-    found: dict[str, dict[int, str]] = {name: {} for name in inputs}
+    dynamic: dict[str, dict[int, str]] = {name: {} for name in inputs}
     for axis in names:
         if axis not in _AXES:
             raise InputError(f"no dynamic axis {axis!r}; there are {', '.join(_AXES)}")
@@ -131,8 +131,8 @@ def dynamic_shapes(inputs: Mapping[str, torch.Tensor], names: Iterable[str]) -> 
         for name, place in places.items():
             if place is not None:
                 decoder = axis == "sequence" and name.startswith("decoder_")
-                found[name][place] = "decoder_sequence" if decoder else axis
-    return {name: dict(sorted(axes.items())) for name, axes in found.items()}
+                dynamic[name][place] = "decoder_sequence" if decoder else axis
+    return {name: dict(sorted(axes.items())) for name, axes in dynamic.items()}
 
 
 def _batch_axis(name: str, tensor: torch.Tensor) -> int | None:
@@ -317,12 +317,12 @@ def named_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
     return {name: parameter for name, parameter in parameters.items() if parameter.kind not in variadic}
 
 
-def _wanted(name: str, given: Any) -> _Spec:
+def _wanted(name: str, spec: Any) -> _Spec:
     """One entry of the user's shapes, checked."""
     import torch
 
-    shape, dtype = (given.get("shape"), given.get("dtype", "")) if isinstance(given, Mapping) else (given, "")
-    extra = set(given) - {"shape", "dtype"} if isinstance(given, Mapping) else set()
+    shape, dtype = (spec.get("shape"), spec.get("dtype", "")) if isinstance(spec, Mapping) else (spec, "")
+    extra = set(spec) - {"shape", "dtype"} if isinstance(spec, Mapping) else set()
     if extra:
         raise InputError(f"input {name!r}: has {sorted(extra)[0]!r}; only 'shape' and 'dtype' are known")
     listed = shape if isinstance(shape, (list, tuple)) else ()

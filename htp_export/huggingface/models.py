@@ -166,9 +166,9 @@ def _model_class(source: str, config: Any, task: str | None, hub: dict[str, Any]
     if task is not None:
         return _class_for_task(source, config, task)
     for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if found is not None:
-            return found
+        model_class = getattr(transformers, name, None)
+        if model_class is not None:
+            return model_class
         if not (getattr(config, "auto_map", None) and hub["trust_remote_code"]):
             raise ModelSourceError(source, f"transformers has no class {name!r}, which its config names; name a --task")
     auto_map = getattr(config, "auto_map", None) or {}
@@ -233,9 +233,9 @@ def _pretrained(source: str, model_class: Any, config: Any, options: dict[str, A
 def _dtype(source: str, dtype: str | torch.dtype | None) -> torch.dtype | None:
     import torch
 
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is None or (isinstance(found, torch.dtype) and found.is_floating_point):
-        return found
+    torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None or (isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point):
+        return torch_dtype
     raise ModelSourceError(source, f"no floating-point dtype: {dtype!r}; one of float32, float16, bfloat16")
 
 

@@ -84,16 +84,16 @@ def check_calls(
                 wanted[value][pair.expected, value, tolerances(paired.call.path)] = None
     sizes = {str(value.name): max(key[0].nbytes for key in keys) for value, keys in wanted.items()}
     by_name = {str(value.name): value for value in wanted}
-    found: dict[_Key, Difference] = {}
+    differences: dict[_Key, Difference] = {}
 
     def compare(name: str, array: Array) -> None:
         for key in wanted[by_name[name]]:
-            found[key] = difference(key[0].array, array, key[2], across_dtypes=across_dtypes)
+            differences[key] = difference(key[0].array, array, key[2], across_dtypes=across_dtypes)
 
     tensor_values(tagged, sizes, feed, runner, portion_bytes, compare)
 
     def best(pair: Pair, tolerance: Tolerance | None) -> tuple[ir.Value, TensorResult]:
-        options = ((value, found[pair.expected, value, tolerance]) for value in pair.candidates)
+        options = ((value, differences[pair.expected, value, tolerance]) for value in pair.candidates)
         value, nearest = min(options, key=lambda option: _rank(option[1]))
         return value, TensorResult(pair.name, str(value.name), nearest)
 
@@ -101,23 +101,23 @@ def check_calls(
     for paired in calls:
         tolerance = tolerances(paired.call.path)
         if paired.reason:
-            paired = _each_once(paired, tolerance, found)
+            paired = _each_once(paired, tolerance, differences)
         outputs = tuple(best(pair, tolerance) for pair in paired.outputs)
         checked.append(CheckedCall(paired, outputs, tuple(best(pair, tolerance) for pair in paired.inputs)))
     return checked
 
 
-def _each_once(paired: PairedCall, tolerance: Tolerance | None, found: Mapping[_Key, Difference]) -> PairedCall:
+def _each_once(paired: PairedCall, tolerance: Tolerance | None, differences: Mapping[_Key, Difference]) -> PairedCall:
     """Of a call whose tensors the file does not name: the nearest first, and each tensor for one output.
 
     The file may have fewer than PyTorch gave back, as nothing reads the others. A tensor whose shape or dtype is known
     only now that the file ran, and differs, is another tensor.
     """
     options = [
-        (_rank(found[pair.expected, value, tolerance]), pair.name, value)
+        (_rank(differences[pair.expected, value, tolerance]), pair.name, value)
         for pair in paired.outputs
         for value in pair.candidates
-        if found[pair.expected, value, tolerance].comparable
+        if differences[pair.expected, value, tolerance].comparable
     ]
     chosen: dict[str, ir.Value] = {}
     for _, name, value in sorted(options, key=lambda option: option[0]):
@@ -127,8 +127,8 @@ def _each_once(paired: PairedCall, tolerance: Tolerance | None, found: Mapping[_
     return replace(paired, outputs=outputs, missing=paired.missing + len(paired.outputs) - len(outputs))
 
 
-def _rank(found: Difference) -> tuple[bool, float]:
-    return bool(found.problem), math.inf if math.isnan(found.max_abs) else found.max_abs
+def _rank(result: Difference) -> tuple[bool, float]:
+    return bool(result.problem), math.inf if math.isnan(result.max_abs) else result.max_abs
 
 
 def tensor_values(
@@ -176,8 +176,8 @@ def _constant(value: ir.Value) -> Array:
 
 def excesses(calls: Iterable[CheckedCall]) -> dict[ir.Value, float]:
     """Every tensor that was compared → how far off it is at least, in units of what may differ."""
-    found: dict[ir.Value, float] = {}
+    largest: dict[ir.Value, float] = {}
     for call in calls:
         for value, result in (*call.outputs, *call.inputs):
-            found[value] = min(found.get(value, math.inf), result.difference.excess)
-    return found
+            largest[value] = min(largest.get(value, math.inf), result.difference.excess)
+    return largest

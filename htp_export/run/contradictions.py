@@ -30,8 +30,8 @@ def with_contradictions(tagged: TaggedModel, blame: Blame, paths: Collection[str
         paths: The modules to look at.
     """
     known = blame.modules
-    found = {path: why for path, why in contradictions(tagged).items() if path in paths and path not in known}
-    return replace(blame, modules={**known, **found}) if found else blame
+    contradicting = {path: why for path, why in contradictions(tagged).items() if path in paths and path not in known}
+    return replace(blame, modules={**known, **contradicting}) if contradicting else blame
 
 
 def contradictions(tagged: TaggedModel) -> Mapping[str, str]:
@@ -87,8 +87,8 @@ class _Facts:
 
     def _values(self, names: Sequence[str | None]) -> list[ir.Value]:
         """The tensors of these names that nodes compute from the inputs."""
-        found = (self._tagged.values.get(name) for name in dict.fromkeys(names) if name is not None)
-        return [value for value in found if value in self._varying and value is not None and self._work(value).parts]
+        values = (self._tagged.values.get(name) for name in dict.fromkeys(names) if name is not None)
+        return [value for value in values if value in self._varying and value is not None and self._work(value).parts]
 
     def _work(self, value: ir.Value) -> Work:
         producer = value.producer()

@@ -13,7 +13,7 @@ __all__ = ["cut_together"]
 
 
 def cut_together(
-    tagged: TaggedModel, group: Sequence[str], given: Collection[ir.Value], outputs: Sequence[ir.Value]
+    tagged: TaggedModel, group: Sequence[str], inputs_of_modules: Collection[ir.Value], outputs: Sequence[ir.Value]
 ) -> Cut | None:
     """Cut modules that were merged out of a graph as one.
 
@@ -22,7 +22,7 @@ def cut_together(
     Args:
         tagged: The file.
         group: The modules, the first of which gives the cut its name.
-        given: Tensors of the file that PyTorch gave to one of them.
+        inputs_of_modules: Tensors of the file that PyTorch gave to one of them.
         outputs: Tensors of the file that one of them gave back.
 
     Returns:
@@ -37,7 +37,7 @@ def cut_together(
         value = queue.pop()
         node = value.producer()
         inside = node is not None and (node in members or value in index.constant)
-        if value in given or not (inside or value.is_initializer()):
+        if value in inputs_of_modules or not (inside or value.is_initializer()):
             entering[value] = None
         elif node is not None and node not in needed:
             needed.add(node)

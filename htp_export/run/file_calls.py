@@ -36,7 +36,7 @@ def calls_in_file(
     """
     tensors = list(_tensors_of_calls(tagged))
     sizes = _sizes(tagged, feed)
-    wanted = dict.fromkeys(value for _, _, given, back in tensors for value in (*given.values(), *back) if value)
+    wanted = dict.fromkeys(value for _, _, entered, back in tensors for value in (*entered.values(), *back) if value)
     held: dict[str, StoredArray] = {}
 
     def keep(name: str, array: Array) -> None:
@@ -45,9 +45,9 @@ def calls_in_file(
     names = {str(value.name): sizes(value) for value in wanted}
     tensor_values(tagged, names, feed.arrays, runner, portion_bytes, keep)
     calls = []
-    for path, number, given, back in tensors:
+    for path, number, entered, back in tensors:
         outputs = tuple(held[str(value.name)] if value is not None else None for value in back)
-        inputs = {argument: held[str(value.name)] for argument, value in given.items()}
+        inputs = {argument: held[str(value.name)] for argument, value in entered.items()}
         calls.append(ModuleCall(path, number, inputs, outputs))
     return calls
 
@@ -58,18 +58,18 @@ _CallTensors = tuple[str, int, dict[str, ir.Value], list["ir.Value | None"]]
 def _tensors_of_calls(tagged: TaggedModel) -> Iterator[_CallTensors]:
     """Path, number of the call, arguments and results of every call that a file knows of."""
     order = {value: place for place, value in enumerate(tagged.values.values())}
-    found: list[_CallTensors] = []
+    calls: list[_CallTensors] = []
     for path, info in tagged.hierarchy.items():
         for number in range(max(len(tagged.signatures.get(path, ())), info.calls)):
             signature = signature_of(tagged, path, number)
-            given = {} if signature is None else signature.inputs
+            names = {} if signature is None else signature.inputs
             inputs = {
-                arg: tagged.values[name] for arg, name in given.items() if name is not None and name in tagged.values
+                arg: tagged.values[name] for arg, name in names.items() if name is not None and name in tagged.values
             }
-            found.append((path, number, inputs, _results(tagged, path, number)))
-    last = [max((order.get(value, -1) for value in back if value is not None), default=-1) for *_, back in found]
-    depth = [-path.count(".") - bool(path) for path, *_ in found]
-    return iter([found[k] for k in sorted(range(len(found)), key=lambda k: (last[k], depth[k]))])
+            calls.append((path, number, inputs, _results(tagged, path, number)))
+    last = [max((order.get(value, -1) for value in back if value is not None), default=-1) for *_, back in calls]
+    depth = [-path.count(".") - bool(path) for path, *_ in calls]
+    return iter([calls[k] for k in sorted(range(len(calls)), key=lambda k: (last[k], depth[k]))])
 
 
 def _results(tagged: TaggedModel, path: str, number: int) -> list[ir.Value | None]:

@@ -77,46 +77,50 @@ def compare(
         3 of 3 modules agree (worst 0, (root))
     """
     ours, theirs = read_flat(a), read_flat(b)
-    one, other = name_of(a, "model a"), name_of(b, "model b")
-    for tagged, name in ((ours, one), (theirs, other)):
+    first_name, second_name = name_of(a, "model a"), name_of(b, "model b")
+    for tagged, name in ((ours, first_name), (theirs, second_name)):
         if tagged.source == "none" and not tagged.signatures:
             raise UntaggedModelError(
                 f"{name}: has no module tags; a tool took them off, or it was not exported by htp_export"
             )
-    _check_one_model(ours, theirs, one, other)
+    _check_one_model(ours, theirs, first_name, second_name)
     allowed = tolerance_of(ours, tolerances or {})
     chosen = set(ours.paths if select is None else ours.select(select))
     known = Inputs.of(ours.model)
     feed = known.random(dims, shapes, seed) if inputs is None else known.feed(inputs, dims)
-    other_feed = _other_feed(ours, theirs, feed, other)
+    other_feed = _other_feed(ours, theirs, feed, second_name)
     settings = SessionSettings(tuple(providers), session_options)
     with ArrayStore.opened(portion_bytes) as store:
-        calls = calls_in_file(ours, feed, Runner(ours.model, one, settings), store, portion_bytes)
+        calls = calls_in_file(ours, feed, Runner(ours.model, first_name, settings), store, portion_bytes)
         wanted = [call for call in calls if call.path in chosen and call.path in theirs]
         paired = [pair_call(theirs, call) for call in wanted]
-        runner = Runner(theirs.model, other, settings)
+        runner = Runner(theirs.model, second_name, settings)
         checked = check_calls(theirs, paired, other_feed, runner, portion_bytes, allowed, across_dtypes=True)
     blame = blame_by_graph(theirs, checked)
     results = module_results(ours, chosen, checked, blame, {}, isolated=False)
-    there = {call.path for call in checked if call.outputs}
-    here = {call.path for call in calls if any(held is not None for held in call.outputs)}
-    lacking = {path: _lacking(path, here, theirs, one, other) for path in results if path not in there}
+    compared_paths = {call.path for call in checked if call.outputs}
+    paths_of_first = {call.path for call in calls if any(held is not None for held in call.outputs)}
+    lacking = {
+        path: _lacking(path, paths_of_first, theirs, first_name, second_name)
+        for path in results
+        if path not in compared_paths
+    }
     modules = {path: _around(results, result, lacking.get(path, "")) for path, result in results.items()}
     wrong = tuple(path for path in blame.modules if path in modules)
     return Comparison(modules, wrong, tags=(ours.tag_facts, theirs.tag_facts), assumed=feed.notes)
 
 
-def _check_one_model(ours: TaggedModel, theirs: TaggedModel, one: str, other: str) -> None:
+def _check_one_model(ours: TaggedModel, theirs: TaggedModel, first_name: str, second_name: str) -> None:
     shared = [path for path in ours if path in theirs]
     for path in shared:
-        here, there = ours.hierarchy[path], theirs.hierarchy[path]
-        if here.class_name and there.class_name and here.simple_class != there.simple_class:
+        first, second = ours.hierarchy[path], theirs.hierarchy[path]
+        if first.class_name and second.class_name and first.simple_class != second.simple_class:
             problem = (
-                f"module {path or '(root)'!r} is a {here.simple_class} in one and a {there.simple_class} in the other"
+                f"module {path or '(root)'!r} is a {first.simple_class} in one and a {second.simple_class} in the other"
             )
-            raise InputError(f"{one} and {other} are not of one model: {problem}")
+            raise InputError(f"{first_name} and {second_name} are not of one model: {problem}")
     if len(shared) <= 1 < min(len(ours), len(theirs)):
-        raise InputError(f"{one} and {other} are not of one model: they have no module in common")
+        raise InputError(f"{first_name} and {second_name} are not of one model: they have no module in common")
 
 
 def _other_feed(ours: TaggedModel, theirs: TaggedModel, feed: Feed, name: str) -> dict[str, Array]:
@@ -134,11 +138,11 @@ def _other_feed(ours: TaggedModel, theirs: TaggedModel, feed: Feed, name: str) -
         raise InputError(f"{name}: {error}") from error
 
 
-def _lacking(path: str, here: Collection[str], theirs: TaggedModel, one: str, other: str) -> str:
+def _lacking(path: str, paths_of_first: Collection[str], theirs: TaggedModel, first_name: str, second_name: str) -> str:
     """Which of the files has no tensor of a module."""
     if path not in theirs:
-        return f"{other} has no such module"
-    return f"{other if path in here else one} has none of its tensors"
+        return f"{second_name} has no such module"
+    return f"{second_name if path in paths_of_first else first_name} has none of its tensors"
 
 
 def _around(results: Mapping[str, ModuleResult], result: ModuleResult, lacking: str) -> ModuleResult:

@@ -116,16 +116,16 @@ def _task(tagged: TaggedModel, cutter: Cutter, paired: PairedCall) -> _Task:
     call = paired.call
     cut = cutter.cut(call.path, call.number)
     signature = signature_of(tagged, call.path, call.number)
-    given = {}
+    inputs_of_module = {}
     for name, value in cut.inputs.items():
         known = signature is not None and signature.inputs.get(name) == value.name
         if known and name in call.inputs:
-            given[name] = call.inputs[name]
-    outside = tuple(str(value.name) for name, value in cut.inputs.items() if name not in given)
+            inputs_of_module[name] = call.inputs[name]
+    outside = tuple(str(value.name) for name, value in cut.inputs.items() if name not in inputs_of_module)
     hidden = next((name for name in outside if name not in tagged.values), None)
     if hidden is not None:
         raise InputError(f"it needs {hidden!r}, which is inside a branch, a loop or a function")
-    return _Task(paired, cut, given, outside)
+    return _Task(paired, cut, inputs_of_module, outside)
 
 
 def _fused_task(tagged: TaggedModel, paired: PairedCall, calls: Sequence[PairedCall]) -> _Task | None:

@@ -67,17 +67,17 @@ def attributed_kernels(trace: Trace, tagged: TaggedModel, optimized: ir.Model | 
 
 def _owned(works: Iterable[Work], calls: CallTree) -> dict[str, frozenset[str]]:
     """Owner → the modules in whose regions its share of the work is."""
-    found: dict[str, frozenset[str]] = {}
+    modules_by_owner: dict[str, frozenset[str]] = {}
     for work in works:
         for owner, modules in calls.around_owners(work).items():
-            found[owner] = found.get(owner, frozenset()) | modules
-    return found
+            modules_by_owner[owner] = modules_by_owner.get(owner, frozenset()) | modules
+    return modules_by_owner
 
 
 def _nodes(keys: Iterable[KernelKey], model: ir.Model) -> dict[KernelKey, list[ir.Node]]:
     """The nodes that each kernel may be; more than one only where equal names leave it open."""
     groups: defaultdict[tuple[tuple[KernelKey, ...], str, str], list[KernelKey]] = defaultdict(list)
-    found: dict[KernelKey, list[ir.Node]] = {}
+    nodes_of_kernel: dict[KernelKey, list[ir.Node]] = {}
     named: dict[ir.Graph, dict[tuple[str, str], list[ir.Node]]] = {}
     for key in keys:
         unnamed = key.label == f"{key.op_type}_{key.index}"
@@ -86,21 +86,21 @@ def _nodes(keys: Iterable[KernelKey], model: ir.Model) -> dict[KernelKey, list[i
     for (holders, label, op_type), members in sorted(groups.items(), key=lambda group: len(group[0][0])):
         graphs = [model.graph]
         if holders:
-            holding = found.get(holders[-1], ())
+            holding = nodes_of_kernel.get(holders[-1], ())
             graphs = [body for node in holding for body in subgraphs(node)]
         for graph in graphs:
             if graph not in named:
                 named[graph] = _by_name(graph)
         names = [label] if label else ["", *(member.label for member in members)]
-        there = [node for graph in graphs for name in names for node in named[graph].get((name, op_type), ())]
+        named_nodes = [node for graph in graphs for name in names for node in named[graph].get((name, op_type), ())]
         # A graph runs in the order in which it is written down.
-        alike = len(there) == len(members)
-        found.update({key: [there[k]] if alike else there for k, key in enumerate(members)})
-    return found
+        alike = len(named_nodes) == len(members)
+        nodes_of_kernel.update({key: [named_nodes[k]] if alike else named_nodes for k, key in enumerate(members)})
+    return nodes_of_kernel
 
 
 def _by_name(graph: ir.Graph) -> dict[tuple[str, str], list[ir.Node]]:
-    found: defaultdict[tuple[str, str], list[ir.Node]] = defaultdict(list)
+    nodes_by_name: defaultdict[tuple[str, str], list[ir.Node]] = defaultdict(list)
     for node in graph:
-        found[node.name or "", node.op_type].append(node)
-    return found
+        nodes_by_name[node.name or "", node.op_type].append(node)
+    return nodes_by_name

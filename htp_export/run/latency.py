@@ -206,15 +206,15 @@ def profile(
         raise InputError(f"there is nothing to measure in {runs} runs after {warmup} to warm up")
     settings = SessionSettings(tuple(providers), session_options)
     settings.check()
-    given = load(onnx)
-    tagged = read_flat(given)  # ONNX Runtime would inline functions under names of its own
+    original = load(onnx)
+    tagged = read_flat(original)  # ONNX Runtime would inline functions under names of its own
     if tagged.source == "none":
         tagged.select("**")  # says what is missing
         raise UntaggedModelError("the model has no module tags")
     wanted = Inputs.of(tagged.model)
     feed = wanted.random(dims, shapes) if inputs is None else wanted.feed(inputs, dims)
     with temporary_folder() as folder:
-        if isinstance(onnx, str | os.PathLike) and tagged.model is given.model:
+        if isinstance(onnx, str | os.PathLike) and tagged.model is original.model:
             runnable = RunnableModel.of_file(Path(onnx), tagged.model, folder)
         else:
             runnable = RunnableModel.of(tagged.model, tagged.hierarchy.root.simple_class or "model", folder)

@@ -82,9 +82,9 @@ def _maker(tagged: TaggedModel, value: ir.Value) -> str:
 
 def _origins(tagged: TaggedModel, excess: Mapping[ir.Value, float]) -> set[ir.Value]:
     """The tensors that differ, and none of those that they are computed from."""
-    given = {value: _worst_read(tagged, value, excess) for value, size in excess.items() if size > 1}
-    origins = {value for value, most in given.items() if most <= 1}
-    sudden = {value for value in origins if excess[value] > _SUDDEN * given[value]}
+    worst_inputs = {value: _worst_read(tagged, value, excess) for value, size in excess.items() if size > 1}
+    origins = {value for value, most in worst_inputs.items() if most <= 1}
+    sudden = {value for value in origins if excess[value] > _SUDDEN * worst_inputs[value]}
     return sudden or origins
 
 

@@ -183,15 +183,15 @@ def unmatched_calls(tagged: TaggedModel, ran: Mapping[str, int]) -> dict[str, st
         tagged: The file.
         ran: Module path → how often it ran now.
     """
-    found = {}
+    reasons = {}
     for path, info in tagged.hierarchy.items():
         now = ran.get(path, 0)
         known = len(tagged.signatures[path]) if path in tagged.signatures else info.calls
         if not now and known and info.fate != "uncalled":
-            found[path] = "its calls cannot be seen: it runs in a branch, or its forward is called directly"
+            reasons[path] = "its calls cannot be seen: it runs in a branch, or its forward is called directly"
         elif now != known and known and info.fate != "uncalled":
-            found[path] = f"it ran {_times(now)} now and {_times(known)} in the export"
-    return found
+            reasons[path] = f"it ran {_times(now)} now and {_times(known)} in the export"
+    return reasons
 
 
 def _times(count: int) -> str:

@@ -32,21 +32,21 @@ def known_parameters(tagged: TaggedModel, model: nn.Module) -> dict[ir.Value, st
     """
     initializers = [value for graph in tagged.model.graphs() for value in graph.initializers.values()]
     tensors = dict(named_tensors(model))
-    found = {value: str(value.name) for value in initializers if value.name in tensors}
+    names = {value: str(value.name) for value in initializers if value.name in tensors}
     weights: defaultdict[tuple[str, frozenset[int]], list[tuple[str, Array]]] = defaultdict(list)
-    for name in [name for name in tensors if name not in set(found.values())]:
+    for name in [name for name in tensors if name not in set(names.values())]:
         if tensors[name].dim() == 2:
             array = from_torch(tensors[name])
             weights[str(array.dtype), frozenset(array.shape)].append((name, array))
     for value in initializers:
         tensor = value.const_value
-        if value in found or tensor is None or len(tensor.shape) != 2 or tensor.dtype == ir.DataType.STRING:
+        if value in names or tensor is None or len(tensor.shape) != 2 or tensor.dtype == ir.DataType.STRING:
             continue
         listed = weights.get((str(np.dtype(tensor.dtype.numpy())), frozenset(tensor.shape.numpy())))
         matched = _matching(tensor.numpy(), listed) if listed else None
         if matched is not None:
-            found[value] = matched
-    return found
+            names[value] = matched
+    return names
 
 
 def _matching(array: Array, weights: list[tuple[str, Array]]) -> str | None:
@@ -59,10 +59,10 @@ def _matching(array: Array, weights: list[tuple[str, Array]]) -> str | None:
     return next((name for name, turned in begin_alike if np.array_equal(array, turned)), None)
 
 
-def _begins_as(one: Array, other: Array) -> bool:
-    if one.shape != other.shape or not np.array_equal(one[:1], other[:1]):
+def _begins_as(first: Array, second: Array) -> bool:
+    if first.shape != second.shape or not np.array_equal(first[:1], second[:1]):
         return False
-    return np.array_equal(one[:, :1], other[:, :1])
+    return np.array_equal(first[:, :1], second[:, :1])
 
 
 def misplaced_parameters(
@@ -91,10 +91,10 @@ def _misplaced(
     right = readers[name]
     if any(path in tagged and tagged.hierarchy[path].fate == "constant" for path in right):
         return  # what it was folded into is read wherever the module's result is
-    strays = [use.node for use in initializer.uses() if not _reads(tagged, use.node, right)]
-    if strays:  # exporters merge equal tensors under one name: then it may be read wherever any of them is
-        right = right.union(*(readers[other] for other in _equal_tensors(model, name)))
-    for node in strays:
+    outside_readers = [use.node for use in initializer.uses() if not _reads(tagged, use.node, right)]
+    if outside_readers:  # exporters merge equal tensors under one name: then it may be read wherever any of them is
+        right = right.union(*(readers[tied] for tied in _equal_tensors(model, name)))
+    for node in outside_readers:
         if not _reads(tagged, node, right):
             owners = ", ".join(repr(owner) for owner in tagged.owners_of(node)) or "no module"
             yield f"{name} is read by {node.op_type} {node.name!r} of {owners}"
@@ -111,5 +111,7 @@ def _equal_tensors(model: nn.Module, name: str) -> list[str]:
 
     every = dict(named_tensors(model))
     this = every[name]
-    alike = (other for other, tensor in every.items() if tensor.shape == this.shape and tensor.dtype == this.dtype)
-    return [other for other in alike if torch.equal(every[other], this)]
+    alike = (
+        candidate for candidate, tensor in every.items() if tensor.shape == this.shape and tensor.dtype == this.dtype
+    )
+    return [candidate for candidate in alike if torch.equal(every[candidate], this)]

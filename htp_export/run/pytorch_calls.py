@@ -120,8 +120,8 @@ def record_calls(
 
 def _failed(model: nn.Module, running: Sequence[str], error: Exception) -> str:
     where = f" in module {running[-1]!r}" if running and running[-1] else ""
-    told = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(model).__name__} cannot run on these inputs{where}: {type(error).__name__}: {told}"
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(model).__name__} cannot run on these inputs{where}: {type(error).__name__}: {message}"
 
 
 class _Recorder:

@@ -49,11 +49,11 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
     names: defaultdict[int, list[str]] = defaultdict(list)
     for name, tensor in named_tensors(model):
         names[id(tensor)].append(name)
-    found: dict[int, set[str]] = {key: set() for key in names}
+    readers_of: dict[int, set[str]] = {key: set() for key in names}
     modules = module_paths(model)
     for path, _, module in modules:
         for _, tensor in named_tensors(module, recurse=False):
-            found[id(tensor)].add(path)
+            readers_of[id(tensor)].add(path)
     running: list[str] = []
     handles = []
     for path, _, module in modules:
@@ -67,7 +67,7 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
         handles.append(module.register_forward_pre_hook(enter))
         handles.append(module.register_forward_hook(leave, always_call=True))
     readers: dict[str, frozenset[str]] = {}
-    watch = _watch(found, running)
+    watch = _watch(readers_of, running)
     try:
         with watch:
             yield readers
@@ -75,7 +75,7 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
     finally:
         for handle in handles:
             handle.remove()
-    readers.update({name: frozenset(found[key]) for key, listed in names.items() for name in listed})
+    readers.update({name: frozenset(readers_of[key]) for key, listed in names.items() for name in listed})
 
 
 def _watch(found: Mapping[int, set[str]], running: list[str]) -> Any:

@@ -28,12 +28,12 @@ def tolerance_of(
         InputError: If one is negative or no number.
         SelectorError: If a selector cannot be read, or matches nothing.
     """
-    found: dict[str, Tolerance] = {}
+    by_path: dict[str, Tolerance] = {}
     for selector, (absolute, relative) in tolerances.items():
         if not (absolute >= 0 and relative >= 0):
             raise InputError(f"tolerance of {selector!r}: {absolute}, {relative} are not two numbers from 0 up")
-        found.update(dict.fromkeys(tagged.select(selector), Tolerance(absolute, relative)))
-    return found.get
+        by_path.update(dict.fromkeys(tagged.select(selector), Tolerance(absolute, relative)))
+    return by_path.get
 
 
 def module_results(
@@ -58,11 +58,11 @@ def module_results(
     blamed, by_module = set(blame.calls), defaultdict(list)
     for index, call in enumerate(calls):
         by_module[call.path].append(_call_result(tagged, call, index in blamed, isolated=isolated))
-    told = {call.path: call.paired.reason for call in calls if call.paired.reason}
-    told |= {call.path: call.failed for call in calls if call.failed}
-    told |= {path: reason for path, reason in blame.modules.items() if reason}
+    call_reasons = {call.path: call.paired.reason for call in calls if call.paired.reason}
+    call_reasons |= {call.path: call.failed for call in calls if call.failed}
+    call_reasons |= {path: reason for path, reason in blame.modules.items() if reason}
     return {
-        path: _module_result(tagged, path, by_module[path], reasons.get(path) or told.get(path, ""), blame)
+        path: _module_result(tagged, path, by_module[path], reasons.get(path) or call_reasons.get(path, ""), blame)
         for path in tagged.paths
         if path in chosen
     }

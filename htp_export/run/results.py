@@ -110,8 +110,8 @@ class ModuleResult:
     @property
     def cosine(self) -> float | None:
         """The smallest cosine of an output."""
-        found = _largest(-each.cosine for each in self.differences)
-        return None if found is None else -found
+        largest = _largest(-each.cosine for each in self.differences)
+        return None if largest is None else -largest
 
     @property
     def problem(self) -> str:
@@ -149,12 +149,14 @@ def _plain(value: Any) -> Any:
 
 def _call_to_dict(call: CallResult) -> dict[str, Any]:
     def tensors(listed: Sequence[TensorResult]) -> list[dict[str, Any]]:
-        found = []
+        rows = []
         for each in listed:
             numbers: dict[str, Any] = {name: _plain(getattr(each.difference, name)) for name in _NUMBERS}
-            said = {"problem": each.difference.problem, "note": each.difference.note}
-            found.append({"name": each.name, "tensor": each.tensor, **numbers, **{k: v for k, v in said.items() if v}})
-        return found
+            remarks = {"problem": each.difference.problem, "note": each.difference.note}
+            rows.append(
+                {"name": each.name, "tensor": each.tensor, **numbers, **{k: v for k, v in remarks.items() if v}}
+            )
+        return rows
 
     plain: dict[str, Any] = {"call": call.number, "status": call.status, "outputs": tensors(call.outputs)}
     return {**plain, "inputs": tensors(call.inputs), **({"missing": call.missing} if call.missing else {})}
@@ -230,11 +232,11 @@ class Comparison(ModuleTable):
     @property
     def worst(self) -> str | None:
         """The module with the largest difference of elements; None if nothing was compared."""
-        found = {path: module.max_abs for path, module in self.modules.items() if module.compared}
-        if not found:
+        differences = {path: module.max_abs for path, module in self.modules.items() if module.compared}
+        if not differences:
             return None
-        strange = [path for path, value in found.items() if value is not None and math.isnan(value)]
-        return strange[0] if strange else max(found, key=lambda path: found[path] or 0.0)
+        strange = [path for path, value in differences.items() if value is not None and math.isnan(value)]
+        return strange[0] if strange else max(differences, key=lambda path: differences[path] or 0.0)
 
     @property
     def score(self) -> str:

@@ -50,9 +50,9 @@ def check_same_model(tagged: TaggedModel, model: nn.Module, name: str) -> None:
     parameters = dict(named_tensors(model))
     shared = [(value, parameters[key]) for key, value in _initializers(tagged) if key in parameters]
     for value, tensor in shared:
-        found, wanted = list(value.const_value.shape.numpy()), list(tensor.shape)  # type: ignore[union-attr]
-        if found != wanted:
-            _refuse(name, model, f"its {value.name!r} has the shape {found}, and the model's has {wanted}")
+        shape, wanted = list(value.const_value.shape.numpy()), list(tensor.shape)  # type: ignore[union-attr]
+        if shape != wanted:
+            _refuse(name, model, f"its {value.name!r} has the shape {shape}, and the model's has {wanted}")
     _check_dtypes(shared, name, model)
     if exact:
         _check_values(tagged, shared, name, model)
@@ -89,9 +89,11 @@ def _initializers(tagged: TaggedModel) -> Iterator[tuple[str, ir.Value]]:
 def _check_dtypes(shared: list[tuple[ir.Value, torch.Tensor]], name: str, model: nn.Module) -> None:
     """Refuse a file whose weights are mostly of another type of floats."""
     floats = [(value, tensor) for value, tensor in shared if tensor.is_floating_point()]
-    other = [(value, tensor) for value, tensor in floats if _dtype(value) != str(tensor.dtype).removeprefix("torch.")]
-    if len(other) > len(floats) / 2:
-        value, tensor = other[0]
+    different = [
+        (value, tensor) for value, tensor in floats if _dtype(value) != str(tensor.dtype).removeprefix("torch.")
+    ]
+    if len(different) > len(floats) / 2:
+        value, tensor = different[0]
         ours = str(tensor.dtype).removeprefix("torch.")
         _refuse(
             name,
@@ -109,7 +111,7 @@ def _check_values(
     tagged: TaggedModel, shared: list[tuple[ir.Value, torch.Tensor]], name: str, model: nn.Module
 ) -> None:
     """Refuse a file most of whose weights have other values."""
-    other = looked_at = 0
+    different = looked_at = 0
     for value, tensor in shared:
         owner = str(value.name).rpartition(".")[0]
         fused = owner in tagged and tagged.hierarchy[owner].fate == "fused"  # then a neighbour's were worked into it
@@ -118,11 +120,11 @@ def _check_values(
         looked_at += 1
         try:
             stored = value.const_value.numpy()  # type: ignore[union-attr] # see _initializers
-            other += not _alike(_sample(stored), from_torch(_sample(tensor)))
+            different += not _alike(_sample(stored), from_torch(_sample(tensor)))
         except (OSError, ValueError) as error:
             raise InputError(f"{name}: its weight {value.name!r} cannot be read: {error}") from error
-    if other >= _FEWEST and other > looked_at / 2:
-        _refuse(name, model, f"{other} of {looked_at} parameters have other values: it has other weights")
+    if different >= _FEWEST and different > looked_at / 2:
+        _refuse(name, model, f"{different} of {looked_at} parameters have other values: it has other weights")
 
 
 def _sample(values: Any) -> Any:
@@ -132,5 +134,5 @@ def _sample(values: Any) -> Any:
     return values.reshape(-1)[:_SAMPLE]
 
 
-def _alike(one: Array, other: Array) -> bool:
-    return one.tobytes() == other.tobytes()
+def _alike(first: Array, second: Array) -> bool:
+    return first.tobytes() == second.tobytes()

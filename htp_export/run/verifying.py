@@ -154,16 +154,16 @@ def feed_of_call(
     """
     inputs = Inputs.of(tagged.model)
     call = arguments_by_name(model.forward, tuple(args), kwargs)
-    given: dict[str, Any] = dict(named_tensors_in(call))
+    values: dict[str, Any] = dict(named_tensors_in(call))
     names = input_arguments(tagged)
     numbers = {name: leaf for name, leaf in named_leaves({**defaults_of(model.forward), **call}) if _is_number(leaf)}
-    given.update((argument, numbers[argument]) for argument in names.values() if argument in numbers)
-    if not all(argument in given for argument in names.values()):
-        if len(inputs) != len(given):
-            raise InputError(f"{name}: takes {len(inputs)} inputs, and the call has {len(given)} tensors")
-        names = dict(zip(names, given, strict=True))
+    values.update((argument, numbers[argument]) for argument in names.values() if argument in numbers)
+    if not all(argument in values for argument in names.values()):
+        if len(inputs) != len(values):
+            raise InputError(f"{name}: takes {len(inputs)} inputs, and the call has {len(values)} tensors")
+        names = dict(zip(names, values, strict=True))
     try:
-        return dict(inputs.feed({key: given[argument] for key, argument in names.items()}).arrays)
+        return dict(inputs.feed({key: values[argument] for key, argument in names.items()}).arrays)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
 

@@ -120,9 +120,9 @@ def difference(
         problem = f"{unequal} of {expected.size} elements differ"
         return replace(_incomparable(problem), comparable=True) if unequal else _EQUAL
     sums = _Sums(allowed, _scale(expected))
-    one, other = expected.reshape(-1), found.reshape(-1)
-    for start in range(0, one.size, _BLOCK):
-        sums.add(one[start : start + _BLOCK], other[start : start + _BLOCK])
+    expected_flat, found_flat = expected.reshape(-1), found.reshape(-1)
+    for start in range(0, expected_flat.size, _BLOCK):
+        sums.add(expected_flat[start : start + _BLOCK], found_flat[start : start + _BLOCK])
     return sums.result(note)
 
 
@@ -158,18 +158,23 @@ class _Sums:
         self._max_abs = self._sum_abs = self._max_rel = self._sum_rel = self._excess = 0.0
         self._dot = self._one = self._other = 0.0
 
-    def add(self, expected: Array, found: Array) -> None:
-        one, other = _wide(expected), _wide(found)
-        finite = np.isfinite(one) & np.isfinite(other)
-        self._count += one.size
+    def add(self, expected: Array, actual: Array) -> None:
+        expected_wide, actual_wide = _wide(expected), _wide(actual)
+        finite = np.isfinite(expected_wide) & np.isfinite(actual_wide)
+        self._count += expected_wide.size
         if not finite.all():
-            self._add_unusual(one[~finite], other[~finite])
-            one, other, expected, found = one[finite], other[finite], expected[finite], found[finite]
-        if not one.size:
+            self._add_unusual(expected_wide[~finite], actual_wide[~finite])
+            expected_wide, actual_wide, expected, actual = (
+                expected_wide[finite],
+                actual_wide[finite],
+                expected[finite],
+                actual[finite],
+            )
+        if not expected_wide.size:
             return
-        apart, size = np.abs(one - other), np.abs(one)
+        apart, size = np.abs(expected_wide - actual_wide), np.abs(expected_wide)
         if self._tolerance == Tolerance(0.0, 0.0):  # also where double precision holds no more of whole numbers
-            self._outside += int(np.count_nonzero(expected != found))
+            self._outside += int(np.count_nonzero(expected != actual))
         else:
             limit = self._tolerance.absolute * self._scale + self._tolerance.relative * size
             self._outside += int(np.count_nonzero(apart > limit))
@@ -182,15 +187,15 @@ class _Sums:
         self._nonzero += relative.size
         self._max_rel = max(self._max_rel, float(relative.max(initial=0.0)))
         self._sum_rel += float(relative.sum())
-        self._dot += float(np.real(one * other.conj()).sum())
+        self._dot += float(np.real(expected_wide * actual_wide.conj()).sum())
         self._one += float(np.square(size).sum())
-        self._other += float(np.square(np.abs(other)).sum())
+        self._other += float(np.square(np.abs(actual_wide)).sum())
 
     def _add_unusual(self, one: Array, other: Array) -> None:
         """Elements of which at least one is NaN or infinite."""
-        strays = np.isnan(one) != np.isnan(other)
-        unequal = ~strays & ~np.isnan(one) & (one != other)
-        self._strays += int(np.count_nonzero(strays))
+        one_is_nan = np.isnan(one) != np.isnan(other)
+        unequal = ~one_is_nan & ~np.isnan(one) & (one != other)
+        self._strays += int(np.count_nonzero(one_is_nan))
         if unequal.any():
             self._outside += int(np.count_nonzero(unequal))
             self._max_abs = self._sum_abs = self._max_rel = self._sum_rel = float("inf")

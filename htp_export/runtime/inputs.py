@@ -154,55 +154,57 @@ class Inputs:
             _check_name("open dimension", name, names)
             if not _is_size(size):
                 raise InputError(f"size {name!r} is a whole number, not {size!r}")
-        given = {name: self._given_shape(name, shape) for name, shape in (shapes or {}).items()}
+        given_shapes = {name: self._given_shape(name, shape) for name, shape in (shapes or {}).items()}
         conflicts = [
-            text for name, shape in given.items() for text in _match(self._by_name[name], shape, sizes, dims or {})
+            text
+            for name, shape in given_shapes.items()
+            for text in _match(self._by_name[name], shape, sizes, dims or {})
         ]
-        found: dict[str, tuple[int | None, ...] | None] = {}
+        bound: dict[str, tuple[int | None, ...] | None] = {}
         open_sizes: dict[str, None] = {}
         for each in self:
-            if each.name in given:
-                found[each.name] = given[each.name]
+            if each.name in given_shapes:
+                bound[each.name] = given_shapes[each.name]
             elif each.shape is None:
-                found[each.name] = None
+                bound[each.name] = None
                 open_sizes.update({f"{each.name}: all": None} if each.tensor else {})
             else:
                 shape = tuple(sizes.get(dim) if isinstance(dim, str) else dim for dim in each.shape)
-                found[each.name] = shape
+                bound[each.name] = shape
                 stays = ((k, dim) for k, dim in enumerate(each.shape) if shape[k] is None)
                 open_sizes.update({dim if isinstance(dim, str) else f"{each.name}: {k}": None for k, dim in stays})
-        return Bound(sizes, found, tuple(open_sizes), tuple(conflicts))
+        return Bound(sizes, bound, tuple(open_sizes), tuple(conflicts))
 
-    def feed(self, given: Mapping[str, Any], dims: Mapping[str, int] | None = None) -> Feed:
+    def feed(self, arrays_by_name: Mapping[str, Any], dims: Mapping[str, int] | None = None) -> Feed:
         """The given inputs as arrays.
 
         Args:
-            given: Input name → numpy array, torch tensor, or nested lists of numbers.
-            dims: Name of a size that the model leaves open → the size that the inputs must have there.
+            arrays_by_name: Input name → numpy array, torch tensor, or nested lists of numbers.
+            dims: Name of an open dimension → the size that the inputs must have there.
 
         Raises:
             InputError: If one is missing or unknown, or its type or shape is not the model's, or not that of ``dims``;
                 it says which, and what the model wants.
         """
-        if not isinstance(given, Mapping):
-            raise InputError(f"inputs are a dict of name → array, not {type(given).__name__}")
-        for name in given:
+        if not isinstance(arrays_by_name, Mapping):
+            raise InputError(f"inputs are a dict of name → array, not {type(arrays_by_name).__name__}")
+        for name in arrays_by_name:
             _check_name("input", name, self._by_name)
-        missing = [f"{name!r} ({each})" for name, each in self._by_name.items() if name not in given]
+        missing = [f"{name!r} ({each})" for name, each in self._by_name.items() if name not in arrays_by_name]
         if missing:
             raise InputError(f"no value for input {', '.join(missing)}")
-        arrays = {each.name: _array(each, given[each.name]) for each in self}
+        arrays = {each.name: _array(each, arrays_by_name[each.name]) for each in self}
         for each in self:
             _check(each, arrays[each.name])
         if dims:
             self.bind(dims=dims, shapes={name: array.shape for name, array in arrays.items()}).check()
         return Feed(arrays, self._types)
 
-    def feed_again(self, given: Mapping[str, Array]) -> Feed:
+    def feed_again(self, arrays_by_name: Mapping[str, Array]) -> Feed:
         """What another file of a model is fed: the same arrays, in the width that its own floats have.
 
         Args:
-            given: Input name → array. Inputs of other names have those at their places, if there are as many.
+            arrays_by_name: Input name → array. Inputs of other names have those at their places, if there are as many.
 
         Raises:
             InputError: If there is no array for an input, or not of its type or shape.
@@ -212,15 +214,15 @@ class Inputs:
             >>> Inputs([x]).feed_again({"x": np.ones((2, 4), np.float32)}).arrays["x_half"].dtype
             dtype('float16')
         """
-        places = list(given.values()) if len(given) == len(self) else []
-        found = {}
+        places = list(arrays_by_name.values()) if len(arrays_by_name) == len(self) else []
+        feed = {}
         for place, each in enumerate(self):
-            array = given.get(each.name, places[place] if places else None)
+            array = arrays_by_name.get(each.name, places[place] if places else None)
             if array is None:
                 raise InputError(f"takes an input {each.name!r}, and the other file has none of that name")
             wanted = each.type.numpy() if each.type is not None and each.type.is_floating_point() else array.dtype
-            found[each.name] = array.astype(wanted) if array.dtype != wanted and _is_float(array) else array
-        return self.feed(found)
+            feed[each.name] = array.astype(wanted) if array.dtype != wanted and _is_float(array) else array
+        return self.feed(feed)
 
     def random(
         self,
@@ -369,8 +371,8 @@ def _check(wanted: Input, array: Array) -> None:
             not isinstance(dim, int) or dim == size for dim, size in zip(wanted.shape, array.shape, strict=True)
         )
     if not fits:
-        found = f"{_type_name(array)} {list(array.shape)}"
-        raise InputError(f"input {wanted.name!r}: is {found}, and the model wants {wanted}")
+        actual = f"{_type_name(array)} {list(array.shape)}"
+        raise InputError(f"input {wanted.name!r}: is {actual}, and the model wants {wanted}")
 
 
 def _type_name(array: Array) -> str:

@@ -70,11 +70,11 @@ class Runner:
         source = self._model.source + _more_outputs(name for name in names if name not in self._outputs)
         with _weights_folder(self._model) as folder:
             session = Session(replace(self._model, source=source, folder=folder), self._settings, as_written())
-            found = session.run({name: feed[name] for name in session.inputs if name in feed}, names)
-        other = next((name for name, array in found.items() if not isinstance(array, np.ndarray)), None)
-        if other is not None:
-            raise OnnxRuntimeError(self._model.name, "run", f"{other!r} is no tensor")
-        return found
+            results = session.run({name: feed[name] for name in session.inputs if name in feed}, names)
+        no_tensor = next((name for name, array in results.items() if not isinstance(array, np.ndarray)), None)
+        if no_tensor is not None:
+            raise OnnxRuntimeError(self._model.name, "run", f"{no_tensor!r} is no tensor")
+        return results
 
 
 def _sharing_weights(model: ir.Model, name: str) -> RunnableModel:

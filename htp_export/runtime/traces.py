@@ -106,11 +106,11 @@ def _trace(events: Sequence[Mapping[str, Any]], runs: int) -> Trace:
     windows = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "model_run"][-runs:]
     first = windows[0][0] if windows else 0
     late = [event for event in events if event.get("ts", first) >= first]
-    found = sorted((kernel for event in _nested(late) for kernel in event.kernels()), key=lambda kernel: kernel[1])
+    kernels = sorted((kernel for event in _nested(late) for kernel in event.kernels()), key=lambda kernel: kernel[1])
     times: defaultdict[KernelKey, list[float]] = defaultdict(lambda: [0.0] * len(windows))
     launches: defaultdict[KernelKey, int] = defaultdict(int)
     run = 0
-    for key, start, duration in found:
+    for key, start, duration in kernels:
         while run < len(windows) and start > windows[run][1]:
             run += 1
         if run < len(windows) and start >= windows[run][0]:

@@ -59,18 +59,18 @@ class Attention:
 
 def attentions_of(facts: GraphFacts, inputs: ModelInputs, masks: CausalMasks) -> list[Attention]:
     """Every attention of a graph, in single steps or as one operator."""
-    found = {
+    attentions = {
         steps.softmax: _from_steps(inputs, masks, steps.softmax, steps.scores, steps.masks)
         for steps in attention_steps(facts)
     }
     for node in facts.nodes:
         if node.op_type in _FUSED:
-            found[node] = _from_operator(inputs, masks, node)
+            attentions[node] = _from_operator(inputs, masks, node)
     for softmax in facts.nodes_of("Softmax"):
-        if softmax not in found and _weighs(facts, softmax):
+        if softmax not in attentions and _weighs(facts, softmax):
             reach = inputs.reaching(softmax.outputs[0])
-            found[softmax] = Attention(softmax, False, reach, reach)
-    return list(found.values())
+            attentions[softmax] = Attention(softmax, False, reach, reach)
+    return list(attentions.values())
 
 
 def _from_steps(
@@ -100,7 +100,7 @@ def _weighs(facts: GraphFacts, softmax: ir.Node) -> bool:
     rank = facts.rank(softmax.outputs[0])
     if rank is not None and rank < 3:
         return False
-    return any(not facts.is_constant(other) for other in _multiplied(softmax))
+    return any(not facts.is_constant(value) for value in _multiplied(softmax))
 
 
 def _multiplied(softmax: ir.Node) -> Iterator[ir.Value]:

@@ -38,12 +38,12 @@ def convolutions(facts: GraphFacts) -> Counter[int]:
 
     Those whose kernel is a single point count as none: they are linear layers.
     """
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for node in facts.nodes_of(*_CONVOLUTIONS):
         weight = facts.shape(node.inputs[3 if node.op_type == "QLinearConv" else 1])
         if weight is not None and any(size != 1 for size in weight[2:]):
-            found[len(weight) - 2] += 1
-    return found
+            counts[len(weight) - 2] += 1
+    return counts
 
 
 def stem_of(facts: GraphFacts, node: ir.Node) -> Stem | None:

@@ -144,8 +144,8 @@ def _counts(facts: GraphFacts, node: ir.Node, value: ir.Value) -> bool:
     dtype = facts.dtype(value)
     if dtype is None or dtype.is_floating_point():
         return False
-    others = [other for other in node.inputs if other is not None and other is not value]
-    sums = node.op_type in ("Add", "Sub", "Mul") and not all(facts.is_constant(other) for other in others)
+    others = [operand for operand in node.inputs if operand is not None and operand is not value]
+    sums = node.op_type in ("Add", "Sub", "Mul") and not all(facts.is_constant(operand) for operand in others)
     return sums or node.op_type == "CumSum"
 
 

@@ -100,21 +100,21 @@ def _evaluate(facts: GraphFacts, value: ir.Value) -> Array | None:
 
 def _needed(facts: GraphFacts, value: ir.Value) -> list[ir.Node] | None:
     """The nodes that make a value, in order; there is no need to look behind the ``Shape`` of what has a known one."""
-    found: set[ir.Node] = set()
+    nodes: set[ir.Node] = set()
     pending = [value]
     while pending:
         node = pending.pop().producer()
-        if node is None or node in found:
+        if node is None or node in nodes:
             continue
-        if node.op_type in _HEAVY or node in facts.tagged.index.bodies or len(found) >= _MOST_NODES:
+        if node.op_type in _HEAVY or node in facts.tagged.index.bodies or len(nodes) >= _MOST_NODES:
             return None
-        found.add(node)
+        nodes.add(node)
         if _sizes(facts, node) is None:
-            pending += [given for given in node.inputs if given is not None]
+            pending += [operand for operand in node.inputs if operand is not None]
     graph = value.producer().graph if value.producer() is not None else None  # type: ignore[union-attr]
-    if any(node.graph is not graph for node in found):
+    if any(node.graph is not graph for node in nodes):
         return None
-    return _in_order(found)
+    return _in_order(nodes)
 
 
 def _in_order(nodes: set[ir.Node]) -> list[ir.Node]:
@@ -138,12 +138,12 @@ def _in_order(nodes: set[ir.Node]) -> list[ir.Node]:
 
 def _extracted(facts: GraphFacts, nodes: list[ir.Node], value: ir.Value) -> ir.Model | None:
     """A model of its own that computes a value: sizes, inputs and tables are constants in it."""
-    made: dict[ir.Value, ir.Value] = {}
+    copied: dict[ir.Value, ir.Value] = {}
     constants: list[ir.Value] = []
 
     def constant(old: ir.Value, array: Array) -> None:
-        made[old] = ir.Value(name=f"c{len(made)}", const_value=ir.tensor(array))
-        constants.append(made[old])
+        copied[old] = ir.Value(name=f"c{len(copied)}", const_value=ir.tensor(array))
+        constants.append(copied[old])
 
     copies = []
     for node in nodes:
@@ -151,25 +151,25 @@ def _extracted(facts: GraphFacts, nodes: list[ir.Node], value: ir.Value) -> ir.M
         if sizes is not None:
             constant(node.outputs[0], sizes)
             continue
-        for given in node.inputs:
-            if given is None or given in made:
+        for operand in node.inputs:
+            if operand is None or operand in copied:
                 continue
-            array = _leaf(facts, given)
+            array = _leaf(facts, operand)
             if array is None:
                 return None
-            constant(given, array)
-        outputs = [ir.Value(name=f"v{len(made) + k}") for k in range(len(node.outputs))]
-        made.update(zip(node.outputs, outputs, strict=True))
-        inputs = [None if given is None else made[given] for given in node.inputs]
+            constant(operand, array)
+        outputs = [ir.Value(name=f"v{len(copied) + k}") for k in range(len(node.outputs))]
+        copied.update(zip(node.outputs, outputs, strict=True))
+        inputs = [None if operand is None else copied[operand] for operand in node.inputs]
         copies.append(ir.Node(node.domain, node.op_type, inputs, node.attributes.values(), outputs=outputs))
-    if value not in made:
+    if value not in copied:
         return None
     if not copies:
-        copies.append(ir.node("Identity", [made[value]]))
+        copies.append(ir.node("Identity", [copied[value]]))
         result = copies[-1].outputs[0]
         result.name = "result"
     else:
-        result = made[value]
+        result = copied[value]
     opsets = dict(facts.tagged.model.graph.opset_imports)
     graph = ir.Graph([], [result], nodes=copies, initializers=constants, opset_imports=opsets, name="mask")
     return ir.Model(graph, ir_version=10)

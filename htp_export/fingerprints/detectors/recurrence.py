@@ -28,14 +28,14 @@ _SUMMING = ("Einsum", "Gemm", "MatMul")
 
 def recurrent_operators(facts: GraphFacts) -> Counter[str]:
     """``LSTM``, ``GRU``, ``RNN``, and ``Scan`` and ``Loop`` that carry numbers from step to step → how many."""
-    found = Counter({op: len(facts.by_op[op]) for op in _CELLS if op in facts.by_op})
+    counts = Counter({op: len(facts.by_op[op]) for op in _CELLS if op in facts.by_op})
     for node in facts.nodes_of("Scan", "Loop"):
         bodies = facts.tagged.index.bodies.get(node, ())
         products = any(inner.op_type in ("MatMul", "Gemm", "Mul") for body in bodies for inner in body.all_nodes())
         carried = any((facts.dtype(value) or ir.DataType.INT64).is_floating_point() for value in node.inputs if value)
         if products and carried:
-            found[node.op_type] += 1
-    return found
+            counts[node.op_type] += 1
+    return counts
 
 
 def unrolled_loops(facts: GraphFacts) -> list[int]:
@@ -48,35 +48,35 @@ def unrolled_loops(facts: GraphFacts) -> list[int]:
     if not pieces:
         return []
     depth = _depths(facts)
-    found = []
+    loop_lengths = []
     for places in pieces:
         entries = [_entry(depth, places[place]) for place in sorted(places)]
         gaps = [after - before for before, after in itertools.pairwise(entries[1:])]
         if gaps and min(gaps) == max(gaps) > 0:
-            found.append(len(places))
-    return found
+            loop_lengths.append(len(places))
+    return loop_lengths
 
 
 def _pieces(facts: GraphFacts) -> dict[tuple[ir.Value, int], dict[int, ir.Value]]:
     """Tensor and dimension → place → the piece of size one at it."""
-    found: defaultdict[tuple[ir.Value, int], dict[int, ir.Value]] = defaultdict(dict)
+    slices: defaultdict[tuple[ir.Value, int], dict[int, ir.Value]] = defaultdict(dict)
     for node in facts.nodes_of("Gather"):
         index = facts.array(node.inputs[1])
         source = node.inputs[0]
         if source is not None and index is not None and index.size == 1 and not facts.is_constant(source):
             axis = node.attributes.get_int("axis", 0) or 0
-            found[source, axis].setdefault(int(index.reshape(())), node.outputs[0])
+            slices[source, axis].setdefault(int(index.reshape(())), node.outputs[0])
     for node in facts.nodes_of("Slice"):
         if len(node.inputs) < 4 or node.inputs[0] is None:
             continue
         start, end, along = (facts.scalar(value) for value in node.inputs[1:4])
         if start is not None and end is not None and along is not None and end - start == 1:
-            found[node.inputs[0], int(along)].setdefault(int(start), node.outputs[0])
+            slices[node.inputs[0], int(along)].setdefault(int(start), node.outputs[0])
     for node in facts.nodes_of("Split"):
         if node.inputs[0] is not None and len(node.outputs) >= _SHORTEST:
             axis = node.attributes.get_int("axis", 0) or 0
-            found[node.inputs[0], axis].update(enumerate(node.outputs))
-    return dict(found)
+            slices[node.inputs[0], axis].update(enumerate(node.outputs))
+    return dict(slices)
 
 
 def _depths(facts: GraphFacts) -> dict[ir.Value, int]:
@@ -99,7 +99,7 @@ def _entry(depth: dict[ir.Value, int], piece: ir.Value) -> int:
         deeper = [
             depth[node.outputs[0]]
             for node in readers
-            if any(other is not None and depth.get(other, 0) > depth[value] + 2 for other in node.inputs)
+            if any(operand is not None and depth.get(operand, 0) > depth[value] + 2 for operand in node.inputs)
         ]
         if deeper:
             return min(deeper)
@@ -146,7 +146,7 @@ def linear_recurrences(facts: GraphFacts, masks: CausalMasks) -> list[ir.Value]:
     <https://arxiv.org/abs/2312.06635>`_).
     """
     known: dict[ir.Value, _Decayed] = {}
-    found: dict[ir.Value, None] = {}
+    decays: dict[ir.Value, None] = {}
     for node in facts.nodes:
         if is_standard(node, "CumSum"):
             known.update(_summed(facts, node))
@@ -155,15 +155,15 @@ def linear_recurrences(facts: GraphFacts, masks: CausalMasks) -> list[ir.Value]:
         if not inputs:
             continue
         so_far = inputs[0][1]
-        for _, other in inputs[1:]:
-            so_far = so_far.and_also(other)
+        for _, second_operand in inputs[1:]:
+            so_far = so_far.and_also(second_operand)
         whole = so_far.between and so_far.lower and so_far.shares
         if whole and (node.op_type in _SUMMING or (node.op_type == "ReduceSum" and so_far.mixed)):
-            found[so_far.decays] = None
+            decays[so_far.decays] = None
         elif is_standard(node) and node.op_type in _BETWEEN_STEPS | _ELEMENTWISE:
             after = _one_step(facts, masks, node, so_far, {value for value, _ in inputs})
             known.update(dict.fromkeys(node.outputs, after))
-    return list(found)
+    return list(decays)
 
 
 def _summed(facts: GraphFacts, node: ir.Node) -> dict[ir.Value, _Decayed]:
@@ -178,8 +178,8 @@ def _summed(facts: GraphFacts, node: ir.Node) -> dict[ir.Value, _Decayed]:
         ):
             break
         between = between or masked  # each column sums from another step on
-        varying = [given for given in maker.inputs if given is not None and not facts.is_constant(given)]
-        floating = [given for given in varying if (facts.dtype(given) or ir.DataType.FLOAT).is_floating_point()]
+        varying = [operand for operand in maker.inputs if operand is not None and not facts.is_constant(operand)]
+        floating = [operand for operand in varying if (facts.dtype(operand) or ir.DataType.FLOAT).is_floating_point()]
         if not floating:
             break
         value = floating[0]

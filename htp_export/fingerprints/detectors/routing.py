@@ -102,8 +102,8 @@ def _scored(facts: GraphFacts, value: ir.Value | None) -> int | None:
             return width if isinstance(width, int) and 2 <= width <= _MOST_EXPERTS else None
         if node.op_type not in _GATES:
             return None
-        given = node.inputs[1:] if node.op_type == "Where" else node.inputs  # its condition masks groups of experts
-        value = next((each for each in given if each is not None and not facts.is_constant(each)), None)
+        operands = node.inputs[1:] if node.op_type == "Where" else node.inputs  # its condition masks groups of experts
+        value = next((each for each in operands if each is not None and not facts.is_constant(each)), None)
     return None
 
 

@@ -49,11 +49,11 @@ def _waves_enter_layer(facts: GraphFacts, value: ir.Value) -> bool:
 
 def _after(facts: GraphFacts, values: list[ir.Value], through: frozenset[str], steps: int) -> list[ir.Node]:
     """Return the consumers of values, and further consumers as long as the path leads through the given operators."""
-    found: dict[ir.Node, None] = {}
+    consumers: dict[ir.Node, None] = {}
     for _ in range(steps):
-        readers = [use.node for value in values for use in value.uses() if use.node not in found]
-        found.update(dict.fromkeys(readers))
+        readers = [use.node for value in values for use in value.uses() if use.node not in consumers]
+        consumers.update(dict.fromkeys(readers))
         values = [output for node in readers if node.op_type in through for output in node.outputs]
         if not values:
             break
-    return list(found)
+    return list(consumers)
