@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.costs.execution import Tensor
-from htp_export.costs.inference import MOST_ELEMENTS
+from htp_export.model.shapes.known import MOST_ELEMENTS
 from htp_export.runtime.inputs import Inputs
 
 __all__ = ["Bindings", "bind"]

@@ -11,7 +11,8 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import FileError
-from htp_export.model.graph_facts import GraphFacts, constant_tensor
+from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.shapes.facts import constant_tensor
 
 __all__ = ["large_duplicates"]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.costs.concrete import with_sizes
 from htp_export.fingerprints.blocks import Block, repeated_blocks
 from htp_export.fingerprints.detectors.features import GraphFeatures
 from htp_export.fingerprints.detectors.inputs import ModelInput
+from htp_export.fingerprints.example_sizes import inferred_with_sizes
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
@@ -162,7 +162,7 @@ def fingerprint(model: ModelSource) -> Fingerprint:
         ('encoder', '3 attentions: 3 bidirectional', [(3, 'TransformerEncoderLayer')])
     """
     tagged = read_flat(model)
-    features = GraphFeatures(GraphFacts(with_sizes(tagged)))
+    features = GraphFeatures(GraphFacts(tagged, inferred_with_sizes(tagged.model)))
     family = next(name for name, applies in _RULES if applies(features))
     blocks = repeated_blocks(GraphFacts(tagged))
     shapes = {value.name: value.shape for value in tagged.model.graph.inputs if value.name}

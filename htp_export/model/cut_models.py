@@ -131,12 +131,10 @@ def output_name(value: ir.Value) -> str:
 
 def _know_types(graph: ir.Graph, tagged: TaggedModel) -> None:
     """Say types and shapes of what enters and leaves, where the file did not."""
-    for source in ("typed", "typed_by_symbols"):  # inference runs when asked for
-        missing = [value for value in (*graph.inputs, *graph.outputs) if value.dtype is None or value.shape is None]
-        for value in missing:
-            found = getattr(tagged, source).get(str(value.name))
-            if found is not None:
-                value.type, value.shape = value.type or found.type, value.shape or found.shape
+    for value in (*graph.inputs, *graph.outputs):
+        found = tagged.typed.get(str(value.name)) if value.dtype is None or value.shape is None else None
+        if found is not None:
+            value.type, value.shape = value.type or found.type, value.shape or found.shape
 
 
 def _compute_sizes(graph: ir.Graph, part: Cut) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,9 +12,11 @@ import onnx_ir as ir
 from htp_export.errors import FileError
 from htp_export.format import tags
 from htp_export.model.operators import is_standard
+from htp_export.model.shapes.facts import constant_tensor
+from htp_export.model.shapes.symbolic import Symbolic, written_shape
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Array", "GraphFacts", "constant_tensor"]
+__all__ = ["Array", "GraphFacts"]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -30,6 +31,7 @@ class GraphFacts:
 
     Args:
         tagged: The model. It is not changed, and large tensors are not read.
+        inferred: Types and shapes of its tensors; those that it says itself, completed, where it is None.
 
     Attributes:
         tagged: The model.
@@ -45,8 +47,9 @@ class GraphFacts:
         ((2, 3), True)
     """
 
-    def __init__(self, tagged: TaggedModel) -> None:
+    def __init__(self, tagged: TaggedModel, inferred: Symbolic | None = None) -> None:
         self.tagged = tagged
+        self._inferred = inferred
         self.nodes: Sequence[ir.Node] = tagged.nodes
         by_op: defaultdict[str, list[ir.Node]] = defaultdict(list)
         for node in self.nodes:
@@ -59,26 +62,16 @@ class GraphFacts:
         """The nodes that compute one of some operators, operator by operator."""
         return [node for op in ops for node in self.by_op.get(op, ())]
 
-    @cached_property
-    def _typed(self) -> Mapping[str, ir.Value]:
-        return self.tagged.typed
-
-    def _known(self, value: ir.Value | None) -> ir.Value | None:
-        """The value, or the one of the same name for which types have been inferred."""
-        if value is None or (value.shape is not None and value.dtype is not None):
-            return value
-        inferred = self._typed.get(value.name) if value.name and value.graph is self.tagged.model.graph else None
-        return value if inferred is None else inferred
-
     def shape(self, value: ir.Value | None) -> Shape | None:
         """The dimensions of a value, each a number or a name or None; None where the rank is not known."""
         tensor = None if value is None else value.const_value
         if tensor is not None:
             return tuple(int(size) for size in tensor.shape.numpy())
-        known = self._known(value)
-        if known is None or known.shape is None:
-            return None
-        return tuple(size if isinstance(size, int) else size.value for size in known.shape.dims)
+        written = value.shape if value is not None and self._inferred is None else None
+        if written is None:
+            shape = (self._inferred or self.tagged.inferred).shape(value)
+            written = None if shape is None else written_shape(shape)
+        return None if written is None else tuple(s if isinstance(s, int) else s.value for s in written.dims)
 
     def rank(self, value: ir.Value | None) -> int | None:
         """How many dimensions a value has; None where that is not known."""
@@ -87,11 +80,8 @@ class GraphFacts:
 
     def dtype(self, value: ir.Value | None) -> ir.DataType | None:
         """The element type of a value; None where it is not known."""
-        tensor = None if value is None else value.const_value
-        if tensor is not None:
-            return tensor.dtype
-        known = self._known(value)
-        return None if known is None else known.dtype
+        written = None if value is None else value.dtype
+        return written if written is not None else (self._inferred or self.tagged.inferred).dtype(value)
 
     def array(self, value: ir.Value | None) -> Array | None:
         """The elements of a small constant, be it an initializer or a ``Constant``; None for anything else."""
@@ -161,18 +151,6 @@ class GraphFacts:
             is_input = source.is_graph_input() and source.graph is self.tagged.model.graph
             return None if is_input else source.const_value
         return constant_tensor(value)
-
-
-def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
-    """What a ``Constant`` gives; None for what is made by anything else."""
-    node = value.producer()
-    if node is None or not is_standard(node, "Constant"):
-        return None
-    written = node.attributes.get("value")
-    if written is not None and written.type == ir.AttributeType.TENSOR and not written.is_ref():
-        tensor: ir.TensorProtocol = written.value  # as_tensor() looks at every method of it, which takes longer
-        return tensor
-    return ir.convenience.get_const_tensor(value)
 
 
 def _small_array(tensor: ir.TensorProtocol | None) -> Array | None:

@@ -19,13 +19,14 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import HtpExportError, InputError
-from htp_export.model.shapes import without_weights
 from htp_export.model.tagged import TaggedModel, model_of, name_of
 
 __all__ = ["names_model_faults"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+_SMALL_BYTES = 1024  # what is larger holds weights, and no sizes that shapes could depend on
 
 
 def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -79,12 +80,31 @@ def _fault(source: Any) -> str:
     ):
         return ""
     try:
-        proto = ir.to_proto(without_weights(model_of(source)))
+        proto = ir.to_proto(_without_weights(model_of(source)))
     except HtpExportError:
         return ""
     except Exception as error:
         return f"it cannot be copied: {_deepest(error)}"
     return next(filter(None, _judged(proto)), "")
+
+
+def _without_weights(model: ir.Model) -> ir.Model:
+    """A copy of a model whose weights are inputs; constants from which sizes may be computed stay.
+
+    Args:
+        model: The model; it is not changed, and its weights are not read.
+    """
+    copy = model.clone()
+    for name, value in list(copy.graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is None or tensor.nbytes > _SMALL_BYTES:
+            if tensor is not None:
+                value.shape, value.dtype = ir.Shape(tensor.shape.numpy()), tensor.dtype
+            del copy.graph.initializers[name]
+            value.const_value = None
+            if not value.is_graph_input():
+                copy.graph.inputs.append(value)
+    return copy
 
 
 def _deepest(error: BaseException) -> str:

@@ -25,8 +25,8 @@ import onnx_ir as ir
 
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
-from htp_export.model.graph_facts import constant_tensor
 from htp_export.model.operators import is_standard
+from htp_export.model.shapes.facts import constant_tensor
 from htp_export.model.tagged import TaggedModel
 
 __all__ = ["Contents", "ModuleContents", "ModuleFacts", "contents_of", "dtype_name", "tied_parameters"]

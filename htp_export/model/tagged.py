@@ -21,7 +21,7 @@ from htp_export.format.parameters import ModuleParameters, parameters_from_json
 from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.format.torch_scopes import scopes_of
 from htp_export.model.regions import GraphIndex, Region, all_nodes
-from htp_export.model.shapes import shapes_by_symbols
+from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.model.tables import html_table, html_tree
 from htp_export.model.tag_facts import TagFacts
 
@@ -175,20 +175,17 @@ class TaggedModel:
         return {value.name: value for value in (*graph.initializers.values(), *graph.inputs, *made) if value.name}
 
     @cached_property
-    def typed(self) -> Mapping[str, ir.Value]:
-        """The same, of a copy in which types and shapes have been inferred where the file does not say them."""
-        from onnx_ir.passes.common import ShapeInferencePass
-
-        if all(value.dtype is not None and value.shape is not None for value in self.values.values()):
-            return self.values
-        copy = self.model.clone()
-        ShapeInferencePass(check_type=False, strict_mode=False)(copy)
-        return TaggedModel(copy, self.hierarchy, self.source).values
+    def inferred(self) -> Symbolic:
+        """Types and shapes of all tensors, in terms of the open dimensions, also where the file does not say them."""
+        return Symbolic(self.model.graph, functions=self.model.functions)
 
     @cached_property
-    def typed_by_symbols(self) -> Mapping[str, ir.Value]:
-        """The same by ONNX Runtime's inference: slower, but it knows sizes that are computed, and its own operators."""
-        return TaggedModel(shapes_by_symbols(self.model), self.hierarchy, self.source).values
+    def typed(self) -> Mapping[str, ir.Value]:
+        """The tensors by name, each with the type and shape that are known of it."""
+        return {
+            name: value if value.dtype is not None and value.shape is not None else self.inferred.described(value)
+            for name, value in self.values.items()
+        }
 
     def owners_of(self, node: ir.Node) -> tuple[str, ...]:
         """The modules that a node computes, in order of execution; empty for an untagged node."""

@@ -7,7 +7,7 @@ once there is nothing left from which that could become known.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,10 +17,10 @@ import onnx_ir as ir
 
 from htp_export.model.operators import RANDOM
 from htp_export.model.regions import subgraphs
+from htp_export.model.shapes.sizes import product
+from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.declining import decline
 from htp_export.passes.editing import Array, bytes_of, is_constant
-from htp_export.passes.sizes import product
-from htp_export.passes.symbolic import Symbolic
 from htp_export.runtime.sessions import RunnableModel, Session, as_written
 
 __all__ = ["GROWTH", "LEAST_ROOM", "SHARE", "Work", "computed", "find_work", "room_left"]
@@ -100,13 +100,16 @@ class Work:
         return sum(bytes_of(value.const_value) for value in alone if not value.is_graph_output())
 
 
-def find_work(graph: ir.Graph, room: int, left_out: Collection[ir.Node] = ()) -> list[Work]:
+def find_work(
+    graph: ir.Graph, room: int, left_out: Collection[ir.Node] = (), opsets: Mapping[str, int] | None = None
+) -> list[Work]:
     """The work of one graph that can be done beforehand.
 
     Args:
         graph: The graph, in topological order; what it reads of the graphs around it is looked at, too.
         room: How many bytes a result may have beyond those of the constants that it is computed from.
         left_out: Nodes that are not to be computed.
+        opsets: Domain → version, for graphs that do not say it.
     """
     known: Symbolic | None = None
     sources: dict[ir.Value, frozenset[ir.Value]] = {}
@@ -115,7 +118,7 @@ def find_work(graph: ir.Graph, room: int, left_out: Collection[ir.Node] = ()) ->
         read = list(_reads(node))
         if not all(value in sources or is_constant(value) for value in read) or node in left_out or _held_back(node):
             continue
-        known = known or Symbolic(graph)
+        known = known or Symbolic(graph, opsets)
         taken = frozenset[ir.Value]().union(*(sources.get(value, (value,)) for value in read))
         most = room + sum(bytes_of(value.const_value) for value in taken)
         sizes = [_size(value, known) for value in node.outputs if value.name]

@@ -6,10 +6,10 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import RESHAPING, is_standard
+from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.declining import decline
 from htp_export.passes.editing import constant_array, stand_in
 from htp_export.passes.registry import register
-from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["NEEDS_A_NAME", "EliminateIdentityOps"]
 
@@ -34,7 +34,7 @@ class EliminateIdentityOps(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
         for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
-            known = Symbolic(graph)
+            known = Symbolic(graph, model.opset_imports)
             for node in graph:
                 if not is_nothing(node, known):
                     continue

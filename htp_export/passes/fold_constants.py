@@ -7,11 +7,11 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from htp_export.model.operators import RESHAPING, is_standard
 from htp_export.model.regions import subgraphs
+from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.constant_work import GROWTH, Work, computed, find_work, room_left
 from htp_export.passes.declining import decline
 from htp_export.passes.editing import add_initializer, bytes_of, is_constant, release, remove_unused, stand_in
 from htp_export.passes.registry import register
-from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["FoldConstants"]
 
@@ -53,7 +53,7 @@ def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
             continue
         large = weight.const_value.size > _SMALL and weight.const_value.dtype != ir.DataType.STRING
         if large and not node.outputs[0].is_graph_output():
-            known = known or Symbolic(graph)
+            known = known or Symbolic(graph, model.opset_imports)
             modified |= _view(model, graph, node, weight, known)
     if modified:
         remove_unused(model)
@@ -84,7 +84,7 @@ def _fold(model: ir.Model, graph: ir.Graph) -> bool:
     """Compute what nodes of a graph make that others read, as far as there is room for it."""
     left_out: set[ir.Node] = set()
     folded = False
-    while works := find_work(graph, room_left(model), left_out):
+    while works := find_work(graph, room_left(model), left_out, model.opset_imports):
         looked_at, nodes = len(left_out), len(graph)
         for work, results, fault in computed(model, works):
             if fault is not None:

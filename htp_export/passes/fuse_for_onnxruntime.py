@@ -9,12 +9,12 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
+from htp_export.model.shapes.sizes import product
+from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.editing import add_constant, only_reader, register_constants, remove_unused, replace
 from htp_export.passes.near_matching import near_matching
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
-from htp_export.passes.sizes import product
-from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["FuseForOnnxruntime"]
 

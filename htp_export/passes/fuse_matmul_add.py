@@ -5,12 +5,12 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
+from htp_export.model.shapes.sizes import Dim
+from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.declining import decline
 from htp_export.passes.editing import is_boundary, is_constant, only_reader, replace
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
-from htp_export.passes.sizes import Dim
-from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["FuseMatmulAdd", "product_and_bias"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.declining import decline
 from htp_export.passes.editing import add_constant, is_constant, replace
 from htp_export.passes.fuse_matmul_add import product_and_bias
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
-from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["FuseMatmulAdd3d"]
 

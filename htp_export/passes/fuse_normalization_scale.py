@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
+from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.editing import (
     Array,
     add_constant,
@@ -16,7 +17,6 @@ from htp_export.passes.editing import (
 )
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
-from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["FuseNormalizationScale"]
 

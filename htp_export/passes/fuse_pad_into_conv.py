@@ -5,10 +5,10 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
+from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.editing import constant_array, only_reader, replace
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
-from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["FusePadIntoConv"]
 

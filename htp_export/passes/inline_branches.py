@@ -7,9 +7,9 @@ import itertools
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
+from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.editing import release, remove_unused, stand_in
 from htp_export.passes.registry import register
-from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["InlineBranches"]
 
@@ -22,7 +22,7 @@ class InlineBranches(ir.passes.InPlacePass):
         modified = False
         for graph in list(model.graphs()):
             found = [node for node in graph if is_standard(node, "If")]
-            known = Symbolic(graph) if found else None
+            known = Symbolic(graph, model.opset_imports) if found else None
             for node in found:
                 taken = known.constant(node.inputs[0]) if known is not None else None
                 if taken is not None and len(taken) == 1:

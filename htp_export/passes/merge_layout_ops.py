@@ -8,13 +8,13 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
+from htp_export.model.shapes.sizes import Dim, product
+from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.editing import add_constant, is_boundary, only_reader, replace
 from htp_export.passes.eliminate_redundant_transposes import permutation
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
-from htp_export.passes.sizes import Dim, product
-from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["MergeLayoutOps"]
 

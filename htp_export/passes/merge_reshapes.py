@@ -6,12 +6,12 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import RESHAPING, is_standard
+from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.declining import decline
 from htp_export.passes.editing import add_constant, is_boundary, replace
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
-from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["MergeReshapes"]
 

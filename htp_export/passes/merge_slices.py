@@ -10,10 +10,10 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
+from htp_export.model.shapes.known import normalized
+from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.editing import add_constant, is_boundary, only_reader, remove_unused, replace, stand_in
 from htp_export.passes.registry import register
-from htp_export.passes.shape_rules import normalized
-from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["MergeSlices"]
 

@@ -9,8 +9,8 @@ from typing import ClassVar
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
+from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.editing import remove_unused
-from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["NodePass"]
 

@@ -6,11 +6,11 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
+from htp_export.model.shapes.known import Contents
+from htp_export.model.shapes.sizes import Dim
+from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.editing import add_constant, only_reader, remove_unused, replace, stand_in
-from htp_export.passes.known import Contents
 from htp_export.passes.registry import register
-from htp_export.passes.sizes import Dim
-from htp_export.passes.symbolic import Symbolic
 
 __all__ = ["SimplifyShapeChains"]
 
@@ -101,7 +101,7 @@ def reshape_target(given: tuple[Dim, ...], result: tuple[Dim, ...]) -> list[int]
     A size that stays in its place is 0, and one other that is not known -1.
 
     Examples:
-        >>> from htp_export.passes.sizes import symbol
+        >>> from htp_export.model.shapes.sizes import symbol
         >>> batch, length = symbol("batch"), symbol("length")
         >>> reshape_target((batch, length, 64), (batch, length, 4, 16))
         [0, 0, 4, 16]

@@ -15,8 +15,7 @@ from htp_export.format.reasons import Reason
 from htp_export.model.operators import base_op, ends_in, moves, resembles
 from htp_export.provenance.backwards import go_backwards
 from htp_export.provenance.numbering import Numbering, repeats
-from htp_export.provenance.shapes import Shape
-from htp_export.provenance.sketch import NOTHING, Sketch, SketchNode
+from htp_export.provenance.sketch import NOTHING, Shape, Sketch, SketchNode
 
 __all__ = ["Alignment"]
 

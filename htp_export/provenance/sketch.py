@@ -19,9 +19,12 @@ import onnx_ir as ir
 from htp_export.format import tags
 from htp_export.model.dependence import dependence
 from htp_export.model.operators import SIZES_ONLY, operator_of, values_read
-from htp_export.provenance.shapes import Shape, infer_shapes
+from htp_export.model.shapes.symbolic import Symbolic
 
-__all__ = ["NOTHING", "Sketch", "SketchNode", "SketchValue", "draw"]
+__all__ = ["NOTHING", "Shape", "Sketch", "SketchNode", "SketchValue", "draw"]
+
+Shape = tuple[tuple[int | str, ...] | None, int]
+"""Dimensions and element type of a tensor; None and 0 for what is not known."""
 
 NOTHING = -1  # no tensor, no node
 _SMALL_BYTES = 256  # constants up to this size are compared by what is in them
@@ -198,12 +201,25 @@ def draw(model: ir.Model, functions: Iterable[ir.Function] = ()) -> tuple[Sketch
     """
     pen = _Pen()
     pen.graph(model.graph, "", NOTHING)
-    pen.sketch.infer = functools.partial(infer_shapes, model)
+    pen.sketch.infer = functools.partial(_infer_shapes, model)
     pen.sketch.inputs = [pen.values[value] for value in model.graph.inputs]
     pen.sketch.outputs = [pen.values[value] for value in model.graph.outputs if value in pen.values]
     for function in functions:
         pen.graph(function.graph, f"{function.domain}::{function.name}", NOTHING)
     return pen.sketch, pen.nodes
+
+
+def _infer_shapes(model: ir.Model) -> dict[str, Shape]:
+    """Name → dimensions and element type of what the nodes of the main graph make."""
+    known = Symbolic(model.graph, functions=model.functions)
+    found = (known.described(value) for node in model.graph for value in node.outputs if value.name)
+    return {
+        str(value.name): (
+            None if value.shape is None else tuple(map(_dimension, value.shape.dims)),
+            int(value.dtype or 0),
+        )
+        for value in found
+    }
 
 
 class _Pen:

@@ -14,8 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import base_op
-from htp_export.provenance.shapes import Shape
-from htp_export.provenance.sketch import Sketch
+from htp_export.provenance.sketch import Shape, Sketch
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore, StoredArray
 from htp_export.runtime.comparing import TOLERANCES
 from htp_export.runtime.inputs import Inputs

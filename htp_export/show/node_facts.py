@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -15,8 +14,6 @@ from htp_export.format import tags
 from htp_export.model.tagged import TaggedModel
 
 __all__ = ["Link", "NodeEntry", "NodeReader", "Source", "TensorEntry"]
-
-_log = logging.getLogger(__name__)
 
 _STACK_TRACE = "pkg.torch.onnx.stack_trace"  # of torch's dynamo exporter
 _FRAME = re.compile(r'File "([^"\n]*)", line (\d+), in ([^\n]*)(?:\n *([^\n]*))?')
@@ -116,16 +113,8 @@ class NodeReader:
     def tensor_entry(self, value: ir.Value) -> TensorEntry:
         """A tensor with its type, inferred where the file does not say it."""
         said = value.const_value is not None or (value.dtype is not None and value.shape is not None)
-        text = _type_text(value if said else self._typed.get(value.name or "", value))
+        text = _type_text(value if said else self._tagged.inferred.described(value))
         return TensorEntry(value.name or "", text, _value_text(value.const_value))
-
-    @cached_property
-    def _typed(self) -> Mapping[str, ir.Value]:
-        try:
-            return self._tagged.typed
-        except Exception as error:  # inference runs native code on files that come from anywhere
-            _log.debug("shape inference failed: %s", error)
-            return self._tagged.values
 
     def _entry(self, node: ir.Node) -> NodeEntry:
         owners = self._tagged.owners_of(node)

@@ -8,7 +8,6 @@ from typing import Any
 import onnx
 
 from htp_export.errors import InputError
-from htp_export.model.shapes import infer_by_symbols
 from htp_export.model.tagged import ModelSource
 from htp_export.provenance.adapters.adapting import adapted, library
 from htp_export.provenance.carrying import Carried
@@ -105,5 +104,35 @@ def symbolic_shape_infer(model: ModelSource, output: str | os.PathLike[str] | No
     """
     library("onnxruntime.tools.symbolic_shape_infer", None)
     return adapted(
-        "symbolic_shape_infer", lambda given, _: infer_by_symbols(onnx.load(given), **options), model, output
+        "symbolic_shape_infer", lambda given, _: _infer_by_symbols(onnx.load(given), **options), model, output
     )
+
+
+def _infer_by_symbols(
+    model: onnx.ModelProto,
+    int_max: int = 2**31 - 1,
+    auto_merge: bool = False,
+    guess_output_rank: bool = False,
+    verbose: int = 0,
+) -> onnx.ModelProto | None:
+    """What ``SymbolicShapeInference.infer_shapes`` of ONNX Runtime gives, with the same arguments; no file is written.
+
+    It is run step by step: where it fails, ``infer_shapes`` leaves the model in the folder that the program runs in.
+
+    Raises:
+        Exception: Whatever its many rules come across; a RuntimeError where shapes stay unknown.
+    """
+    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_opset
+
+    if (get_opset(model) or 0) < 7:
+        return None
+    inference = SymbolicShapeInference(int_max, auto_merge, guess_output_rank, verbose)
+    inference._preprocess(model)
+    complete = False
+    while inference.run_:
+        complete = inference._infer_impl()
+    if not complete:
+        raise RuntimeError("Incomplete symbolic shape inference")
+    inference._update_output_from_vi()
+    found: onnx.ModelProto = inference.out_mp_
+    return found

@@ -1,13 +1,43 @@
-"""Sizes of tensors as polynomials of the model's free dimensions, such as ``batch * sequence + 1``."""
+"""Sizes of tensors as polynomials of the model's free dimensions, such as ``batch * sequence + 1``.
+
+A file can multiply sizes as often as it likes. A polynomial that gets too long to work with becomes one new symbol:
+less is known of it then, and nothing that is wrong.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
-__all__ = ["Dim", "Size", "divide", "equal", "product", "symbol"]
+__all__ = [
+    "LARGEST",
+    "Dim",
+    "Size",
+    "divide",
+    "equal",
+    "is_smaller_of",
+    "is_unnamed",
+    "not_negative",
+    "product",
+    "smaller_of",
+    "symbol",
+    "unnamed",
+]
+
+LARGEST = 2**63 - 1
+"""No tensor has more elements, and no integer of ONNX is larger."""
+
+_MOST_FACTORS = 256
+"""Names and factors in one polynomial."""
+
+_LONGEST = 120
+"""Characters in the name of a symbol that stands for an expression."""
+
+_UNNAMED = "?"
+"""What the names of dimensions begin with that the file gives no name."""
 
 _Monomial: TypeAlias = tuple[str, ...]
 
@@ -43,10 +73,15 @@ class Size:
 
     def __str__(self) -> str:
         written = []
-        for names, factor in self.terms:
+        for names, factor in (*(term for term in self.terms if term[0]), *(term for term in self.terms if not term[0])):
             parts = [*names] if factor == 1 and names else [str(factor), *names]
-            written.append("*".join(parts))
+            written.append("*".join(map(_in_parentheses, parts) if len(parts) > 1 else parts))
         return " + ".join(written)
+
+    @property
+    def names(self) -> set[str]:
+        """The symbols that it is made of."""
+        return {name for names, _ in self.terms for name in names}
 
     @property
     def least(self) -> int | None:
@@ -66,9 +101,24 @@ def symbol(name: str) -> Size:
     Examples:
         >>> batch, length = symbol("batch"), symbol("length")
         >>> str(2 * batch * length + 1 - length), batch - batch
-        ('1 + 2*batch*length + -1*length', 0)
+        ('2*batch*length + -1*length + 1', 0)
     """
     return Size((((name,), 1),))
+
+
+def unnamed(name: str, place: int) -> Size:
+    """A free dimension that the file gives no name: one of the tensor of this name."""
+    return symbol(f"{_UNNAMED}{name}#{place}")
+
+
+def is_unnamed(dim: Dim) -> bool:
+    """Whether a size is, or is computed from, a dimension that the file gives no name.
+
+    Examples:
+        >>> is_unnamed(2 * unnamed("x", 0)), is_unnamed(symbol("batch")), is_unnamed(3)
+        (True, False, False)
+    """
+    return isinstance(dim, Size) and any(_UNNAMED in name for name in dim.names)
 
 
 def product(dims: Iterable[Dim]) -> Dim:
@@ -111,14 +161,48 @@ def divide(one: Dim, other: Dim) -> Dim:
     Examples:
         >>> n, m = symbol("n"), symbol("m")
         >>> str(divide(12 * n * m, 4 * n)), str(divide(n, 2)), divide(n, 2) == divide(n, 2)
-        ('3*m', '(n)//(2)', True)
+        ('3*m', 'n//2', True)
     """
     if other == 0:
         raise ZeroDivisionError
     if isinstance(one, int) and isinstance(other, int):
         return one // other
     even = _divide_evenly(one, other)
-    return symbol(f"({one})//({other})") if even is None else even
+    return _opaque(f"{_in_parentheses(str(one))}//{_in_parentheses(str(other))}") if even is None else even
+
+
+def smaller_of(limit: Dim, size: Dim) -> Dim:
+    """The smaller of two sizes of which it is not known which one that is: an expression as SymPy reads it.
+
+    Examples:
+        >>> str(smaller_of(512, symbol("length")))
+        'Min(512, length)'
+    """
+    return 0 if 0 in (limit, size) else _opaque(f"Min({limit}, {size})")
+
+
+def not_negative(size: Dim) -> Dim:
+    """A size, and 0 where it would be negative, as an expression where that is not known.
+
+    Examples:
+        >>> not_negative(-2), str(not_negative(symbol("length") - 1)), str(not_negative(symbol("length")))
+        (0, 'Max(0, length + -1)', 'length')
+    """
+    if isinstance(size, int):
+        return max(size, 0)
+    return size if size.least is not None and size.least >= 0 else _opaque(f"Max(0, {size})")
+
+
+def is_smaller_of(one: Dim, other: Dim) -> bool:
+    """Whether a size is the smaller of another one and a number.
+
+    Examples:
+        >>> length = symbol("length")
+        >>> is_smaller_of(smaller_of(512, length), length), is_smaller_of(length, length)
+        (True, False)
+    """
+    text, end = str(one), f", {other})"
+    return text.startswith("Min(") and text.endswith(end) and text[4 : -len(end)].isdecimal()
 
 
 def _divide_evenly(one: Dim, other: Dim) -> Dim | None:
@@ -144,7 +228,20 @@ def _made(terms: dict[_Monomial, int]) -> Dim:
         return 0
     if len(left) == 1 and () in left:
         return left[()]
-    return Size(tuple(sorted(left.items())))
+    size = Size(tuple(sorted(left.items())))
+    long = sum(len(names) + 1 for names in left) > _MOST_FACTORS or max(map(abs, left.values())) > LARGEST
+    return _opaque(str(size)) if long else size
+
+
+def _opaque(text: str) -> Size:
+    """One symbol for an expression; the same for the same one."""
+    if len(text) > _LONGEST:
+        text = f"{_UNNAMED}{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
+    return symbol(text)
+
+
+def _in_parentheses(text: str) -> str:
+    return text if text.isidentifier() or text.lstrip("-").isdecimal() else f"({text})"
 
 
 @lru_cache(maxsize=4096)

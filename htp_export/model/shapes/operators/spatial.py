@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
-import onnx_ir as ir
+from htp_export.model.shapes.known import Dims, Known, Operation
+from htp_export.model.shapes.registry import shape_rule
+from htp_export.model.shapes.sizes import Dim, divide
 
-from htp_export.passes.editing import constant_array
-from htp_export.passes.known import Dims, Known, Rule
-from htp_export.passes.sizes import Dim, divide
-
-__all__ = ["SPATIAL_RULES"]
+_FINEST = 64
+"""Denominators of factors by which open sizes are multiplied."""
 
 
-def _window(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
+@shape_rule("Conv", "MaxPool", "AveragePool", "LpPool")
+@shape_rule("FusedConv", domain="com.microsoft")
+def _window(node: Operation, known: Known) -> Sequence[Dims | None] | None:
     """Convolutions and poolings; output sizes are those of the operators' definitions."""
     data = known.shape(node.inputs[0])
     if data is None:
         return None
-    if node.op_type == "Conv":
+    if node.op_type in ("Conv", "FusedConv"):
         weight = known.shape(node.inputs[1])
         if weight is None:
             return None
@@ -45,12 +47,14 @@ def _window(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     return [result] * len(node.outputs)
 
 
-def _global_pool(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
+@shape_rule("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
+def _global_pool(node: Operation, known: Known) -> Sequence[Dims | None] | None:
     shape = known.shape(node.inputs[0])
     return None if shape is None else [[*shape[:2], *[1] * (len(shape) - 2)]]
 
 
-def _pad(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
+@shape_rule("Pad")
+def _pad(node: Operation, known: Known) -> Sequence[Dims | None] | None:
     shape = known.shape(node.inputs[0])
     pads = known.contents(node.inputs[1]) if len(node.inputs) > 1 else None
     if shape is None or pads is None or (len(node.inputs) > 3 and node.inputs[3] is not None):
@@ -58,7 +62,8 @@ def _pad(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     return [[dim + pads[k] + pads[k + len(shape)] for k, dim in enumerate(shape)]]
 
 
-def _resize(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
+@shape_rule("Resize")
+def _resize(node: Operation, known: Known) -> Sequence[Dims | None] | None:
     """The sizes that are asked for, or the old ones times factors, rounded down."""
     shape = known.shape(node.inputs[0])
     if shape is None or node.attributes.get_string("keep_aspect_ratio_policy", "stretch") != "stretch":
@@ -67,21 +72,17 @@ def _resize(node: ir.Node, known: Known) -> Sequence[Dims | None] | None:
     result: list[Dim | None] = list(shape)
     sizes = node.inputs[3] if len(node.inputs) > 3 else None
     wanted = known.contents(sizes)
-    factors = constant_array(node.inputs[2]) if len(node.inputs) > 2 else None
+    factors = known.array(node.inputs[2]) if len(node.inputs) > 2 else None
     for place, axis in enumerate(axes):
         size = shape[axis]
         if sizes is not None:
             result[axis] = None if wanted is None else wanted[place]
-        elif factors is None or not isinstance(size, int):
+        elif factors is None:
             result[axis] = None
-        else:
+        elif isinstance(size, int):
             result[axis] = math.floor(size * float(factors[place]))
+        else:
+            factor = Fraction(float(factors[place]))
+            exact = factor.denominator <= _FINEST  # others are rounded, and sizes with them
+            result[axis] = divide(size * factor.numerator, factor.denominator) if exact else None
     return [result]
-
-
-SPATIAL_RULES: dict[str, Rule] = {
-    **dict.fromkeys(("Conv", "MaxPool", "AveragePool", "LpPool"), _window),
-    **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool"), _global_pool),
-    "Pad": _pad,
-    "Resize": _resize,
-}

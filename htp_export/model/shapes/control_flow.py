@@ -1,0 +1,107 @@
+"""``If``, ``Loop`` and ``Scan``: what they make, by what their subgraphs give back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+import onnx_ir as ir
+
+from htp_export.model.shapes.facts import Fact
+from htp_export.model.shapes.known import Known, Operation, objects
+from htp_export.model.shapes.sizes import Dim
+
+__all__ = ["CONTROL_FLOW_RULES"]
+
+_MOST_TRIPS = 2**31
+"""As often runs a loop that has no end but its condition."""
+
+
+class _Walk(Known, Protocol):
+    def fact(self, value: ir.Value | None) -> Fact | None: ...
+    def body(self, name: str, graph: ir.Graph, given: Sequence[Fact], times: int | None) -> list[Fact]: ...
+    def either(self, one: Fact, other: Fact) -> Fact: ...
+    def trips(self, trips: Dim | None, certain: bool) -> Dim | None: ...
+    def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]: ...
+
+
+ControlFlowRule: TypeAlias = Callable[[_Walk, Operation], list[Fact]]
+
+
+def _if(walk: _Walk, operation: Operation) -> list[Fact]:
+    decided = walk.constant(operation.inputs[0])
+    taken = ("then_branch", "else_branch") if decided is None else ("then_branch" if decided[0] else "else_branch",)
+    results = [walk.body(name, operation.attributes[name].as_graph(), (), 1) for name in taken]
+    if len(results) == 1:
+        return results[0]
+    return [walk.either(one, other) for one, other in zip(*results, strict=True)]
+
+
+def _loop(walk: _Walk, operation: Operation) -> list[Fact]:
+    graph = operation.attributes["body"].as_graph()
+    most, condition = walk.contents(operation.inputs[0]), walk.constant(operation.inputs[1])
+    trips: Dim | None = None if most is None else most.reshape(-1)[0]
+    if condition is not None and not all(condition):
+        trips = 0
+    elif isinstance(trips, int) and not 0 <= trips < _MOST_TRIPS:
+        trips = None
+    counter, again = (
+        Fact(ir.TensorType(ir.DataType.INT64), ()),
+        Fact(ir.TensorType(ir.DataType.BOOL), (), objects(True)),
+    )
+    state = [_forgetful(walk.fact(value)) for value in operation.inputs[2:]]
+    times = trips if isinstance(trips, int) else None
+    made: list[Fact] = []
+
+    def run(state: list[Fact]) -> list[Fact]:
+        made[:] = walk.body("body", graph, (counter, again, *state), times)
+        return made[1 : 1 + len(state)]
+
+    state = walk.repeat(state, run)
+    goes_on = made[0].contents  # as the body runs only while its condition holds
+    trips = walk.trips(trips, trips == 0 or (goes_on is not None and goes_on.reshape(-1).tolist() == [True]))
+    return [*state, *(_stacked(fact, trips) for fact in made[1 + len(state) :])]
+
+
+def _scan(walk: _Walk, operation: Operation) -> list[Fact]:
+    graph, count = operation.attributes["body"].as_graph(), operation.attributes["num_scan_inputs"].as_int()
+    first = len(operation.inputs) - count
+    facts = [_forgetful(walk.fact(value)) for value in operation.inputs]
+    state, scanned = facts[:first], facts[first:]
+    axes = operation.attributes.get_ints("scan_input_axes") or [0] * count
+    sizes = [fact.shape[axis] for fact, axis in zip(scanned, axes, strict=True) if fact.shape]
+    trips = next((size for size in sizes if isinstance(size, int)), sizes[0] if sizes else None)
+    slices = [_without_axis(fact, axis) for fact, axis in zip(scanned, axes, strict=True)]
+    times = trips if isinstance(trips, int) else None
+    made: list[Fact] = []
+
+    def run(state: list[Fact]) -> list[Fact]:
+        made[:] = walk.body("body", graph, (*state, *slices), times)
+        return made[: len(state)]
+
+    state = walk.repeat(state, run)
+    out_axes = operation.attributes.get_ints("scan_output_axes") or [0] * len(made)
+    trips = walk.trips(trips, True)
+    stacked = (_stacked(fact, trips, axis) for fact, axis in zip(made[first:], out_axes, strict=False))
+    return [*state, *stacked]
+
+
+CONTROL_FLOW_RULES: Mapping[str, ControlFlowRule] = {"If": _if, "Loop": _loop, "Scan": _scan}
+
+
+def _forgetful(fact: Fact | None) -> Fact:
+    return Fact() if fact is None else fact.forgetting_values()
+
+
+def _without_axis(fact: Fact, axis: int) -> Fact:
+    if fact.shape is None:
+        return fact
+    axis %= max(1, len(fact.shape))
+    return Fact(fact.type, (*fact.shape[:axis], *fact.shape[axis + 1 :]))
+
+
+def _stacked(fact: Fact, trips: Dim | None, axis: int = 0) -> Fact:
+    if fact.shape is None:
+        return fact.forgetting_values()
+    axis %= len(fact.shape) + 1
+    return Fact(fact.type, (*fact.shape[:axis], trips, *fact.shape[axis:]))

@@ -1,0 +1,318 @@
+"""The walk over a graph that infers shapes, element types and small contents: in order, into bodies and functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.model.operators import CONTROL_FLOW
+from htp_export.model.shapes.control_flow import CONTROL_FLOW_RULES
+from htp_export.model.shapes.facts import Fact, Facts, constant_tensor, small_array
+from htp_export.model.shapes.known import Dims, Known, Operation, small_contents
+from htp_export.model.shapes.registry import rules_of
+from htp_export.model.shapes.schemas import Given, evaluated, inferred, type_source
+from htp_export.model.shapes.sizes import Dim
+
+__all__ = ["Inference"]
+
+_MOST_VISITS = 200_000
+"""Nodes that are visited inside functions and bodies; a few bytes of a file can ask for any number of them."""
+
+_CONSTANT_VALUES = ("value_int", "value_ints", "value_float", "value_floats")
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, eq=False)
+class _Called:
+    """A node of a function's body, with the attributes that the call gives it."""
+
+    node: ir.Node
+    attributes: Any
+
+    domain = property(lambda self: self.node.domain)
+    op_type = property(lambda self: self.node.op_type)
+    name = property(lambda self: self.node.name)
+    inputs = property(lambda self: self.node.inputs)
+    outputs = property(lambda self: self.node.outputs)
+
+
+class Inference(Facts):
+    """Infers shapes while it walks over a graph.
+
+    A subclass may look at every node that is visited, by overriding `visit`, `body` and `call`.
+
+    Args:
+        opsets: Domain → version.
+        functions: The functions of the model.
+        sizes: Name of an open dimension → size, for the dimensions that are to be numbers.
+    """
+
+    def __init__(
+        self,
+        opsets: Mapping[str, int],
+        functions: Mapping[ir.OperatorIdentifier, ir.Function] | None = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__(sizes)
+        self._opsets = dict(opsets)
+        self._functions = functions or {}
+        self._calling: list[ir.Function] = []
+        self._attributes: Mapping[str, ir.Attr] = {}
+        self._depth = 0
+        self._visits = 0
+        self._reasons: dict[ir.Value, str] = {}
+
+    def walk(self, graph: ir.Graph | ir.Function) -> None:
+        """Visit the nodes of a graph in order."""
+        for node in graph:
+            self.visit(node)
+
+    def visit(self, node: ir.Node) -> None:
+        """Find out what a node makes, of what is known of its inputs."""
+        operation = self.operation(node) if self._calling else node
+        self._visits += self._depth > 0
+        function = self._functions.get(node.op_identifier()) if self._functions else None
+        if self._visits > _MOST_VISITS and (function is not None or operation.op_type in CONTROL_FLOW):
+            self._unknown(operation, "more than a walk over the graph can look at")
+        elif function is not None and function not in self._calling:
+            self.call(function, operation)
+        elif operation.op_type in CONTROL_FLOW and operation.domain == "":
+            self._control_flow(operation)
+        elif operation.op_type == "Constant" and operation.domain == "":
+            self._constant(operation)
+        else:
+            self._infer(operation)
+
+    def operation(self, node: ir.Node) -> Operation:
+        """A node with its attributes; in a function's body, with those that the call gives it."""
+        if not any(attribute.is_ref() for attribute in node.attributes.values()):
+            return node
+        found = []
+        for name, attribute in node.attributes.items():
+            if not attribute.is_ref():
+                found.append(attribute)
+            elif attribute.ref_attr_name in self._attributes:
+                found.append(ir.Attr(name, attribute.type, self._attributes[str(attribute.ref_attr_name)].value))
+        return _Called(node, ir.Node(node.domain, node.op_type, (), found).attributes)
+
+    def call(self, function: ir.Function, operation: Operation) -> None:
+        """Walk over the body of a function with what a call gives it."""
+        saved = self._attributes, self._opsets, self._in_function
+        given = [self.fact(value) for value in operation.inputs]
+        written = {name: a for name, a in function.attributes.items() if a.value is not None}
+        self._attributes = {**written, **operation.attributes}
+        self._opsets = {**self._opsets, **function.opset_imports}
+        self._calling.append(function)
+        self._in_function = True
+        self._calls += 1
+        number = self._calls
+        for place, formal in enumerate(function.inputs):
+            self.state(formal, (given[place] if place < len(given) else None) or Fact())
+        self._depth += 1
+        self.walk(function)
+        self._depth -= 1
+        self._calls, latest = number, self._calls
+        made = [self.fact(value) or Fact() for value in function.outputs]
+        self._calls = latest
+        self._calling.pop()
+        self._attributes, self._opsets, self._in_function = saved
+        self._conclude(operation, made, "its function does not tell")
+
+    def body(self, name: str, graph: ir.Graph, given: Sequence[Fact], times: int | None) -> list[Fact]:
+        """Walk over a subgraph.
+
+        Args:
+            name: The attribute that holds it.
+            graph: The subgraph.
+            given: What it is given.
+            times: How often it runs; None where that is not known.
+
+        Returns:
+            What it gives back.
+        """
+        for value, fact in zip(graph.inputs, given, strict=False):
+            self.state(value, fact)
+        self._depth += 1
+        self.walk(graph)
+        self._depth -= 1
+        return [self.fact(value) or Fact() for value in graph.outputs]
+
+    def either(self, one: Fact, other: Fact) -> Fact:
+        """What is true of two tensors, as those that two branches give."""
+        kind = one.type if one.type == other.type else None
+        shape = _common(one.shape, other.shape)
+        if one.contents is None or other.contents is None or one.contents.shape != other.contents.shape:
+            return Fact(kind, shape)
+        same = all(a == b for a, b in zip(one.contents.reshape(-1), other.contents.reshape(-1), strict=True))
+        return Fact(kind, shape, one.contents if same else None)
+
+    def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
+        """What is true of the state of a loop before each run of its body, and after the last one.
+
+        Args:
+            state: What is known of it before the first run.
+            run: Runs the body; its state afterwards.
+        """
+        while True:  # each round forgets at least one dimension
+            after = run(state)
+            common = [self.either(b, a).forgetting_values() for b, a in zip(state, after, strict=False)]
+            if all(b.shape == c.shape and b.type == c.type for b, c in zip(state, common, strict=False)):
+                return common
+            state = common
+
+    def trips(self, trips: Dim | None, certain: bool) -> Dim | None:
+        """How often the body of a loop runs: as often as it may, if it is certain that nothing ends it before."""
+        return trips if certain else None
+
+    def _control_flow(self, operation: Operation) -> None:
+        try:
+            made = CONTROL_FLOW_RULES[operation.op_type](self, operation)
+        except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            self._unknown(operation, _text(error))
+        else:
+            self._conclude(operation, made, "its subgraphs do not tell")
+
+    def _conclude(self, operation: Operation, made: Sequence[Fact], reason: str) -> None:
+        """Note what a function or a subgraph gave, under the names that the node gives it."""
+        for place, value in enumerate(operation.outputs):
+            fact = made[place] if place < len(made) else Fact()
+            self.state(value, Fact(fact.type, self._settled(value, fact.shape), fact.contents, fact.array))
+            self._note(operation, value, reason)
+
+    def _unknown(self, operation: Operation, reason: str) -> None:
+        self._conclude(operation, (), reason)
+
+    def _constant(self, operation: Operation) -> None:
+        value = operation.outputs[0]
+        if value.const_value is not None:
+            return  # that is looked at when it is asked for
+        for facts in (self._contents, self._arrays):
+            facts.pop(value, None)
+        tensor = constant_tensor(value) if isinstance(operation, ir.Node) else _attribute_tensor(operation)
+        if tensor is None:
+            self._note(operation, value, "its value is not written as ONNX has it")
+            return
+        self._types[value], self._shapes[value] = tensor.dtype, tuple(tensor.shape.numpy())
+        if not isinstance(operation, ir.Node):
+            self._arrays[value] = small_array(tensor)
+
+    def _infer(self, operation: Operation) -> None:
+        domain = "" if operation.domain == "ai.onnx" else operation.domain
+        rules, outputs = rules_of(domain, operation.op_type), operation.outputs
+        for value in outputs:
+            self._contents[value] = self._arrays[value] = None
+            if self._depth:  # it may be visited again
+                self._types.pop(value, None)
+        if operation.attributes and any(attribute.is_ref() for attribute in operation.attributes.values()):
+            self._unknown(operation, "an attribute is known only where its function is called")
+            return
+        typed = True
+        shapes, reason = _safely(rules.shape, operation, self)
+        for place, value in enumerate(outputs):
+            self._shapes[value] = self._settled(value, shapes[place] if shapes and place < len(shapes) else None)
+            if value.type is None or self._in_function:
+                found = self._type_of(operation, domain, place)
+                typed = typed and found is not None
+                if found is not None:
+                    self._types[value] = found
+        if len(outputs) == 1 and rules.contents is not None:
+            contents, _ = _safely(rules.contents, operation, self)
+            if contents is not None and small_contents(contents):
+                self._contents[outputs[0]] = contents
+                del self._arrays[outputs[0]]  # they are those of the contents
+                return
+        if self._evaluate(operation):
+            return
+        known = shapes is not None and len(shapes) >= sum(bool(value.name) for value in outputs)
+        if not known or not typed or any(shape is None or None in shape for shape in shapes or ()):
+            self._ask_onnx(operation, shapes or (), reason)
+
+    def _type_of(self, operation: Operation, domain: str, place: int) -> ir.DataType | None:
+        """The element type of a result, by a rule or by the schema."""
+        rule = rules_of(domain, operation.op_type).type if place == 0 else None
+        if rule is not None:
+            return _safely(rule, operation, self)[0]
+        source = type_source(operation.op_type, self._version(domain), domain, place)
+        if source is None or isinstance(source, ir.DataType):
+            return source
+        value = operation.inputs[source] if source < len(operation.inputs) else None
+        known = None if value is None else self._known_type(value)
+        return known.dtype if isinstance(known, ir.TensorType) else known if isinstance(known, ir.DataType) else None
+
+    def _evaluate(self, operation: Operation) -> bool:
+        """Compute what a node makes, where all that it reads is known and small."""
+        if not operation.inputs or any(value is not None and self.array(value) is None for value in operation.inputs):
+            return False
+        arrays = evaluated(operation, self._version(operation.domain), self._given(operation))
+        if arrays is None:
+            return False
+        for value, array in zip(operation.outputs, arrays, strict=True):
+            kind = self.type(value) or ir.TensorType(ir.DataType.from_numpy(array.dtype))
+            self.state(value, Fact(kind, array.shape, None, array))
+        return True
+
+    def _ask_onnx(self, operation: Operation, shapes: Sequence[Dims | None], reason: str) -> None:
+        """Complete what a rule said, or did not, with what ONNX's own inference says of the node."""
+        results, its_reason = inferred(operation, self._version(operation.domain), self._given(operation))
+        for place, (value, (kind, shape)) in enumerate(zip(operation.outputs, results, strict=True)):
+            own = shapes[place] if place < len(shapes) else None
+            if own is None:
+                own = shape
+            elif shape is not None and len(shape) == len(own):
+                own = [theirs if dim is None else dim for dim, theirs in zip(own, shape, strict=True)]
+            self._shapes[value] = self._settled(value, own)
+            if kind is not None and (self._types.get(value) is None or self._in_function):
+                self._types[value] = kind
+            self._note(operation, value, reason or its_reason)
+
+    def _given(self, operation: Operation) -> list[Given | None]:
+        inputs = operation.inputs
+        return [None if v is None else (self.type(v), self.shape(v), self.array(v)) for v in inputs]
+
+    def _version(self, domain: str) -> int:
+        return self._opsets.get("" if domain == "ai.onnx" else domain, 0)
+
+    def _note(self, operation: Operation, value: ir.Value, reason: str) -> None:
+        """Keep why the shape of a tensor is not known, or not all of it."""
+        self._reasons.pop(value, None)
+        shape = self._shapes.get(value)
+        if value.name and (shape is None or any(not isinstance(dim, int) for dim in shape)):
+            self._reasons[value] = f"node {operation.name or value.name!r} ({operation.op_type}): {reason}"
+
+
+def _common(one: Sequence[Any] | None, other: Sequence[Any] | None) -> Any:
+    """The dimensions that two shapes have in common; others are new symbols."""
+    if one is None or other is None or len(one) != len(other):
+        return None
+    return tuple(a if a == b else None for a, b in zip(one, other, strict=True))
+
+
+def _attribute_tensor(operation: Operation) -> ir.TensorProtocol | None:
+    attribute = operation.attributes.get("value")
+    if attribute is not None and attribute.type == ir.AttributeType.TENSOR:
+        return attribute.as_tensor()  # type: ignore[no-any-return]
+    for key in _CONSTANT_VALUES:
+        if key in operation.attributes:
+            return ir.tensor(np.asarray(operation.attributes[key].value, np.float32 if "float" in key else np.int64))
+    return None
+
+
+def _safely(
+    rule: Callable[[Operation, Known], _T | None] | None, node: Operation, known: Known
+) -> tuple[_T | None, str]:
+    """What a rule says, and else why not: a node that is not as its operator's definition has it is none of its."""
+    if rule is None:
+        return None, ""
+    try:
+        return rule(node, known), ""
+    except (ArithmeticError, AttributeError, IndexError, KeyError, MemoryError, TypeError, ValueError) as error:
+        return None, _text(error)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -1,0 +1,42 @@
+"""Matrix products, and attention, which is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from htp_export.model.shapes.known import Dims, Known, Operation
+from htp_export.model.shapes.operators.elementwise import broadcast
+from htp_export.model.shapes.registry import shape_rule
+from htp_export.model.shapes.sizes import divide
+
+
+@shape_rule("MatMul")
+def _matmul(node: Operation, known: Known) -> Sequence[Dims | None] | None:
+    one, other = (known.shape(value) for value in node.inputs[:2])
+    if one is None or other is None or not one or not other:
+        return None
+    left = one if len(one) > 1 else (1, *one)
+    right = other if len(other) > 1 else (*other, 1)
+    ends = [*([left[-2]] if len(one) > 1 else []), *([right[-1]] if len(other) > 1 else [])]
+    return [[*broadcast([left[:-2], right[:-2]]), *ends]]
+
+
+@shape_rule("Gemm")
+def _gemm(node: Operation, known: Known) -> Sequence[Dims | None] | None:
+    one, other = known.shape(node.inputs[0]), known.shape(node.inputs[1])
+    if one is None or other is None:
+        return None
+    rows = one[1 if node.attributes.get_int("transA", 0) else 0]
+    return [[rows, other[0 if node.attributes.get_int("transB", 0) else 1]]]
+
+
+@shape_rule("Attention")
+def _attention(node: Operation, known: Known) -> Sequence[Dims | None] | None:
+    """The first result; with heads apart, or side by side in three dimensions."""
+    queries, values = known.shape(node.inputs[0]), known.shape(node.inputs[2])
+    if queries is None or values is None or len(queries) != len(values):
+        return None
+    if len(queries) == 4:
+        return [[*queries[:3], values[3]]]
+    heads, groups = (node.attributes.get_int(f"{side}_num_heads", 0) for side in ("q", "kv"))
+    return [[*queries[:2], divide(values[2], groups) * heads]] if len(queries) == 3 and groups else None
