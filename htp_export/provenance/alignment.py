@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence, Set
 from htp_export.format.reasons import Reason
 from htp_export.model.operators import base_op, ends_in, moves, resembles
 from htp_export.provenance.backwards import go_backwards
-from htp_export.provenance.numbering import Numbering, repeats
-from htp_export.provenance.sketch import NOTHING, Shape, Sketch, SketchNode
+from htp_export.provenance.meanings import LOOK_BACK, Meanings
+from htp_export.provenance.numbering import repeats
+from htp_export.provenance.sketch import NOTHING, Sketch, SketchNode
 
 __all__ = ["Alignment"]
 
-_FLOATS = frozenset((1, 10, 11, 16))  # FLOAT, FLOAT16, DOUBLE, BFLOAT16: one may stand for the other
-_FAR = 40  # nodes
 _FEW = 4  # nodes that read one weight; more read it where it is a constant like 1. Nodes that a fused one is made of
 
 
@@ -29,31 +28,17 @@ def _blocked(op: str) -> bool:
     return "nchwc" in op
 
 
-class Alignment:
+class Alignment(Meanings):
     """The meaning of the tensors after a tool, as far as it is known.
 
     Args:
         before: The model that the tool was given.
         after: What it made of it.
         equal: Value after → values before that had the same numbers in it when both were run.
-
-    Attributes:
-        numbers: The numbers of the model before.
-        meaning: Value after → number before, or `NOTHING`.
-        exact: Value after → whether it is that very tensor; else it is made of the same work, and has another shape,
-            layout or element type.
-        named: Value after → what its meaning was first known by: ``tensor`` (its name), ``node`` (the name of the node
-            that makes it), ``initializer`` (the weights that that node reads), ``values`` or nothing.
-        also: Value after → further values before that it may be as well: they had the same numbers in them.
     """
 
     def __init__(self, before: Sketch, after: Sketch, equal: Mapping[int, Sequence[int]] | None = None) -> None:
-        self.before, self.after = before, after
-        self.numbers = Numbering(before)
-        self.meaning = [NOTHING] * len(after.values)
-        self.exact = [False] * len(after.values)
-        self.named = [""] * len(after.values)
-        self.also: dict[int, tuple[int, ...]] = {}
+        super().__init__(before, after)
         self._settled, self._denied = set[int](), set[int]()
         self._node_names = {node.name: index for index, node in enumerate(before.nodes) if node.name}
         self._sources()
@@ -121,28 +106,6 @@ class Alignment:
             if self.after.live[value] and self.after.values[value].kind == "node":
                 self.meaning[value], self.exact[value], self.named[value] = NOTHING, False, ""
                 self._denied.add(value)
-
-    def mean(self, value: int, number: int, exact: bool, named: str = "") -> None:
-        """Note what a value after is; nothing for `NOTHING`."""
-        if number != NOTHING:
-            self.meaning[value], self.exact[value] = number, exact
-            self.named[value] = named or self.named[value]
-
-    def alike(self, after: int, before: int) -> bool:
-        """Whether the two tensors can be the same, by shape and element type, as far as the files say."""
-        return self.fit(self.after.shape(after), self.before.shape(before))
-
-    @staticmethod
-    def fit(after: Shape, before: Shape) -> bool:
-        """Whether two shapes and element types can be those of one tensor."""
-        (one, kind), (other, before_kind) = after, before
-        if kind and before_kind and kind != before_kind and not {kind, before_kind} <= _FLOATS:
-            return False
-        if one is None or other is None:
-            return True
-        sizes = zip(one, other, strict=False)
-        fits = all(a == b or isinstance(a, str) or isinstance(b, str) for a, b in sizes)
-        return fits and len(one) == len(other)
 
     # --- forwards ---
 
@@ -257,20 +220,10 @@ class Alignment:
     def _made_of(self, value: int) -> set[int]:
         """The numbers of the tensors right behind one, as far as a few nodes back."""
         queue, found = [value], set[int]()
-        while queue and len(found) < _FAR:
+        while queue and len(found) < LOOK_BACK:
             maker = self.before.maker[queue.pop(0)]
             if maker != NOTHING:
                 sources = [v for v in self.before.nodes[maker].inputs if v != NOTHING and self.before.live[v]]
                 queue.extend(v for v in sources if self.numbers.number[v] not in found)
                 found.update(self.numbers.number[v] for v in sources)
         return found
-
-    def origin(self, value: int) -> int:
-        """The value before that a value after is: of those with its number, the one of its name, or the first."""
-        members = self.numbers.members.get(self.numbers.current(self.meaning[value]), ())
-        name = self.after.values[value].name
-        for member in members:
-            if self.before.values[member].name == name:
-                return member
-        busy = [m for m in members if self.before.maker[m] == NOTHING or not self.numbers.idle[self.before.maker[m]]]
-        return (busy or [*members, NOTHING])[0]

@@ -7,33 +7,28 @@ taken over by something else. What only moves numbers is looked through.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from htp_export.format.reasons import Reason
 from htp_export.model.operators import COMMUTATIVE, IN_PLACE, base_op, moves
+from htp_export.provenance.meanings import LOOK_BACK, Meanings
 from htp_export.provenance.sketch import NOTHING, SketchNode
-
-if TYPE_CHECKING:
-    from htp_export.provenance.alignment import Alignment
 
 __all__ = ["go_backwards"]
 
-_FAR = 40  # nodes
 
-
-def go_backwards(alignment: Alignment) -> None:
+def go_backwards(meanings: Meanings) -> None:
     """Go from the results of the model after to its inputs once, and add to what its tensors mean."""
-    backwards = _Backwards(alignment)
-    for index in range(len(alignment.after.nodes) - 1, -1, -1):
+    backwards = _Backwards(meanings)
+    for index in range(len(meanings.after.nodes) - 1, -1, -1):
         backwards.node(index)
 
 
 class _Backwards:
-    def __init__(self, alignment: Alignment) -> None:
-        self._of = alignment
-        self.before, self.after, self.numbers = alignment.before, alignment.after, alignment.numbers
-        self.meaning, self.exact, self.named = alignment.meaning, alignment.exact, alignment.named
-        self.known = alignment.known
+    def __init__(self, meanings: Meanings) -> None:
+        self._of = meanings
+        self.before, self.after, self.numbers = meanings.before, meanings.after, meanings.numbers
+        self.meaning, self.exact, self.named = meanings.meaning, meanings.exact, meanings.named
+        self.known = meanings.known
 
     def node(self, index: int) -> None:
         """What one node tells of the tensors that it reads."""
@@ -124,7 +119,7 @@ class _Backwards:
         """The nodes before that make a tensor out of another one; None if they do not, or are many."""
         queue, found, reached = [value], list[int](), False
         seen: set[int] = set()
-        while queue and len(found) < _FAR:
+        while queue and len(found) < LOOK_BACK:
             at = queue.pop()
             if self.numbers.number[at] == number:
                 reached = True
