@@ -52,28 +52,38 @@ class Snapshot:
         self.nodes: dict[ir.Node, _Seen] = {}
         self.makers: dict[ir.Value, ir.Node] = {}
         self.names: dict[ir.Value, str | None] = {}
+        self._holders: dict[ir.Node, ir.Node] = {}
         self.given = given_values(model)
         self.results: dict[ir.Graph, tuple[ir.Value, ...]] = {}
         for graph in (model.graph, *(function.graph for function in model.functions.values())):
             self._add(graph)
         self.steps = list(reads_and_results(self.nodes))
 
-    def _add(self, graph: ir.Graph) -> None:
+    def holds(self, holder: ir.Node, node: ir.Node) -> bool:
+        """Whether a node stood in a subgraph of another one."""
+        around = self._holders.get(node)
+        while around is not None and around is not holder:
+            around = self._holders.get(around)
+        return around is holder
+
+    def _add(self, graph: ir.Graph, holder: ir.Node | None = None) -> None:
         """Take in a graph, with those inside it."""
         self.results[graph] = tuple(graph.outputs)
         for node in graph:
             attributes = tuple(node.attributes.data.values())
             operator = (node.domain, node.op_type, node.overload, *attributes)
             self.nodes[node] = seen = _Seen(node.inputs, node.outputs, operator, node.metadata_props)
+            if holder is not None:
+                self._holders[node] = holder
             for value in seen.outputs:
                 self.makers[value] = node
                 self.names[value] = value.name
             for attribute in attributes:
                 if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref():
-                    self._add(attribute.as_graph())
+                    self._add(attribute.as_graph(), node)
                 elif attribute.type == ir.AttributeType.GRAPHS and not attribute.is_ref():
                     for inner in attribute.as_graphs():
-                        self._add(inner)
+                        self._add(inner, node)
 
 
 @dataclass(frozen=True)
@@ -234,6 +244,8 @@ def merge_tags(difference: Difference, order: Mapping[str, int], called: Collect
             for gone, kept in _twins(difference, old, new):
                 if gone not in difference.live and not difference.same(gone, kept):
                     continue  # sizes are taken from wherever they are known
+                if before.holds(gone, kept):
+                    continue  # a branch was put in its node's place, which only passed on what the branch made
                 if tags.owners_of(before.nodes[gone].metadata) != tags.owners_of(kept.metadata_props):
                     work[kept].add([kept.metadata_props])
                     work[kept].add([before.nodes[gone].metadata])
