@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import htp_export
 from htp_export.errors import FileError, InputError, SelectorError, UnknownModuleError, UntaggedModelError
 from htp_export.model.tagged import Region, TaggedModel, all_nodes, load
 from tests.handmade import branching, called_twice, encoder, tagged_node, value, with_function
@@ -304,3 +307,33 @@ def test_tagged_models_are_saved_with_their_tags(tmp_path: Path) -> None:
     assert isinstance(copy, TaggedModel)
     assert made(copy["layer.1"]) == ["mask", "fc1", "layer1"]
     assert copy["layer.0"].fate == "computed"
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda: htp_export.optimize(encoder(), passes=["eliminate_dead_nodes"]),
+        lambda: htp_export.carry(encoder(), encoder()),
+        lambda: htp_export.extract(encoder(), "layer.1"),
+        lambda: htp_export.functions(encoder(), "layer.*"),
+        lambda: htp_export.inline(with_function()),
+    ],
+)
+def test_results_with_a_model_read_its_modules_once(result: Callable[[], Any]) -> None:
+    found = result()
+    assert found.tagged.model is found.model
+    assert found.tagged is found.tagged
+    assert found.tagged.hierarchy == load(found.model).hierarchy
+
+
+def test_a_region_is_found_once() -> None:
+    tagged = load(encoder())
+    assert tagged["layer"] is tagged["layer"]
+
+
+def test_a_clone_has_the_modules_of_the_model_and_a_graph_of_its_own() -> None:
+    tagged = load(encoder())
+    clone = tagged.clone()
+    assert (clone.hierarchy, clone.source) == (tagged.hierarchy, tagged.source)
+    assert [node.name for node in clone.nodes] == [node.name for node in tagged.nodes]
+    assert not {*clone.nodes} & {*tagged.nodes}

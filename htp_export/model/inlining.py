@@ -22,7 +22,7 @@ from htp_export.model.function_records import DOMAIN, Expectations, Instance, Re
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import all_nodes, subgraphs
 from htp_export.model.rewiring import replace_inputs
-from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames, rename
 
 __all__ = ["Inlined", "dissolve", "inline", "read_flat"]
@@ -33,7 +33,7 @@ _CALLER = "htp.caller"  # never written to files
 
 
 @dataclass(frozen=True)
-class Inlined:
+class Inlined(HoldsModel):
     """The result of `inline`.
 
     Attributes:
@@ -131,7 +131,7 @@ def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
     if not any(others or domain == DOMAIN for domain, _, _ in tagged.model.functions):
         return tagged
     try:
-        return load(_inlined(tagged, others=others).model)
+        return _inlined(tagged, others=others).tagged
     except InputError as error:
         _log.warning("functions are looked at apart from the nodes that call them: %s", error)
         return tagged

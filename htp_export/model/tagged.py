@@ -33,10 +33,21 @@ TagSource: TypeAlias = Literal["htp", "torch", "none"]
 
 
 class _HasModel(Protocol):
-    """What ``torch.onnx.ONNXProgram`` and the results of this package have in common."""
+    """What ``torch.onnx.ONNXProgram`` and `HoldsModel` have in common."""
 
     @property
     def model(self) -> ir.Model: ...
+
+
+class HoldsModel:
+    """A result of this package that has a model."""
+
+    model: ir.Model
+
+    @cached_property
+    def tagged(self) -> TaggedModel:
+        """The model with its module tree, read once; after changing the graph, ``load(result.model)``."""
+        return load(self.model)
 
 
 class TaggedModel:
@@ -68,6 +79,7 @@ class TaggedModel:
         self.model = model
         self.hierarchy = hierarchy
         self.source: TagSource = source
+        self._regions: dict[str, Region] = {}
 
     def __repr__(self) -> str:
         name = self.hierarchy.root.simple_class or self.model.graph.name or "unnamed"
@@ -98,7 +110,9 @@ class TaggedModel:
         self._require_tags()
         if path not in self.hierarchy:
             raise UnknownModuleError(path, self.hierarchy)
-        return Region(self.index, self.hierarchy, self.calls, path)
+        if path not in self._regions:
+            self._regions[path] = Region(self.index, self.hierarchy, self.calls, path)
+        return self._regions[path]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.hierarchy)
@@ -108,6 +122,10 @@ class TaggedModel:
 
     def __contains__(self, path: object) -> bool:
         return path in self.hierarchy
+
+    def clone(self) -> TaggedModel:
+        """The same of a copy of the model, whose graph may be changed; the module tree is not read again."""
+        return TaggedModel(self.model.clone(), self.hierarchy, self.source)
 
     @property
     def paths(self) -> list[str]:

@@ -13,7 +13,7 @@ from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.model.columns import Column, text_table
 from htp_export.model.tag_facts import TagFacts, tag_lines
-from htp_export.model.tagged import load
+from htp_export.model.tagged import HoldsModel
 
 __all__ = ["PASS_COLUMNS", "Change", "Optimized", "OptimizedModels", "PassReport"]
 
@@ -75,7 +75,7 @@ class PassReport:
 
 
 @dataclass(frozen=True)
-class Optimized:
+class Optimized(HoldsModel):
     """The result of `htp_export.optimize`.
 
     Attributes:
@@ -99,7 +99,7 @@ class Optimized:
     @cached_property
     def tags(self) -> TagFacts:
         """What the optimised model knows about its module tags."""
-        return load(self.model).tag_facts
+        return self.tagged.tag_facts
 
     @property
     def rolled_back(self) -> dict[str, str]:

@@ -21,7 +21,7 @@ from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.model.fates import find_fates
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource, TaggedModel, load, model_of
+from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load, model_of
 from htp_export.process.garbage_collection import no_collection
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.fates import CarriedEvidence
@@ -36,7 +36,7 @@ _IR_VERSION = 10  # the first with metadata on nodes
 
 
 @dataclass(frozen=True)
-class Carried:
+class Carried(HoldsModel):
     """The result of `carry`.
 
     Attributes:

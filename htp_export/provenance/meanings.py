@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from htp_export.provenance.numbering import Numbering
-from htp_export.provenance.shapes import Shape
-from htp_export.provenance.sketch import NOTHING, Sketch
+from htp_export.provenance.sketch import NOTHING, Shape, Sketch
 
 __all__ = ["LOOK_BACK", "Meanings"]
 

@@ -15,13 +15,13 @@ from htp_export.model.cut_models import cut_model
 from htp_export.model.cutting import cut
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource
+from htp_export.model.tagged import HoldsModel, ModelSource
 
 __all__ = ["Extraction", "extract"]
 
 
 @dataclass(frozen=True)
-class Extraction:
+class Extraction(HoldsModel):
     """The result of `extract`.
 
     Attributes:

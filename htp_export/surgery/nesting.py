@@ -19,7 +19,7 @@ from htp_export.model.function_records import DOMAIN, Records
 from htp_export.model.inlining import dissolve
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import GraphIndex, all_nodes
-from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames
 from htp_export.surgery.bodies import Bodies
 from htp_export.surgery.formals import Formals
@@ -52,7 +52,7 @@ class FunctionRow:
 
 
 @dataclass(frozen=True)
-class Nested:
+class Nested(HoldsModel):
     """The result of `functions`.
 
     Attributes:

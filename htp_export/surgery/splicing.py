@@ -17,7 +17,7 @@ from htp_export.format.call_tree import Instance
 from htp_export.model.cutting import Cut, Cutter
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 from htp_export.surgery.grafts import Graft, placed_paths, weight_key
 from htp_export.surgery.spliced_calls import SplicedCalls
 
@@ -25,7 +25,7 @@ __all__ = ["Splice", "splice"]
 
 
 @dataclass(frozen=True)
-class Splice:
+class Splice(HoldsModel):
     """The result of `splice`.
 
     Attributes:
@@ -112,7 +112,7 @@ def splice(
     source, given = read_flat(model, others=False), load(replacement)
     if given.model is source.model:
         raise InputError("a model cannot be put into itself; give a replacement that was cut out of it")
-    changed = load(source.model.clone())
+    changed = source.clone()
     before = sum(1 for _ in changed.model.graph.all_nodes())
     calls = _outermost(changed, path) if call is None else (call,)
     cutter = Cutter(changed)
