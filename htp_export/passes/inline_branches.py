@@ -11,7 +11,7 @@ from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.editing import release, remove_unused, stand_in
 from htp_export.passes.registry import register
 
-__all__ = ["InlineBranches"]
+__all__ = ["InlineBranches", "inline_branch"]
 
 
 @register("inline_branches", level="exact")
@@ -26,13 +26,24 @@ class InlineBranches(ir.passes.InPlacePass):
             for node in found:
                 taken = known.constant(node.inputs[0]) if known is not None else None
                 if taken is not None and len(taken) == 1:
-                    modified |= _inline(model, graph, node, "then_branch" if taken[0] else "else_branch")
+                    modified |= inline_branch(model, graph, node, "then_branch" if taken[0] else "else_branch")
         if modified:
             remove_unused(model)
         return ir.passes.PassResult(model, modified)
 
 
-def _inline(model: ir.Model, graph: ir.Graph, node: ir.Node, name: str) -> bool:
+def inline_branch(model: ir.Model, graph: ir.Graph, node: ir.Node, name: str) -> bool:
+    """Put the nodes of a branch in the place of an ``If``.
+
+    Args:
+        model: The model; changed.
+        graph: The graph that the ``If`` is in.
+        node: The ``If``.
+        name: ``then_branch`` or ``else_branch``.
+
+    Returns:
+        Whether it was possible: not where the ``If`` makes a result of the graph, and the branch does not.
+    """
     branch = node.attributes[name].as_graph()
     if any(value.is_graph_output() for value in node.outputs) and not all(
         value.producer() is not None and value.graph is branch for value in branch.outputs
@@ -54,6 +65,7 @@ def _inline(model: ir.Model, graph: ir.Graph, node: ir.Node, name: str) -> bool:
     for old, new in zip(node.outputs, results, strict=True):
         stand_in(old, new)
     release(node)
+    graph.remove(node)
     return True
 
 

@@ -17,6 +17,7 @@ from htp_export.run.locating import blame_by_graph
 from htp_export.run.pairing import pair_call, signature_of
 from htp_export.run.reporting import module_results, tolerance_of
 from htp_export.run.results import NOT_COMPARED, Comparison, ModuleResult
+from htp_export.run.taken_branches import with_taken_branches
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
 from htp_export.runtime.inputs import Feed, Inputs
 from htp_export.runtime.runner import Runner
@@ -90,6 +91,9 @@ def compare(
     feed = known.random(dims, shapes, seed) if inputs is None else known.feed(inputs, dims)
     other_feed = _other_feed(ours, theirs, feed, second_name)
     settings = SessionSettings(tuple(providers), session_options)
+    facts = (ours.tag_facts, theirs.tag_facts)
+    ours = with_taken_branches(ours, feed.arrays, one, settings)
+    theirs = with_taken_branches(theirs, other_feed, other, settings)
     with ArrayStore.opened(portion_bytes) as store:
         calls = calls_in_file(ours, feed, Runner(ours.model, first_name, settings), store, portion_bytes)
         wanted = [call for call in calls if call.path in chosen and call.path in theirs]
@@ -107,7 +111,7 @@ def compare(
     }
     modules = {path: _around(results, result, lacking.get(path, "")) for path, result in results.items()}
     wrong = tuple(path for path in blame.modules if path in modules)
-    return Comparison(modules, wrong, tags=(ours.tag_facts, theirs.tag_facts), assumed=feed.notes)
+    return Comparison(modules, wrong, tags=facts, assumed=feed.notes)
 
 
 def _check_one_model(ours: TaggedModel, theirs: TaggedModel, first_name: str, second_name: str) -> None:

@@ -176,17 +176,26 @@ def _fits(tagged: TaggedModel, value: ir.Value, held: StoredArray) -> bool:
     return len(value.shape) == len(shape) and all(not isinstance(dim, int) or dim == size for dim, size in dims)
 
 
-def unmatched_calls(tagged: TaggedModel, ran: Mapping[str, int]) -> dict[str, str]:
+def unmatched_calls(tagged: TaggedModel, ran: Mapping[str, int], there: Mapping[str, int]) -> dict[str, str]:
     """Modules whose calls are others than in the export, with what is to be said of them.
 
     Args:
         tagged: The file.
         ran: Module path → how often it ran now.
+        there: For modules with nodes in branches, how many of their calls are outside or in the branches taken now.
     """
     reasons = {}
     for path, info in tagged.hierarchy.items():
         now = ran.get(path, 0)
         known = len(tagged.signatures[path]) if path in tagged.signatures else info.calls
+        if path in there and not there[path] and known:
+            found[path] = (
+                "it runs in a branch that PyTorch took now, and the file did not"
+                if now
+                else "the branch that it runs in was not taken"
+            )
+            continue
+        known = there.get(path, known)
         if not now and known and info.fate != "uncalled":
             reasons[path] = "its calls cannot be seen: it runs in a branch, or its forward is called directly"
         elif now != known and known and info.fate != "uncalled":

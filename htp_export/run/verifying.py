@@ -24,6 +24,7 @@ from htp_export.run.readers import parameter_readers
 from htp_export.run.reporting import module_results, tolerance_of
 from htp_export.run.results import Verification
 from htp_export.run.same_model import check_same_model, check_same_modules_ran
+from htp_export.run.taken_branches import numbered_as_in_file, with_taken_branches
 from htp_export.runtime.arrays import PORTION_BYTES, ArrayStore
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.runner import Runner
@@ -109,18 +110,20 @@ def verify(
         ran = Counter(call.path for call in calls)
         if exact:
             check_same_modules_ran(tagged, model, ran, name)
-        unmatched = unmatched_calls(tagged, ran)
+        taken = with_taken_branches(tagged, feed, name, settings)
+        calls, there = numbered_as_in_file(tagged, taken, calls)
+        unmatched = unmatched_calls(tagged, ran, there)
         chosen_calls = [call for call in calls if call.path in chosen and call.path not in unmatched]
-        runner = Runner(tagged.model, name, settings)
+        runner = Runner(taken.model, name, settings)
         if isolated:
             checked, reasons = check_isolated(
-                tagged, chosen_calls, feed, runner, settings, store, portion_bytes, allowed
+                taken, chosen_calls, feed, runner, settings, store, portion_bytes, allowed
             )
             blame = blame_by_nesting(checked)
         else:
-            paired = [pair_call(tagged, call) for call in chosen_calls if call.path in tagged]
-            checked, reasons = check_calls(tagged, paired, feed, runner, portion_bytes, allowed), {}
-            blame = blame_by_graph(tagged, checked)
+            paired = [pair_call(taken, call) for call in chosen_calls if call.path in taken]
+            checked, reasons = check_calls(taken, paired, feed, runner, portion_bytes, allowed), {}
+            blame = blame_by_graph(taken, checked)
     blame = with_contradictions(tagged, with_missing_outputs(tagged, blame, calls[-1]), chosen)
     known = known_parameters(tagged, model) if exact else {}
     modules = module_results(tagged, chosen, checked, blame, {**reasons, **unmatched}, isolated=isolated)

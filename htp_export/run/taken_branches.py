@@ -1,0 +1,110 @@
+"""A file in which the branches that one run takes stand in the main graph, where their tensors can be compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from htp_export.model.operators import is_standard
+from htp_export.model.tagged import TaggedModel
+from htp_export.passes.inline_branches import inline_branch
+from htp_export.run.checking import tensor_values
+from htp_export.run.pytorch_calls import ModuleCall
+from htp_export.runtime.arrays import Array
+from htp_export.runtime.runner import Runner
+from htp_export.runtime.sessions import SessionSettings
+
+__all__ = ["numbered_as_in_file", "with_taken_branches"]
+
+
+def with_taken_branches(
+    tagged: TaggedModel, feed: Mapping[str, Array], name: str, settings: SessionSettings
+) -> TaggedModel:
+    """The file with each ``If`` replaced by the nodes of the branch that these inputs take.
+
+    The file runs once for each level of ``If`` inside ``If``. Branches in loop bodies stay as they are.
+
+    Args:
+        tagged: The file.
+        feed: Input name → values.
+        name: What to call the file in errors.
+        settings: Where and how it runs.
+
+    Returns:
+        A copy; the file itself if no ``If`` stands in its main graph.
+
+    Raises:
+        InputError: If ONNX Runtime cannot run the file.
+    """
+    current, kept = tagged, set[str | None]()
+    while True:
+        found = [node for node in current.model.graph if is_standard(node, "If") and node.name not in kept]
+        if not found:
+            return current
+        if current is tagged:
+            current = TaggedModel(tagged.model.clone(), tagged.hierarchy, tagged.source)
+            continue
+        conditions: dict[str, bool] = {}
+
+        def keep(condition: str, array: Array, conditions: dict[str, bool] = conditions) -> None:
+            conditions[condition] = bool(array.all())
+
+        names = {str(node.inputs[0].name): 1 for node in found if node.inputs[0] is not None}
+        tensor_values(current, names, feed, Runner(current.model, name, settings), len(names), keep)
+        model = current.model
+        for node in found:
+            taken = node.inputs[0] is not None and conditions[str(node.inputs[0].name)]
+            if not _inlined(model, node, "then_branch" if taken else "else_branch"):
+                kept.add(node.name)
+        current = TaggedModel(model, tagged.hierarchy, tagged.source)
+
+
+def _inlined(model: ir.Model, node: ir.Node, branch: str) -> bool:
+    """Inline a branch; what it gives back has the names that the outputs of the ``If`` had."""
+    graph = node.attributes[branch].as_graph()
+    results = {value: old for old, value in zip(node.outputs, graph.outputs, strict=True) if value.graph is graph}
+    names = {value: old.name for value, old in results.items()}
+    if not inline_branch(model, model.graph, node, branch):
+        return False
+    for value, name in names.items():
+        results[value].name, value.name = None, name
+    return True
+
+
+def numbered_as_in_file(
+    tagged: TaggedModel, taken: TaggedModel, calls: Sequence[ModuleCall]
+) -> tuple[list[ModuleCall], Mapping[str, int]]:
+    """Give calls the numbers that they have in a file, in which a module's calls in all branches are counted.
+
+    Args:
+        tagged: The file.
+        taken: The same as `with_taken_branches` gives it.
+        calls: The calls as PyTorch made them.
+
+    Returns:
+        The calls, and for each module that has nodes in branches how many of its calls are in the branches that were
+        taken or outside. Where these are not as many as PyTorch made, the numbers are left as they are.
+    """
+    main = tagged.model.graph
+    inside = dict.fromkeys(
+        path for node in tagged.nodes if node.graph is not main for path in tagged.work_of(node).modules if path
+    )
+    if taken is tagged or not inside:
+        return list(calls), {}
+    there = {path: _calls_with_nodes(taken, path) for path in inside if path in taken}
+    ran = Counter(call.path for call in calls)
+    numbers = {path: known for path, known in there.items() if len(known) == ran[path]}
+    renumbered = [
+        replace(call, number=numbers[call.path][call.number]) if call.path in numbers else call for call in calls
+    ]
+    return renumbered, {path: len(known) for path, known in there.items()}
+
+
+def _calls_with_nodes(tagged: TaggedModel, path: str) -> list[int]:
+    region = tagged[path]
+    if region.calls <= 1:
+        return [0] if region.nodes else []
+    return [number for number in range(region.calls) if region.call(number).nodes]
