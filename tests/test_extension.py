@@ -79,3 +79,65 @@ def test_a_command_is_one_file(package: Path) -> None:
 def test_the_version_is_said_without_importing_the_commands(package: Path) -> None:
     code = "import sys; from htp_export.cli.main import main; main(['--version']); print(*sys.modules)"
     assert not [name for name in run(package, "-c", code).split() if name.endswith("_command")]
+
+
+def test_an_adapter_of_a_tool_is_one_file(package: Path) -> None:
+    drop(
+        package,
+        "provenance/adapters/doubling.py",
+        """
+        import onnx
+
+        from htp_export.provenance.adapting import adapted
+
+        __all__ = ["doubler"]
+
+        def doubler(model, output=None):
+            def tool(given, _):
+                changed = onnx.load(given)
+                changed.graph.node[0].op_type = "Abs"
+                return changed
+
+            return adapted("doubler", tool, model, output)
+        """,
+    )
+    code = """
+import onnx_ir as ir, htp_export
+tags = {"htp.module": "act", "htp.reason": "scope"}
+relu = ir.node("Relu", [ir.val("x", ir.DataType.FLOAT, [2])], name="n", metadata_props=tags)
+relu.outputs[0].name, relu.outputs[0].dtype, relu.outputs[0].shape = "y", ir.DataType.FLOAT, ir.Shape([2])
+graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="net")
+[node] = htp_export.tools.doubler(ir.Model(graph, ir_version=10)).model.graph
+print(node.op_type, node.metadata_props["htp.module"])
+"""
+    assert run(package, "-c", code) == "Abs act\n"
+    assert "doubler" in run(package, "-m", "htp_export", "run", "--help")
+
+
+def test_a_pass_is_one_file(package: Path) -> None:
+    drop(
+        package,
+        "passes/note_nothing.py",
+        """
+        import onnx_ir as ir
+
+        from htp_export.passes.registry import register
+
+        @register("note_nothing", level="exact", after="eliminate_dead_nodes")
+        class NoteNothing(ir.passes.InPlacePass):
+            \"\"\"Changes nothing.\"\"\"
+
+            def call(self, model):
+                return ir.passes.PassResult(model, modified=False)
+        """,
+    )
+    code = """
+from htp_export.passes.registry import choose
+names = [info.name for info in choose("default", "exact")]
+print(names.index("note_nothing") - names.index("eliminate_dead_nodes"))
+"""
+    assert run(package, "-c", code) == "1\n"
+    listed = run(package, "-m", "htp_export", "optimize", "--list")
+    assert [line.split()[:2] for line in listed.splitlines() if "Changes nothing." in line] == [
+        ["note_nothing", "exact"]
+    ]

@@ -19,7 +19,7 @@ import htp_export
 from htp_export import tools
 from htp_export.errors import HtpExportError, InputError, UntaggedModelError
 from htp_export.files.model_files import write_model
-from htp_export.provenance.adapters.adapting import adapted, library
+from htp_export.provenance.adapting import adapted, library
 from tests.exporting import exported, exported_net
 from tests.nets import NETS
 from tests.truth import inexact, owners_of, untagged

@@ -42,7 +42,7 @@ def run_command(
 ) -> None:
     """Run another tool on a tagged file, and keep its tags."""
     from htp_export.files.model_files import write_model
-    from htp_export.provenance.adapters.adapting import share_unchanged
+    from htp_export.provenance.adapting import share_unchanged
     from htp_export.provenance.carrying import embed_map
 
     if tool not in tools.__all__:

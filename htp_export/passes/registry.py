@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 import onnx_ir as ir
 
+from htp_export.discovery import names_in
 from htp_export.errors import InputError
 
 __all__ = ["DEFAULT", "GROUP", "LEVELS", "Level", "PassInfo", "available", "choose", "find", "register"]
@@ -20,6 +21,8 @@ LEVELS: tuple[Level, ...] = ("exact", "tolerant", "fused")
 
 GROUP = "htp_export.passes"
 """The group of entry points that other packages name their passes in; each names a module that registers, or a pass."""
+
+_FOLDER = "htp_export.passes"
 
 DEFAULT = (
     "fuse_for_onnxruntime",
@@ -48,10 +51,7 @@ DEFAULT = (
     "fuse_conv_relu",
     "eliminate_unused_initializers",
 )
-"""The passes that run where none are named, in order; each round runs those that the level allows."""
-
-_BY_NAME_ONLY = ("fuse_attention", "fuse_matmul_add_3d")
-"""Passes of this package that run only where they are named."""
+"""The order of the passes that run where none are named; those that are registered with ``after`` come between them."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,14 @@ class PassInfo:
         name: Its name.
         level: What it may do to the results, one of `LEVELS`.
         make: Makes the pass, without arguments.
+        after: The pass of `DEFAULT` after which it runs where no passes are named; None for those of `DEFAULT`
+            themselves, and for those that run only where they are named.
     """
 
     name: str
     level: Level
     make: Callable[[], ir.passes.PassBase]
+    after: str | None = None
 
     @property
     def summary(self) -> str:
@@ -79,7 +82,7 @@ _registered: dict[str, PassInfo] = {}  # the one thing here that changes: what `
 _Make = TypeVar("_Make", bound=Callable[[], ir.passes.PassBase])
 
 
-def register(name: str, level: Level) -> Callable[[_Make], _Make]:
+def register(name: str, level: Level, after: str | None = None) -> Callable[[_Make], _Make]:
     """Make a pass known by a name; for a class, or a function without arguments, that makes an onnx_ir pass.
 
     The pass needs to know nothing of tags. It has to keep one rule: a node that stays in the graph computes what it
@@ -89,9 +92,11 @@ def register(name: str, level: Level) -> Callable[[_Make], _Make]:
         name: The name. A name that is registered again means the new pass.
         level: ``"exact"`` if outputs stay the same bit for bit, ``"tolerant"`` if they may change by 1e-5, ``"fused"``
             if the pass uses operators that only ONNX Runtime has.
+        after: A pass of `DEFAULT`: the new one runs after it where no passes are named. None if it is to run only where
+            it is named.
 
     Raises:
-        InputError: If the level is none of these.
+        InputError: If the level is none of these, or ``after`` is no default pass.
 
     Examples:
         >>> import onnx_ir as ir
@@ -106,8 +111,11 @@ def register(name: str, level: Level) -> Callable[[_Make], _Make]:
     if level not in LEVELS:
         raise InputError(f"pass {name!r}: level {level!r} is none of {', '.join(LEVELS)}")
 
+    if after is not None and after not in DEFAULT:
+        raise InputError(f"pass {name!r}: after={after!r} is no default pass; there are {', '.join(DEFAULT)}")
+
     def decorate(make: _Make) -> _Make:
-        _registered[name] = PassInfo(name, level, make)
+        _registered[name] = PassInfo(name, level, make, after)
         return make
 
     return decorate
@@ -120,9 +128,9 @@ def available() -> dict[str, PassInfo]:
         >>> available()["eliminate_dead_nodes"].level
         'exact'
     """
-    for name in (*DEFAULT, *_BY_NAME_ONLY):
+    for name in names_in(_FOLDER):
         if name not in _registered:
-            importlib.import_module(f"htp_export.passes.{name}")
+            importlib.import_module(f"{_FOLDER}.{name}")
     for entry in entry_points(group=GROUP):
         if entry.name not in _registered:
             loaded = entry.load()
@@ -138,8 +146,8 @@ def find(name: str) -> PassInfo:
     Raises:
         InputError: If there is none; the message lists those there are.
     """
-    if name not in _registered and name in (*DEFAULT, *_BY_NAME_ONLY):
-        importlib.import_module(f"htp_export.passes.{name}")
+    if name not in _registered and name in names_in(_FOLDER):
+        importlib.import_module(f"{_FOLDER}.{name}")
     if name in _registered:
         return _registered[name]
     known = available()
@@ -165,7 +173,7 @@ def choose(passes: str | Sequence[str], level: Level) -> list[PassInfo]:
     chosen: list[PassInfo] = []
     for name in map(str.strip, names):
         if name == "default":
-            chosen += [info for info in map(find, DEFAULT) if _allowed(info, level)]
+            chosen += [info for info in _default() if _allowed(info, level)]
             continue
         info = find(name)
         if not _allowed(info, level):
@@ -174,6 +182,13 @@ def choose(passes: str | Sequence[str], level: Level) -> list[PassInfo]:
     if not chosen:
         raise InputError("no passes were named; give 'default' or names")
     return chosen
+
+
+def _default() -> list[PassInfo]:
+    """The passes that run where none are named, in order."""
+    every = available()
+    further = [info for info in every.values() if info.after is not None]
+    return [info for name in DEFAULT for info in (every[name], *(each for each in further if each.after == name))]
 
 
 def _allowed(info: PassInfo, level: Level) -> bool:

@@ -2,48 +2,20 @@
 
 Each adapter takes a tagged model and the options of the tool, and returns a `Carried`, with the new model as
 ``.model``. The library of a tool is imported when the tool runs.
+
+The tools are the functions in ``__all__`` of the files of this folder: a new file is a new tool.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from htp_export.provenance.adapters.converters import float16, symbolic_shape_infer, version_converter
-    from htp_export.provenance.adapters.optimizers import onnxoptimizer, onnxscript, onnxsim, onnxslim
-    from htp_export.provenance.adapters.quantizers import matmul_nbits, quantize_dynamic, quantize_static
-    from htp_export.provenance.adapters.runtime import onnxruntime, onnxruntime_transformers
+from htp_export.discovery import exported_in
 
-__all__ = [
-    "float16",
-    "matmul_nbits",
-    "onnxoptimizer",
-    "onnxruntime",
-    "onnxruntime_transformers",
-    "onnxscript",
-    "onnxsim",
-    "onnxslim",
-    "quantize_dynamic",
-    "quantize_static",
-    "symbolic_shape_infer",
-    "version_converter",
-]
+_HOMES = exported_in(__name__)
 
-_HOMES = {
-    "float16": "converters",
-    "matmul_nbits": "quantizers",
-    "onnxoptimizer": "optimizers",
-    "onnxruntime": "runtime",
-    "onnxruntime_transformers": "runtime",
-    "onnxscript": "optimizers",
-    "onnxsim": "optimizers",
-    "onnxslim": "optimizers",
-    "quantize_dynamic": "quantizers",
-    "quantize_static": "quantizers",
-    "symbolic_shape_infer": "converters",
-    "version_converter": "converters",
-}
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

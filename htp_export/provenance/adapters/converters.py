@@ -9,7 +9,7 @@ import onnx
 
 from htp_export.errors import InputError
 from htp_export.model.tagged import ModelSource
-from htp_export.provenance.adapters.adapting import adapted, library
+from htp_export.provenance.adapting import adapted, library
 from htp_export.provenance.carrying import Carried
 
 __all__ = ["float16", "symbolic_shape_infer", "version_converter"]

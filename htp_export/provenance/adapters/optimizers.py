@@ -13,7 +13,7 @@ import onnx_ir as ir
 from htp_export.errors import HtpExportError
 from htp_export.model.tagged import ModelSource
 from htp_export.passes.editing import register_constants
-from htp_export.provenance.adapters.adapting import adapted, library
+from htp_export.provenance.adapting import adapted, library
 from htp_export.provenance.carrying import Carried
 
 __all__ = ["onnxoptimizer", "onnxscript", "onnxsim", "onnxslim"]

@@ -13,7 +13,7 @@ import onnx
 from htp_export.errors import InputError
 from htp_export.files.npz_file import read_npz
 from htp_export.model.tagged import ModelSource
-from htp_export.provenance.adapters.adapting import adapted, library
+from htp_export.provenance.adapting import adapted, library
 from htp_export.provenance.carrying import Carried
 
 if TYPE_CHECKING:

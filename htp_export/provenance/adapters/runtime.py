@@ -9,7 +9,7 @@ from typing import Any
 
 from htp_export.errors import InputError
 from htp_export.model.tagged import ModelSource
-from htp_export.provenance.adapters.adapting import adapted, library
+from htp_export.provenance.adapting import adapted, library
 from htp_export.provenance.carrying import Carried
 from htp_export.runtime.sessions import Changes, RunnableModel, Session, SessionSettings
 
