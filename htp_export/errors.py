@@ -7,8 +7,10 @@
     │   ├── SelectorError        a selector that cannot be read, or that matches nothing
     │   ├── UntaggedModelError   the work needs tags, and the file has none
     │   ├── ModelSourceError     a model cannot be made from what was named (hub id, folder, type, entry)
+    │   ├── OpenDimensionError   sizes of open dimensions are missing, or are given for dimensions that there are not
     │   └── OnnxRuntimeError     ONNX Runtime cannot load or run a model
-    ├── PassError                a pass of `optimize` failed
+    ├── PassError                a pass of `optimize` failed; names the passes that ran before it
+    ├── ToolError                a tool of `htp_export.tools` failed, or wrote a model that is not valid
     ├── CaptureError             htp_export could not follow an export; a fault of its own, not of the model
     └── TorchChangedError        a private part of torch that htp_export relies on is gone, or is another now
 
@@ -29,8 +31,10 @@ __all__ = [
     "InputError",
     "ModelSourceError",
     "OnnxRuntimeError",
+    "OpenDimensionError",
     "PassError",
     "SelectorError",
+    "ToolError",
     "TorchChangedError",
     "UnknownModuleError",
     "UntaggedExportWarning",
@@ -127,6 +131,32 @@ class OnnxRuntimeError(InputError):
         self.modules = tuple(modules)
         where = f" in module {', '.join(map(repr, self.modules))}" if self.modules else ""
         super().__init__(f"{model}: ONNX Runtime cannot {action} it{where}: {problem}")
+
+
+class OpenDimensionError(InputError):
+    """Sizes of open dimensions are missing, or are given for dimensions that the model does not have.
+
+    Args:
+        names: The dimensions at fault: names, ``x: 1`` for one without a name, ``x: all`` for a whole shape.
+        problem: What is wrong with them, and what to do.
+    """
+
+    def __init__(self, names: Iterable[str], problem: str) -> None:
+        super().__init__(problem)
+        self.names = tuple(names)
+
+
+class ToolError(HtpExportError):
+    """A tool failed on a model; nothing was written.
+
+    Args:
+        tool: The name of the adapter in `htp_export.tools`.
+        problem: What it raised, or what is wrong with its result.
+    """
+
+    def __init__(self, tool: str, problem: str) -> None:
+        super().__init__(f"{tool} {problem}")
+        self.tool = tool
 
 
 class TorchChangedError(HtpExportError):

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from htp_export.errors import InputError
+from htp_export.errors import InputError, OpenDimensionError
 from htp_export.runtime.inputs import Inputs
 
 
@@ -27,8 +27,12 @@ def test_what_stays_open_is_named() -> None:
     bound = inputs(x=["batch", None], y=None, z=["batch", 2]).bind()
     assert bound.shapes == {"x": (None, None), "y": None, "z": (None, 2)}
     assert bound.open == ("batch", "x: 1", "y: all")
-    with pytest.raises(InputError, match=r"sizes are open: 'batch', 'x: 1', 'y: all'; give shapes, or example inputs"):
+    with pytest.raises(OpenDimensionError, match=r"sizes are open: 'batch', 'x: 1', 'y: all'; give shapes") as raised:
         bound.check()
+    assert raised.value.names == ("batch", "x: 1", "y: all")
+    with pytest.raises(OpenDimensionError, match="no open dimension 'bach'") as raised:
+        inputs(x=["batch"]).bind(dims={"bach": 1})
+    assert raised.value.names == ("bach",)
 
 
 def test_contradictions_are_said_and_do_not_hinder_who_does_not_ask() -> None:

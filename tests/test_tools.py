@@ -17,7 +17,7 @@ from torch import nn
 
 import htp_export
 from htp_export import tools
-from htp_export.errors import HtpExportError, InputError, UntaggedModelError
+from htp_export.errors import HtpExportError, InputError, ToolError, UntaggedModelError
 from htp_export.files.model_files import write_model
 from htp_export.provenance.adapting import adapted, library
 from tests.exporting import exported, exported_net
@@ -303,8 +303,9 @@ def test_a_model_without_tags_is_refused(attention, tmp_path):
 
 
 def test_a_tool_that_fails_is_named_and_leaves_nothing(attention, tmp_path):
-    with pytest.raises(HtpExportError, match="float16 failed on this model: TypeError"):
+    with pytest.raises(ToolError, match="float16 failed on this model: TypeError") as failed:
         tools.float16(attention[2], tmp_path / "out.onnx", op_block_list=3)
+    assert (failed.value.tool, type(failed.value.__cause__)) == ("float16", TypeError)
     assert not list(tmp_path.iterdir())
 
 
@@ -332,7 +333,7 @@ def test_a_tool_that_makes_no_valid_model_is_named(attention, tmp_path):
         model.graph.node.append(model.graph.node[-1])
         return model
 
-    with pytest.raises(HtpExportError, match=r"twice made a model of this one that is not valid: .*redeclared"):
+    with pytest.raises(ToolError, match=r"twice made a model of this one that is not valid: .*redeclared"):
         adapted("twice", twice, attention[2], tmp_path / "out.onnx")
     assert not list(tmp_path.iterdir())
 

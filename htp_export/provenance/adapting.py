@@ -15,7 +15,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from htp_export.errors import HtpExportError, InputError
+from htp_export.errors import HtpExportError, InputError, ToolError
 from htp_export.files.model_files import check_target, model_from_proto, read_model, write_model
 from htp_export.model.tagged import ModelSource, model_of
 from htp_export.provenance.carrying import Carried, carry_in_place, tagged_model
@@ -55,7 +55,7 @@ def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike
 
     Raises:
         UntaggedModelError: The model has no tags of htp_export.
-        HtpExportError: The tool failed; its own error is the cause.
+        ToolError: The tool failed; its own error is the cause.
         FileError: A file cannot be read or written.
     """
     check_target(output)
@@ -73,14 +73,13 @@ def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike
             if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
                 raise InputError(f"{name}: {error}") from error
             said = _plain(error, {given: _name_of(model), made: "its result"})
-            raise HtpExportError(f"{name} failed on this model: {type(error).__name__}: {said}") from error
+            raise ToolError(name, f"failed on this model: {type(error).__name__}: {said}") from error
         try:
             after = read_model(made) if after is None else after
             after = model_from_proto(after) if isinstance(after, onnx.ModelProto) else after
         except Exception as error:
-            raise HtpExportError(
-                f"{name} made a model of this one that is not valid: {_plain(error, {made: 'its result'})}"
-            ) from error
+            said = _plain(error, {made: "its result"})
+            raise ToolError(name, f"made a model of this one that is not valid: {said}") from error
         result = carry_in_place(before, after)
         for node in result.model.graph.all_nodes():
             if node.name in names:

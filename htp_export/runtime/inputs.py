@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.errors import InputError
+from htp_export.errors import InputError, OpenDimensionError
 from htp_export.runtime.arrays import Array, from_torch
 
 __all__ = ["Bound", "Feed", "Input", "Inputs"]
@@ -73,7 +73,8 @@ class Bound:
         """Refuse inputs whose sizes contradict each other, or are not all known.
 
         Raises:
-            InputError: If there is a contradiction, or a size stays open.
+            InputError: If there is a contradiction.
+            OpenDimensionError: If a size stays open.
         """
         if self.conflicts:
             raise InputError(self.conflicts[0])
@@ -82,7 +83,8 @@ class Bound:
             example = (
                 f"dims ({', '.join(f'{name}=...' for name in named)})" if len(named) == len(self.open) else "shapes"
             )
-            raise InputError(f"sizes are open: {', '.join(map(repr, self.open))}; give {example}, or example inputs")
+            said = f"sizes are open: {', '.join(map(repr, self.open))}; give {example}, or example inputs"
+            raise OpenDimensionError(self.open, said)
 
 
 @dataclass(frozen=True)
@@ -290,7 +292,8 @@ class Inputs:
         for each in self:
             known = bound.shapes[each.name]
             if known is None and each.tensor:
-                raise InputError(f"input {each.name!r}: the model does not tell its shape; give inputs, or its shape")
+                said = f"input {each.name!r}: the model does not tell its shape; give inputs, or its shape"
+                raise OpenDimensionError([f"{each.name}: all"], said)
             shape = []
             for place, size in enumerate(known or ()):
                 if size is None:
@@ -320,11 +323,12 @@ def _check_name(what: str, name: str, known: Iterable[str]) -> None:
     names = list(known)
     if name in names:
         return
-    if not names:
-        raise InputError(f"this model has no {what}s, and so none named {name!r}")
     near = difflib.get_close_matches(str(name), names, n=1)
     hint = f"; nearest: {near[0]!r}" if near else ""
-    raise InputError(f"no {what} {name!r} in this model, only {', '.join(map(repr, names))}{hint}")
+    problem = f"no {what} {name!r} in this model, only {', '.join(map(repr, names))}{hint}"
+    if not names:
+        problem = f"this model has no {what}s, and so none named {name!r}"
+    raise OpenDimensionError([name], problem) if what == "open dimension" else InputError(problem)
 
 
 def _is_size(size: object) -> bool:

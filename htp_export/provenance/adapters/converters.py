@@ -30,7 +30,7 @@ def version_converter(model: ModelSource, output: str | os.PathLike[str] | None 
         InputError: onnx has no such opset, or rejects the model.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
-        HtpExportError: The tool fails.
+        ToolError: The tool fails.
 
     Examples:
         >>> import torch, htp_export
@@ -62,7 +62,7 @@ def float16(model: ModelSource, output: str | os.PathLike[str] | None = None, **
         InputError: The library is not installed or rejects the model.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
-        HtpExportError: The tool fails.
+        ToolError: The tool fails.
 
     Examples:
         >>> import torch, htp_export
@@ -93,7 +93,7 @@ def symbolic_shape_infer(model: ModelSource, output: str | os.PathLike[str] | No
         InputError: The library is not installed or rejects the model.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
-        HtpExportError: The tool fails.
+        ToolError: The tool fails.
 
     Examples:
         >>> import torch, htp_export

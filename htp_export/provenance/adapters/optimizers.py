@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from htp_export.errors import HtpExportError
+from htp_export.errors import ToolError
 from htp_export.model.tagged import ModelSource
 from htp_export.passes.editing import register_constants
 from htp_export.provenance.adapting import adapted, library
@@ -34,7 +34,7 @@ def onnxslim(model: ModelSource, output: str | os.PathLike[str] | None = None, *
         InputError: The library is not installed or rejects the model.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
-        HtpExportError: The tool fails.
+        ToolError: The tool fails.
 
     Examples:
         >>> import torch, htp_export
@@ -63,7 +63,7 @@ def onnxsim(model: ModelSource, output: str | os.PathLike[str] | None = None, **
         InputError: The library is not installed or rejects the model.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
-        HtpExportError: The tool fails, or reports that the outputs of its result differ.
+        ToolError: The tool fails, or reports that the outputs of its result differ.
 
     Examples:
         >>> import torch, htp_export
@@ -78,7 +78,7 @@ def onnxsim(model: ModelSource, output: str | os.PathLike[str] | None = None, **
     def simplify(given: Path, _: Path) -> onnx.ModelProto:
         simplified, same = tool.simplify(onnx.load(given), **options)
         if not same:
-            raise HtpExportError("onnxsim says that its result does not compute what the model did")
+            raise ToolError("onnxsim", "says that its result does not compute what the model did")
         made: onnx.ModelProto = simplified
         return made
 
@@ -106,7 +106,7 @@ def onnxoptimizer(
         InputError: The library is not installed or rejects the model.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
-        HtpExportError: The tool fails.
+        ToolError: The tool fails.
 
     Examples:
         >>> import torch, htp_export
@@ -144,7 +144,7 @@ def onnxscript(
         InputError: The library is not installed or rejects the model.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
-        HtpExportError: The tool fails.
+        ToolError: The tool fails.
 
     Examples:
         >>> import torch, htp_export

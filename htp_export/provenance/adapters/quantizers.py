@@ -45,7 +45,7 @@ def quantize_dynamic(model: ModelSource, output: str | os.PathLike[str] | None =
         InputError: The library is not installed or rejects the model.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
-        HtpExportError: The tool fails.
+        ToolError: The tool fails.
 
     Examples:
         >>> import torch, htp_export
@@ -81,7 +81,7 @@ def quantize_static(
         InputError: There are no inputs, or ONNX Runtime rejects the model.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written, or the ``.npz`` file has no arrays.
-        HtpExportError: The tool fails.
+        ToolError: The tool fails.
 
     Examples:
         >>> import torch, htp_export
@@ -152,7 +152,7 @@ def matmul_nbits(
         InputError: There are no weights of so many bits, or ONNX Runtime rejects the model.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
-        HtpExportError: The tool fails.
+        ToolError: The tool fails.
 
     Examples:
         >>> import torch, htp_export

@@ -40,7 +40,7 @@ def onnxruntime(
         InputError: There is no such level, or ONNX Runtime cannot load the model.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
-        HtpExportError: The tool fails.
+        ToolError: The tool fails.
 
     Examples:
         >>> import torch, htp_export
@@ -82,7 +82,7 @@ def onnxruntime_transformers(
         InputError: The library is not installed or rejects the model.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
-        HtpExportError: The tool fails.
+        ToolError: The tool fails.
 
     Examples:
         >>> import torch, htp_export
