@@ -12,8 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.findings.attention_steps import attention_steps
-from htp_export.findings.groups import connected
 from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.groups import connected
 from htp_export.model.operators import SIZES_ONLY, is_standard
 from htp_export.passes.declining import Declined
 

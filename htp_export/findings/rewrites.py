@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export.findings.groups import Groups
+from htp_export.model.groups import Groups
 from htp_export.passes.merging import Difference
 
 __all__ = ["EqualConstants", "Rewrite", "equal_constants", "rewrites"]

@@ -127,19 +127,6 @@ class GraphFacts:
             return None if self.is_constant(first) else (first, second)
         return (second, first) if self.is_constant(first) else None
 
-    def with_scalar(self, node: ir.Node) -> tuple[ir.Value, float] | None:
-        """What a node of two inputs reads: the one that varies, then a constant number.
-
-        The number stands second where the order matters (``Div``, ``Sub``, ``Pow``).
-        """
-        if len(node.inputs) != 2:
-            return None
-        for place in (1, 0) if node.op_type in ("Add", "Mul") else (1,):
-            number, other = self.scalar(node.inputs[place]), node.inputs[1 - place]
-            if number is not None and other is not None:
-                return other, number
-        return None
-
     def module_of(self, nodes: Sequence[ir.Node]) -> str:
         """The deepest module above all owners of some nodes; the root where they have none."""
         owners = self.tagged.index.owners

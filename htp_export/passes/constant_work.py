@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from htp_export.model.groups import connected
 from htp_export.model.operators import RANDOM
 from htp_export.model.regions import subgraphs
 from htp_export.model.shapes.sizes import product
@@ -131,7 +132,7 @@ def find_work(
             alone = (value for value in taken if all(use.node is node or use.node in found for use in value.uses()))
             grown = sum(filter(None, sizes)) - sum(bytes_of(value.const_value) for value in alone)
             decline("unfolded_constants", [node], f"the result is large: {grown:,} bytes more")
-    return [work for nodes in _connected(found) if (work := _work(nodes)).results]
+    return [work for nodes in connected(found, reads=_reads) if (work := _work(nodes)).results]
 
 
 def _is_sequence(value: ir.Value) -> bool:
@@ -158,20 +159,6 @@ def _work(nodes: Sequence[ir.Node]) -> Work:
     ]
     constants = dict.fromkeys(value for node in nodes for value in _reads(node) if value not in made)
     return Work(tuple(nodes), tuple(results), tuple(constants))
-
-
-def _connected(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:
-    """Nodes in groups that read each other, each in order."""
-    group: dict[ir.Node, list[ir.Node]] = {}
-    for node in nodes:
-        makers = (value.producer() for value in _reads(node))
-        near = {id(found): found for maker in makers if maker is not None and (found := group.get(maker)) is not None}
-        largest, *others = sorted(near.values(), key=len, reverse=True) or [[]]
-        for member in (*(each for other in others for each in other), node):
-            largest.append(member)
-            group[member] = largest
-    place = {node: number for number, node in enumerate(nodes)}
-    return [sorted(members, key=place.__getitem__) for members in {id(g): g for g in group.values()}.values()]
 
 
 def _size(value: ir.Value, known: Symbolic) -> int | None:

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
 from htp_export.model.shapes.symbolic import Symbolic
+from htp_export.model.tensor_names import UsedNames
 from htp_export.passes.editing import release, remove_unused, stand_in
 from htp_export.passes.registry import register
 
@@ -53,14 +54,14 @@ def inline_branch(model: ir.Model, graph: ir.Graph, node: ir.Node, name: str) ->
     taken = _names(model, branch)
     for value in list(branch.initializers.values()):
         branch.initializers.pop(str(value.name))
-        value.name = _free(value.name, taken)
+        value.name = taken.unused(str(value.name))
         graph.register_initializer(value)
     branch.outputs.clear()
     for inner in list(branch):
         branch.remove(inner)
         for value in inner.outputs:
             if value.name:
-                value.name = _free(value.name, taken)
+                value.name = taken.unused(str(value.name))
         graph.insert_before(node, inner)
     for old, new in zip(node.outputs, results, strict=True):
         stand_in(old, new)
@@ -69,19 +70,9 @@ def inline_branch(model: ir.Model, graph: ir.Graph, node: ir.Node, name: str) ->
     return True
 
 
-def _names(model: ir.Model, without: ir.Graph) -> set[str]:
+def _names(model: ir.Model, without: ir.Graph) -> UsedNames:
     """The names of all values of a model, but for those of one of its graphs."""
-    found: set[str] = set()
-    for graph in model.graphs():
-        if graph is not without:
-            made = itertools.chain.from_iterable(node.outputs for node in graph)
-            found.update(value.name for value in (*graph.inputs, *graph.initializers.values(), *made) if value.name)
-    return found
-
-
-def _free(name: str | None, taken: set[str]) -> str:
-    """A name that no value has: this one, or with a number."""
-    numbered = (f"{name}_{count}" for count in itertools.count(1))
-    free = next(each for each in itertools.chain([str(name)], numbered) if each not in taken)
-    taken.add(free)
-    return free
+    graphs = [graph for graph in model.graphs() if graph is not without]
+    made = (value for graph in graphs for node in graph for value in node.outputs)
+    held = (value for graph in graphs for value in (*graph.inputs, *graph.initializers.values()))
+    return UsedNames(value.name for value in itertools.chain(held, made) if value.name)

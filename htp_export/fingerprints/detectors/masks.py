@@ -81,98 +81,47 @@ def _evaluate(facts: GraphFacts, value: ir.Value) -> Array | None:
     held = facts.array(value)
     if held is not None:
         return held
-    nodes = _needed(facts, value)
-    if nodes is None:
+    needed = _needed(facts, value)
+    if needed is None:
         return None
-    model = _extracted(facts, nodes, value)
-    if model is None:
-        return None
+    nodes, feeds = needed
+    if value in feeds:
+        return feeds[value]
     from onnx.reference import ReferenceEvaluator
 
+    opsets = dict(facts.tagged.model.graph.opset_imports)
+    ordered = [node for node in facts.nodes if node in nodes]
+    graph = ir.GraphView(list(feeds), [value], nodes=ordered, opset_imports=opsets, name="mask").clone()
     try:
+        evaluator = ReferenceEvaluator(ir.to_proto(ir.Model(graph, ir_version=10)))
         with np.errstate(all="ignore"):
-            (result,) = ReferenceEvaluator(ir.to_proto(model)).run(None, {})
+            (result,) = evaluator.run(None, {str(each.name): array for each, array in feeds.items()})
     except Exception as error:  # it raises whatever numpy does on what does not fit
         _log.debug("mask %s cannot be computed: %s", value.name, error)
         return None
     return np.asarray(result)
 
 
-def _needed(facts: GraphFacts, value: ir.Value) -> list[ir.Node] | None:
-    """The nodes that make a value, in order; there is no need to look behind the ``Shape`` of what has a known one."""
+def _needed(facts: GraphFacts, value: ir.Value) -> tuple[set[ir.Node], dict[ir.Value, Array]] | None:
+    """The nodes that compute a value, and the sizes, tables and inputs that they start from, with their elements."""
     nodes: set[ir.Node] = set()
+    feeds: dict[ir.Value, Array] = {}
     pending = [value]
     while pending:
-        node = pending.pop().producer()
-        if node is None or node in nodes:
+        current = pending.pop()
+        node = current.producer()
+        if current in feeds or node in nodes:
             continue
-        if node.op_type in _HEAVY or node in facts.tagged.index.bodies or len(nodes) >= _MOST_NODES:
+        known = _leaf(facts, current) if node is None else _sizes(facts, node)
+        if known is not None:
+            feeds[current] = known
+        elif node is None or node.op_type in _HEAVY or node in facts.tagged.index.bodies or len(nodes) >= _MOST_NODES:
             return None
-        nodes.add(node)
-        if _sizes(facts, node) is None:
+        else:
+            nodes.add(node)
             pending += [operand for operand in node.inputs if operand is not None]
-    graph = value.producer().graph if value.producer() is not None else None  # type: ignore[union-attr]
-    if any(node.graph is not graph for node in nodes):
-        return None
-    return _in_order(nodes)
-
-
-def _in_order(nodes: set[ir.Node]) -> list[ir.Node]:
-    """The nodes, each after those that it reads."""
-    ordered: list[ir.Node] = []
-    done: set[ir.Node] = set()
-    pending = [(node, False) for node in nodes]
-    while pending:
-        node, ready = pending.pop()
-        if node in done:
-            continue
-        if ready:
-            done.add(node)
-            ordered.append(node)
-            continue
-        pending.append((node, True))
-        makers = (None if value is None else value.producer() for value in node.inputs)
-        pending += [(maker, False) for maker in makers if maker in nodes and maker not in done]
-    return ordered
-
-
-def _extracted(facts: GraphFacts, nodes: list[ir.Node], value: ir.Value) -> ir.Model | None:
-    """A model of its own that computes a value: sizes, inputs and tables are constants in it."""
-    copied: dict[ir.Value, ir.Value] = {}
-    constants: list[ir.Value] = []
-
-    def constant(old: ir.Value, array: Array) -> None:
-        copied[old] = ir.Value(name=f"c{len(copied)}", const_value=ir.tensor(array))
-        constants.append(copied[old])
-
-    copies = []
-    for node in nodes:
-        sizes = _sizes(facts, node)
-        if sizes is not None:
-            constant(node.outputs[0], sizes)
-            continue
-        for operand in node.inputs:
-            if operand is None or operand in copied:
-                continue
-            array = _leaf(facts, operand)
-            if array is None:
-                return None
-            constant(operand, array)
-        outputs = [ir.Value(name=f"v{len(copied) + k}") for k in range(len(node.outputs))]
-        copied.update(zip(node.outputs, outputs, strict=True))
-        inputs = [None if operand is None else copied[operand] for operand in node.inputs]
-        copies.append(ir.Node(node.domain, node.op_type, inputs, node.attributes.values(), outputs=outputs))
-    if value not in copied:
-        return None
-    if not copies:
-        copies.append(ir.node("Identity", [copied[value]]))
-        result = copies[-1].outputs[0]
-        result.name = "result"
-    else:
-        result = copied[value]
-    opsets = dict(facts.tagged.model.graph.opset_imports)
-    graph = ir.Graph([], [result], nodes=copies, initializers=constants, opset_imports=opsets, name="mask")
-    return ir.Model(graph, ir_version=10)
+    graphs = {node.graph for node in nodes}
+    return (nodes, feeds) if len(graphs) <= 1 else None
 
 
 def _leaf(facts: GraphFacts, value: ir.Value) -> Array | None:

@@ -52,13 +52,16 @@ class Groups(Generic[_Item]):
 
 
 def connected(
-    nodes: Iterable[ir.Node], belong: Callable[[ir.Node, ir.Node], bool] = lambda maker, node: True
+    nodes: Iterable[ir.Node],
+    belong: Callable[[ir.Node, ir.Node], bool] = lambda producer, node: True,
+    reads: Callable[[ir.Node], Iterable[ir.Value | None]] = lambda node: node.inputs,
 ) -> Groups[ir.Node]:
     """Nodes in sets of those that read each other.
 
     Args:
         nodes: The nodes, those that make a value before those that read it.
         belong: Whether two of them, of which the second reads the first, are of one set.
+        reads: What a node reads: its inputs, unless its subgraphs count as well.
 
     Examples:
         >>> first = ir.node("Neg", [ir.val("x")])
@@ -69,8 +72,8 @@ def connected(
     groups: Groups[ir.Node] = Groups()
     for node in nodes:
         groups.add(node)
-        for value in node.inputs:
-            maker = None if value is None else value.producer()
-            if maker is not None and maker in groups and belong(maker, node):
-                groups.join(maker, node)
+        for value in reads(node):
+            producer = None if value is None else value.producer()
+            if producer is not None and producer in groups and belong(producer, node):
+                groups.join(producer, node)
     return groups
