@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from htp_export.model.operators import is_standard
 from htp_export.model.regions import subgraphs
 
 __all__ = [
@@ -21,11 +22,13 @@ __all__ = [
     "constant_array",
     "is_boundary",
     "is_constant",
+    "multiple",
     "only_reader",
     "register_constants",
     "release",
     "remove_unused",
     "replace",
+    "scaled",
     "stand_in",
 ]
 
@@ -94,6 +97,33 @@ def only_reader(value: ir.Value) -> ir.Node | None:
     """The one node that reads a value, once; None where there are others, or where it leaves the graph."""
     uses = tuple(value.uses())
     return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
+
+
+def multiple(node: ir.Node | None) -> tuple[ir.Value, Array] | None:
+    """What a node multiplies by one floating-point number, and the number; None where the rank could change.
+
+    Examples:
+        >>> x, half = ir.val("x"), ir.Value(name="two", const_value=ir.tensor(2.0))
+        >>> value, number = multiple(ir.node("Div", [x, half]))
+        >>> value is x, number.item()
+        (True, 0.5)
+    """
+    for place in (1, 0) if is_standard(node, "Mul") else (1,) if is_standard(node, "Div") else ():
+        number, value = constant_array(node.inputs[place], 1), node.inputs[1 - place]  # type: ignore[union-attr]
+        if number is None or value is None or number.dtype.kind != "f" or number.size != 1:
+            continue
+        ranks = [None if each.shape is None else len(each.shape) for each in (value, node.outputs[0])]  # type: ignore[union-attr]
+        if number.ndim == 0 or (ranks[0] == ranks[1] is not None):
+            flat = number.reshape(())
+            return value, np.asarray(flat if is_standard(node, "Mul") else 1 / flat, dtype=number.dtype)
+    return None
+
+
+def scaled(value: ir.Value | None) -> tuple[ir.Value, Array] | None:
+    """What a value is a multiple of by one number, if nothing else reads it and no module gives it."""
+    if value is None or only_reader(value) is None or is_boundary(value):
+        return None
+    return multiple(value.producer())
 
 
 def stand_in(old: ir.Value, new: ir.Value) -> bool:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
 from htp_export.model.shapes.symbolic import Symbolic
-from htp_export.passes.editing import constant_array, is_boundary, only_reader, replace
+from htp_export.passes.editing import is_boundary, multiple, only_reader, replace
 from htp_export.passes.eliminate_redundant_transposes import permutation
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
@@ -73,10 +73,10 @@ def _match(last: ir.Node, softmax: ir.Node, known: Symbolic) -> _Attention | Non
         scores, mask, reader = masked.inputs[place], masked.inputs[1 - place], masked
     scale = 1.0
     while (scaling := _made_for(scores, reader, "Mul", "Div")) is not None:
-        factor = _factor(scaling, known)
-        if factor is None:
+        factor = multiple(scaling)
+        if factor is None or known.rank(factor[0]) != 4:
             return None
-        scores, scale, reader = factor[0], scale * factor[1], scaling
+        scores, scale, reader = factor[0], scale * float(factor[1]), scaling
     product = _made_for(scores, reader, "MatMul")
     queries = product.inputs[0] if product is not None else None
     turning = product.inputs[1].producer() if product is not None and product.inputs[1] is not None else None
@@ -87,16 +87,6 @@ def _match(last: ir.Node, softmax: ir.Node, known: Symbolic) -> _Attention | Non
     if keys is None or perm not in ([0, 1, 3, 2], [0, 2, 3, 1]) or not _mask_fits(mask, product, known):
         return None
     return _Attention(queries, keys, values, mask, scale, turned=perm == [0, 2, 3, 1])
-
-
-def _factor(node: ir.Node, known: Symbolic) -> tuple[ir.Value, float] | None:
-    """What a node multiplies by one number, and the number."""
-    for place in (1, 0) if node.op_type == "Mul" else (1,):
-        number, value = constant_array(node.inputs[place], 1), node.inputs[1 - place]
-        if number is not None and number.size == 1 and value is not None and known.rank(value) == 4:
-            factor = float(number.reshape(-1)[0])
-            return value, factor if node.op_type == "Mul" else 1 / factor
-    return None
 
 
 def _mask_fits(mask: ir.Value | None, product: ir.Node, known: Symbolic) -> bool:

@@ -6,15 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import is_standard
-from htp_export.passes.cleanup_attention import scaled
-from htp_export.passes.editing import (
-    Array,
-    add_constant,
-    constant_array,
-    is_boundary,
-    only_reader,
-    replace,
-)
+from htp_export.passes.editing import add_constant, is_boundary, multiple, only_reader, replace, scaled
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
@@ -30,7 +22,7 @@ class SimplifyArithmetic(NodePass):
     def rewrite(self, node: ir.Node) -> bool:
         if _divide(node):
             return True
-        outer = _factor(node)
+        outer = multiple(node)
         inner = scaled(outer[0]) if outer is not None else None
         if outer is None or inner is None:
             return False
@@ -51,12 +43,3 @@ def _divide(node: ir.Node) -> bool:
             replace(node, [ir.node("Div", [other, maker.inputs[0]])])
             return True
     return False
-
-
-def _factor(node: ir.Node) -> tuple[ir.Value, Array] | None:
-    """What a node multiplies by a constant number, and the number."""
-    for place in (1, 0) if node.op_type == "Mul" else (1,):
-        factor, source = constant_array(node.inputs[place], 1), node.inputs[1 - place]
-        if factor is not None and factor.dtype.kind == "f" and factor.ndim == 0 and source is not None:
-            return source, factor if node.op_type == "Mul" else np.asarray(1 / factor)
-    return None

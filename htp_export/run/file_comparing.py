@@ -92,8 +92,8 @@ def compare(
     other_feed = _other_feed(ours, theirs, feed, second_name)
     settings = SessionSettings(tuple(providers), session_options)
     facts = (ours.tag_facts, theirs.tag_facts)
-    ours = with_taken_branches(ours, feed.arrays, one, settings)
-    theirs = with_taken_branches(theirs, other_feed, other, settings)
+    ours = with_taken_branches(ours, feed.arrays, first_name, settings)
+    theirs = with_taken_branches(theirs, other_feed, second_name, settings)
     with ArrayStore.opened(portion_bytes) as store:
         calls = calls_in_file(ours, feed, Runner(ours.model, first_name, settings), store, portion_bytes)
         wanted = [call for call in calls if call.path in chosen and call.path in theirs]

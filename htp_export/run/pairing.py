@@ -189,7 +189,7 @@ def unmatched_calls(tagged: TaggedModel, ran: Mapping[str, int], there: Mapping[
         now = ran.get(path, 0)
         known = len(tagged.signatures[path]) if path in tagged.signatures else info.calls
         if path in there and not there[path] and known:
-            found[path] = (
+            reasons[path] = (
                 "it runs in a branch that PyTorch took now, and the file did not"
                 if now
                 else "the branch that it runs in was not taken"
