@@ -168,7 +168,7 @@ class Bodies:
 def _next_call(run: Run, log: CallLog, path: str, parent: int, counts: _Counts) -> int:
     """The next call of a module on one way through the branches: one that another way has as well, or a new one."""
     counts[path, parent] += 1
-    made = run.made.setdefault((path, parent), [])
-    if counts[path, parent] > len(made):
-        made.append(log.add(path, parent))
-    return made[counts[path, parent] - 1]
+    calls = run.made.setdefault((path, parent), [])
+    if counts[path, parent] > len(calls):
+        calls.append(log.add(path, parent))
+    return calls[counts[path, parent] - 1]

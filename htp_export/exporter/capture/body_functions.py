@@ -39,31 +39,33 @@ def bodies_of_node(node: ir.Node, functions: Mapping[Any, ir.Function]) -> Itera
     yield from _bodies(node, functions, {})
 
 
-def _bodies(node: ir.Node, functions: Mapping[Any, ir.Function], given: Mapping[Any, str]) -> Iterator[BodyFunction]:
+def _bodies(
+    node: ir.Node, functions: Mapping[Any, ir.Function], initializer_names: Mapping[Any, str]
+) -> Iterator[BodyFunction]:
     for body in subgraphs(node):
         for call in every_node(body):
             function = functions.get(call.op_identifier())
             if function is None:
                 continue
             formals = zip(function.inputs, call.inputs, strict=False)
-            names = {formal: name for formal, value in formals if (name := _initializer(value, given))}
+            names = {formal: name for formal, value in formals if (name := _initializer(value, initializer_names))}
             nodes = tuple(every_node(function))
             read: dict[Any, frozenset[str]] = {}
             for inner in nodes:
                 key = inner.meta.get("node")
                 if key is not None and not any(True for _ in subgraphs(inner)):
-                    found = frozenset(name for value in inner.inputs if (name := _initializer(value, names)))
-                    read[key] = read.get(key, frozenset()) | found
+                    initializers = frozenset(name for value in inner.inputs if (name := _initializer(value, names)))
+                    read[key] = read.get(key, frozenset()) | initializers
             yield BodyFunction(nodes, read)
             for inner in function:
                 yield from _bodies(inner, functions, names)
 
 
-def _initializer(value: ir.Value | None, given: Mapping[Any, str]) -> str:
+def _initializer(value: ir.Value | None, names: Mapping[Any, str]) -> str:
     """The name of the initializer that a value is, or stands for; empty where it is none."""
     if value is None:
         return ""
-    return given.get(value) or (str(value.name) if value.is_initializer() else "")
+    return names.get(value) or (str(value.name) if value.is_initializer() else "")
 
 
 def every_node(graph: Any) -> Iterator[ir.Node]:

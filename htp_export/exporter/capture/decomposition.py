@@ -38,8 +38,8 @@ class Places:
 
     def read(self, node: Any) -> int | None:
         """The number of a node or of the one that it is a copy of, if that has one."""
-        found: int | None = node.meta.get(self._key)
-        return found
+        index: int | None = node.meta.get(self._key)
+        return index
 
 
 class Result(NamedTuple):
@@ -134,9 +134,9 @@ class Decomposition:
         if result is None or not states:
             return None
         # Operators that torch runs otherwise while it decomposes may count otherwise, too.
-        found = next(iter(states.values())) if len(states) == 1 else states.get(result.changes, ())
-        again = (copy for place in found for copy in self._replays.again.get(place, ()))
-        names = self._named(found) or self._named(again)
+        nodes = next(iter(states.values())) if len(states) == 1 else states.get(result.changes, ())
+        again = (copy for place in nodes for copy in self._replays.again.get(place, ()))
+        names = self._named(nodes) or self._named(again)
         return names[-1 if read else 0] if names else None
 
     def _named(self, places: Iterable[int]) -> list[str]:

@@ -218,8 +218,8 @@ class DynamoCapture(Guarded):
 
     def _value_of(self, result: Result | None, *, read: bool = False) -> Any:
         """The value of the first ONNX graph that holds the result of a node of the traced FX graph, or None."""
-        found = self._values.get(self.decomposition.name_of(result, read=read) or "")
-        return None if isinstance(found, (list, tuple)) else found
+        value = self._values.get(self.decomposition.name_of(result, read=read) or "")
+        return None if isinstance(value, (list, tuple)) else value
 
     def _call_of(self, fx_node: Any) -> int:
         """The call of an FX node, of whatever graph."""
@@ -241,11 +241,11 @@ class DynamoCapture(Guarded):
 
     def _call_of_scope(self, key: str, name: str, cls: Any, parent: int) -> int:
         path, nth = self._read_scope(key, name)
-        found = self._scoped.get((path, nth))
-        if found is None:  # no Python call was seen: torch.export's strict mode, or an ExportedProgram
+        call = self._scoped.get((path, nth))
+        if call is None:  # no Python call was seen: torch.export's strict mode, or an ExportedProgram
             self.classes.setdefault(path, cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}")
-            found = self._scoped[path, nth] = self.log.add(path, parent)
-        return found
+            call = self._scoped[path, nth] = self.log.add(path, parent)
+        return call
 
     def _read_scope(self, key: str, name: str) -> tuple[str, int]:
         """The module's path and which of its calls: torch writes the second as ``name@1``, in the key or in both."""

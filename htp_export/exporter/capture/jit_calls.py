@@ -82,14 +82,14 @@ def match_by_scope(traced: Sequence[TracedNode], reading: Reading) -> Matched:
     for place, node in enumerate(traced):
         places[node.kind, node.scope].append(place)
     for step, scope in zip(reading.outermost, reading.scopes, strict=True):
-        found = places[step.kind, scope]
-        while found and found[0] < at:
-            found.popleft()
-        if not found:
+        candidates = places[step.kind, scope]
+        while candidates and candidates[0] < at:
+            candidates.popleft()
+        if not candidates:
             matched.calls.append(NO_CALL)
             continue
-        matched.dead.update(node.call for node in traced[at : found[0]])
-        at = found.popleft() + 1
+        matched.dead.update(node.call for node in traced[at : candidates[0]])
+        at = candidates.popleft() + 1
         matched.add(traced[at - 1], step)
     matched.dead.update(node.call for node in traced[at:])
     return matched
@@ -110,12 +110,12 @@ def match_by_inputs(traced: Sequence[TracedNode], reading: Reading, inputs: Mapp
     places: defaultdict[str, deque[int]] = defaultdict(deque)
     for place, node in enumerate(traced):
         places[node.kind].append(place)
-    there = set(inputs.values())
+    known = set(inputs.values())
     for step, scope in zip(reading.outermost, reading.scopes, strict=True):
         candidates = places[step.kind]
         while candidates and candidates[0] < at:
             candidates.popleft()
-        reads = [number if number in there else None for number in step.inputs]
+        reads = [number if number in known else None for number in step.inputs]
         same = [p for p in candidates if [matched.numbers.get(number) for number in traced[p].inputs] == reads]
         if not same:
             matched.calls.append(NO_CALL)
@@ -125,6 +125,6 @@ def match_by_inputs(traced: Sequence[TracedNode], reading: Reading, inputs: Mapp
         matched.dead.update(node.call for node in traced[at:place])
         at = place + 1
         matched.add(traced[place], step)
-        there.update(step.outputs)
+        known.update(step.outputs)
     matched.dead.update(node.call for node in traced[at:])
     return matched

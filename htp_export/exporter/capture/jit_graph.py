@@ -95,8 +95,8 @@ class Reading:
             return None
         if last.outputsAt(last.outputsSize() - 1).unique() != first + len(self.made) - 1:
             return None
-        given = zip((*self.inputs, *self.parameters), (value.unique() for value in graph.inputs()), strict=True)
-        return {**dict(given), **{old: new for new, old in enumerate(self.made, first)}}
+        numbers = zip((*self.inputs, *self.parameters), (value.unique() for value in graph.inputs()), strict=True)
+        return {**dict(numbers), **{old: new for new, old in enumerate(self.made, first)}}
 
     def paired_with(self, copy: Reading) -> dict[int, int]:
         """Old number → new, for another reading of a copy of this graph."""
@@ -129,8 +129,8 @@ class Reading:
 def read(graph: Any, user_inputs: int, *, scopes: bool = False) -> Reading:
     """Read a JIT graph whose first ``user_inputs`` inputs are the user's and the others parameters."""
     reading = Reading()
-    given = [value.unique() for value in graph.inputs()]
-    reading.inputs, reading.parameters = given[:user_inputs], given[user_inputs:]
+    numbers = [value.unique() for value in graph.inputs()]
+    reading.inputs, reading.parameters = numbers[:user_inputs], numbers[user_inputs:]
     _read(graph, reading, top=True, scopes=scopes)
     tuples = {step.outputs[0]: step.inputs for step in reading.steps if step.kind == "prim::TupleConstruct"}
     waiting = [value.unique() for value in graph.outputs()][::-1]

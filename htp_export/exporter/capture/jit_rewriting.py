@@ -27,54 +27,58 @@ def follow(before: Reading, after: Reading) -> dict[int, int]:
     transposition the work of the one before it, so that it says nothing of what became of that tensor. What is still
     not found then is looked for forwards: `_recomputed`.
     """
-    made_before = {number: step for step in before.steps for number in step.outputs}
-    made_after = {number: step for step in after.steps for number in step.outputs}
-    given = {*after.parameters, *after.constants}
+    producers_before = {number: step for step in before.steps for number in step.outputs}
+    producers_after = {number: step for step in after.steps for number in step.outputs}
+    constant_inputs = {*after.parameters, *after.constants}
     became: dict[int, int] = {}
     queue = [(a, b) for a, b in zip(before.outputs, after.outputs, strict=False) if a != b]
     for step in after.steps:
-        old = made_before.get(step.outputs[0]) if step.outputs else None
+        old = producers_before.get(step.outputs[0]) if step.outputs else None
         if old is not None and old.inputs != step.inputs:
-            queue.extend(_replaced(old, step, given))
+            queue.extend(_replaced(old, step, constant_inputs))
     while queue:
         old_number, new_number = queue.pop()
-        if old_number in made_after or old_number in became or old_number not in made_before:
+        if old_number in producers_after or old_number in became or old_number not in producers_before:
             continue
         became[old_number] = new_number
-        stands_in = made_before.get(new_number) or made_after.get(new_number)
+        stands_in = producers_before.get(new_number) or producers_after.get(new_number)
         if stands_in is not None:
-            old = made_before[old_number]
-            absorbed = [made_before[read] for read in old.inputs if read in made_before and read not in made_after]
+            old = producers_before[old_number]
+            absorbed = [
+                producers_before[read]
+                for read in old.inputs
+                if read in producers_before and read not in producers_after
+            ]
             same = [step for step in (old, *absorbed) if step.kind == stands_in.kind][:1]
             if new_number not in old.inputs:  # else it is what the old one read: an operation was left out
-                queue.extend(pair for step in same for pair in _replaced(step, stands_in, given))
-    there = {*made_after, *after.inputs, *after.constants}
-    moved = {number: number for number in (*made_before, *before.inputs) if number in there}
-    moved.update((number, _last(number, became, made_after)) for number in became)
+                queue.extend(pair for step in same for pair in _replaced(step, stands_in, constant_inputs))
+    remaining = {*producers_after, *after.inputs, *after.constants}
+    moved = {number: number for number in (*producers_before, *before.inputs) if number in remaining}
+    moved.update((number, _last(number, became, producers_after)) for number in became)
     constants = before.constants | after.constants
     for old_number, new_number in became.items():
-        made, remade = made_before.get(new_number), made_after.get(new_number)
-        reads_it = made is not None and new_number in made_before[old_number].inputs
-        if reads_it and remade is not None and _changed(made, remade, became, constants):  # type: ignore[arg-type]
+        producer, remade = producers_before.get(new_number), producers_after.get(new_number)
+        reads_it = producer is not None and new_number in producers_before[old_number].inputs
+        if reads_it and remade is not None and _changed(producer, remade, became, constants):  # type: ignore[arg-type]
             del moved[new_number]
-    found = {old: new for old, new in moved.items() if new in there}
-    return {**_recomputed(before, after, found), **found}
+    counterparts = {old: new for old, new in moved.items() if new in remaining}
+    return {**_recomputed(before, after, counterparts), **counterparts}
 
 
-def _recomputed(before: Reading, after: Reading, found: Mapping[Any, Any]) -> dict[int, int]:
+def _recomputed(before: Reading, after: Reading, counterparts: Mapping[Any, Any]) -> dict[int, int]:
     """Tensors that are gone, and those that new or changed operations make of the same inputs in the same way.
 
     Backwards, they are not found where the operations that read them were replaced by others: what an operation in
     place made, where ``aten::chunk`` read it, which becomes ``prim::ConstantChunk``. Constants have other numbers in
     each graph: new operations of one kind that differ in them alone are taken in order.
     """
-    moved = dict(found)
+    moved = dict(counterparts)
     old_constants, new_constants = _made_of_constants(before), _made_of_constants(after)
-    there, taken = {number: step for step in before.steps for number in step.outputs}, set(found.values())
+    producers, taken = {number: step for step in before.steps for number in step.outputs}, set(counterparts.values())
     fresh: defaultdict[Any, deque[Step]] = defaultdict(deque)
     cast: dict[int, int] = {}  # what torch casts to the type of the tensor that is changed in place → what it was
     for step in after.steps:
-        was = next((there[number] for number in step.outputs if number in there), None)
+        was = next((producers[number] for number in step.outputs if number in producers), None)
         if was is not None and (was.inputs, was.attributes) == (step.inputs, step.attributes):
             continue
         uncast = [cast.get(number, number) for number in step.inputs]
@@ -95,17 +99,21 @@ def _recomputed(before: Reading, after: Reading, found: Mapping[Any, Any]) -> di
 
 def _made_of_constants(reading: Reading) -> set[int]:
     """Constants, and what is computed from them alone."""
-    made = set(reading.constants)
+    constant = set(reading.constants)
     for step in reading.steps:
-        if made.issuperset(step.inputs):
-            made.update(step.outputs)
-    return made
+        if constant.issuperset(step.inputs):
+            constant.update(step.outputs)
+    return constant
 
 
-def _replaced(old: Step, new: Step, given: Collection[int]) -> Iterable[tuple[int, int]]:
+def _replaced(old: Step, new: Step, constant_inputs: Collection[int]) -> Iterable[tuple[int, int]]:
     """What one operation reads in place of what another read; a weight at the end may be new, as a bias is."""
     size = len(old.inputs)
-    if old.kind != new.kind or len(new.inputs) < size or any(extra not in given for extra in new.inputs[size:]):
+    if (
+        old.kind != new.kind
+        or len(new.inputs) < size
+        or any(extra not in constant_inputs for extra in new.inputs[size:])
+    ):
         return ()
     pairs = enumerate(zip(old.inputs, new.inputs, strict=False))
     return ((a, b) for place, (a, b) in pairs if a != b and _read_alike(old, new, place))
@@ -131,9 +139,9 @@ def _last(number: int, became: dict[int, int], stop: dict[int, Step]) -> int:
     return number
 
 
-def _changed(made: Step, remade: Step, became: dict[int, int], constants: set[int]) -> bool:
+def _changed(producer: Step, remade: Step, became: dict[int, int], constants: set[int]) -> bool:
     """Whether a node reads other tensors than before, or is another operation."""
-    if made.kind != remade.kind or len(made.inputs) != len(remade.inputs):
+    if producer.kind != remade.kind or len(producer.inputs) != len(remade.inputs):
         return True
-    pairs = zip(made.inputs, remade.inputs, strict=True)
+    pairs = zip(producer.inputs, remade.inputs, strict=True)
     return any(a != b and became.get(a) != b and not (a in constants and b in constants) for a, b in pairs)

@@ -45,9 +45,9 @@ def saving_after(tagged: Wrap, wanted: Callable[[], Any]) -> Wrap:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not wanted():
                 return original(*args, **kwargs)
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            options = given.arguments
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            options = bound.arguments
             try:
                 program = with_tags(**{**options, "f": None, "fallback": False})
             except HtpExportError:

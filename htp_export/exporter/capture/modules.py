@@ -55,11 +55,11 @@ class ModuleNames:
         """The path of a module that may have been put in place after the names were taken; None if it is none."""
         key = id(module.__dict__)
         if key not in self.paths:
-            found = next((name for name, each in self._named() if each.__dict__ is module.__dict__), None)
-            if found is None:
+            path = next((name for name, each in self._named() if each.__dict__ is module.__dict__), None)
+            if path is None:
                 return None
             self._seen.append(module)
-            self.paths[key] = self.by_id[id(module)] = found
+            self.paths[key] = self.by_id[id(module)] = path
         return self.paths[key]
 
 

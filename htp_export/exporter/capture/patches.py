@@ -42,9 +42,9 @@ def _script_export(original: Callable[..., Any]) -> Callable[..., Any]:
         active = wanted()
         if active is None or script_capture.get() is not None:
             return original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        run, named = functools.partial(original, *args, **kwargs), bool(given.get("input_names"))
-        return active.torchscript(run, given["model"], given["args"], named)
+        bound = signature.bind(*args, **kwargs).arguments
+        run, named = functools.partial(original, *args, **kwargs), bool(bound.get("input_names"))
+        return active.torchscript(run, bound["model"], bound["args"], named)
 
     return wrapper
 
@@ -80,8 +80,8 @@ def _slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 finally:
                     if name:
                         tracing_state.pop_scope()
-                told = (capture, tracing_state, self, input, kwargs, result, root)
-                waits = bool(capture.step("noting that a module returns", _returns, *told))
+                arguments = (capture, tracing_state, self, input, kwargs, result, root)
+                waits = bool(capture.step("noting that a module returns", _returns, *arguments))
         finally:
             capture.root_runs = root is None
         return result if root is None or waits else root.result(result)
@@ -223,8 +223,8 @@ def _written(capture: Any, f: Any, chunks: Iterable[bytes | memoryview]) -> bool
     began = f.tell() if hasattr(f, "seekable") and f.seekable() else None
 
     def pieces() -> Iterator[bytes | memoryview]:
-        made = iter(chunks)
-        while (piece := capture.step("writing the tagged file", next, made, None)) is not None:
+        pieces_left = iter(chunks)
+        while (piece := capture.step("writing the tagged file", next, pieces_left, None)) is not None:
             yield piece
         if capture.fault is not None:
             raise capture.fault

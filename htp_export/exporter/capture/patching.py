@@ -39,12 +39,12 @@ class Patch:
             return self.wrap(original)
 
     @contextlib.contextmanager
-    def problems(self, said: str) -> Iterator[None]:
+    def problems(self, problem: str) -> Iterator[None]:
         """Turn any error into a `TorchChangedError` that names the place."""
         try:
             yield
         except Exception as error:
-            raise TorchChangedError(f"{self.module}.{self.name}", said) from error
+            raise TorchChangedError(f"{self.module}.{self.name}", problem) from error
 
 
 class Patches:

@@ -102,16 +102,16 @@ class Replays:
             For views that the node changed: the node of the decomposed graph that makes the tensor afterwards → the
             node that has its value before that is written back.
         """
-        made, changed = set(executed.made), {}
+        traced, changed = set(executed.made), {}
         for state in executed.read:
             first = self._first.get(state.node)
             if first is None or not first.views or first.maker is state.maker:
                 continue
             if not state.changed:
-                self._computed_again(first, state.maker, made)
+                self._computed_again(first, state.maker, traced)
                 continue
-            self._computed_again(first, self._before_change(first, executed.made), made)
-            value = self._written_back(first, state, made)
+            self._computed_again(first, self._before_change(first, executed.made), traced)
+            value = self._written_back(first, state, traced)
             if value is not None:
                 changed[state.maker] = value
         for state in (*executed.read, *executed.returned):
@@ -142,27 +142,28 @@ class Replays:
         return Way(maker, tuple(views))
 
     @staticmethod
-    def _repeated(first: Way, again: Any, made: Collection[Any]) -> Repeated | None:
+    def _repeated(first: Way, again: Any, traced: Collection[Any]) -> Repeated | None:
         """The nodes among ``made`` that lead to ``again`` on the same way; None if it is another."""
-        found = Repeated([], again)
+        repeated = Repeated([], again)
         for view in first.views:
-            if found.base not in made:
+            if repeated.base not in traced:
                 break
-            if not is_view(found.base):
+            if not is_view(repeated.base):
                 return None
-            nodes, below = _step(found.base)
+            nodes, below = _step(repeated.base)
             if view.operator is not None and [node.target for node in nodes] != [view.operator]:
                 return None
-            found = Repeated([*found.views, nodes], below)
-        return found if found.views else None
+            repeated = Repeated([*repeated.views, nodes], below)
+        return repeated if repeated.views else None
 
-    def _computed_again(self, first: Way, again: Any, made: Collection[Any]) -> None:
+    def _computed_again(self, first: Way, again: Any, traced: Collection[Any]) -> None:
         """Assign the nodes that repeat the first way to a tensor."""
-        found = self._repeated(first, again, made)
-        if found is None:
+        repeated = self._repeated(first, again, traced)
+        if repeated is None:
             return
-        same, change = self._mark(found.base) == first.views[len(found.views) - 1].below, self._call_of(found.base)
-        for nodes, view in zip(found.views, first.views, strict=False):
+        same = self._mark(repeated.base) == first.views[len(repeated.views) - 1].below
+        change = self._call_of(repeated.base)
+        for nodes, view in zip(repeated.views, first.views, strict=False):
             call = view.call if same else self._common(view.call, change)
             for node in nodes:
                 self._assign(node, call)
@@ -171,40 +172,40 @@ class Replays:
             if call != view.call:
                 self.moved.append((view.number, view.call, call))
 
-    def _before_change(self, first: Way, made: list[Any]) -> Any:
+    def _before_change(self, first: Way, traced: list[Any]) -> Any:
         """The node that computes a view again before the view is changed; None where it was not out of date."""
-        for node in made:
-            found = self._repeated(first, node, made)
-            if found is not None and found.base not in made:
+        for node in traced:
+            repeated = self._repeated(first, node, traced)
+            if repeated is not None and repeated.base not in traced:
                 return node
         return None
 
-    def _written_back(self, first: Way, state: State, made: Collection[Any]) -> Any:
+    def _written_back(self, first: Way, state: State, traced: Collection[Any]) -> Any:
         """Assign the nodes that write the new value of a view into the tensor under it; the node of that value.
 
         Returns:
             None if nothing is written back, or not in the way that is known.
         """
-        found = self._repeated(first, state.maker, made)
-        if found is None or found.base not in made:
+        repeated = self._repeated(first, state.maker, traced)
+        if repeated is None or repeated.base not in traced:
             return None
-        node, value = found.base, None
+        node, value = repeated.base, None
         call, calls = self._call_of(node), []
         for view in first.views:
             call = self._common(call, view.call)
             calls.append(call)
         for call in reversed(calls):
-            value = reversed_view(node) if node in made else None
+            value = reversed_view(node) if node in traced else None
             if value is None:
                 break
             self._assign(node, call)
             self._written.add(node)
             below = node.args[0]
-            while below is not value and below in made and is_view(below):  # the views before this one, as they were
+            while below is not value and below in traced and is_view(below):  # the views before this one, as they were
                 self._assign(below, call)
                 below = below.args[0]
             node = value
-        self._computed_again(first, state.maker, made)
+        self._computed_again(first, state.maker, traced)
         return value
 
 

@@ -34,18 +34,18 @@ def equal_tensors(nodes: Iterable[ir.Node]) -> dict[ir.Value, tuple[ir.Value, ..
     source: dict[ir.Value, ir.Value] = {}
     groups: dict[tuple[ir.Value, tuple[str, ...]], list[ir.Value]] = {}
     for node in nodes:
-        given = node.inputs[0] if node.op_type in _RESHAPES and node.inputs else None
-        if given is None:
+        source_value = node.inputs[0] if node.op_type in _RESHAPES and node.inputs else None
+        if source_value is None:
             continue
-        first = source.setdefault(given, given)
-        if first is given and (sizes := _sizes(given)) is not None:
-            groups.setdefault((given, sizes), [given])
-        made = node.outputs[0]
-        source[made] = first
-        if (sizes := _sizes(made)) is not None:
-            groups.setdefault((first, sizes), []).append(made)
+        first = source.setdefault(source_value, source_value)
+        if first is source_value and (sizes := _sizes(source_value)) is not None:
+            groups.setdefault((source_value, sizes), [source_value])
+        result = node.outputs[0]
+        source[result] = first
+        if (sizes := _sizes(result)) is not None:
+            groups.setdefault((first, sizes), []).append(result)
     return {
-        value: tuple(other for other in group if other is not value)
+        value: tuple(member for member in group if member is not value)
         for group in groups.values()
         if len(group) > 1
         for value in group

@@ -76,9 +76,9 @@ class GivenCall:
     def arguments(self, traced: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What ``forward`` is called with, positional and by keyword: the tracer's tensors in their places."""
         values = iter(traced)
-        given = [(where, next(values) if value is _MISSING else value) for where, value in self._slots]
-        positional = tuple(value for where, value in given if isinstance(where, int))
-        return positional, {where: value for where, value in given if isinstance(where, str)}
+        slots = [(where, next(values) if value is _MISSING else value) for where, value in self._slots]
+        positional = tuple(value for where, value in slots if isinstance(where, int))
+        return positional, {where: value for where, value in slots if isinstance(where, str)}
 
     @staticmethod
     def result(result: Any) -> Any:
@@ -145,30 +145,30 @@ class Choice:
         return replace(self, before=None) if same else self
 
 
-def choose(model: Any, formatted: Any, given: GivenCall, refusal: str) -> Choice:
+def choose(model: Any, formatted: Any, as_passed: GivenCall, refusal: str) -> Choice:
     """How to call a model.
 
     Args:
         model: The module.
         formatted: The arguments as torch formats them.
-        given: The call as the user gave it.
+        as_passed: The call as the user gave it.
         refusal: Why an export with torch's call has failed; empty if there was none.
     """
     if not refusal:
-        call = FormattedCall(formatted, given)
+        call = FormattedCall(formatted, as_passed)
         if call.same_call:
             return Choice(call)
-        before = Before(model, (given.positional, given.keywords))
-        refusal = "" if call.same_values else _changed_meaning(model, call, given, before)
+        before = Before(model, (as_passed.positional, as_passed.keywords))
+        refusal = "" if call.same_values else _changed_meaning(model, call, as_passed, before)
         if not refusal:
             return Choice(call, before)
-    level = logging.WARNING if given.constants else logging.INFO
-    constants = f"; constants in the file: {', '.join(map(str, given.constants))}" if given.constants else ""
+    level = logging.WARNING if as_passed.constants else logging.INFO
+    constants = f"; constants in the file: {', '.join(map(str, as_passed.constants))}" if as_passed.constants else ""
     _log.log(level, "%s: not called as torch calls it: %s%s", type(model).__name__, refusal, constants)
-    return Choice(given)
+    return Choice(as_passed)
 
 
-def _changed_meaning(model: Any, call: FormattedCall, given: GivenCall, before: Before) -> str:
+def _changed_meaning(model: Any, call: FormattedCall, as_passed: GivenCall, before: Before) -> str:
     """Why the call as torch formats it does not give what the call as given gives; empty if it does.
 
     Both are run to find out, without a trace.
@@ -186,7 +186,7 @@ def _changed_meaning(model: Any, call: FormattedCall, given: GivenCall, before: 
         finally:
             before.put_back()
         try:
-            ours = flattened(model(*given.positional, **given.keywords))
+            ours = flattened(model(*as_passed.positional, **as_passed.keywords))
             same = _equal(theirs, ours)
         except Exception:  # the call as given is none: nothing to compare with
             return ""
@@ -203,8 +203,8 @@ def _equal(theirs: list[Any], ours: list[Any]) -> bool:
         return tensor.dequantize() if tensor.is_quantized else tensor.to(torch.complex128)
 
     return [tensor.shape for tensor in theirs] == [tensor.shape for tensor in ours] and all(
-        torch.allclose(wide(one), wide(other), rtol=1e-3, atol=1e-5, equal_nan=True)
-        for one, other in zip(theirs, ours, strict=True)
+        torch.allclose(wide(theirs_tensor), wide(our_tensor), rtol=1e-3, atol=1e-5, equal_nan=True)
+        for theirs_tensor, our_tensor in zip(theirs, ours, strict=True)
     )
 
 

@@ -49,8 +49,8 @@ translations_read: ContextVar[dict[tuple[tuple[str, Any], ...], Any] | None] = C
 
 def wanted() -> Exporter | None:
     """Who tags the exports of this thread or task; None where nobody asked for tags."""
-    found = exporter.get()
-    return None if found is None or found.ended else found
+    running = exporter.get()
+    return None if running is None or running.ended else running
 
 
 class _OneAtATime:

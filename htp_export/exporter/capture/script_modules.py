@@ -73,8 +73,8 @@ class ScriptCalls:
     def _resolve(self, above: str, name: str, holders: Sequence[str], last: str | None) -> str:
         """The module called ``name`` below ``above``: by parameters, else the next one in order, else the nearest."""
         below = [path for path in self._paths if path != above and tags.is_under(path, above)]
-        found = [path for path in below if path.rpartition(".")[2] == name]
-        known = [path for path in found if any(tags.is_under(holder, path) for holder in holders)]
-        later = [path for path in found if last is not None and self._paths.index(path) > self._paths.index(last)]
-        ranked = known or later or sorted(found, key=lambda path: path.count("."))
+        candidates = [path for path in below if path.rpartition(".")[2] == name]
+        known = [path for path in candidates if any(tags.is_under(holder, path) for holder in holders)]
+        later = [path for path in candidates if last is not None and self._paths.index(path) > self._paths.index(last)]
+        ranked = known or later or sorted(candidates, key=lambda path: path.count("."))
         return ranked[0] if ranked else above

@@ -23,8 +23,8 @@ def bodies_run_in_place(module: Any) -> Iterator[Any]:
     """The graph modules inside an exported one that torch runs where they stand, once: ``with torch.no_grad():``."""
     for node in module.graph.nodes:
         if node.op == "call_function" and "wrap_with" in str(node.target):
-            for given in node.all_input_nodes:
-                if given.op == "get_attr" and hasattr(body := getattr(module, given.target), "graph"):
+            for argument in node.all_input_nodes:
+                if argument.op == "get_attr" and hasattr(body := getattr(module, argument.target), "graph"):
                     yield body
                     yield from bodies_run_in_place(body)
 
@@ -56,12 +56,12 @@ def bodies_of(module: Any) -> dict[Any, list[Any]]:
     """The branches and loop bodies in the graph of a module: node → graph modules; none for what has no graph."""
     import torch
 
-    found: dict[Any, list[Any]] = {}
+    bodies: dict[Any, list[Any]] = {}
     for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
         if has_bodies(node.target):
-            given = [getattr(module, each.target, None) for each in node.all_input_nodes if each.op == "get_attr"]
-            found[node] = [body for body in given if isinstance(body, torch.fx.GraphModule)]
-    return found
+            arguments = [getattr(module, each.target, None) for each in node.all_input_nodes if each.op == "get_attr"]
+            bodies[node] = [body for body in arguments if isinstance(body, torch.fx.GraphModule)]
+    return bodies
 
 
 def has_bodies(function: Any) -> bool:
@@ -171,8 +171,8 @@ def fx_tracing(interpreter: Any, node: Any) -> Tracing | None:
     tracer = fx_tracer()
     if tracer is None:
         return None
-    given = [(each, interpreter.env.get(each)) for each in node.all_input_nodes]
-    held = [(each, value, changes_of(value)) for each, value in given if isinstance(value, torch.Tensor)]
+    arguments = [(each, interpreter.env.get(each)) for each in node.all_input_nodes]
+    held = [(each, value, changes_of(value)) for each, value in arguments if isinstance(value, torch.Tensor)]
     return Tracing(tracer, len(tracer.graph.nodes), held)
 
 
@@ -185,14 +185,14 @@ def executed_since(before: Tracing, node: Any, result: Any) -> ExecutedNode:
         result: Its result.
     """
     nodes = before.tracer.graph.nodes
-    made = list(itertools.islice(reversed(nodes), len(nodes) - before.made))[::-1]
+    traced = list(itertools.islice(reversed(nodes), len(nodes) - before.made))[::-1]
     read = [
         State(each, now, fx_node_of(value, before.tracer), now != was)
         for each, value, was in before.held
         for now in [changes_of(value)]
     ]
     returned = [State(node, changes_of(value), fx_node_of(value, before.tracer)) for value in tensors_in(result)]
-    return ExecutedNode(node, made, read, returned if len(returned) == 1 else [])
+    return ExecutedNode(node, traced, read, returned if len(returned) == 1 else [])
 
 
 def is_view(node: Any) -> bool:
@@ -202,11 +202,11 @@ def is_view(node: Any) -> bool:
     """
     import torch
 
-    given = node.args[0] if node.args else None
-    if not isinstance(given, torch.fx.Node):
+    argument = node.args[0] if node.args else None
+    if not isinstance(argument, torch.fx.Node):
         return False
     if node.target is operator.getitem:
-        return given.target is not operator.getitem and is_view(given)
+        return argument.target is not operator.getitem and is_view(argument)
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None
 
@@ -270,8 +270,8 @@ def watch_bodies(changes: Changes, module: Any, watched: Callable[[Callable[[], 
 def _lines_of_nodes(module: Any) -> dict[str, int]:
     """Name of a node of a graph module → its line in the code that FX made of the graph."""
     lines = enumerate(module.code.splitlines(), 1)
-    found = [(match.group(1), line) for line, text in lines if (match := re.match(r"\s+(\w+)\b[^=\n]* = ", text))]
-    return dict(reversed(found))  # the first line of each name
+    named = [(match.group(1), line) for line, text in lines if (match := re.match(r"\s+(\w+)\b[^=\n]* = ", text))]
+    return dict(reversed(named))  # the first line of each name
 
 
 def _calling_from(file: str, line: int) -> Callable[[Any, Any, Any], Any]:

@@ -198,15 +198,15 @@ class TorchScriptCapture(Guarded):
             elif kind not in CONSTANTS:
                 # Without a scope for the root, it is `torch.jit.trace` that traces: `created`.
                 reads = () if self._has_root_scope else numbers_of_inputs(node)
-                made = numbers_of_outputs(node)
-                self._traced_nodes.append(TracedNode(out_of_place(kind), node.scopeName(), call, made, reads))
+                numbers = numbers_of_outputs(node)
+                self._traced_nodes.append(TracedNode(out_of_place(kind), node.scopeName(), call, numbers, reads))
 
     # --- the traced graph -----------------------------------------------------------------------
 
     def trace(self, run: Callable[[Any], Any], model: Any, formatted: Any) -> Any:
         """Trace the model: called as torch formats the arguments, or as they were given where that failed."""
-        given = GivenCall(model, self._args, in_signature_order=self._names_inputs)
-        self.choice = choose(model, formatted, given, self._refusal)
+        as_passed = GivenCall(model, self._args, in_signature_order=self._names_inputs)
+        self.choice = choose(model, formatted, as_passed, self._refusal)
         changes = self.changes.inner()
         try:
             keep_autocast_cache(changes)

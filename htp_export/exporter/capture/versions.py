@@ -47,7 +47,7 @@ class Versions:
     def operation(self, index: int, step: Step, call: int, shape_only: bool) -> Operation:
         """A step as an operation that reads and makes states."""
         reads: list[Key] = [self.state(number, index) for number in step.inputs]
-        makes: list[Key] = list(step.outputs)
+        results: list[Key] = list(step.outputs)
         if step.writes >= 0 and step.outputs:
             changed, result = step.inputs[step.writes], step.outputs[0]
             base = self._base.get(changed, changed)
@@ -57,14 +57,14 @@ class Versions:
                 self._states[base].append((index, result))
             else:
                 reads.append(self._current(base, index))
-                makes.append(State(base, result))
-                self._states[base].append((index, makes[-1]))
+                results.append(State(base, result))
+                self._states[base].append((index, results[-1]))
         else:
             seen = viewed(step.kind, len(step.inputs))
             if 0 <= seen < len(step.inputs):
                 source = step.inputs[seen]
                 self._base.update(dict.fromkeys(step.outputs, self._base.get(source, source)))
-        return Operation(call, tuple(reads), tuple(makes), shape_only)
+        return Operation(call, tuple(reads), tuple(results), shape_only)
 
     def state(self, number: Any, index: int) -> Any:
         """What stands for a tensor right before an operation; its own number where no part of it was changed."""
