@@ -137,12 +137,12 @@ class CallTree:
 
     @classmethod
     def from_json(cls, text: str | None, hierarchy: Hierarchy) -> CallTree:
-        """The calls as the file format's ``htp.callers`` tells them; None for a file that does not.
+        """Parse the value of ``htp.callers``; None for a file without it.
 
-        What it says of modules that did not run as often is passed over: a tool has changed the modules.
+        Entries whose number of calls differs from the module tree are ignored: a tool has changed the modules.
 
         Raises:
-            ValueError: If it is not what the file format says; the message names the module at fault.
+            ValueError: If it does not follow the file format; the message names the module at fault.
         """
         if text is None:
             return cls(hierarchy)
@@ -170,7 +170,7 @@ class CallTree:
         raise ValueError(f"{tags.CALLERS}: module {path!r} has a caller that is no call: {caller_text!r}")
 
     def to_json(self) -> str:
-        """The file format's ``htp.callers``: what does not follow from the tree of modules."""
+        """Return the value of ``htp.callers``: the callers that do not follow from the module tree."""
         plain: dict[str, list[int | list[str | int] | None]] = {}
         for path in self._hierarchy:
             callers, near = self._callers.get(path, ()), self._nearest(path)
@@ -182,14 +182,14 @@ class CallTree:
         return json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
 
     def among(self, hierarchy: Hierarchy) -> CallTree:
-        """The same calls, of those modules alone that another tree has, too."""
+        """Return the calls of the modules that another tree has, too."""
         callers = {path: calls for path, calls in self._callers.items() if path in hierarchy}
         return CallTree(hierarchy, callers if self._is_known else None)
 
     # --- which call ran in which ----------------------------------------------------------------------------
 
     def caller(self, call: Instance) -> Instance | None:
-        """The call that made a call; None for the outermost. Its number is -1 where that is not known."""
+        """Return the caller of a call; None for the outermost. Its number is -1 if it is unknown."""
         known = self._callers.get(call.path)
         if known is not None and 0 <= call.call < len(known):
             return known[call.call]
@@ -206,7 +206,7 @@ class CallTree:
         return Instance(near, call.call // each if call.call >= 0 and each and not rest else _UNKNOWN)
 
     def chain(self, call: Instance) -> tuple[Instance, ...]:
-        """The call and those it happened in, innermost first."""
+        """Return the call and its callers, innermost first."""
         if call in self._running:
             return self._running[call]
         visited: dict[Instance, None] = {}
@@ -232,15 +232,15 @@ class CallTree:
         return tuple(visited)
 
     def inside(self, call: Instance) -> dict[str, tuple[int, ...]]:
-        """What ran in a call, itself too: module path → the numbers of its calls, where there are any.
+        """Return the calls that ran in a call, including itself: module path → numbers of its calls.
 
-        Where the file does not tell, a warning says so, and what may have run in it is taken to have.
+        If the file does not record them, a warning is logged, and all calls that may have run in it are included.
         """
         self.warn(call.path)
         return {path: numbers for path in self._hierarchy if (numbers := self.numbers(path, call))}
 
     def numbers(self, path: str, call: Instance) -> tuple[int, ...]:
-        """The calls of a module that ran in a call of another one, as far as the file tells; as ``inside``."""
+        """Return the numbers of the calls of a module that ran in a call of another one; as in ``inside``."""
         numbers = range(min(self._ran(path), _MOST))
         if not self._ran(call.path):  # it only holds others
             return tuple(numbers) if tags.is_under(path, call.path) else ()
@@ -251,7 +251,7 @@ class CallTree:
         return self._part(Instance(path, number)).running
 
     def warn(self, path: str) -> None:
-        """Log, once, which modules below one are not known to have run in this or that call of it."""
+        """Log once for which modules below a module the file does not record the calling call."""
         if self._ran(path) < 2 or path in self._warned:
             return
         self._warned.add(path)
@@ -278,13 +278,13 @@ class CallTree:
         return info.calls if info is not None else 0
 
     def _nearest(self, path: str) -> str | None:
-        """The nearest module above that ran."""
+        """Return the nearest module above that ran."""
         if path not in self._near:
             self._near[path] = next((up for up in tags.ancestors(path) if up != path and self._ran(up)), None)
         return self._near[path]
 
     def _never_ran(self, path: str) -> frozenset[str]:
-        """What lies above a path and never ran: containers."""
+        """Return the modules above a path that never ran: containers."""
         missing: list[str] = []
         current = path
         while current and current not in self._held:

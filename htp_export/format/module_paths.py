@@ -1,6 +1,6 @@
-"""The paths of a model's modules: their names in ``named_modules()``, made unique where two modules have one name.
+"""The paths of a model's modules: their names in ``named_modules()``, made unique if two modules have the same name.
 
-Torch joins the names of modules by dots and never looks at the result: a module that is registered under the empty name
+Torch joins the names of modules by dots without a check: a module that is registered under the empty name
 has the name of its parent, and one that is registered as ``a.b`` has the name of the module ``b`` inside ``a``.
 """
 
@@ -20,7 +20,7 @@ class ModulePath(NamedTuple):
     """One module of a model.
 
     Attributes:
-        path: Its path, which no other module of the model has.
+        path: Its path, unique in the model.
         name: Its name in ``named_modules()``.
         module: The module.
     """
@@ -31,10 +31,10 @@ class ModulePath(NamedTuple):
 
 
 def module_paths(model: nn.Module) -> list[ModulePath]:
-    """Every module of a model, once, in the order of ``named_modules()``.
+    """Return every module of a model, once, in the order of ``named_modules()``.
 
-    The first module of a name has the name as its path. For each further one, the path is the name and ``#2``, ``#3``,
-    ...; the paths of the modules inside begin with it.
+    The first module with a name has the name as its path. The paths of further ones are the name and ``#2``, ``#3``,
+    ...; the paths of the modules inside begin with that.
 
     Args:
         model: The model.
@@ -53,7 +53,7 @@ def module_paths(model: nn.Module) -> list[ModulePath]:
 
 
 def _unique(module: nn.Module, path: str, name: str, taken: set[str], seen: set[int]) -> Iterator[ModulePath]:
-    """A module and those inside it, as ``named_modules()`` goes through them."""
+    """Iterate over a module and the modules inside it, in the order of ``named_modules()``."""
     free = itertools.chain([path], (f"{path}#{number}" for number in itertools.count(2)))
     path = next(each for each in free if each not in taken)
     taken.add(path)

@@ -1,6 +1,6 @@
-"""Signatures: which tensors of a file are what PyTorch gave to a module's call, and what it got back.
+"""Signatures: the tensors of a file that are the inputs and outputs of each module call in PyTorch.
 
-Written at export as ``htp.signatures``, when the arguments of every ``forward`` are at hand; see ``docs/format.md``.
+The export writes them as ``htp.signatures``; see ``docs/format.md``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Signature:
     """The tensors of one call of a module.
 
     Attributes:
-        inputs: Argument of ``forward`` (``hidden_states``, ``states.1``) → name of the tensor in the file, None where
-            the file has no tensor of that value: a constant, or one that was merged with its neighbours.
-        outputs: The same for what ``forward`` returned, in order.
+        inputs: Argument of ``forward`` (``hidden_states``, ``states.1``) → name of the tensor in the file, None if
+            the file has no tensor of that value: a constant, or a tensor that was merged with its neighbours.
+        outputs: The names of the tensors that ``forward`` returned, in order.
     """
 
     inputs: Mapping[str, str | None]
@@ -29,7 +29,7 @@ class Signature:
 
 
 def signatures_to_json(signatures: Mapping[str, Sequence[Signature]]) -> str:
-    """The file format's ``htp.signatures``: module path → its calls in order.
+    """Return the value of ``htp.signatures``: module path → its calls in order.
 
     Examples:
         >>> signatures_to_json({"fc": [Signature({"input": "x"}, ("linear",))]})
@@ -40,10 +40,10 @@ def signatures_to_json(signatures: Mapping[str, Sequence[Signature]]) -> str:
 
 
 def signatures_from_json(text: str) -> dict[str, tuple[Signature, ...]]:
-    """What ``signatures_to_json`` wrote.
+    """Parse the value of ``htp.signatures``.
 
     Raises:
-        ValueError: If it is not what the file format says; the message names the module at fault.
+        ValueError: If it does not follow the file format; the message names the module at fault.
 
     Examples:
         >>> signatures_from_json('{"fc":[[{"input":"x"},["linear"]]]}')["fc"][0].outputs

@@ -1,7 +1,7 @@
-"""The module scopes that torch itself writes into ONNX files, for files that nobody tagged.
+"""The module scopes that torch itself writes into ONNX files, for files without tags.
 
-They are not exact (see ``docs/owners.md``), which is why whoever reads them is told so. The dynamo exporter writes
-them as node metadata, the TorchScript exporter into node names.
+They are not exact (see ``docs/owners.md``); a warning says so when they are used. The dynamo exporter writes them as
+node metadata, the TorchScript exporter into node names.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _CALL_SUFFIX = re.compile(r"@\d+(?=\.|$)")
 
 
 def scopes_of(node: ir.Node) -> tuple[tuple[str, str], ...]:
-    """The modules that torch says were running when a node was made, outermost first.
+    """Return the modules that were running according to torch's scopes of a node, outermost first.
 
     Args:
         node: A node of a model that ``torch.onnx.export`` wrote, by either exporter.
 
     Returns:
-        (module path, class) of each, the class ``""`` where torch does not write it; empty where torch says nothing.
+        (module path, class) of each, the class ``""`` if torch does not write it; empty without scopes.
 
     Examples:
         >>> import onnx_ir as ir
@@ -52,7 +52,7 @@ def scopes_of(node: ir.Node) -> tuple[tuple[str, str], ...]:
 
 @lru_cache(maxsize=4096)
 def _strings(literal: str) -> tuple[str, ...]:
-    """A Python list of strings as torch writes it; empty if it is not one (files come from anywhere)."""
+    """Parse a Python list of strings as torch writes it; empty if it is invalid, because files are not trusted."""
     try:
         value = ast.literal_eval(literal)
     except (ValueError, SyntaxError, MemoryError, RecursionError):

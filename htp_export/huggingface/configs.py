@@ -12,7 +12,7 @@ __all__ = ["apply_overrides", "find", "nearest", "sub_configs", "without_cache"]
 
 
 def sub_configs(config: Any) -> Iterator[Any]:
-    """The configs inside a config: of its text tower, its backbone."""
+    """Iterate over the configs inside a config, such as those of its text tower or its backbone."""
     for name in getattr(config, "sub_configs", None) or {}:
         inner = getattr(config, name, None)
         if hasattr(inner, "to_dict"):
@@ -20,7 +20,7 @@ def sub_configs(config: Any) -> Iterator[Any]:
 
 
 def find(config: Any, *names: str) -> Any:
-    """The first of these settings that is there: in the config itself, else in a sub-config; None without any.
+    """Return the first existing setting of these names, in the config itself or in a sub-config; None if there is none.
 
     Examples:
         >>> from transformers import CLIPConfig
@@ -35,7 +35,7 @@ def find(config: Any, *names: str) -> Any:
 
 
 def without_cache(config: Any) -> Any:
-    """The config, told at all its levels to keep no key-value cache, which no ONNX file can give back."""
+    """Return the config with the key-value cache disabled at all levels, because an ONNX file cannot return it."""
     for level in (config, *sub_configs(config)):
         if level is not config:
             without_cache(level)
@@ -45,10 +45,10 @@ def without_cache(config: Any) -> Any:
 
 
 def apply_overrides(source: str, config: Any, overrides: Mapping[str, object]) -> Any:
-    """A config of the same class with other values, so that what is derived from them is derived anew.
+    """Return a config of the same class with other values; derived values are computed again.
 
     Args:
-        source: What the config was made of, for messages.
+        source: Name of the model, for messages.
         config: The config; not changed.
         overrides: Key → value; dots lead into sub-configs.
 
@@ -74,13 +74,13 @@ def apply_overrides(source: str, config: Any, overrides: Mapping[str, object]) -
 
 
 def nearest(name: str, known: Iterable[str], what: str) -> str:
-    """A hint for a message: the known names nearest to one that is not known."""
+    """Return a hint for a message: the known names nearest to an unknown one."""
     matches = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
     return f"; nearest {what}: {', '.join(matches)}" if matches else ""
 
 
 def _with(config: Any, overrides: Mapping[str, object]) -> dict[str, Any]:
-    """Arguments that build a config again: what differs from its defaults, and the overrides."""
+    """Return the arguments that rebuild a config: values that differ from its defaults, and the overrides."""
     values = _not_default(config)
     inner: dict[str, dict[str, object]] = {}
     for key, value in overrides.items():

@@ -1,4 +1,4 @@
-"""Whether the hub can be reached: its client tries again for a minute, and then says that there is no such model."""
+"""A quick check of the hub: its client retries for a minute, and then reports that there is no such model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SECONDS = 5.0
 
 
 def why_unreachable() -> str:
-    """Why the hub cannot be reached; ``""`` where it answers, whatever it says."""
+    """Return why the hub cannot be reached; ``""`` if it answers, with any status."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:

@@ -1,1 +1,1 @@
-"""What concerns the whole process: changes that are put back, garbage collection, progress."""
+"""Temporary changes of the process, garbage collection, and progress of long loops."""

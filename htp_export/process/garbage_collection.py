@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, held back where it would run for nothing."""
+"""Suspend Python's cyclic garbage collector while it would find nothing."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from htp_export.process.restoring import Changes, restored
 
 __all__ = ["hold_collection", "no_collection", "rare_collections"]
 
-_OBJECTS = 70_000  # made and not yet freed, before the youngest are looked through
+_OBJECTS = 70_000  # allocations minus deallocations that trigger a collection of the youngest generation
 
 
 def no_collection(*, kept: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Hold back the collector: what is made for a moment, or for good, would set off whole collections.
+    """Suspend cyclic garbage collection: bulk allocation would trigger full collections.
 
-    One of them walks every object of the process, a quarter of a second with transformers loaded. A trace of an export
-    makes no cycles that are worth it, and a profile is read in a third of the time.
+    A full collection visits every object of the process and takes a quarter of a second with transformers loaded. A
+    trace of an export creates few cycles, and a profile is read in a third of the time.
 
     Args:
-        kept: Whether what is made inside stays. Then it counts as old afterwards: it is not looked through soon, nor
-            taken for growth that calls for a whole collection.
+        kept: Whether the objects that are created inside stay alive. They are then moved into the oldest generation.
     """
     return restored(functools.partial(hold_collection, kept=kept))
 
 
 def hold_collection(changes: Changes, *, kept: bool = False) -> None:
-    """Hold back the collector until the changes are taken back.
+    """Suspend cyclic garbage collection until the changes are reverted.
 
     Args:
-        changes: Where that is noted.
+        changes: Records how to resume it.
         kept: As in `no_collection`.
     """
     running, kept = gc.isenabled(), kept and not gc.get_freeze_count()
@@ -49,10 +48,10 @@ def hold_collection(changes: Changes, *, kept: bool = False) -> None:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Let the collector run about a hundred times less often, for a program that imports much and then ends.
+    """Run the garbage collector about a hundred times less often, for a program that imports much and then ends.
 
-    Importing torch and exporting a small model make about a million objects that stay. Walking over them takes 0.8 s of
-    6 s of processor time with Python's own thresholds.
+    Importing torch and exporting a small model creates about a million objects that stay alive. Visiting them with
+    Python's own thresholds takes 0.8 s of 6 s of processor time.
     """
     before = gc.get_threshold()
     gc.set_threshold(_OBJECTS, *before[1:])

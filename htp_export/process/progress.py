@@ -1,4 +1,4 @@
-"""How far long work has come: loops count what they have done, and a program that wants to show it listens."""
+"""Progress of long loops: they count completed items, and report to a listener if there is one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["Listener", "counted", "listening"]
 
 T = TypeVar("T")
 Listener: TypeAlias = Callable[[str, int, int], None]
-"""Takes what is counted, in the plural, how many of them are done, and how many there are."""
+"""Called with what is counted, in the plural, the number of completed items, and the total."""
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 def counted(items: Sequence[T], what: str) -> Iterator[T]:
-    """Give items one by one, and tell the listener of this context how many are done.
+    """Iterate over items, and report the progress to the listener of this context.
 
-    Only the outermost of loops within each other is told of. Without a listener, this is ``iter``.
+    Of nested loops, only the outermost is reported. Without a listener, this is ``iter``.
 
     Args:
         items: The items.
@@ -46,10 +46,10 @@ def counted(items: Sequence[T], what: str) -> Iterator[T]:
 
 @contextlib.contextmanager
 def listening(listener: Listener | None) -> Iterator[None]:
-    """Tell a listener of all that is counted inside, in this thread or task; None tells nobody.
+    """Report all progress inside the block, in this thread or task, to a listener; None suppresses it.
 
     Args:
-        listener: What is called.
+        listener: The function to call.
     """
     before = _listener.get()
     _listener.set(listener)

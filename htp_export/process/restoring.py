@@ -1,12 +1,12 @@
-"""Changes to what the whole process shares, taken back whatever happens: on errors, and on a `KeyboardInterrupt` too.
+"""Temporary changes of process-wide state that are always reverted, also on errors and on a `KeyboardInterrupt`.
 
-An interrupt can come between any two lines, also between a change and the ``try`` after it, in a ``finally``, and right
-before a ``with`` block calls ``__exit__``. So that one interrupt leaves nothing changed:
+An interrupt can occur between any two lines: between a change and the ``try`` after it, in a ``finally``, and before a
+``with`` block calls ``__exit__``. Two rules make sure that a single interrupt leaves nothing changed:
 
-- how a change is taken back is noted before the change is made, and taking back what was not changed does no harm;
-- everything is taken back twice, in two nested ``finally`` clauses; what the first one finished is not there any more
-  for the second. There is no other ``try`` in the function that has these two: in CPython, an exception on the line
-  of an inner ``try`` is handled by no clause of the same function.
+- How to revert a change is recorded before the change is made, and reverting a change that was not made has no effect.
+- All changes are reverted in two nested ``finally`` clauses; the second one reverts what the first did not complete.
+  The function with these clauses has no other ``try``: in CPython, an exception on the line of an inner ``try`` is
+  handled by no clause of the same function.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 
 class Changes:
-    """What was changed, and how to take it back.
+    """The changes so far, and how to revert them.
 
     Examples:
         >>> import gc
@@ -44,21 +44,21 @@ class Changes:
         self._undo: list[Callable[[], object]] = []
 
     def will_undo(self, undo: Callable[[], object]) -> None:
-        """Note how a change is taken back, before it is made.
+        """Record how to revert a change, before the change is made.
 
         Args:
-            undo: Takes it back. It may run without the change, and more than once.
+            undo: Reverts the change. It may be called without the change, and more than once.
         """
         self._undo.append(undo)
 
     def inner(self) -> Changes:
-        """Changes that are taken back earlier; with these at the latest."""
+        """Return nested changes, which are reverted with these at the latest."""
         inner = Changes()
         self.will_undo(inner.take_back)
         return inner
 
     def take_back(self) -> None:
-        """Undo every change, the last one first."""
+        """Revert all changes, the last one first."""
         while self._undo:
             self._undo[-1]()
             self._undo.pop()
@@ -66,10 +66,10 @@ class Changes:
 
 @contextlib.contextmanager
 def restored(make: Callable[[Changes], None]) -> Iterator[None]:
-    """Make changes that hold inside a ``with`` block.
+    """Make changes for the duration of a ``with`` block.
 
     Args:
-        make: Makes them.
+        make: Makes the changes.
     """
     changes = Changes()
     try:
@@ -83,20 +83,20 @@ def restored(make: Callable[[Changes], None]) -> Iterator[None]:
 
 
 def locked(lock: AbstractContextManager[Any], do: Callable[[], _Result]) -> _Result:
-    """Do something while a lock is held.
+    """Call a function while a lock is held.
 
-    All on one line: a line of its own for the end of the ``with`` block is one more place for an interrupt, before the
+    The ``with`` block is on one line: a separate line for its end would be another place for an interrupt before the
     lock is released.
 
     Args:
-        lock: The lock. Its methods are not written in Python, where an interrupt could come.
-        do: What is done.
+        lock: The lock. Its methods are not implemented in Python, so no interrupt can occur in them.
+        do: The function.
     """
     with lock: return do()  # fmt: skip  # noqa: E701
 
 
 def set_variable(changes: Changes, variable: ContextVar[Any], value: Any) -> None:
-    """Set a context variable; a token cannot put it back, as it is not there before the variable is set."""
+    """Set a context variable. A token could not restore it, because it only exists after the variable is set."""
     before = variable.get()
     changes.will_undo(lambda: variable.set(before))
     variable.set(value)

@@ -23,13 +23,13 @@ __all__ = ["PORTION_BYTES", "Array", "ArrayStore", "StoredArray", "from_ort", "f
 Array = npt.NDArray[Any]
 
 PORTION_BYTES = 1 << 30
-"""Of the tensors of a model, so much is held in memory at a time, unless somebody says otherwise."""
+"""Default for the bytes of a model's tensors that are kept in memory at a time."""
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 
 
 def from_torch(tensor: torch.Tensor) -> Array:
-    """The values of a tensor; they may share its memory. Of a quantized one, the integers that stand for them.
+    """Return the values of a tensor, which may share its memory; for a quantized tensor, its integers.
 
     Examples:
         >>> import torch
@@ -51,11 +51,11 @@ def from_torch(tensor: torch.Tensor) -> Array:
 
 
 def to_ort(array: Array, onnx_type: ir.DataType | None = None) -> Any:
-    """An ``OrtValue`` that shares the array's memory where the array is contiguous.
+    """Return an ``OrtValue``, which shares the memory of a contiguous array.
 
     Args:
         array: The values.
-        onnx_type: Their ONNX type, for those that numpy has not; found by the array's dtype where it is None.
+        onnx_type: Their ONNX type, for types that numpy does not have; None for the type of the array's dtype.
     """
     import onnxruntime
 
@@ -67,13 +67,13 @@ def to_ort(array: Array, onnx_type: ir.DataType | None = None) -> Any:
 
 
 def from_ort(value: Any) -> Array:
-    """The values of an ``OrtValue`` that is a tensor in main memory."""
+    """Return the values of an ``OrtValue`` that is a tensor in main memory."""
     name = _NARROW.get(value.data_type())
     if name is None:
         return np.asarray(value.numpy())
     import ml_dtypes
 
-    dtype = np.dtype(getattr(ml_dtypes, name))  # ONNX Runtime gives no arrays of types that numpy itself has not
+    dtype = np.dtype(getattr(ml_dtypes, name))  # ONNX Runtime returns no arrays of types that numpy does not have
     shape = tuple(value.shape())
     stored = ctypes.string_at(value.data_ptr(), math.prod(shape) * dtype.itemsize)
     return np.frombuffer(stored, dtype=dtype).reshape(shape)
@@ -84,26 +84,26 @@ _NARROW = {f"tensor({name.replace('_', '')})": name for name in _FLOAT8} | {"ten
 
 @dataclass(frozen=True, eq=False)
 class StoredArray:
-    """An array that a store keeps, in memory or in a file.
+    """An array in a store, in memory or in a file.
 
     Attributes:
-        array: The values; of those in a file, what is used is read.
+        array: The values; those in a file are read when they are used.
     """
 
     array: Array
 
     @property
     def nbytes(self) -> int:
-        """Size of the values."""
+        """Size of the values in bytes."""
         return int(self.array.nbytes)
 
 
 class ArrayStore:
-    """Keeps arrays: in memory as long as they are few, and beyond that in files that are gone with the store.
+    """A store of arrays: in memory up to a size, and beyond that in temporary files.
 
     Args:
-        memory_bytes: How many bytes stay in memory.
-        folder: For the files.
+        memory_bytes: Bytes of arrays that are kept in memory.
+        folder: The folder of the files.
     """
 
     def __init__(self, memory_bytes: int, folder: Path) -> None:
@@ -112,7 +112,7 @@ class ArrayStore:
     @classmethod
     @contextmanager
     def opened(cls, memory_bytes: int) -> Iterator[ArrayStore]:
-        """A store for the time of a ``with`` block."""
+        """Open a store for the duration of a ``with`` block."""
         with tempfile.TemporaryDirectory(prefix="htp_export_", ignore_cleanup_errors=True) as folder:
             yield cls(memory_bytes, Path(folder))
 
