@@ -1,1 +1,1 @@
-"""ONNX files and the files of data beside them: read without their weights, written whole."""
+"""Read ONNX files without their weights, and write them with their data files completely or not at all."""

@@ -1,7 +1,7 @@
-"""Data files: the files beside a model in which its external tensors lie.
+"""Data files: the files beside a model with its external tensors.
 
-Which file a name stands for is decided here once, when the model is read: one in the folder of the model, or, where
-the model's name is a symbolic link, in the folder of the file that it leads to. Nothing else is ever opened.
+The file of a name is resolved once, when the model is read: in the folder of the model or, if the model is a symbolic
+link, in the folder of its target. No other file is opened.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _CHUNK_BYTES = 1 << 20
 
 
 class DataFile:
-    """A data file, with what was known of it when the model was read.
+    """A data file, and its identity when the model was read.
 
     Args:
-        path: The file; it need not be there yet.
+        path: The file; it may not exist yet.
         model: The ONNX file that names it.
-        shown: What errors call it; its path where it is None.
-        state: Which file it is; the one that is there now where it is None.
+        shown: Its name in errors; None for its path.
+        state: Its identity; None for that of the existing file.
     """
 
     def __init__(self, path: Path, model: Path, shown: Path | None = None, state: Identity | None = None) -> None:
@@ -48,7 +48,7 @@ class DataFile:
             self.note()
 
     def note(self) -> None:
-        """Note which file it is, as it is there now."""
+        """Record the identity of the existing file."""
         self._state = None
         with contextlib.suppress(OSError):
             if self.path.is_file():
@@ -56,24 +56,24 @@ class DataFile:
                     self._state = Identity.of(os.fstat(file.fileno()))
 
     def need(self, tensor: ir.ExternalTensor) -> None:
-        """Note that a tensor lies there."""
+        """Record that the file needs to contain a tensor."""
         self.needed = max(self.needed, (tensor.offset or 0) + (tensor.length or tensor.nbytes))
 
     def check(self) -> None:
-        """Refuse a file that is not there, is too short, or is not the one that was there when the model was read.
+        """Refuse a file that is missing, is too short, or was replaced after the model was read.
 
         Raises:
-            FileError: If it is one of these; it names the file, and the model that needs it.
+            FileError: If it is one of these; the message names the file, and the model that needs it.
         """
         with self.opened():
             pass
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[IO[bytes]]:
-        """The file, open, and checked before and after it is read.
+        """Open the file, and check it before and after it is read.
 
         Raises:
-            FileError: As `check`; or if the file was written to meanwhile.
+            FileError: As `check`; or if the file was changed in the meantime.
         """
         try:
             if not stat.S_ISREG(self.path.stat().st_mode) and not self.path.is_dir():  # a pipe would be waited for
@@ -104,13 +104,13 @@ class DataFile:
 class DataTensor(ir.ExternalTensor):
     """An external tensor whose file is checked before it is read.
 
-    onnx_ir refuses files with several hard links. Here the folder decides, where `find_data` saw that the file lies.
+    onnx_ir refuses files with several hard links. Here, `find_data` has checked the folder of the file.
 
     Args:
-        tensor: The tensor as the model has it.
+        tensor: The tensor of the model.
         file: The data file.
         base_dir: Its folder, or one above.
-        location: Its path from there.
+        location: Its path relative to that folder.
     """
 
     __slots__ = ("_file", "_plain")
@@ -139,22 +139,22 @@ class DataTensor(ir.ExternalTensor):
 
     @property
     def file(self) -> DataFile:
-        """Where it lies."""
+        """The path of the file."""
         return self._file
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The values, mapped from the file; read-only."""
+        """Return the values, mapped from the file; read-only."""
         return self._opened().numpy()
 
     def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
         return self._opened().__array__(dtype)
 
     def tobytes(self) -> bytes:
-        """The values as they are in the file."""
+        """Return the bytes of the values in the file."""
         return self._opened().tobytes()
 
     def tofile(self, file: IO[bytes]) -> None:
-        """Copy the values to another file, a part at a time."""
+        """Copy the values to another file, in parts."""
         left = self.length or self.nbytes
         with self._file.opened() as source:
             source.seek(self.offset or 0)
@@ -172,7 +172,7 @@ class DataTensor(ir.ExternalTensor):
             self._plain = None
 
     def _opened(self) -> ir.ExternalTensor:
-        """The same tensor for onnx_ir, which checks nothing of one without a folder; mapped from the file."""
+        """Return the tensor as one of onnx_ir without a folder, which onnx_ir does not check; mapped from the file."""
         self._file.check()
         if self._plain is None:
             shape = ir.Shape(self.shape.numpy())
@@ -188,7 +188,7 @@ class DataTensor(ir.ExternalTensor):
 def _tensor_again(
     fields: tuple[Any, ...], doc_string: str | None, metadata: dict[str, str], file: DataFile, base_dir: str
 ) -> DataTensor:
-    """A tensor that was pickled."""
+    """Restore a pickled tensor."""
     location, offset, length, dtype, shape, name = fields
     about: dict[str, Any] = {"name": name, "doc_string": doc_string, "metadata_props": metadata}
     plain = ir.ExternalTensor(location, offset, length, dtype, shape=ir.Shape(shape), **about)
@@ -196,15 +196,15 @@ def _tensor_again(
 
 
 def find_data(model: Path, location: str) -> tuple[Path, str]:
-    """Where a data file is: a folder, and the path from there.
+    """Return the location of a data file: a folder, and the path relative to it.
 
     Args:
         model: The ONNX file that names it; it may be a symbolic link, as in the cache of the Hugging Face hub.
-        location: What the model calls it.
+        location: Its name in the model.
 
     Raises:
-        FileError: If the name leads out of the folder of the model and that of the file which the model's link leads
-            to, through ``..``, an absolute path, or a link.
+        FileError: If the name leads out of the folder of the model, and out of the folder of the target of the
+            model's link, through ``..``, an absolute path, or a link.
     """
     outside = FileError(model, f"its external data {location!r} lies outside its folder; it will not be read")
     if Path(location).is_absolute() or Path(os.path.normpath(location)).parts[:1] == ("..",):
@@ -225,7 +225,7 @@ def find_data(model: Path, location: str) -> tuple[Path, str]:
 
 
 def check_data(tensors: Iterable[ir.TensorProtocol | None]) -> None:
-    """Refuse data files that are not there, or too short, before others read them.
+    """Refuse data files that are missing or too short, before another library reads them.
 
     Raises:
         FileError: If one is.
@@ -235,18 +235,18 @@ def check_data(tensors: Iterable[ir.TensorProtocol | None]) -> None:
 
 
 def place_data(slots: Sequence[Slot], stream: IO[bytes], data: Path, model: Path) -> list[DataTensor]:
-    """Write the tensors of slots into a data file; those that share their storage once.
+    """Write the tensors of slots into a data file; tensors with the same storage once.
 
-    A file that is nearly all in use is copied as it is where the file system can let two files share their blocks.
+    A file that is almost completely used is cloned if the file system supports shared blocks.
 
     Args:
-        slots: Where the tensors are.
-        stream: The data file, new.
-        data: What it will be called.
-        model: The ONNX file that will name it.
+        slots: The places of the tensors.
+        stream: The new data file.
+        data: Its final path.
+        model: The ONNX file that will refer to it.
 
     Returns:
-        The same tensors as they are there.
+        The same tensors, in the new file.
     """
     places = _clone(slots, stream)
     if places is None:
@@ -263,7 +263,7 @@ def place_data(slots: Sequence[Slot], stream: IO[bytes], data: Path, model: Path
 
 
 def _place(tensor: ir.TensorProtocol) -> object:
-    """What tells tensors that share their storage."""
+    """Return a key that is equal for tensors with the same storage."""
     if isinstance(tensor, ir.ExternalTensor):
         return (tensor.path, tensor.offset or 0, tensor.length or tensor.nbytes)
     return id(tensor)
@@ -278,7 +278,7 @@ def _external(tensor: ir.TensorProtocol, place: tuple[int, int], file: DataFile)
 
 
 def _clone(slots: Sequence[Slot], stream: IO[bytes]) -> dict[object, tuple[int, int]] | None:
-    """Let the new file share blocks with the one that holds all tensors; where they are, or None if it cannot."""
+    """Clone the file with all tensors, and return their places; None if it cannot be cloned."""
     tensors = [slot.tensor for slot in slots if isinstance(slot.tensor, DataTensor)]
     sources = {tensor.path for tensor in tensors}
     if len(tensors) < len(slots) or len(sources) != 1:

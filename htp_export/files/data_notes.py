@@ -1,8 +1,8 @@
-"""What a model says of its data files, and whether they still are what it says.
+"""The descriptions of data files in the metadata of a model, and the check of the files against them.
 
-Of a file that it shares with another model, ``htp.weights`` says what was in it: exporting the other model again would
-change what this one computes. Of files of its own, ``htp.data`` says enough to know model and data as a pair: these are
-two files, and one of them may be replaced, or copied, without the other. ``docs/format.md`` has the format.
+``htp.weights`` describes the contents of a file that the model shares with another one: exporting the other model again
+would change this one. ``htp.data`` describes the model's own data files well enough to detect that one of the two files
+was replaced or copied without the other. ``docs/format.md`` has the format.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _OWN = {"size": int, "serial": str, "tensors": str}
 
 
 def describe_shared(file: Path) -> dict[str, Any]:
-    """What ``htp.weights`` says of a file that belongs to another model: size, time and content; reads all of it."""
+    """Return the entry of ``htp.weights`` for a file of another model: size, modification time and hash."""
     state = file.stat()
     return {"size": state.st_size, "modified_ns": state.st_mtime_ns, "sha256": _digest(file)}
 
 
 def describe_own(file: Path, tensors: Iterable[Place], replaced: Path | None = None) -> dict[str, Any]:
-    """What ``htp.data`` says of a model's own data file: its size and a serial made of samples of its contents.
+    """Return the entry of ``htp.data`` for a model's own data file: its size, and a serial computed from samples.
 
     Args:
         file: The file.
-        tensors: What of the model lies in it.
-        replaced: The file whose place it takes. If the samples of both are the same, the first block that differs is
-            sampled, too; so the model never fits the file that was there.
+        tensors: The tensors of the model in the file.
+        replaced: The file that it replaces. If the samples of both are equal, the first block that differs is
+            sampled, too, so that the model never matches the replaced file.
     """
     places = sorted(tensors)
     size = file.stat().st_size
@@ -61,12 +61,12 @@ def put_notes(
     own: Mapping[str, Mapping[str, Any]],
     shared: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write into a model's metadata what is said of its data files, in place of what was said before.
+    """Write the descriptions of the data files into the metadata of a model, and remove earlier ones.
 
     Args:
         metadata: The metadata of the model.
-        own: The name by which the model knows a file of its own → what is said of it.
-        shared: The same for files of other models.
+        own: Name of the model's own data file → description.
+        shared: Name of another model's data file → description.
     """
     for key, notes in ((tags.DATA, own), (tags.WEIGHTS, shared)):
         metadata.pop(key, None)
@@ -75,7 +75,7 @@ def put_notes(
 
 
 def shared_files(model: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """What a model says of the files that it shares with others: name → facts; empty if it shares none.
+    """Return the descriptions of the files that a model shares with others: name → description.
 
     Args:
         model: The ONNX file, for errors.
@@ -90,11 +90,11 @@ def shared_files(model: Path, metadata: Mapping[str, str]) -> dict[str, dict[str
 def check_notes(
     model: Path, metadata: Mapping[str, str], files: Mapping[str, Path], tensors: Callable[[str], Iterable[Place]]
 ) -> None:
-    """Refuse a model whose data files are not those that it was written with.
+    """Refuse a model whose data files are not those with which it was written.
 
-    A shared file that has its size and time is taken as it is; one that was copied or changed meanwhile is read. Of a
-    file of the model's own, samples are read. If the model's tensors lie elsewhere in it than when it was written,
-    another tool has written both files, and what was said is out of date.
+    A shared file with the same size and modification time is accepted; otherwise it is hashed. Of the model's own
+    files, samples are read. If the model's tensors have other places in the file than described, another tool has
+    written both files, and the description is ignored.
 
     Args:
         model: The ONNX file.
@@ -169,7 +169,7 @@ def _is_note(facts: Mapping[str, Any], kinds: Mapping[str, type]) -> bool:
 
 
 def _serial(file: Path, places: Iterable[Place], size: int, differs: int | None = None) -> str:
-    """A digest of samples of the first ``size`` bytes: blocks at equal distances, beginnings of tensors, a block."""
+    """Return a hash of samples of the first ``size`` bytes: evenly spaced blocks, starts of tensors, and one block."""
     last = max(size - _BLOCK_BYTES, 0)
     parts = {(last * number // (_BLOCKS - 1), min(_BLOCK_BYTES, size)) for number in range(_BLOCKS)}
     parts |= {(at, min(length, _TENSOR_BYTES)) for at, length in places}
@@ -183,12 +183,12 @@ def _serial(file: Path, places: Iterable[Place], size: int, differs: int | None 
 
 
 def _layout(places: list[Place]) -> str:
-    """A digest of which tensors lie where."""
+    """Return a hash of the places of the tensors."""
     return hashlib.sha256(json.dumps(places).encode()).hexdigest()[:16]
 
 
 def _first_difference(first_path: Path, second_path: Path) -> int | None:
-    """Where the first block begins in which a file differs from the beginning of another; None if it does not."""
+    """Return the offset of the first block that differs between a file and the start of another; None without one."""
     with first_path.open("rb") as first, second_path.open("rb") as second:
         at = 0
         while chunk := first.read(_CHUNK_BYTES):

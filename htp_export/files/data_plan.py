@@ -1,4 +1,4 @@
-"""Where the weights of a model go when it is written: which data file takes them, and which files stay as they are."""
+"""The plan for the weights of a model that is written: the new data file, and the files that stay."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SMALL_BYTES = 256
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Where the weights of a model go.
+    """The plan for the weights of a model.
 
     Attributes:
         target: The ONNX file to write.
-        data: Its file of weights.
-        free: Whether that name has to be free, as one that we chose is: then the model is switched by one rename.
-        moving: The places in the model whose tensors go there.
-        staying: The other places with external tensors → the names of their files from the folder of the target.
+        data: Its data file.
+        free: Whether that name must not exist, because it was chosen here: one rename then replaces the model.
+        moving: The places in the model whose tensors are written there.
+        staying: The other places with external tensors → names of their files, relative to the folder of the target.
         shared: The names of those among these files that are not the target's own.
         obsolete: Data files of the model that is there now, which nobody needs any more.
     """
@@ -55,14 +55,14 @@ def plan_data(
     share: bool,
     serial: bool = False,
 ) -> DataPlan:
-    """Decide it: all external tensors move, or none of them.
+    """Make the plan: all external tensors move, or none.
 
     Args:
-        places: The places in the model that hold tensors.
+        places: The places of tensors in the model.
         target: The ONNX file to write.
-        external_data: The name of the data file for all weights; True to have it chosen here; None for what is external
-            now.
-        own: The data files of the model that is there now, less those that it shares.
+        external_data: Name of the data file for all weights; True to choose it here; None to keep external what is
+            external.
+        own: The data files of the model that is replaced, without shared ones.
         most_inside: How many bytes of weights in memory may go into the ONNX file.
         share: Whether external weights stay where they are, in whatever file.
         serial: Whether the plain name, ``<name>.data``, is not to be chosen.
@@ -102,7 +102,7 @@ def _usual_name(target: Path) -> Path:
 
 
 def _free_name(target: Path, *, serial: bool) -> Path:
-    """A name for a data file that nothing has yet, so that no model refers to it: the usual one, or one of its own."""
+    """Return a name for a data file that does not exist, so that no model refers to it."""
     usual = _usual_name(target)
     if not serial and not os.path.lexists(usual):
         return usual
@@ -110,7 +110,7 @@ def _free_name(target: Path, *, serial: bool) -> Path:
 
 
 def is_named_by_us(target: Path, name: str) -> bool:
-    """Whether a data file has one of the names that are chosen here for that of an ONNX file.
+    """Return whether a data file of an ONNX file has a name that was chosen here.
 
     Examples:
         >>> model = Path("a.onnx")
@@ -121,17 +121,17 @@ def is_named_by_us(target: Path, name: str) -> bool:
 
 
 def name_from(home: Path, file: Path) -> str | None:
-    """The name of a data file from a folder in which it lies; None if it lies elsewhere, or there by a link alone."""
+    """Return the path of a data file relative to a folder; None if it is elsewhere, or a link."""
     folder = file.parent.resolve()
     return (folder / file.name).relative_to(home).as_posix() if folder.is_relative_to(home) else None
 
 
 def in_safe_order(model: Move, data: Sequence[Move]) -> list[Move]:
-    """The order in which no pair of two files is a wrong one without being known as such.
+    """Return the files in an order in which every wrong pair of model and data is detected.
 
-    Data files come before a model that is new, and under names that are free: then the rename of the model switches
-    from the old ones to the new ones. Others come after the model, as it says of itself that it does not fit the data
-    that they replace (`data_notes`); of the old model, nobody can know what it says.
+    Data files come before a new model, and if their names are new: the rename of the model then switches from the old
+    files to the new ones. Others come after the model, because the new model describes that it does not match the data
+    that they replace (`data_notes`); the old model may have no description.
     """
     first = [move for move in data if not os.path.lexists(move.target) or not os.path.lexists(model.target)]
     return [*first, model, *(move for move in data if move not in first)]

@@ -1,4 +1,4 @@
-"""Models that other programs write: into a work folder, from where they take their places with all their files."""
+"""Files that other programs write: into a work folder, from which they are moved to their places together."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["readable", "written_whole"]
 
 @contextlib.contextmanager
 def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A path to write a model to, with its data files beside it; what was written takes its place when all went well.
+    """Provide a path to write a model and its data files; on success, they are moved to their places.
 
-    The model gets a note of what is in its data files. If ``path`` is a device or a pipe, it gets all weights.
+    The model gets a description of its data files. If ``path`` is a device or a pipe, all weights are in the model.
 
     Args:
-        path: Where the model is to be. If it is a symbolic link, the model goes where it leads to, and the data files
+        path: The target. If it is a symbolic link, the model replaces the target of the link, and the data files are
             beside the link, as with ``torch.onnx.export``.
 
     Raises:
@@ -76,11 +76,11 @@ def readable(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _note(file: Path, replaced: Mapping[str, Path]) -> None:
-    """Write into a model what is in its data files.
+    """Write the description of its data files into a model.
 
     Args:
         file: The model.
-        replaced: The name of each data file → the file whose place it takes.
+        replaced: Name of each data file → the file that it replaces.
     """
     # Not `read_model`, which judges models: torch leaves the weights out with ``export_params=False``.
     model = ir.from_proto(onnx.load(file, load_external_data=False))

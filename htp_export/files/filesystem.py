@@ -1,6 +1,6 @@
-"""What file systems and operating systems do differently: identity, locks, links, modes, and flushing to disk.
+"""Differences between operating systems and file systems: identity, locks, links, modes, and flushing to disk.
 
-Everything that does not work in the same way on Linux, macOS and Windows is here and nowhere else;
+Everything that differs between Linux, macOS and Windows is in this file;
 ``docs/compatibility.md`` lists what was tested where.
 """
 
@@ -37,13 +37,13 @@ _FOREIGN_LOCK_SECONDS = 24 * 3600
 
 @dataclass(frozen=True)
 class Identity:
-    """What tells whether a file is still the same one, with the same contents.
+    """The identity of a file and its contents.
 
     Attributes:
         device: The file system.
         number: The file's number in it (inode).
-        size: Bytes.
-        written_ns: When it was last written, in ns.
+        size: Size in bytes.
+        written_ns: Modification time in ns.
     """
 
     device: int
@@ -53,14 +53,14 @@ class Identity:
 
     @classmethod
     def of(cls, state: os.stat_result) -> Identity:
-        """The identity of an open file, or of the file at a path; of a folder, size and time do not count."""
+        """Return the identity of an open file, or of a file or folder; without size and time for a folder."""
         if stat.S_ISDIR(state.st_mode):
             return cls(state.st_dev, state.st_ino, 0, 0)
         return cls(state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
 
     @classmethod
     def at(cls, path: Path) -> Identity | None:
-        """The identity of what is at a path; None if nothing is. Links are not followed."""
+        """Return the identity of the file or folder at a path; None without one. Links are not followed."""
         try:
             return cls.of(os.lstat(path))
         except OSError:
@@ -68,12 +68,12 @@ class Identity:
 
 
 def removes_open_files() -> bool:
-    """Whether a file that is open can be removed: not on Windows."""
+    """Return whether an open file can be removed; false on Windows."""
     return fcntl is not None
 
 
 class Lock:
-    """A lock file that is held by one process, and is free as soon as the process ends, however it ends.
+    """A lock file that one process holds, and that is released when the process ends in any way.
 
     Args:
         descriptor: The open lock file.
@@ -84,7 +84,7 @@ class Lock:
 
     @classmethod
     def new(cls, path: Path) -> Lock | None:
-        """Make a lock file and hold it; None if another process removed it, or its folder, at that moment."""
+        """Create and hold a lock file; None if another process removed it or its folder at the same time."""
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
         except FileNotFoundError:
@@ -93,7 +93,7 @@ class Lock:
 
     @classmethod
     def left(cls, path: Path) -> Lock | None:
-        """Take the lock of a process that ended; None if there is no such lock, or its process still runs."""
+        """Take the lock of a process that has ended; None if there is no lock, or its process still runs."""
         try:
             if fcntl is None:  # a process that has it open keeps it
                 path.unlink()
@@ -122,14 +122,14 @@ class Lock:
         return lock
 
     def release(self) -> None:
-        """Let it go."""
+        """Release the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def is_special(path: Path) -> bool:
-    """Whether a path is a device, a pipe or a socket: written to, never replaced."""
+    """Return whether a path is a device, a pipe or a socket, which is written to and never replaced."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):
@@ -138,10 +138,10 @@ def is_special(path: Path) -> bool:
 
 
 def place_new(new: Path, target: Path) -> None:
-    """Rename a file to a name that is free.
+    """Rename a file to a name that does not exist.
 
     Raises:
-        FileExistsError: If the name was taken meanwhile.
+        FileExistsError: If the name exists.
     """
     try:
         os.link(new, target)  # renaming replaces what is there, but for Windows
@@ -156,7 +156,7 @@ def place_new(new: Path, target: Path) -> None:
 
 
 def keep_owner_and_mode(new: Path, old: os.stat_result) -> None:
-    """Give a new file the owner, the group and the mode of the one whose place it takes, as far as that is allowed."""
+    """Give a new file the owner, group and mode of the file that it replaces, as far as the process may."""
     mode = stat.S_IMODE(old.st_mode)
     if hasattr(os, "chown"):
         now = new.stat()
@@ -173,17 +173,17 @@ def keep_owner_and_mode(new: Path, old: os.stat_result) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until a file is on the disk.
+    """Flush a file to disk.
 
     Raises:
-        OSError: If it could not be written, as on a disk that is full.
+        OSError: If it cannot be written, for example because the disk is full.
     """
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk, where a folder can be waited for (not on Windows)."""
+    """Flush the names in a folder to disk; does nothing on Windows."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -193,7 +193,7 @@ def sync_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> bool:
-    """Remove a file; False if it cannot be removed, as on Windows where a process has it open or mapped."""
+    """Remove a file, and return whether it could be removed: not on Windows while it is open or mapped."""
     try:
         path.unlink(missing_ok=True)
     except OSError:
@@ -202,7 +202,7 @@ def remove(path: Path) -> bool:
 
 
 def why_not_writable(folder: Path) -> OSError | None:
-    """The error that making a file in a folder would end in; None if it can be made."""
+    """Return the error of creating a file in a folder; None if it can be created."""
     try:
         if not folder.is_dir():
             return FileNotFoundError(errno.ENOENT, "its folder does not exist", os.fspath(folder))

@@ -13,10 +13,10 @@ __all__ = ["read_json"]
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """What a JSON file holds.
+    """Read a JSON file.
 
     Raises:
-        FileError: If it cannot be read, or is not JSON.
+        FileError: If it cannot be read or is not JSON.
     """
     file = Path(path)
     try:

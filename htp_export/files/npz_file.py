@@ -16,10 +16,10 @@ __all__ = ["read_npz"]
 
 
 def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
-    """The arrays of an ``.npz`` file; pickles in it are not loaded, as they may run code.
+    """Read the arrays of an ``.npz`` file. Pickles in it are not loaded, because they may run code.
 
     Raises:
-        FileError: If it cannot be read, or holds something else.
+        FileError: If it cannot be read, or has other contents.
     """
     import numpy as np
 

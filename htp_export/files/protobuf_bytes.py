@@ -1,4 +1,4 @@
-"""Rewrites the nodes and metadata of a serialized ONNX model without touching its weights; or its weights alone.
+"""Rewrite the nodes and metadata of a serialized ONNX model without copying its weights, or only its weights.
 
 The TorchScript exporter hands over a model as bytes. Parsing that, changing the nodes and serializing it again would
 copy every weight twice. This reads only the outermost fields of the message (a tag and a length each, see
@@ -36,7 +36,7 @@ _INSIDE: Mapping[str, Mapping[int, str]] = {  # the fields of each message that 
 }
 _LONGEST_VARINT = 10
 _DEEPEST = 100
-"""As deep as protobuf lets messages be."""
+"""The nesting limit of protobuf."""
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
@@ -65,7 +65,7 @@ def _encode_varint(value: int) -> bytes:
 
 
 def _head(number: int, length: int) -> bytes:
-    """What stands before the payload of a field."""
+    """Return the bytes before the payload of a field."""
     return _encode_varint(number << 3 | _BYTES) + _encode_varint(length)
 
 
@@ -74,7 +74,7 @@ def _field(number: int, payload: bytes) -> bytes:
 
 
 class _Slice(NamedTuple):
-    """One field of a message: its number, where it begins, and where its payload begins and ends."""
+    """One field of a message: its number, its offset, and the start and end of its payload."""
 
     number: int
     start: int
@@ -102,20 +102,20 @@ def _fields(data: memoryview, at: int, end: int) -> Iterator[_Slice]:
 
 
 _Bytes = TypeVar("_Bytes", bound=Sized)
-"""Bytes, or what stands for some and is as long."""
+"""Bytes, or a placeholder with the same length."""
 
 
 def rewrite_raw_data(
     data: memoryview, wanted: Callable[[int, int], bool], change: Callable[[int, int], _Bytes]
 ) -> list[bytes | memoryview | _Bytes]:
-    """A serialized message, with other ``raw_data`` in its tensors.
+    """Replace the ``raw_data`` of tensors in a serialized message.
 
-    Looks into the tensors that are initializers or attributes of nodes, in subgraphs and functions too.
+    Visits tensors that are initializers or attributes of nodes, including those in subgraphs and functions.
 
     Args:
         data: The bytes of the message.
-        wanted: Whether to look into what lies between two offsets, and to change it if it is ``raw_data``.
-        change: What to put in place of the ``raw_data`` between two offsets.
+        wanted: Whether to visit the message between two offsets, or to replace it if it is ``raw_data``.
+        change: Returns the replacement of the ``raw_data`` between two offsets.
 
     Returns:
         The message in pieces, one after the other.
@@ -138,7 +138,7 @@ def _rewrite(
     change: Callable[[int, int], _Bytes],
     depth: int = 0,
 ) -> list[bytes | memoryview | _Bytes]:
-    """The same for the bytes between two offsets; empty where nothing changes."""
+    """Do the same for the bytes between two offsets; empty if nothing changes."""
     pieces: list[bytes | memoryview | _Bytes] = []
     done = start
     for part in _fields(data, start, end):
@@ -157,18 +157,18 @@ def _rewrite(
 
 
 def total_size(pieces: Sequence[Sized]) -> int:
-    """How many bytes pieces are together."""
+    """Return the total length of pieces."""
     return sum(map(len, pieces))
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What an initializer holds.
+    """The contents of an initializer.
 
     Attributes:
-        size: How many bytes.
-        read: Gives them, as ``raw_data`` has them; called when they are written.
-        dims: Its shape; None where the initializer says it already.
+        size: Size in bytes.
+        read: Returns the bytes in the layout of ``raw_data``; called when they are written.
+        dims: Its shape; None if the initializer already has it.
     """
 
     size: int
@@ -177,7 +177,7 @@ class Weight:
 
     @classmethod
     def of(cls, data: bytes) -> Weight:
-        """One whose bytes are there."""
+        """Create a weight from its bytes."""
         return cls(len(data), lambda: data)
 
     def __len__(self) -> int:
@@ -193,7 +193,7 @@ class SerializedModel:
 
     Args:
         data: The bytes of a ``ModelProto``.
-        weights: Name of an initializer → what it holds, for those whose ``raw_data`` in ``data`` only holds the place.
+        weights: Name of an initializer → its contents, for those whose ``raw_data`` in ``data`` is a placeholder.
 
     Attributes:
         nodes: The nodes of the main graph, parsed; change them in place.
@@ -259,7 +259,7 @@ class SerializedModel:
         return next((self._text(piece) for piece in pieces if piece.number == _TENSOR_NAME), "")
 
     def chunks(self) -> Iterator[bytes | memoryview]:
-        """The changed model, in pieces to be written one after the other."""
+        """Iterate over the bytes of the changed model."""
         graph = _merged(self._graph_pieces())
         functions = iter(self.functions)
         for part in self._model:
@@ -289,7 +289,7 @@ class SerializedModel:
                 yield self._view[part.start : part.end]
 
     def _filled(self, initializer: _Slice, weight: Weight) -> list[_Piece]:
-        """An initializer with its weight in the place that was kept for it."""
+        """Return an initializer with its weight instead of the placeholder."""
         proto = onnx.TensorProto.FromString(self.data[initializer.payload : initializer.end])
         proto.ClearField("raw_data")
         if weight.dims is not None:
@@ -299,7 +299,7 @@ class SerializedModel:
 
 
 def _merged(pieces: Iterator[_Piece]) -> list[_Piece]:
-    """Small neighbouring pieces joined, large ones (the weights) left where they are."""
+    """Join small neighbouring pieces; large ones, the weights, are not copied."""
     result: list[_Piece] = []
     small: list[bytes | memoryview] = []
     for piece in pieces:
