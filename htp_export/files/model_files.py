@@ -1,4 +1,4 @@
-"""ONNX files, read without their weights and written whole.
+"""Read ONNX files without their weights, and write them completely or not at all.
 
 External data stays external: reading opens no data file, and writing streams it, tensor by tensor, into a file that
 belongs to the new model alone, unless it is asked to share one (`data_notes`). Large weights within the ONNX file stay
@@ -53,7 +53,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def read_model(path: str | os.PathLike[str]) -> ir.Model:
-    """Read an ONNX file; external data and large weights are left where they are until somebody asks for their values.
+    """Read an ONNX file; external data and large weights stay in their files until their values are used.
 
     The file may be replaced or deleted meanwhile, by `write_model` and whoever else renames, but not written over. A
     data file has to be the one that is there now.
@@ -83,7 +83,7 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
 
 
 def _find_weights(model: ir.Model, file: Path) -> None:
-    """Let external tensors lie where their files are; a model that shares them is held against what they were."""
+    """Bind external tensors to their files, and check shared files against their descriptions."""
     data_files: dict[str, tuple[Path, str, DataFile]] = {}
     placed: dict[str, list[ir.ExternalTensor]] = {}
     for slot in list(slots(model)):
@@ -103,12 +103,12 @@ def _find_weights(model: ir.Model, file: Path) -> None:
 
 
 def places_of(tensors: Iterable[ir.ExternalTensor]) -> list[Place]:
-    """What `data_notes` has to know of the tensors in a data file."""
+    """Return the places of tensors in a data file, for `data_notes`."""
     return [(tensor.offset or 0, tensor.length or tensor.nbytes) for tensor in tensors]
 
 
 def _parse(file: Path) -> ir.Model | None:
-    """The model; None for what protobuf can read, but is not one."""
+    """Return the model; None for a message that protobuf can read but that is not a model."""
     hollow = read_hollow(file) if is_protobuf(file) else None
     proto = onnx.load(file, load_external_data=False) if hollow is None else hollow.proto
     if not proto.ir_version or not proto.HasField("graph"):
@@ -125,18 +125,18 @@ def _parse(file: Path) -> ir.Model | None:
 
 
 def is_protobuf(file: Path) -> bool:
-    """Whether an extension says protobuf, or nothing."""
+    """Return whether an extension stands for protobuf, or is unknown."""
     return onnx.serialization.registry.get_format_from_file_extension(file.suffix) in ("protobuf", None)
 
 
 def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
-    """A model whose nodes stand in the order in which they run, as the ONNX specification has it.
+    """Return a model with its nodes in topological order, as the ONNX specification requires.
 
-    Some tools, ``onnxruntime.transformers.float16`` for one, append nodes where they should insert them; ONNX Runtime
-    takes that, and onnx_ir cannot copy it. A model that is in order stays as it is.
+    Some tools, such as ``onnxruntime.transformers.float16``, append nodes instead of inserting them. ONNX Runtime
+    accepts this, but onnx_ir cannot copy such a model.
 
     Raises:
-        InputError: If it is not a valid model (`structure`); a node needs what is made of its own results, for one.
+        InputError: If it is not a valid model (`structure`), for example because it has a cycle.
     """
     return _checked(_deserialized(proto))
 
@@ -178,13 +178,13 @@ def _is_in_order(graph: ir.Graph) -> bool:
 
 
 def check_target(path: str | os.PathLike[str] | None) -> None:
-    """Refuse a file that cannot be written, before the work that would be lost.
+    """Refuse a file that cannot be written, before any work is done.
 
     Args:
-        path: The file; None where nothing is to be written.
+        path: The file; None if nothing is written.
 
     Raises:
-        FileError: If its folder does not exist, or no file can be made there.
+        FileError: If its folder does not exist, or no file can be created there.
     """
     target = Path(path) if path is not None else None
     if target is None or is_special(target):
@@ -203,7 +203,7 @@ def write_model(
     *,
     share_weights: bool = False,
 ) -> None:
-    """Write an ONNX file whole, and its external data.
+    """Write an ONNX file and its external data completely or not at all.
 
     The file has its weights for itself. What is external is streamed into ``<name>.data`` beside it, or, if there is
     such a file, into ``<name>.<serial>.data``, unless ``path`` is the file that it belongs to. Weights in memory go
@@ -270,7 +270,7 @@ def _write_whole(copy: ir.Model, places: list[tuple[Slot, Slot]], target: Path) 
 
 
 def own_files(target: Path) -> set[Path]:
-    """The data files of an ONNX file, resolved, less those that it shares with others; none where it cannot be read."""
+    """Return the data files of an ONNX file, resolved, without shared ones; none if it cannot be read."""
     if not target.is_file():
         return set()
     try:
@@ -286,12 +286,12 @@ def _write_files(copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan
     """Write a model, and a file with the weights that need a new place.
 
     Args:
-        copy: A copy of the model that nobody else needs.
+        copy: A copy of the model that may be changed.
         places: Each place of a tensor in the model, with the same place in the copy.
-        plan: Where weights go.
+        plan: The plan for its weights.
 
     Returns:
-        The places in the model whose tensors were in a file that is gone now, with the same tensors where they are.
+        The places in the model whose tensors were in a file that was removed, with the tensors in the new file.
     """
     copies = {id(slot): same for slot, same in places}
     with work_folder(plan.target) as work:
@@ -318,7 +318,7 @@ def _write_files(copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan
 
 
 def _notes_of_staying(plan: DataPlan) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """What is said of the data files that stay where they are: of the model's own, and of those of other models."""
+    """Return the descriptions of the data files that stay: the model's own, and those of other models."""
     check_data(slot.tensor for slot, _ in plan.staying)
     tensors: dict[str, list[ir.ExternalTensor]] = {}
     for slot, name in plan.staying:
@@ -334,7 +334,7 @@ def _notes_of_staying(plan: DataPlan) -> tuple[dict[str, dict[str, Any]], dict[s
 
 
 def _named(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
-    """An external tensor under another name of its file."""
+    """Return an external tensor with another name of its file."""
     if not isinstance(tensor, ir.ExternalTensor) or os.fspath(tensor.location) == name:
         return tensor
     about = {"name": tensor.name or "", "doc_string": tensor.doc_string, "metadata_props": {**tensor.metadata_props}}
@@ -343,7 +343,7 @@ def _named(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
 
 
 def _without_work_folder(error: Exception) -> str:
-    """What an error says, without names that nobody knows."""
+    """Return the message of an error without the names of work folders."""
     if not isinstance(error, OSError) or error.strerror is None:
         return _first_line(error)
     named = error.filename is not None and "/.htp-" not in Path(os.fsdecode(error.filename)).as_posix()
@@ -358,7 +358,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _copied(model: ir.Model) -> ir.Model:
-    """A copy that shares the tensors; nodes that stand in no order in which they can run are put in one first."""
+    """Return a copy that shares the tensors, with nodes in topological order."""
     try:
         return model.clone()
     except RuntimeError:  # a node comes before one that it reads, or it reads what nothing makes
@@ -373,7 +373,7 @@ def _copied(model: ir.Model) -> ir.Model:
 
 
 def _write(copy: ir.Model, file: Path) -> None:
-    """Write the ONNX file itself, weights in it one at a time, of a copy that nobody else needs."""
+    """Write the ONNX file itself, its weights one at a time, from a copy that may be changed."""
     _say_once(copy)
     if not is_protobuf(file):
         onnx.save_model(ir.to_proto(copy), file)
@@ -390,9 +390,9 @@ def _write(copy: ir.Model, file: Path) -> None:
 
 
 def _say_once(model: ir.Model) -> None:
-    """Keep onnx_ir from saying the shapes of weights a second time, in ``value_info``.
+    """Prevent onnx_ir from writing the shapes of weights a second time, into ``value_info``.
 
-    A tool that transposes a weight and leaves what was said of it, as ONNX Runtime's quantizers do, writes no valid
+    A tool that transposes a weight and does not update them, such as ONNX Runtime's quantizers, writes an invalid
     model.
     """
     for graph in model.graphs():
@@ -403,12 +403,12 @@ def _say_once(model: ir.Model) -> None:
 
 
 def has_external_data(model: ir.Model) -> bool:
-    """Whether any tensor of a model lies in a file of its own."""
+    """Return whether a model has external tensors."""
     return any(slot.external for slot in slots(model))
 
 
 def external_files(model: ir.Model) -> set[Path]:
-    """The files that tensors of a model lie in, each once, whether they are there or not."""
+    """Return the data files of a model, each once, whether they exist or not."""
     return {Path(slot.path) for slot in slots(model) if slot.external}
 
 

@@ -1,4 +1,4 @@
-"""Files that are written beside their targets, and take their places together.
+"""Write files beside their targets, and rename them to their places together.
 
 What is written lies in a *work folder*, ``.htp-<random>`` beside the target, until it is whole. There is a lock in it,
 which is free once the process has ended, and, while files are renamed, a journal that says what is to be renamed and
@@ -35,13 +35,13 @@ _ATTEMPTS = 100
 
 @dataclass(frozen=True)
 class Move:
-    """A new file (or folder), and the place that it takes.
+    """A new file or folder, and its target.
 
     Attributes:
-        new: It, in the work folder.
-        target: Its place; a symbolic link there is followed.
-        free: Whether the place has to be free.
-        like: A file whose owner and mode it gets where nothing is in its place.
+        new: The file in the work folder.
+        target: Its target; a symbolic link is followed.
+        free: Whether the target must not exist.
+        like: A file whose owner and mode it gets if the target does not exist.
     """
 
     new: Path
@@ -51,11 +51,11 @@ class Move:
 
 
 class WorkFolder:
-    """A folder beside a target, for files that are not whole yet.
+    """A folder beside a target, for files that are being written.
 
     Args:
         path: The folder.
-        lock: What says that it is in use; None for one that is to be cleared.
+        lock: The lock that marks it as in use; None for a folder that is to be cleared.
     """
 
     def __init__(self, path: Path, lock: filesystem.Lock | None) -> None:
@@ -65,10 +65,10 @@ class WorkFolder:
 
     @classmethod
     def open(cls, parent: Path) -> WorkFolder:
-        """Make one, and clear away those that killed processes left there.
+        """Create a work folder, and remove those of killed processes.
 
         Raises:
-            OSError: If none can be made.
+            OSError: If it cannot be created.
         """
         clear_killed(parent)
         for _ in range(_ATTEMPTS):
@@ -85,7 +85,7 @@ class WorkFolder:
         raise OSError(f"no folder can be locked in {parent}")
 
     def close(self) -> None:
-        """Remove it with all that is in it; what has a journal still waits for a later run."""
+        """Remove the folder and its contents; a folder with a journal is left for a later run."""
         if self._journal.exists():
             self._release()
             return
@@ -104,16 +104,16 @@ class WorkFolder:
             self._lock = None
 
     def commit(self, moves: Sequence[Move], obsolete: Iterable[Path] = ()) -> None:
-        """Let the new files take their places, one right after the other: all of them, or none.
+        """Rename the new files to their targets, directly one after the other: all of them, or none.
 
         Args:
-            moves: What goes where, in this order.
-            obsolete: Files that nobody needs any more once that is done.
+            moves: The files and their targets, in this order.
+            obsolete: Files that are removed afterwards.
 
         Raises:
-            FileExistsError: If a place that has to be free is not.
-            OSError: If a file cannot be renamed. Every target is what it was; one that cannot be put back is named in a
-                note, with the file that holds what it was.
+            FileExistsError: If a target exists that must not exist.
+            OSError: If a file cannot be renamed. All targets are unchanged; a note names a target that cannot be
+                restored, and the file that has its contents.
         """
         with contextlib.ExitStack() as others:
             steps = [self._prepared(move, others) for move in moves]
@@ -136,7 +136,7 @@ class WorkFolder:
                 self._journal.unlink()
 
     def _prepared(self, move: Move, others: contextlib.ExitStack) -> _Step:
-        """Everything that can fail before the first rename."""
+        """Do everything that can fail before the first rename."""
         target = real_path(move.target)
         new, folder = move.new, target.parent
         if folder.stat().st_dev != self.path.stat().st_dev:  # behind a link: files are not renamed across file systems
@@ -167,7 +167,7 @@ class WorkFolder:
             raise
 
     def _kept(self, step: _Step, number: int) -> Path | None:
-        """Another name for what is in the place now; None where nothing is."""
+        """Give the existing target a second name; None if there is no target."""
         if step.old is None:
             return None
         kept = self._old / str(number)
@@ -185,10 +185,10 @@ class _Step:
 
     Attributes:
         new: The file in the work folder.
-        target: Its place.
-        free: Whether the place has to be free.
-        old: What was in the place.
-        made: What takes it.
+        target: Its target.
+        free: Whether the target must not exist.
+        old: The identity of the replaced file.
+        made: The identity of the new file.
     """
 
     new: Path
@@ -214,7 +214,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Removal:
-    """A file that is to be removed, if it is still the one that it was."""
+    """A file to be removed, if it has not changed."""
 
     target: Path
     old: Identity | None
@@ -224,17 +224,17 @@ class _Removal:
         return cls(path.absolute(), Identity.at(path))
 
     def done(self) -> bool:
-        """Remove it; False if it cannot be removed now."""
+        """Remove the file, and return whether it could be removed."""
         return Identity.at(self.target) != self.old or filesystem.remove(self.target)
 
 
 def _all_done(removed: Iterable[_Removal]) -> bool:
-    """Remove each; False if one is left."""
+    """Remove all, and return whether all could be removed."""
     return not [each for each in removed if not each.done()]
 
 
 def _put_back(step: _Step, old: Path | None, error: BaseException) -> bool:
-    """Undo a rename; False, and a note on the error, if that is not possible."""
+    """Revert a rename; return False and add a note to the error if that is not possible."""
     try:
         if old is not None:
             os.replace(old, step.target)  # noqa: PTH105
@@ -249,20 +249,20 @@ def _put_back(step: _Step, old: Path | None, error: BaseException) -> bool:
 
 
 def real_path(path: Path) -> Path:
-    """Where a file lies that symbolic links lead to.
+    """Return the path of a file after following symbolic links.
 
     Raises:
-        OSError: If links lead in a circle.
+        OSError: If the links form a cycle.
     """
     return path.resolve() if path.is_symlink() else path.absolute()
 
 
 @contextlib.contextmanager
 def work_folder(target: Path) -> Iterator[WorkFolder]:
-    """A work folder beside a target, removed at the end.
+    """Provide a work folder beside a target, which is removed at the end.
 
     Raises:
-        OSError: If none can be made there.
+        OSError: If it cannot be created.
     """
     work = WorkFolder.open(target.absolute().parent)
     try:
@@ -273,12 +273,12 @@ def work_folder(target: Path) -> Iterator[WorkFolder]:
 
 @contextlib.contextmanager
 def replace_file(target: Path) -> Iterator[Path]:
-    """A path to write a file to, which takes the place of another one when all went well.
+    """Provide a path to write a file; on success, it replaces the target.
 
-    Symbolic links are followed. What is no plain file, as a device or a pipe, is written to at the end.
+    Symbolic links are followed. A device or a pipe is written to at the end.
 
     Raises:
-        OSError: If it cannot be written; what was there is untouched.
+        OSError: If it cannot be written; an existing file is unchanged.
     """
     if filesystem.is_special(target):
         with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
@@ -294,7 +294,7 @@ def replace_file(target: Path) -> Iterator[Path]:
 
 
 def clear_killed(parent: Path) -> None:
-    """Clear away the work folders of processes that were killed; see the top of this file."""
+    """Remove the work folders of processes that were killed; see the docstring of this module."""
     try:
         with os.scandir(parent) as entries:
             folders = [Path(entry.path) for entry in entries if _NAME.fullmatch(entry.name) and _is_ours(entry)]
@@ -317,7 +317,7 @@ def _is_ours(entry: os.DirEntry[str]) -> bool:
 
 
 def _finish(journal: Path) -> None:
-    """Do what a journal says has still to be done; or undo it, where no target was replaced yet."""
+    """Complete the steps of a journal, or revert them if no target was replaced yet."""
     try:
         plan = json.loads(journal.read_text(encoding="utf-8"))
         steps = [_Step(Path(e["new"]), Path(e["target"]), e["free"], _same(e["old"]), Identity(*e["made"]))

@@ -1,4 +1,4 @@
-"""Every place in a model that holds a tensor."""
+"""The places of tensors in a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Slot", "slots"]
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in a model that holds a tensor, and the way to put another one there."""
+    """A place of a tensor in a model, and a function that replaces the tensor."""
 
     tensor: ir.TensorProtocol
     put: Callable[[ir.TensorProtocol], None]
@@ -20,17 +20,17 @@ class Slot:
 
     @property
     def external(self) -> bool:
-        """Whether the tensor lies in a file of its own."""
+        """Whether the tensor is in a data file."""
         return isinstance(self.tensor, ir.ExternalTensor)
 
     @property
     def path(self) -> str:
-        """That file; ``""`` for a tensor in memory or in the ONNX file."""
+        """The path of the data file; ``""`` for a tensor in memory or in the ONNX file."""
         return self.tensor.path if isinstance(self.tensor, ir.ExternalTensor) else ""
 
 
 def slots(model: ir.Model) -> Iterator[Slot]:
-    """Every tensor of a model: initializers of all its graphs, and tensors in node attributes."""
+    """Iterate over the tensors of a model: initializers of all graphs, and tensors in node attributes."""
     graphs = [*model.graphs(), *(graph for function in model.functions.values() for graph in function.subgraphs())]
     for graph in graphs:
         for value in graph.initializers.values():

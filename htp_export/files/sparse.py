@@ -1,4 +1,4 @@
-"""Sparse initializers, which onnx_ir does not read: made dense, so that a model stays what it computes."""
+"""Conversion of sparse initializers, which onnx_ir does not read, to dense ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_BYTES = 1 << 30
 
 
 def with_dense_initializers(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """A model with a dense initializer in place of each sparse one of its main graph; the same one where it has none.
+    """Return a model with dense instead of sparse initializers in its main graph; the same model if it has none.
 
     Raises:
-        ValueError: If one is not valid, or would be too large.
+        ValueError: If a sparse initializer is invalid, or too large.
 
     Examples:
         >>> values, indices = (onnx.numpy_helper.from_array(np.array(data), "w") for data in ([7.0], [2]))

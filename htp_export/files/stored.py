@@ -1,4 +1,4 @@
-"""Weights that stay in the ONNX file that holds them, until somebody asks for their values.
+"""Weights that stay in their ONNX file until their values are used.
 
 Protobuf copies what it reads and what it writes: a model of 400 MB would take twice that, and nobody has looked at a
 weight. So the large weights of a file are cut out of its bytes before protobuf sees them, and are put between the bytes
@@ -38,7 +38,7 @@ _STANDARD = frozenset(("dims", "data_type", "name", "doc_string", "metadata_prop
 
 
 class _OpenFile:
-    """A file that is kept open, so that it can be read after another has taken its name or it was deleted.
+    """A file that is kept open, so that it can be read after it was replaced or deleted.
 
     Args:
         path: The file.
@@ -56,7 +56,7 @@ class _OpenFile:
         self._written = state.st_mtime_ns
 
     def check(self) -> None:
-        """Refuse a file that was written to since it was opened.
+        """Refuse a file that was changed after it was opened.
 
         Raises:
             FileError: If it was.
@@ -66,7 +66,7 @@ class _OpenFile:
             raise FileError(self.path, "was written over after it was read, and its weights are gone; load it again")
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill a buffer with what begins at an offset.
+        """Read bytes from an offset into a buffer.
 
         Raises:
             FileError: If the file was written to since it was opened, or cannot be read.
@@ -84,15 +84,15 @@ class _OpenFile:
 
 
 class FileTensor(ir.TensorProtoTensor):
-    """A tensor whose values are in an ONNX file, and are read from there each time that they are asked for.
+    """A tensor whose values are in an ONNX file, and are read each time they are used.
 
-    Those who ask while an array of it is still in use are given the same memory.
+    While an array of the values is in use, further requests return the same memory.
 
     Args:
-        header: Everything but the values.
-        file: Where they are.
-        offset: Where they begin, in bytes.
-        length: How many bytes they are.
+        header: The tensor without its values.
+        file: The file.
+        offset: Offset of the values in bytes.
+        length: Size of the values in bytes.
     """
 
     __slots__ = ("_array", "_file", "_length", "_offset")
@@ -115,13 +115,13 @@ class FileTensor(ir.TensorProtoTensor):
 
     @property
     def raw(self) -> onnx.TensorProto:
-        """The tensor with its values, as protobuf has it; a copy."""
+        """The tensor with its values as a protobuf message; a copy."""
         whole = onnx.TensorProto(raw_data=self.tobytes())
         whole.MergeFrom(self._proto)
         return whole
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The values; read-only, as those of any tensor that comes from a file."""
+        """Return the values; read-only, like those of every tensor from a file."""
         if self.dtype.bitwidth < 8:  # several in a byte
             return ir.TensorProtoTensor(self.raw).numpy()
         plain = self.dtype.numpy().newbyteorder("<")
@@ -150,30 +150,30 @@ class FileTensor(ir.TensorProtoTensor):
 
 
 class Marks:
-    """What stands in ``raw_data`` for the values of tensors."""
+    """The marks that replace the values of tensors in ``raw_data``."""
 
     def __init__(self) -> None:
         self._mark = secrets.token_bytes(24)  # nobody who wrote a file can have known it
         self.count = 0
 
     def new(self) -> bytes:
-        """A mark for the next tensor."""
+        """Return a mark for the next tensor."""
         self.count += 1
         return self._mark + (self.count - 1).to_bytes(8, "little")
 
     def number(self, data: bytes) -> int | None:
-        """Which tensor a mark is for; None for bytes that are none."""
+        """Return the number of the tensor of a mark; None for bytes that are no mark."""
         return int.from_bytes(data[24:], "little") if len(data) == 32 and data.startswith(self._mark) else None
 
     def places(self, data: bytes) -> list[int]:
-        """Where there are marks."""
+        """Return the offsets of marks."""
         offsets = [data.find(self._mark)]
         while offsets[-1] >= 0:
             offsets.append(data.find(self._mark, offsets[-1] + 1))
         return offsets[:-1]
 
     def stand_in(self, tensor: ir.TensorProtocol) -> ir.TensorProtocol | None:
-        """A tensor like another with a mark in place of its values; None for one that protobuf may as well write."""
+        """Return a copy of a tensor with a mark instead of its values; None for a tensor that protobuf can write."""
         if isinstance(tensor, ir.ExternalTensor) or tensor.dtype == ir.DataType.STRING or tensor.nbytes < LARGE_BYTES:
             return None
         if isinstance(tensor, ir.TensorProtoTensor):
@@ -196,13 +196,13 @@ class Marks:
 
 
 class HollowModel:
-    """A file's model without its large weights.
+    """The model of a file without its large weights.
 
     Args:
-        proto: The model, with marks in their places.
-        marks: What marks there are.
+        proto: The model, with marks instead of values.
+        marks: The marks.
         file: The file.
-        places: Where the values are for each mark: offset and length, in bytes.
+        places: Offset and length of the values of each mark, in bytes.
     """
 
     def __init__(
@@ -214,11 +214,11 @@ class HollowModel:
 
     @property
     def is_whole(self) -> bool:
-        """Whether `tensor` was asked for every weight."""
+        """Return whether `tensor` was called for every weight."""
         return not self._left
 
     def tensor(self, hollow: ir.TensorProtocol) -> ir.TensorProtocol | None:
-        """The tensor that a mark stands for; None for a tensor without a mark.
+        """Return the tensor of a mark; None for a tensor without a mark.
 
         Raises:
             FileError: If the file was written to meanwhile, or cannot be read.
@@ -239,10 +239,10 @@ class HollowModel:
 
 
 def read_hollow(path: Path) -> HollowModel | None:
-    """Read an ONNX file, and leave its large weights where they are.
+    """Read an ONNX file without its large weights.
 
     Returns:
-        None for what is better read as it is: a small file, or what may be none of ONNX's.
+        The model; None for a small file, or a file that may not be ONNX.
 
     Raises:
         OSError: If the file cannot be read.
@@ -265,7 +265,7 @@ def read_hollow(path: Path) -> HollowModel | None:
 
 
 class _Values:
-    """The bytes of a tensor, in a message that is being written."""
+    """Placeholder for the bytes of a tensor in a message that is being written."""
 
     def __init__(self, tensor: ir.TensorProtocol) -> None:
         self._tensor = tensor
@@ -281,7 +281,7 @@ class _Values:
 
 
 def write_values(tensor: ir.TensorProtocol, stream: IO[bytes]) -> None:
-    """Write the values of a tensor, as ``raw_data`` or external data has them."""
+    """Write the values of a tensor in the layout of ``raw_data`` and external data."""
     if isinstance(tensor, ir.LazyTensor) and tensor.dtype.bitwidth >= 8:
         # It may be a view, and numpy writes what is not contiguous one element at a time.
         tensor = ir.Tensor(np.ascontiguousarray(tensor.numpy()), dtype=tensor.dtype)
@@ -292,13 +292,13 @@ def write_values(tensor: ir.TensorProtocol, stream: IO[bytes]) -> None:
 
 
 def write_filled(proto: onnx.ModelProto, marks: Marks, tensors: Sequence[ir.TensorProtocol], stream: IO[bytes]) -> None:
-    """Write a model with the values of tensors in the places of their marks, one after the other.
+    """Write a model, and replace each mark by the values of its tensor, one after the other.
 
     Args:
         proto: The model, with marks.
-        marks: What marks there are.
+        marks: The marks.
         tensors: The tensor of each mark.
-        stream: Where to write it.
+        stream: The file to write.
 
     Raises:
         ValueError: If the model is larger than a message can be.

@@ -1,9 +1,9 @@
-"""What every use of a model relies on, checked once, when it is read: edges, names, operators, attributes, tensors.
+"""The check of a model when it is read: edges, names, operators, attributes, tensors.
 
-onnx_ir reads a model that no runtime would load: an edge to a tensor that nothing produces, an attribute of the wrong
-kind, a tensor with fewer values than its shape has. Each would end a command at some later place with an error that
-names neither. What is checked here is what the ONNX specification requires and ONNX Runtime refuses, no more: a model
-that runs is not refused. One pass over the graph; no weights are read.
+onnx_ir reads models that no runtime loads: an edge to a tensor without a producer, an attribute of the wrong type, a
+tensor with fewer values than its shape requires. Without this check, a later step would fail with an error that does
+not name them. Only requirements of the ONNX specification that ONNX Runtime enforces are checked, so that a model that
+runs is not refused. One pass over the graph; no weights are read.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _PARTS = {ir.DataType.COMPLEX64: 2, ir.DataType.COMPLEX128: 2}
 
 
 def check_structure(model: ir.Model) -> None:
-    """Refuse a model that breaks a rule of ONNX on which the work on any model relies.
+    """Refuse a model that violates the ONNX specification.
 
-    Element types and sizes that a value does not have (``UNDEFINED``, negative sizes) become unknown.
+    Invalid element types and sizes of values (``UNDEFINED``, negative sizes) become unknown.
 
     Args:
-        model: The model, as it was read; its nodes are in topological order.
+        model: The model; its nodes are in topological order.
 
     Raises:
-        ValueError: If it breaks one; the message names the node or the tensor at fault.
+        ValueError: If it is invalid; the message names the node or the tensor at fault.
 
     Examples:
         >>> relu = ir.node("Relu", [ir.val("nowhere")], name="act")
@@ -96,7 +96,7 @@ def _check_graphs(graph: ir.Graph, imports: Mapping[str, int], called: Collectio
 
 
 def node_text(node: ir.Node) -> str:
-    """A node as errors name it.
+    """Return the name of a node for error messages.
 
     Examples:
         >>> node_text(ir.node("Relu", [ir.val("x")], name="act"))
@@ -106,7 +106,7 @@ def node_text(node: ir.Node) -> str:
 
 
 def at_fault(proto: onnx.ModelProto) -> str:
-    """The first node, tensor or value of a model that onnx_ir cannot read; empty where each can be read by itself.
+    """Return the first node, tensor or value of a model that onnx_ir cannot read; empty if each can be read alone.
 
     Examples:
         >>> weight = onnx.TensorProto(name="w", data_type=99, data_location=onnx.TensorProto.EXTERNAL)
@@ -132,7 +132,7 @@ def at_fault(proto: onnx.ModelProto) -> str:
 
 
 def _without_edges(node: onnx.NodeProto) -> onnx.NodeProto:
-    """A node by itself: onnx_ir warns of inputs that it does not know."""
+    """Return a node without inputs and outputs, because onnx_ir warns of unknown inputs."""
     bare = onnx.NodeProto()
     bare.CopyFrom(node)
     del bare.input[:]
@@ -140,7 +140,7 @@ def _without_edges(node: onnx.NodeProto) -> onnx.NodeProto:
 
 
 def _short(name: str) -> str:
-    """A name, quoted; the beginning of one that fills a screen."""
+    """Return a name in quotes, shortened if it is very long."""
     return repr(name if len(name) <= 200 else f"{name[:200]}…")
 
 
@@ -164,7 +164,7 @@ def _is_dangling(value: ir.Value) -> bool:
 
 
 def _check_value(value: ir.Value) -> None:
-    """Let a type be unknown that is none."""
+    """Make an invalid type unknown."""
     if value.type is not None and value.dtype == ir.DataType.UNDEFINED:
         value.type = None
     shape = value.shape
@@ -173,7 +173,7 @@ def _check_value(value: ir.Value) -> None:
 
 
 def _decode(metadata: MutableMapping[str, str]) -> None:
-    """Make text of metadata that is not UTF-8, paths of source files for one, which protobuf hands over as bytes."""
+    """Decode metadata that is not UTF-8, such as paths of source files, which protobuf returns as bytes."""
     for key, value in list(metadata.items()):
         for text in (key, value):
             if isinstance(text, bytes):
@@ -204,13 +204,13 @@ def _check_node(node: ir.Node) -> None:
 
 @dataclass(frozen=True)
 class _Rules:
-    """What an operator requires of its nodes.
+    """The requirements of an operator for its nodes.
 
     Attributes:
-        kinds: The kind of each attribute that it has.
-        required: Those that a node must have.
-        inputs: The fewest inputs, and the most.
-        outputs: The same of outputs.
+        kinds: The type of each attribute.
+        required: The required attributes.
+        inputs: Minimum and maximum number of inputs.
+        outputs: Minimum and maximum number of outputs.
     """
 
     kinds: Mapping[str, ir.AttributeType]
@@ -221,7 +221,7 @@ class _Rules:
 
 @lru_cache(maxsize=4096)
 def _rules(op_type: str, version: int) -> _Rules | None:
-    """The rules of a standard operator; None for one that this onnx does not know, or not as it is in that opset."""
+    """Return the requirements of a standard operator; None if the installed onnx does not know it in that opset."""
     if not 0 < version <= onnx.defs.onnx_opset_version():
         return None
     try:
@@ -240,7 +240,7 @@ def _rules(op_type: str, version: int) -> _Rules | None:
 
 
 def _check_operator(node: ir.Node, version: int) -> None:
-    """Hold a node against what ONNX says of its operator."""
+    """Check a node against the requirements of its operator."""
     rules = _rules(node.op_type, version)
     if rules is None:
         return
@@ -265,7 +265,7 @@ def _how_many(node: ir.Node, what: str, count: int, fewest: int, most: int) -> s
 
 
 def _check_tensor(tensor: ir.TensorProtocol) -> None:
-    """Refuse a tensor that cannot have the values that it says it has."""
+    """Check the type and the number of values of a tensor."""
     if type(tensor) is ir.TensorProtoTensor:
         _check_proto(tensor.raw)
         return
@@ -286,7 +286,7 @@ def _tensor_text(name: str | None) -> str:
 
 
 def _check_proto(proto: onnx.TensorProto) -> None:
-    """Hold the number of values that a tensor has against its shape."""
+    """Check the number of values of a tensor against its shape."""
     bits, dims = _BITS.get(proto.data_type), proto.dims
     if bits is None:
         problem = (
@@ -311,7 +311,7 @@ def _check_proto(proto: onnx.TensorProto) -> None:
 
 
 def _fits(proto: onnx.TensorProto, nbytes: int) -> bool:
-    """Whether a large tensor is as long as one with so many bytes of values; False does not mean that it has not."""
+    """Return whether the size of a large tensor proves that it has so many bytes of values."""
     header = onnx.TensorProto(dims=proto.dims, data_type=proto.data_type, metadata_props=proto.metadata_props)
     for field in ("name", "doc_string"):
         if proto.HasField(field):

@@ -1,4 +1,4 @@
-"""Numbers that say how far one array is from another, and whether that is within what rounding explains."""
+"""Differences between two arrays, and whether they are within a tolerance for rounding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SMALLEST_SCALE = 0.1
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What may differ: elements agree within ``absolute * scale + relative * abs(expected)``.
+    """A tolerance: elements agree within ``absolute * scale + relative * abs(expected)``.
 
     ``scale`` is the root mean square of the expected tensor, at least 0.1: kernels sum in other orders, and where large
     terms cancel, the error is that of the terms and not of the sum.
@@ -48,14 +48,14 @@ _DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a tensor is from the one that it should be.
+    """The difference between a tensor and its expected values.
 
     Attributes:
         max_abs: The largest difference of two elements; NaN where shapes or dtypes differ, or where one element is NaN
             and the other is not; infinite where one of them is.
         mean_abs: The mean of the differences.
-        max_rel: The largest difference in units of the expected element, over those that are not zero.
-        mean_rel: The mean of the same.
+        max_rel: The largest relative difference, over expected elements that are not zero.
+        mean_rel: The mean relative difference.
         cosine: Cosine of the angle between the tensors, over elements that are finite in both; NaN where one is zero.
         problem: What is wrong, for a person; ``""`` where the tensors agree.
         note: What was done to be able to compare; ``""`` as a rule.
@@ -85,14 +85,14 @@ _NAN = float("nan")
 def difference(
     expected: Array, found: Array, tolerance: Tolerance | None = None, *, across_dtypes: bool = False
 ) -> Difference:
-    """Compare two arrays, element by element; nothing is broadcast or cast.
+    """Compare two arrays, element by element, without broadcasting or casting.
 
-    NaN agrees with NaN alone, and an infinity with the same infinity alone.
+    NaN only agrees with NaN, and an infinity with the same infinity.
 
     Args:
-        expected: The array as it should be.
-        found: The array as it is.
-        tolerance: What may differ; the entry of ``TOLERANCES`` for the dtype where it is None.
+        expected: The expected array.
+        found: The actual array.
+        tolerance: The tolerance; None for the entry of ``TOLERANCES`` for the dtype.
         across_dtypes: Whether floats of different widths may be compared: in double precision, with the tolerance of
             the narrower, and with a note.
 
@@ -138,7 +138,7 @@ def _wide(array: Array) -> Array:
 
 
 def _scale(expected: Array) -> float:
-    """The root mean square of the finite elements, at least ``_SMALLEST_SCALE``."""
+    """Return the root mean square of the finite elements, at least ``_SMALLEST_SCALE``."""
     total, count, flat = 0.0, 0, expected.reshape(-1)
     for start in range(0, flat.size, _BLOCK):
         block = np.abs(_wide(flat[start : start + _BLOCK]))
@@ -150,7 +150,7 @@ def _scale(expected: Array) -> float:
 
 
 class _Sums:
-    """What is summed up over the blocks of two arrays; without BLAS, whose threads would fight with those of torch."""
+    """Sums over the blocks of two arrays; without BLAS, whose threads would compete with those of torch."""
 
     def __init__(self, tolerance: Tolerance, scale: float) -> None:
         self._tolerance, self._scale = tolerance, scale
@@ -192,7 +192,7 @@ class _Sums:
         self._other += float(np.square(np.abs(actual_wide)).sum())
 
     def _add_unusual(self, one: Array, other: Array) -> None:
-        """Elements of which at least one is NaN or infinite."""
+        """Add elements of which at least one is NaN or infinite."""
         one_is_nan = np.isnan(one) != np.isnan(other)
         unequal = ~one_is_nan & ~np.isnan(one) & (one != other)
         self._strays += int(np.count_nonzero(one_is_nan))

@@ -1,4 +1,4 @@
-"""Running a model for whichever of its tensors are asked for; its weights are shared with ONNX Runtime, not copied."""
+"""Run a model and return any of its tensors; its weights are shared with ONNX Runtime, not copied."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _NO_FILE = "weights"
 
 
 class Runner:
-    """Runs a model, and gives whichever of its tensors is asked for.
+    """Runs a model and returns any of its tensors.
 
-    The weights are handed to ONNX Runtime where they are: in the user's memory, or mapped from their files. With
-    ``SessionOptions`` of the user, which would keep them, those in memory go with the model instead.
+    ONNX Runtime uses the weights in the user's memory, or maps their files. With ``SessionOptions`` of the user, which
+    would keep references to them, weights in memory are copied into the model.
 
     Args:
-        model: The model; left as it is, unless it may be used up.
-        name: What to call it in errors.
-        settings: Where and how it runs; its nodes run as they are written.
-        use_up: Whether nobody else needs the model: then it is not copied.
+        model: The model; not changed unless ``use_up``.
+        name: Its name in errors.
+        settings: Providers and options; optimisation is off.
+        use_up: Whether the model may be changed instead of copied.
 
     Raises:
         FileError: If weights are missing.
@@ -56,7 +56,7 @@ class Runner:
             self._model = _sharing_weights(model if use_up else model.clone(), name)
 
     def run(self, feed: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
-        """The values of tensors of the main graph, by name.
+        """Return the values of tensors of the main graph, by name.
 
         Args:
             feed: Input name → values.
@@ -137,7 +137,7 @@ def _more_outputs(names: Iterable[str]) -> bytes:
 
 
 def portions(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    """Names in groups, in order, whose sizes together stay within ``most``, or that are one alone.
+    """Split names into groups, in order, whose total size is at most ``most``, or that have one member.
 
     Examples:
         >>> list(portions({"a": 4, "b": 4, "c": 9, "d": 1}, 8))
