@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from htp_export.errors import UntaggedModelError
 from htp_export.format import tags
-from htp_export.format.call_tree import CallTree, Work
+from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import read_contamination
 from htp_export.format.torch_scopes import scopes_of
@@ -105,7 +105,7 @@ def _torch_owner(node: ir.Node, hierarchy: Hierarchy) -> tuple[str, ...]:
     return (next(up for up in tags.ancestors(path) if up in hierarchy),)
 
 
-def _crossing(tagged: TaggedModel, work_of: Callable[[ir.Node], Work]) -> _Border:
+def _crossing(tagged: TaggedModel, work_of: Callable[[ir.Node], NodeCalls]) -> _Border:
     boundaries, hierarchy = GraphIndex(tagged.model, work_of).boundaries_by_values, tagged.hierarchy
     found: _Border = {}
     for path in hierarchy:

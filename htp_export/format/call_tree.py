@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 
-__all__ = ["Block", "CallTree", "Instance", "Part", "Work"]
+__all__ = ["Block", "CallTree", "Instance", "NodeCalls", "Part"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,12 +37,12 @@ Block: TypeAlias = str | Instance
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """One call whose work a node does.
+    """One call whose operations a node computes.
 
     Attributes:
         call: The innermost call.
-        running: It, and the calls that it happened in.
-        modules: The modules of these calls, and those that only hold one of them and never run themselves.
+        running: The call and its callers.
+        modules: The modules of these calls, and the containers of these modules that never run themselves.
     """
 
     call: Instance
@@ -51,13 +51,13 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
-    """Whose work a node does.
+class NodeCalls:
+    """The calls whose operations a node computes.
 
     Attributes:
-        owners: Its owners; empty for an untagged node.
-        parts: The calls that did what the node does; several where work was merged.
-        modules: The modules whose regions the node is in.
+        owners: The owners of the node; empty for an untagged node.
+        parts: The calls; several if work was merged.
+        modules: The modules whose regions contain the node.
     """
 
     owners: tuple[str, ...] = ()
@@ -66,31 +66,31 @@ class Work:
 
     @property
     def calls(self) -> tuple[Instance, ...]:
-        """The innermost calls that did what the node does."""
+        """The innermost calls whose operations the node computes."""
         return tuple(part.call for part in self.parts)
 
     def in_call(self, call: Instance) -> bool:
-        """Whether the node does work of a call, or of one inside it."""
+        """Return whether the node computes operations of a call, or of a call inside it."""
         return any(call in part.running for part in self.parts)
 
     def is_for(self, blocks: Collection[Block]) -> bool:
-        """Whether the node does work of one of some blocks."""
+        """Return whether the node computes operations of one of the blocks."""
         if not blocks:
             return False
         return not self.modules.isdisjoint(blocks) or any(not part.running.isdisjoint(blocks) for part in self.parts)
 
     def others(self, paths: Collection[str], call: Instance | None = None) -> Collection[Block]:
-        """The blocks that the node does the same work for as for ``paths``, and that may read what it makes.
+        """Return the other blocks for which the node computes the same as for ``paths``, and that may read its result.
 
-        For each further call whose work it does, the modules around that which are around none of ``paths``. Equal
-        work of two blocks, merged into one node, feeds both blocks: what it makes may be read anywhere in the other
-        one, and leaves none of ``paths`` by that. A call inside one of ``paths``, or around one, is no other block.
+        These are, for each further call of the node, the modules around the call that contain none of ``paths``. If
+        equal work of two blocks is merged into one node, its result feeds both blocks: it may be read anywhere in the
+        other block without leaving ``paths``. A call inside one of ``paths``, or around one, is no other block.
 
-        This is the rule of every boundary in the package; `htp_export.model.boundaries` alone applies it.
+        This rule holds for every boundary; only `htp_export.model.boundaries` applies it.
 
         Args:
-            paths: The modules whose common boundary is looked at.
-            call: The one call of a module whose boundary it is; the module's other calls are blocks, too.
+            paths: The modules with the common boundary.
+            call: The call of a module whose boundary it is, if it is one; the module's other calls are blocks, too.
         """
         if len(self.parts) < 2:
             return ()
@@ -130,7 +130,7 @@ class CallTree:
         self._held: dict[str, frozenset[str]] = {}
         self._running: dict[Instance, tuple[Instance, ...]] = {}
         self._parts: dict[Instance, Part] = {}
-        self._works: dict[tuple[tuple[str, ...], str], Work] = {}
+        self._works: dict[tuple[tuple[str, ...], str], NodeCalls] = {}
         self._warned: set[str] = set()
 
     # --- what is written ----------------------------------------------------------------------------------
@@ -299,62 +299,62 @@ class CallTree:
 
     # --- whose work a node does -----------------------------------------------------------------------------
 
-    def work(self, owners: tuple[str, ...], said: str = "") -> Work:
-        """Whose work a node does.
+    def work(self, owners: tuple[str, ...], encoded: str = "") -> NodeCalls:
+        """Return the calls whose operations a node computes.
 
         Args:
-            owners: Its owners.
-            said: What it says of its calls, as of ``tags.calls_said``.
+            owners: The owners of the node.
+            encoded: Its encoded calls, see ``tags.encoded_calls``.
         """
-        if (owners, said) not in self._works:
-            self._works[owners, said] = self.of_calls(owners, self._calls_of(owners, said))
-        return self._works[owners, said]
+        if (owners, encoded) not in self._works:
+            self._works[owners, encoded] = self.of_calls(owners, self._calls_of(owners, encoded))
+        return self._works[owners, encoded]
 
-    def of_calls(self, owners: tuple[str, ...], calls: Iterable[Instance]) -> Work:
-        """Whose work a node with these owners does, where that of some calls was put into it."""
+    def of_calls(self, owners: tuple[str, ...], calls: Iterable[Instance]) -> NodeCalls:
+        """Return the calls of a node with these owners into which the work of the given calls was merged."""
         every = list(dict.fromkeys(calls))
         around = {up for call in every for up in self.chain(call)[1:]}
         parts = tuple(self._part(call) for call in every if call not in around)
         modules = parts[0].modules if len(parts) == 1 else frozenset().union(*(part.modules for part in parts))
-        return Work(owners, parts, modules)
+        return NodeCalls(owners, parts, modules)
 
-    def around_owners(self, work: Work) -> dict[str, frozenset[str]]:
-        """For each owner of a node, the modules in whose regions its share of the node's work is."""
+    def around_owners(self, work: NodeCalls) -> dict[str, frozenset[str]]:
+        """Return owner → modules whose regions contain the owner's share of the node."""
         modules = dict.fromkeys(work.owners, frozenset[str]())
         for call in {call for part in work.parts for call in part.running if call.path in modules}:
             modules[call.path] |= self._part(call).modules
         return modules
 
-    def said(self, owners: tuple[str, ...], calls: Iterable[Instance]) -> str:
-        """What a node has to say of its calls; nothing where its owners tell.
+    def encode_calls(self, owners: tuple[str, ...], calls: Iterable[Instance]) -> str:
+        """Return the encoded calls of a node; empty if they follow from its owners.
 
         Args:
-            owners: Its owners.
-            calls: The calls that did what the node does.
+            owners: The owners of the node.
+            calls: The calls whose operations it computes.
         """
         work = self.of_calls(owners, calls)
         if not work.parts:
             return ""
         (first, *more) = work.calls
         by_number = str(first.call) if not more and first.path == owners[-1] and self._ran(first.path) > 1 else ""
-        for said in (by_number, ""):
-            if self._same(self.work(owners, said), work):
-                return said
+        for encoded in (by_number, ""):
+            if self._same(self.work(owners, encoded), work):
+                return encoded
         listed: defaultdict[str, list[int]] = defaultdict(list)
         for call in work.calls:
             listed[call.path].append(call.call)
         return json.dumps(listed, separators=(",", ":"), ensure_ascii=False)
 
-    def said_together(self, owners: tuple[str, ...], nodes: Iterable[tuple[tuple[str, ...], str]]) -> str:
-        """What a node says of its calls that does the work of several nodes.
+    def encode_merged_calls(self, owners: tuple[str, ...], nodes: Iterable[tuple[tuple[str, ...], str]]) -> str:
+        """Return the encoded calls of a node that does the work of several nodes.
 
         Args:
             owners: Its owners.
-            nodes: For each of those nodes, its owners and what it says of its calls.
+            nodes: Owners and encoded calls of each of these nodes.
         """
-        return self.said(owners, [call for each in dict.fromkeys(nodes) for call in self.work(*each).calls])
+        return self.encode_calls(owners, [call for each in dict.fromkeys(nodes) for call in self.work(*each).calls])
 
-    def _same(self, first: Work, second: Work) -> bool:
+    def _same(self, first: NodeCalls, second: NodeCalls) -> bool:
         return {part.call for part in first.parts} == {part.call for part in second.parts}
 
     def _part(self, call: Instance) -> Part:
@@ -366,13 +366,13 @@ class CallTree:
             self._parts[call] = Part(call, frozenset(chain), frozenset(("", *paths)).union(*held))
         return self._parts[call]
 
-    def _calls_of(self, owners: tuple[str, ...], said: str) -> list[Instance]:
-        listed = tags.calls_listed(said)
+    def _calls_of(self, owners: tuple[str, ...], encoded: str) -> list[Instance]:
+        listed = tags.calls_listed(encoded)
         if listed:
             return [Instance(path, number) for path, numbers in listed.items() for number in numbers]
         last: list[Instance] = []
-        if said.isdecimal() and owners:
-            last.append(Instance(owners[-1], int(said)))
+        if encoded.isdecimal() and owners:
+            last.append(Instance(owners[-1], int(encoded)))
         around = {each.path for call in last for each in self.chain(call)}
         others = [owner for owner in owners if owner not in around]
         return [
@@ -381,13 +381,13 @@ class CallTree:
         ]
 
 
-def renumbered(tree: CallTree, work: Work, number: Callable[[Instance], Instance | None]) -> list[Instance]:
-    """The calls of a node's work in another model, which has some of the calls under other numbers.
+def renumbered(tree: CallTree, work: NodeCalls, number: Callable[[Instance], Instance | None]) -> list[Instance]:
+    """Return the calls of a node in another model, which has some of the calls under other numbers.
 
     Args:
-        tree: The calls that the work is of.
-        work: The work.
-        number: A call → what it is in the other model, None where that has it not: then the one around it counts.
+        tree: The call tree of this model.
+        work: The calls of the node.
+        number: Call → call in the other model; None if it has none: then its caller counts.
     """
     every = (next(filter(None, map(number, tree.chain(call))), None) for call in work.calls)
     return [call for call in every if call is not None]

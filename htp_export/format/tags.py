@@ -182,44 +182,44 @@ def owners_of(metadata: Mapping[str, str]) -> tuple[str, ...]:
     return (metadata[MODULE],) if MODULE in metadata else ()
 
 
-def calls_said(metadata: Mapping[str, str]) -> str:
-    """What a node's metadata says of the calls of its owners; empty where it says nothing.
+def encoded_calls(metadata: Mapping[str, str]) -> str:
+    """Return the encoded calls in the metadata of a node, ``htp.calls`` or ``htp.call``; empty without them.
 
     Examples:
-        >>> calls_said({"htp.module": "fc", "htp.call": "1"}), calls_said({"htp.calls": '{"fc":[0,2]}'})
+        >>> encoded_calls({"htp.module": "fc", "htp.call": "1"}), encoded_calls({"htp.calls": '{"fc":[0,2]}'})
         ('1', '{"fc":[0,2]}')
     """
     return metadata.get(CALLS) or metadata.get(CALL, "")
 
 
-def calls_listed(said: str) -> dict[str, list[int]]:
-    """Module path → numbers of its calls, of what stands in ``htp.calls``; empty where it is something else.
+def calls_listed(encoded: str) -> dict[str, list[int]]:
+    """Parse a value of ``htp.calls``: module path → numbers of its calls; empty if it is something else.
 
     Examples:
         >>> calls_listed('{"fc":[0,2]}'), calls_listed("1")
         ({'fc': [0, 2]}, {})
     """
     try:
-        listed = json.loads(said) if said.startswith("{") else {}
+        listed = json.loads(encoded) if encoded.startswith("{") else {}
     except (ValueError, RecursionError):
         return {}
     are_calls = (isinstance(calls, list) and all(type(k) is int and k >= 0 for k in calls) for calls in listed.values())
     return listed if all(are_calls) else {}
 
 
-def say_calls(metadata: MutableMapping[str, str], said: str) -> None:
-    """Write what a node says of the calls of its owners, in place of what it said before.
+def write_calls(metadata: MutableMapping[str, str], encoded: str) -> None:
+    """Write the encoded calls of a node, and remove earlier ones.
 
     Examples:
         >>> metadata = {"htp.module": "fc", "htp.call": "1"}
-        >>> say_calls(metadata, '{"fc":[0,2]}')
+        >>> write_calls(metadata, '{"fc":[0,2]}')
         >>> metadata
         {'htp.module': 'fc', 'htp.calls': '{"fc":[0,2]}'}
     """
     for key in (CALL, CALLS):
         metadata.pop(key, None)
-    if said:
-        metadata[CALLS if said.startswith("{") else CALL] = said
+    if encoded:
+        metadata[CALLS if encoded.startswith("{") else CALL] = encoded
 
 
 def node_tags(owners: Sequence[str], reason: str, called: Collection[str], calls: str = "") -> dict[str, str]:
@@ -229,7 +229,7 @@ def node_tags(owners: Sequence[str], reason: str, called: Collection[str], calls
         owners: The modules that it computes, in order of execution.
         reason: How that is known, a `Reason`; nothing where that is not said.
         called: As in ``namespace``.
-        calls: What it says of the calls of its owners, as of ``calls_said``.
+        calls: Its encoded calls, see ``encoded_calls``.
 
     Examples:
         >>> node_tags(["layer.0", "layer.1"], "shared", {"", "layer.0", "layer.1"})["htp.owners"]
@@ -241,7 +241,7 @@ def node_tags(owners: Sequence[str], reason: str, called: Collection[str], calls
         del entry[REASON]
     if len(owners) > 1:
         entry[OWNERS] = json.dumps(owners, separators=(",", ":"), ensure_ascii=False)
-    say_calls(entry, calls)
+    write_calls(entry, calls)
     return entry
 
 

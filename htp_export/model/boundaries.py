@@ -2,8 +2,8 @@
 
 There is one rule. A tensor enters a module if a node of the module reads it and a node outside makes it. It leaves if
 a node of the module makes it and a node outside reads it, or the graph returns it; but equal work of two blocks that
-was merged into one node feeds both blocks (`Work.others`). Files, captured operations, and the graphs that `carry` and
-the passes compare hand in what their nodes read and make, and which tensors count.
+was merged into one node feeds both blocks (`NodeCalls.others`). Files, captured operations, and the graphs that
+`carry` and the passes compare hand in what their nodes read and make, and which tensors count.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from htp_export.format.call_tree import Block, Instance, Work
+from htp_export.format.call_tree import Block, Instance, NodeCalls
 
 __all__ = ["OUTSIDE", "Boundaries"]
 
@@ -50,7 +50,7 @@ class Boundaries(Generic[Key]):
     def __init__(
         self,
         nodes: Sequence[tuple[Sequence[Key], Sequence[Key]]],
-        works: Sequence[Work],
+        works: Sequence[NodeCalls],
         counts: Callable[[Key], bool],
         results: Container[Key],
         holders: Sequence[int] = (),
@@ -130,7 +130,7 @@ class Boundaries(Generic[Key]):
                 if region.isdisjoint(makers):
                     yield key, makers[0], False
 
-    def beside(self, is_wanted: Callable[[Key], bool]) -> Iterator[Work]:
+    def beside(self, is_wanted: Callable[[Key], bool]) -> Iterator[NodeCalls]:
         """Whose work the nodes do that make some tensors; for tensors from outside, the nodes that read them."""
         for key in dict.fromkeys((*self._makers, *self._readers)):
             if is_wanted(key) and self._counts(key):

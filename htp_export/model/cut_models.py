@@ -320,10 +320,10 @@ def narrow_owners(
     for node in all_nodes(model):
         said, work = node.metadata_props, tagged.work_of(node)
         mine = tuple(filter(inside, work.owners)) or (otherwise,)
-        calls_now = there.said(mine, renumbered(tagged.calls, work, number))
+        calls_now = there.encode_calls(mine, renumbered(tagged.calls, work, number))
         if mine != work.owners:
             tags.tag_node(said, tags.node_tags(mine, said.get(tags.REASON, Reason.FLOW), called, calls_now))
-        tags.say_calls(said, calls_now)
+        tags.write_calls(said, calls_now)
 
 
 def _signatures(

@@ -130,7 +130,7 @@ class Expectations:
         reason = metadata.get(tags.REASON, "")
         if reason == Reason.SHARED and len(owners) < 2:
             reason = Reason.SCOPE
-        call = tags.calls_said(metadata) if len(owners) == len(self._owners_of(shared)) else ""
+        call = tags.encoded_calls(metadata) if len(owners) == len(self._owners_of(shared)) else ""
         if len(owners) == 1 and not call:
             call = self._call(owners[0], instance)
         found = tags.node_tags(owners, reason, self._hierarchy.called, call)

@@ -13,7 +13,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from htp_export.errors import InputError
-from htp_export.format.call_tree import CallTree, Instance, Work
+from htp_export.format.call_tree import CallTree, Instance, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.boundaries import OUTSIDE, Boundaries
 from htp_export.model.dependence import input_dependent_values
@@ -55,7 +55,7 @@ class GraphIndex:
         bodies: Node → its subgraphs, for nodes that have any.
     """
 
-    def __init__(self, model: ir.Model, work_of: Callable[[ir.Node], Work]) -> None:
+    def __init__(self, model: ir.Model, work_of: Callable[[ir.Node], NodeCalls]) -> None:
         self.model = model
         self.nodes = list(all_nodes(model))
         self.works = {node: work_of(node) for node in self.nodes}
@@ -263,7 +263,7 @@ class Region:
 
         A tensor leaves if the model returns it or if a node outside reads it. A node with several owners does for each
         of them what that one would do alone: what it gives to another of them, or to the block around that one, leaves
-        none; see ``Work.others``. What depends on no input of the model leaves only where the model returns it.
+        none; see ``NodeCalls.others``. What depends on no input of the model leaves only where the model returns it.
         """
         return list(dict.fromkeys(value for value, leaves in self._crossing if leaves))
 

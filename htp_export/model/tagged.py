@@ -15,7 +15,7 @@ import onnx_ir as ir
 from htp_export.errors import FileError, InputError, UnknownModuleError, UntaggedModelError
 from htp_export.files.model_files import model_from_proto, read_model, write_model
 from htp_export.format import tags
-from htp_export.format.call_tree import CallTree, Work
+from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.parameters import ModuleParameters, parameters_from_json
 from htp_export.format.signatures import Signature, signatures_from_json
@@ -226,9 +226,9 @@ class TaggedModel:
         except ValueError as error:
             raise InputError(f"model {self.model.graph.name!r}: {error}") from error
 
-    def work_of(self, node: ir.Node) -> Work:
+    def work_of(self, node: ir.Node) -> NodeCalls:
         """Whose work a node does: its owners, in which of their calls, and in whose regions it is."""
-        said = tags.calls_said(node.metadata_props) if self.source == "htp" else ""
+        said = tags.encoded_calls(node.metadata_props) if self.source == "htp" else ""
         return self.calls.work(self.owners_of(node), said)
 
     def select(self, patterns: str | Sequence[str]) -> list[str]:

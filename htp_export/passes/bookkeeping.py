@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from htp_export.errors import HtpExportError
 from htp_export.format import tags
-from htp_export.format.call_tree import Work
+from htp_export.format.call_tree import NodeCalls
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature
@@ -179,9 +179,9 @@ class Bookkeeping:
         readers = (self._work(use.node) for use in value.uses())
         return any(not work.parts or any(path not in part.modules for part in work.parts) for work in readers)
 
-    def _work(self, node: ir.Node) -> Work:
+    def _work(self, node: ir.Node) -> NodeCalls:
         said = node.metadata_props
-        return self._calls.work(tags.owners_of(said), tags.calls_said(said))
+        return self._calls.work(tags.owners_of(said), tags.encoded_calls(said))
 
     def _check(self) -> None:
         bare = [node for node in self._snapshot.nodes if tags.MODULE not in node.metadata_props]

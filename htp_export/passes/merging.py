@@ -280,7 +280,7 @@ def _write(node: ir.Node, work: _Work, order: Mapping[str, int], called: Collect
     groups = [dict.fromkeys(owner for entry in group for owner in tags.owners_of(entry)) for group in work.groups]
     owners = sorted(dict.fromkeys(owner for group in groups for owner in group), key=lambda path: order.get(path, 0))
     entries = [entry for group in work.groups for entry in group]
-    said = {(tags.owners_of(entry), tags.calls_said(entry)): None for entry in entries}
+    said = {(tags.owners_of(entry), tags.encoded_calls(entry)): None for entry in entries}
     reasons = {entry.get(tags.REASON, Reason.FLOW) for entry in entries}
     if len(owners) == 1:
         reason = reasons.pop() if len(reasons) == 1 else Reason.SCOPE if Reason.SCOPE in reasons else Reason.FLOW
@@ -288,7 +288,7 @@ def _write(node: ir.Node, work: _Work, order: Mapping[str, int], called: Collect
         reason = reasons.pop()
     else:
         reason = Reason.SHARED if all(len(group) == 1 for group in groups) else Reason.FUSED
-    entry = tags.node_tags(owners, reason, called, calls.said_together(tuple(owners), said))
+    entry = tags.node_tags(owners, reason, called, calls.encode_merged_calls(tuple(owners), said))
     tags.tag_node(node.metadata_props, entry)
 
 
@@ -300,11 +300,11 @@ def _place_strays(nodes: Sequence[ir.Node], order: Mapping[str, int], called: Co
         for node in nodes if near is _readers else reversed(nodes):
             if tags.MODULE not in node.metadata_props:
                 around = [each.metadata_props for each in near(node)]
-                found = [(tags.owners_of(each), tags.calls_said(each)) for each in around if tags.MODULE in each]
+                found = [(tags.owners_of(each), tags.encoded_calls(each)) for each in around if tags.MODULE in each]
                 if found:
                     every = dict.fromkeys(owner for owners, _ in found for owner in owners)
                     owners = sorted(every, key=lambda path: order.get(path, 0))
-                    entry = tags.node_tags(owners, Reason.FLOW, called, calls.said_together(tuple(owners), found))
+                    entry = tags.node_tags(owners, Reason.FLOW, called, calls.encode_merged_calls(tuple(owners), found))
                     tags.tag_node(node.metadata_props, entry)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 
-from htp_export.format.call_tree import CallTree, Work
+from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Fate, Hierarchy
 from htp_export.format.signatures import Signature
 from htp_export.model.boundaries import OUTSIDE, Boundaries
@@ -38,7 +38,7 @@ class CarriedEvidence(Evidence[int]):
         alignment: Alignment,
         hierarchy: Hierarchy,
         signatures: Signatures,
-        works: Sequence[Work],
+        works: Sequence[NodeCalls],
         calls: CallTree,
     ) -> None:
         super().__init__(_boundaries(alignment.after, works))
@@ -147,7 +147,7 @@ class CarriedEvidence(Evidence[int]):
         yield [owner for path in group for owner in self._beyond(path, self.known(path))]
 
 
-def _boundaries(sketch: Sketch, works: Sequence[Work]) -> Boundaries[int]:
+def _boundaries(sketch: Sketch, works: Sequence[NodeCalls]) -> Boundaries[int]:
     """What crosses the boundaries of modules in a sketch's main graph."""
     passed: list[tuple[list[int], list[int]]] = [
         ([], []) if node.scope else ([v for v in node.reads if v != NOTHING], [v for v in node.outputs if v != NOTHING])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from htp_export.format.call_tree import CallTree, Work
+from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.tagged import TaggedModel
 from htp_export.provenance.alignment import Alignment
@@ -45,7 +45,7 @@ def optimized_owners(
     return {node: one.paths for node, one in owned.items()}
 
 
-def optimized_works(tagged: TaggedModel, optimized: ir.Model) -> dict[ir.Node, Work]:
+def optimized_works(tagged: TaggedModel, optimized: ir.Model) -> dict[ir.Node, NodeCalls]:
     """Whose work each node of an optimised graph does; see ``optimized_owners``.
 
     Args:
@@ -57,13 +57,13 @@ def optimized_works(tagged: TaggedModel, optimized: ir.Model) -> dict[ir.Node, W
 
 
 def _owned(
-    original: ir.Model, optimized: ir.Model, work_of: Callable[[ir.Node], Work], tree: CallTree
+    original: ir.Model, optimized: ir.Model, work_of: Callable[[ir.Node], NodeCalls], tree: CallTree
 ) -> dict[ir.Node, Owned]:
     before, before_nodes = draw(original)
     after, after_nodes = draw(optimized)
     for sketched, node in zip(before.nodes, before_nodes, strict=True):
         work = work_of(node)
-        sketched.owners, sketched.call = work.owners, tree.said(work.owners, work.calls)
+        sketched.owners, sketched.call = work.owners, tree.encode_calls(work.owners, work.calls)
     for sketched in after.nodes:
         sketched.owners = ()
     return dict(zip(after_nodes, owners_after(before, after, divide(Alignment(before, after)), tree), strict=True))

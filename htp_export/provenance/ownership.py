@@ -20,7 +20,7 @@ class Owned:
     Attributes:
         paths: The owners' module paths, in order of execution.
         reason: How they are known: the word that the node bore before, or one for what the tool changed.
-        call: What it says of its calls, as of ``tags.calls_said``.
+        call: What it says of its calls, as of ``tags.encoded_calls``.
         kept: Whether the tool left the node's tags, and they are right.
     """
 
@@ -72,7 +72,7 @@ def _by_work(before: Sketch, node: SketchNode, work: Work, tree: CallTree) -> Ow
             return Owned(node.owners, node.reason or work.reason, node.call, kept=True)
     if not nodes:
         return None
-    return Owned(paths, work.reason, tree.said_together(paths, [(old.owners, old.call) for old in nodes]))
+    return Owned(paths, work.reason, tree.encode_merged_calls(paths, [(old.owners, old.call) for old in nodes]))
 
 
 def _together(tree: CallTree, near: Iterable[Owned | None]) -> Owned | None:
@@ -80,4 +80,4 @@ def _together(tree: CallTree, near: Iterable[Owned | None]) -> Owned | None:
     if not owned:
         return None
     paths = tuple(dict.fromkeys(path for one in owned for path in one.paths))
-    return Owned(paths, Reason.INSERTED, tree.said_together(paths, [(one.paths, one.call) for one in owned]))
+    return Owned(paths, Reason.INSERTED, tree.encode_merged_calls(paths, [(one.paths, one.call) for one in owned]))

@@ -67,7 +67,7 @@ class SketchNode:
         holder: The node whose subgraph it stands in; `NOTHING` in the main graph.
         has_bodies: Whether it holds subgraphs.
         owners: Its owners, empty where it has no tags.
-        call: What it says of its calls, as of ``tags.calls_said``.
+        call: What it says of its calls, as of ``tags.encoded_calls``.
         reason: ``htp.reason``.
     """
 
@@ -276,7 +276,7 @@ class _Pen:
                 holder,
                 bool(bodies),
                 tags.owners_of(metadata),
-                tags.calls_said(metadata),
+                tags.encoded_calls(metadata),
                 metadata.get(tags.REASON, ""),
             )
         )

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from htp_export.format.call_tree import Instance, Work
+from htp_export.format.call_tree import Instance, NodeCalls
 from htp_export.format.model_metadata import read_contamination
 from htp_export.model.dependence import input_dependent_values
 from htp_export.model.operators import SIZES_ONLY
@@ -90,9 +90,9 @@ class _Facts:
         values = (self._tagged.values.get(name) for name in dict.fromkeys(names) if name is not None)
         return [value for value in values if value in self._varying and value is not None and self._work(value).parts]
 
-    def _work(self, value: ir.Value) -> Work:
+    def _work(self, value: ir.Value) -> NodeCalls:
         producer = value.producer()
-        return Work() if producer is None else self._tagged.work_of(producer)
+        return NodeCalls() if producer is None else self._tagged.work_of(producer)
 
 
 def _useful(tagged: TaggedModel) -> set[ir.Value]:

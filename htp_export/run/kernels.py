@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export.format.call_tree import CallTree, Work
+from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.model.regions import subgraphs
 from htp_export.model.tagged import TaggedModel
 from htp_export.provenance.optimized import optimized_works
@@ -65,7 +65,7 @@ def attributed_kernels(trace: Trace, tagged: TaggedModel, optimized: ir.Model | 
     )
 
 
-def _owned(works: Iterable[Work], calls: CallTree) -> dict[str, frozenset[str]]:
+def _owned(works: Iterable[NodeCalls], calls: CallTree) -> dict[str, frozenset[str]]:
     """Owner → the modules in whose regions its share of the work is."""
     modules_by_owner: dict[str, frozenset[str]] = {}
     for work in works:

@@ -113,7 +113,7 @@ class Graft:
         for node, source in zip(all_nodes(self._model), self._given.nodes, strict=True):
             said = node.metadata_props
             mine = tuple(self._paths[owner] for owner in tags.owners_of(said)) or (self._path,)
-            calls = self._calls.said(source, mine, self._call)
+            calls = self._calls.encode_calls(source, mine, self._call)
             tags.tag_node(said, tags.node_tags(mine, said.get(tags.REASON, Reason.SPLICED), called, calls))
 
     # --- going in -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-from htp_export.format.call_tree import Work
+from htp_export.format.call_tree import NodeCalls
 from htp_export.model.function_records import Instance
 from htp_export.surgery.placing import Placement
 
@@ -51,7 +51,7 @@ class Levels:
         works: Node → whose work it does.
     """
 
-    def __init__(self, placement: Placement, works: Mapping[ir.Node, Work]) -> None:
+    def __init__(self, placement: Placement, works: Mapping[ir.Node, NodeCalls]) -> None:
         self._placement = placement
         self._works = works
         self._sources = _sources(placement)
@@ -129,13 +129,15 @@ class Levels:
     def _may_join(self, node: ir.Node, group: Instance) -> bool:
         if node in self._joined:  # and was left out again
             return False
-        work = self._works.get(node, Work())
+        work = self._works.get(node, NodeCalls())
         return not work.owners or group.path in work.modules
 
     def _name(self, key: _Key) -> str:
         if isinstance(key, Instance):
             return repr(key.path)
-        return f"node {key.name!r} of {' and '.join(map(repr, self._works.get(key, Work()).owners)) or 'no module'}"
+        return (
+            f"node {key.name!r} of {' and '.join(map(repr, self._works.get(key, NodeCalls()).owners)) or 'no module'}"
+        )
 
 
 class _Level:

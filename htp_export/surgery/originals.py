@@ -115,7 +115,7 @@ def _share(shared: ir.Node, found: Sequence[_Original], hierarchy: Hierarchy) ->
     owners = list(dict.fromkeys(owner for one in found for owner in tags.owners_of(one.metadata)))
     if owners:
         reasons = {one.metadata.get(tags.REASON, "") for one in found}
-        calls = {tags.calls_said(one.metadata) for one in found}
+        calls = {tags.encoded_calls(one.metadata) for one in found}
         one_call = next(iter(calls)) if len(calls) == 1 and len(owners) == 1 else ""
         reason = next(iter(reasons)) if len(reasons) == 1 else Reason.SHARED
         if len(owners) > 1 and reason == Reason.SCOPE:

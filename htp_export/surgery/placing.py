@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-from htp_export.format.call_tree import Instance, Work
+from htp_export.format.call_tree import Instance, NodeCalls
 from htp_export.model.regions import subgraphs
 from htp_export.model.tagged import TaggedModel
 
@@ -54,7 +54,7 @@ class Placement:
         for held in (node, *(inner for body in subgraphs(node) for inner in body.all_nodes())):
             self.chains[held] = tuple(instance for instance in self.chains[held] if instance not in gone)
 
-    def _chain_of(self, node: ir.Node, work: Work) -> Chain:
+    def _chain_of(self, node: ir.Node, work: NodeCalls) -> Chain:
         if any(_gives_back_from_outside(body) for body in subgraphs(node)):
             return ()  # its outer value could not be an input of a function
         return _common_start([self._selected_around(call) for call in work.calls])

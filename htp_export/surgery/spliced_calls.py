@@ -68,7 +68,7 @@ class SplicedCalls:
             if all(source.copy < 0 for source in sources)
         }
 
-    def said(self, node: ir.Node, owners: tuple[str, ...], copy: int | None = None) -> str:
+    def encode_calls(self, node: ir.Node, owners: tuple[str, ...], copy: int | None = None) -> str:
         """What a node says of its calls now.
 
         Args:
@@ -83,11 +83,11 @@ class SplicedCalls:
             work = self._given.work_of(node)
             calls = renumbered(self._given.calls, work, lambda call: self._now.get(_Source(copy, call)))
             calls = calls or [self._now[_Source(copy, Instance(self._top))]]
-        return self.tree.said(owners, calls)
+        return self.tree.encode_calls(owners, calls)
 
     def said_by_own(self, copy: int) -> str:
         """The same of a node of the module itself in one call."""
-        return self.tree.said((self._path,), [self._now[_Source(copy, Instance(self._top))]])
+        return self.tree.encode_calls((self._path,), [self._now[_Source(copy, Instance(self._top))]])
 
     def signatures(self) -> dict[str, Sequence[Signature]]:
         """Those of the host's modules all of whose calls were there before, and of the module itself."""

@@ -145,7 +145,7 @@ def _replace(changed: TaggedModel, given: TaggedModel, parts: Sequence[Cut]) -> 
             old.name = f"{old.name}.shared"
     for node in changed.nodes:
         if node.graph is not None and changed.owners_of(node):
-            tags.say_calls(node.metadata_props, calls.said(node, changed.owners_of(node)))
+            tags.write_calls(node.metadata_props, calls.encode_calls(node, changed.owners_of(node)))
     weights = {weight_key(value): value for value in changed.model.graph.initializers.values()}
     for part in parts:
         graft = Graft(changed.model, given, path, part.call, calls, weights)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from htp_export.exporter.capture.calls import NO_CALL
 from htp_export.exporter.capture.record import Key, Record
 from htp_export.exporter.owners.flow import Flow, varying
-from htp_export.format.call_tree import Work
+from htp_export.format.call_tree import NodeCalls
 from htp_export.model.boundaries import Boundaries
 
 
@@ -55,7 +55,7 @@ def true_boundaries(record: Record, flow: Flow) -> dict[str, Boundary]:
     return found
 
 
-def exported_boundaries(record: Record, works: Sequence[Work]) -> Boundaries[Key]:
+def exported_boundaries(record: Record, works: Sequence[NodeCalls]) -> Boundaries[Key]:
     """What crosses the boundaries of modules in the exported graph, where its nodes do the work of these."""
     live = varying(record.nodes, record.graph_inputs)
     nodes = [(node.inputs, node.outputs) for node in record.nodes]

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from htp_export.exporter.capture.record import Key, Record
 from htp_export.exporter.owners.boundaries import Boundary, exported_boundaries, true_boundaries
 from htp_export.exporter.owners.flow import Flow, needed
-from htp_export.format.call_tree import Work
+from htp_export.format.call_tree import NodeCalls
 from htp_export.format.hierarchy import Fate
 from htp_export.model.fates import Evidence, Outcome
 
@@ -22,7 +22,7 @@ class ExportEvidence(Evidence[Key]):
         flow: Which captured tensors and operations count.
     """
 
-    def __init__(self, record: Record, works: Sequence[Work], flow: Flow) -> None:
+    def __init__(self, record: Record, works: Sequence[NodeCalls], flow: Flow) -> None:
         super().__init__(exported_boundaries(record, works))
         self._record = record
         self._true = true_boundaries(record, flow)

@@ -12,7 +12,7 @@ from htp_export.exporter.owners.assign import Ownership, assign
 from htp_export.exporter.owners.fates import ExportEvidence
 from htp_export.exporter.owners.flow import Flow
 from htp_export.format import tags
-from htp_export.format.call_tree import CallTree, Instance, Work
+from htp_export.format.call_tree import CallTree, Instance, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.parameters import ModuleParameters
@@ -20,7 +20,7 @@ from htp_export.format.signatures import Signature
 from htp_export.model.fates import find_fates
 
 
-def works_of(log: CallLog, owners: Sequence[Ownership], hierarchy: Hierarchy) -> tuple[CallTree, list[Work]]:
+def works_of(log: CallLog, owners: Sequence[Ownership], hierarchy: Hierarchy) -> tuple[CallTree, list[NodeCalls]]:
     """The calls of a model's modules as they ran, and whose work each node does.
 
     Args:
@@ -35,14 +35,14 @@ def works_of(log: CallLog, owners: Sequence[Ownership], hierarchy: Hierarchy) ->
     tree = CallTree(hierarchy, callers)
 
     @cache
-    def work(paths: tuple[str, ...], calls: tuple[int, ...]) -> Work:
+    def work(paths: tuple[str, ...], calls: tuple[int, ...]) -> NodeCalls:
         return tree.of_calls(paths, [instances[index] for index in calls] or [Instance("")])
 
     return tree, [work(owner.paths, owner.calls) for owner in owners]
 
 
 def node_metadata(
-    owners: Sequence[Ownership], works: Sequence[Work], calls: CallTree, hierarchy: Hierarchy
+    owners: Sequence[Ownership], works: Sequence[NodeCalls], calls: CallTree, hierarchy: Hierarchy
 ) -> list[dict[str, str]]:
     """The metadata of each node, in order."""
     called = hierarchy.called
@@ -52,8 +52,8 @@ def node_metadata(
         return tags.node_tags(paths, reason, called, said)
 
     @cache
-    def said(work: Work) -> str:
-        return calls.said(work.owners, work.calls)
+    def said(work: NodeCalls) -> str:
+        return calls.encode_calls(work.owners, work.calls)
 
     return [fixed(owner.paths, owner.reason, said(work)).copy() for owner, work in zip(owners, works, strict=True)]
 
