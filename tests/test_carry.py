@@ -14,7 +14,7 @@ import htp_export
 from htp_export.errors import FileError, InputError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.operators import ends_in, resembles
-from htp_export.provenance.sketch import draw
+from htp_export.provenance.graph_summary import summarize
 from tests.exporting import exported_net, metadata
 from tests.handmade import branching, encoder, model, tagged_node, value, weight, with_function
 from tests.nets import NETS
@@ -446,10 +446,10 @@ def test_values_are_taken_in_portions(monkeypatch):
         return run(self, feed, names)
 
     monkeypatch.setattr(values.Runner, "run", counted)
-    sketches = [(each, draw(each)[0]) for each in (before, after)]
-    whole = values.equal_values(*sketches, numbers())
+    summaries = [(each, summarize(each)[0]) for each in (before, after)]
+    whole = values.equal_values(*summaries, numbers())
     assert asked == [3, 4]
-    assert values.equal_values(*sketches, numbers(), portion_bytes=64) == whole
+    assert values.equal_values(*summaries, numbers(), portion_bytes=64) == whole
     assert asked[2:] == [2, 1, 2, 2]
 
 

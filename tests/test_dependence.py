@@ -9,7 +9,7 @@ import pytest
 from htp_export.model.dependence import dependence, input_dependent_values
 from htp_export.model.regions import all_nodes
 from htp_export.passes.merging import Difference, Snapshot
-from htp_export.provenance.sketch import draw
+from htp_export.provenance.graph_summary import summarize
 from tests.handmade import branching
 
 HEADER = '<ir_version: 10, opset_import: ["": 20, "my": 1]>'
@@ -78,8 +78,8 @@ def test_an_output_that_is_left_out_makes_no_left_out_input_depend_on_anything()
         v = Clip(low, , )
     }"""
     model = ir.from_proto(onnx.parser.parse_model(f"{HEADER} {text}"))
-    sketch, _ = draw(model)
-    live = {value.name for value, is_live in zip(sketch.values, sketch.live, strict=True) if is_live}
+    summary, _ = summarize(model)
+    live = {value.name for value, is_live in zip(summary.values, summary.live, strict=True) if is_live}
     assert live - {""} == {"x", "w", "y", "i"}
 
 
@@ -95,8 +95,8 @@ FUNCTION = """g (float[2] x) => (y) { y = my.f(x) }
 @pytest.mark.parametrize("text", [BRANCHES, LOOP, LOOP.replace("(n, c, w)", "(n, c, x)"), FUNCTION])
 def test_carry_and_passes_see_the_same_dependence_as_files(text: str) -> None:
     model = ir.from_proto(onnx.parser.parse_model(f"{HEADER} {text}"))
-    sketch, _ = draw(model, model.functions.values())
-    live = {value.name for value, is_live in zip(sketch.values, sketch.live, strict=True) if is_live}
+    summary, _ = summarize(model, model.functions.values())
+    live = {value.name for value, is_live in zip(summary.values, summary.live, strict=True) if is_live}
     assert live == dependent(text)
     snapshot = Snapshot(model)
     assert {str(value.name) for value in Difference.between(snapshot, snapshot).live_values} == dependent(text)
@@ -104,6 +104,6 @@ def test_carry_and_passes_see_the_same_dependence_as_files(text: str) -> None:
 
 def test_what_a_branch_gives_back_from_outside_goes_into_what_its_node_makes() -> None:
     model = branching()
-    sketch, _ = draw(model)
-    live = {value.name for value, is_live in zip(sketch.values, sketch.live, strict=True) if is_live}
+    summary, _ = summarize(model)
+    live = {value.name for value, is_live in zip(summary.values, summary.live, strict=True) if is_live}
     assert live == {value.name for value in input_dependent_values(model, all_nodes(model))}

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence, Set
 from htp_export.format.reasons import Reason
 from htp_export.model.operators import base_op, ends_in, moves, resembles
 from htp_export.provenance.backwards import go_backwards
+from htp_export.provenance.graph_summary import NOTHING, GraphSummary, SummaryNode
 from htp_export.provenance.meanings import LOOK_BACK, Meanings
 from htp_export.provenance.numbering import repeats
-from htp_export.provenance.sketch import NOTHING, Sketch, SketchNode
 
 __all__ = ["Alignment"]
 
@@ -37,7 +37,9 @@ class Alignment(Meanings):
         equal: Value after → values before that had the same numbers in it when both were run.
     """
 
-    def __init__(self, before: Sketch, after: Sketch, equal: Mapping[int, Sequence[int]] | None = None) -> None:
+    def __init__(
+        self, before: GraphSummary, after: GraphSummary, equal: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
         super().__init__(before, after)
         self._settled, self._denied = set[int](), set[int]()
         self._node_names = {node.name: index for index, node in enumerate(before.nodes) if node.name}
@@ -109,7 +111,7 @@ class Alignment(Meanings):
 
     # --- forwards ---
 
-    def _forward(self, node: SketchNode) -> None:
+    def _forward(self, node: SummaryNode) -> None:
         if self._settled.issuperset(node.outputs):
             return
         reads = [value if value == NOTHING else self.meaning[value] for value in node.inputs]
@@ -144,7 +146,7 @@ class Alignment(Meanings):
                 else:
                     self._by_weights(node, value)
 
-    def _by_node_name(self, node: SketchNode, reads: set[int]) -> int:
+    def _by_node_name(self, node: SummaryNode, reads: set[int]) -> int:
         """What a node makes by its name: that of a node before, or of a tensor, with what tools add to it."""
         name = node.name
         while name:
@@ -158,7 +160,7 @@ class Alignment(Meanings):
             name = name[: max(name.rfind("_"), name.rfind("/"), 0)]
         return NOTHING
 
-    def _may_make(self, node: SketchNode, maker: int, reads: set[int]) -> bool:
+    def _may_make(self, node: SummaryNode, maker: int, reads: set[int]) -> bool:
         """Whether a node may do the work of one before, as far as their operators say.
 
         One that does the work of several is named after the last of them, and its operator after the main one (a Conv
@@ -175,7 +177,7 @@ class Alignment(Meanings):
             queue += [each for each in makers if each != NOTHING and each not in seen and "::" in node.op]
         return False
 
-    def _by_weights(self, node: SketchNode, value: int) -> None:
+    def _by_weights(self, node: SummaryNode, value: int) -> None:
         """What a node makes that reads all the weights of one before, and whose operator ends with that one's."""
         weights = {v for v in node.inputs if v != NOTHING and self.after.values[v].kind == "initializer"}
         numbers = {self.meaning[v] for v in weights} - {NOTHING}
@@ -189,7 +191,7 @@ class Alignment(Meanings):
                     self.mean(value, self.numbers.number[old.outputs[0]], exact, Reason.INITIALIZER)
                     return
 
-    def _followed(self, node: SketchNode, value: int, reads: set[int]) -> int:
+    def _followed(self, node: SummaryNode, value: int, reads: set[int]) -> int:
         """A tensor further on, where the node reads more than this one is made of, or says that it took one in."""
         before, number = self.before, self.numbers.number
         missing = self._operands_besides(node, value)
@@ -210,7 +212,7 @@ class Alignment(Meanings):
                 value = at
         return value
 
-    def _operands_besides(self, node: SketchNode, value: int) -> set[int]:
+    def _operands_besides(self, node: SummaryNode, value: int) -> set[int]:
         """What a node reads besides that of which a tensor is made, if it reads more: the other half of a sum."""
         old = self.before.nodes[self.before.maker[value]]
         mine = Counter(self.meaning[v] for v in node.inputs if v != NOTHING and self.after.live[v])

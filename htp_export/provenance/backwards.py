@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from htp_export.format.reasons import Reason
 from htp_export.model.operators import COMMUTATIVE, IN_PLACE, base_op, moves
+from htp_export.provenance.graph_summary import NOTHING, SummaryNode
 from htp_export.provenance.meanings import LOOK_BACK, Meanings
-from htp_export.provenance.sketch import NOTHING, SketchNode
 
 __all__ = ["go_backwards"]
 
@@ -53,7 +53,7 @@ class _Backwards:
             for mine, theirs in self._pairs(node, self.before.nodes[maker]):
                 self._settle(index, mine, theirs, same, self.exact[known[0]])
 
-    def _pairs(self, node: SketchNode, old: SketchNode) -> Iterator[tuple[int, int]]:
+    def _pairs(self, node: SummaryNode, old: SummaryNode) -> Iterator[tuple[int, int]]:
         """What a node reads, with what it read; constants and weights left out. Nothing if its weights are others."""
         mine = [v for v in node.inputs if v != NOTHING and self.after.live[v]]
         theirs = [v for v in old.inputs if v != NOTHING and self.before.live[v]]
@@ -147,7 +147,7 @@ class _Backwards:
                 return True
         return False
 
-    def _pair_movers(self, node: SketchNode, old: SketchNode) -> None:
+    def _pair_movers(self, node: SummaryNode, old: SummaryNode) -> None:
         """Nodes that only move numbers read the same if it is made by the same operator, or in the same shape."""
         value, other = node.inputs[0], old.inputs[0]
         if NOTHING in (value, other) or self.meaning[value] != NOTHING:
@@ -159,7 +159,7 @@ class _Backwards:
         if op == self.before.nodes[theirs].op or (known and not moves(op) and self._of.alike(value, other)):
             self._of.mean(value, self.numbers.number[other], self._of.alike(value, other))
 
-    def _through(self, node: SketchNode, origin: int) -> None:
+    def _through(self, node: SummaryNode, origin: int) -> None:
         """Who only moves numbers computes none: what computed before was done by the node behind.
 
         Also where that node has the name of another: it is named after the first of what it does.

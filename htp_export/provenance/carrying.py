@@ -25,9 +25,9 @@ from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load, 
 from htp_export.process.garbage_collection import no_collection
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.fates import CarriedEvidence
+from htp_export.provenance.graph_summary import NOTHING, GraphSummary, summarize
 from htp_export.provenance.maps import map_to_text, text_to_map
 from htp_export.provenance.ownership import Owned, owners_after
-from htp_export.provenance.sketch import NOTHING, Sketch, draw
 from htp_export.provenance.work import divide
 
 __all__ = ["Carried", "carry", "carry_in_place", "embed_map", "tagged_model"]
@@ -186,7 +186,7 @@ def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) 
     """
     check_target(output)
     mapped = tagged_model(model)
-    mapped.metadata_props[tags.MAP] = map_to_text(_drawn(mapped))
+    mapped.metadata_props[tags.MAP] = map_to_text(_tagged_summary(mapped))
     if output is not None:
         write_model(mapped, output)
     return mapped
@@ -197,7 +197,7 @@ class _Origin:
     """What is known of the model before.
 
     Attributes:
-        sketch: Its nodes and their owners.
+        summary: Its nodes and their owners.
         hierarchy: Its modules.
         signatures: What they took and gave.
         kept: What else its metadata says that stays true whatever a tool does: what PyTorch's modules hold, and which
@@ -206,7 +206,7 @@ class _Origin:
         model: It itself; None where it is gone.
     """
 
-    sketch: Sketch
+    summary: GraphSummary
     hierarchy: Hierarchy
     signatures: Mapping[str, Sequence[Signature]]
     kept: Mapping[str, str]
@@ -233,22 +233,27 @@ def _tagged(source: ModelSource) -> TaggedModel:
     return tagged
 
 
-def _drawn(model: ir.Model) -> Sketch:
-    """The sketch of a model all of whose nodes have tags."""
-    sketch, _ = draw(model, model.functions.values())
-    lost = sum(not node.owners for node in sketch.nodes)
+def _tagged_summary(model: ir.Model) -> GraphSummary:
+    """The summary of a model all of whose nodes have tags."""
+    summary, _ = summarize(model, model.functions.values())
+    lost = sum(not node.owners for node in summary.nodes)
     if lost:
         raise UntaggedModelError(
             f"{lost} nodes of model {model.graph.name!r} have no tags; carry them from the model as it was exported"
         )
-    return sketch
+    return summary
 
 
 def _from_model(source: ModelSource) -> _Origin:
     tagged = _tagged(source)
     props = tagged.model.metadata_props
     return _Origin(
-        _drawn(tagged.model), tagged.hierarchy, tagged.signatures, _kept(props), tags.MAP in props, tagged.model
+        _tagged_summary(tagged.model),
+        tagged.hierarchy,
+        tagged.signatures,
+        _kept(props),
+        tags.MAP in props,
+        tagged.model,
     )
 
 
@@ -273,13 +278,13 @@ def _kept(props: Mapping[str, str]) -> dict[str, str]:
 
 
 def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None) -> Carried:
-    after, nodes = draw(model, model.functions.values())
+    after, nodes = summarize(model, model.functions.values())
     equal: Mapping[int, Sequence[int]] = {}
     if inputs is not None and origin.model is not None:
         from htp_export.provenance.values import equal_values  # it loads numpy, and ONNX Runtime
 
-        equal = equal_values((origin.model, origin.sketch), (model, after), inputs)
-    alignment = Alignment(origin.sketch, after, equal)
+        equal = equal_values((origin.model, origin.summary), (model, after), inputs)
+    alignment = Alignment(origin.summary, after, equal)
     for value in (*after.inputs, *after.outputs):
         if alignment.meaning[value] == NOTHING:
             raise InputError(
@@ -289,7 +294,7 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
         calls = CallTree.from_json(origin.kept.get(tags.CALLERS), origin.hierarchy)
     except ValueError as error:
         raise InputError(f"the first model: {error}") from error
-    found = owners_after(origin.sketch, after, divide(alignment), calls)
+    found = owners_after(origin.summary, after, divide(alignment), calls)
     owned = [one if one.paths else replace(one, paths=("",)) for one in found]
     works = [calls.work(one.paths, one.call) for one in owned]
     evidence = CarriedEvidence(alignment, origin.hierarchy, origin.signatures, works, calls)
@@ -298,7 +303,7 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
     _write(model, nodes, owned, hierarchy, evidence.signatures(), contamination)
     model.metadata_props.update(origin.kept)
     if origin.has_map:
-        model.metadata_props[tags.MAP] = map_to_text(_drawn(model))
+        model.metadata_props[tags.MAP] = map_to_text(_tagged_summary(model))
     return Carried(
         model=model,
         nodes=len(nodes),

@@ -15,7 +15,7 @@ from htp_export.format.signatures import Signature
 from htp_export.model.boundaries import OUTSIDE, Boundaries
 from htp_export.model.fates import Evidence, Outcome
 from htp_export.provenance.alignment import Alignment
-from htp_export.provenance.sketch import NOTHING, Sketch
+from htp_export.provenance.graph_summary import NOTHING, GraphSummary
 
 __all__ = ["CarriedEvidence"]
 
@@ -147,10 +147,10 @@ class CarriedEvidence(Evidence[int]):
         yield [owner for path in group for owner in self._beyond(path, self.known(path))]
 
 
-def _boundaries(sketch: Sketch, works: Sequence[NodeCalls]) -> Boundaries[int]:
-    """What crosses the boundaries of modules in a sketch's main graph."""
+def _boundaries(summary: GraphSummary, works: Sequence[NodeCalls]) -> Boundaries[int]:
+    """What crosses the boundaries of modules in a summary's main graph."""
     passed: list[tuple[list[int], list[int]]] = [
         ([], []) if node.scope else ([v for v in node.reads if v != NOTHING], [v for v in node.outputs if v != NOTHING])
-        for node in sketch.nodes
+        for node in summary.nodes
     ]
-    return Boundaries(passed, works, sketch.live.__getitem__, frozenset(sketch.outputs))
+    return Boundaries(passed, works, summary.live.__getitem__, frozenset(summary.outputs))

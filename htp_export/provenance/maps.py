@@ -1,4 +1,4 @@
-"""A sketch as a short text for a file's metadata, ``htp.map``: tags come back from it when the file before is gone."""
+"""A summary as a short text for a file's metadata, ``htp.map``: tags come back from it when the file before is gone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from htp_export.format import tags
-from htp_export.provenance.sketch import NOTHING, Sketch, SketchNode, SketchValue
+from htp_export.provenance.graph_summary import NOTHING, GraphSummary, SummaryNode, SummaryValue
 
 __all__ = ["map_to_text", "text_to_map"]
 
@@ -19,18 +19,18 @@ _LARGEST = 1 << 28  # bytes of JSON; a text that unfolds to more is no map
 T = TypeVar("T", bound=Hashable)
 
 
-def map_to_text(sketch: Sketch) -> str:
-    """A sketch as JSON, deflated, in base 85: with the shapes that can be inferred, and no reasons.
+def map_to_text(summary: GraphSummary) -> str:
+    """A summary as JSON, deflated, in base 85: with the shapes that can be inferred, and no reasons.
 
     Examples:
-        >>> relu = SketchNode("Relu", "node", (0,), (1,), owners=("act",))
-        >>> sketch = Sketch([relu], [SketchValue("x", kind="input"), SketchValue("y")], [0], [1])
-        >>> text_to_map(map_to_text(sketch)) == sketch
+        >>> relu = SummaryNode("Relu", "node", (0,), (1,), owners=("act",))
+        >>> summary = GraphSummary([relu], [SummaryValue("x", kind="input"), SummaryValue("y")], [0], [1])
+        >>> text_to_map(map_to_text(summary)) == summary
         True
     """
-    nodes, values = sketch.nodes, sketch.values
+    nodes, values = summary.nodes, summary.values
     for index in range(len(values)):
-        sketch.shape(index)  # who reads the map has no graph to infer it from
+        summary.shape(index)  # who reads the map has no graph to infer it from
     columns = {
         "nodes": [
             _table(node.op for node in nodes),
@@ -49,14 +49,14 @@ def map_to_text(sketch: Sketch) -> str:
             _table((value.scope, value.shape, value.dtype, value.kind) for value in values),
             _table(value.content for value in values),
         ],
-        "inputs": sketch.inputs,
-        "outputs": sketch.outputs,
+        "inputs": summary.inputs,
+        "outputs": summary.outputs,
     }
     plain = json.dumps(columns, separators=(",", ":"), ensure_ascii=False).encode()
     return base64.b85encode(zlib.compress(plain, 9)).decode()
 
 
-def text_to_map(text: str) -> Sketch:
+def text_to_map(text: str) -> GraphSummary:
     """What `map_to_text` wrote.
 
     Raises:
@@ -67,16 +67,16 @@ def text_to_map(text: str) -> Sketch:
         plain = unfolding.decompress(base64.b85decode(text), _LARGEST)
         if unfolding.unconsumed_tail:
             raise ValueError("it is too large")
-        return _sketch(json.loads(plain))
+        return _summary(json.loads(plain))
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, zlib.error, binascii.Error) as error:
         raise ValueError(f"{tags.MAP} is not what the file format says: {error}") from error
 
 
-def _sketch(columns: dict[str, Any]) -> Sketch:
+def _summary(columns: dict[str, Any]) -> GraphSummary:
     op, names, inputs, outputs, captured, attributes, words, scopes, held, owned = columns["nodes"]
     value_names, kinds, contents = columns["values"]
     values = [
-        SketchValue(_text(name), scope, None if shape is None else tuple(shape), dtype, kind, _text(content))
+        SummaryValue(_text(name), scope, None if shape is None else tuple(shape), dtype, kind, _text(content))
         for name, (scope, shape, dtype, kind), content in zip(
             value_names, _listed(kinds), _listed(contents), strict=True
         )
@@ -87,7 +87,7 @@ def _sketch(columns: dict[str, Any]) -> Sketch:
         strict=True,
     )
     nodes = [
-        SketchNode(
+        SummaryNode(
             _text(op),
             _text(name),
             _absolute(ins, index, len(values)),
@@ -106,7 +106,7 @@ def _sketch(columns: dict[str, Any]) -> Sketch:
         )
     ]
     given, made = (list(_within(columns[key], len(values))) for key in ("inputs", "outputs"))
-    return Sketch(nodes, values, given, made)
+    return GraphSummary(nodes, values, given, made)
 
 
 def _table(column: Iterable[T]) -> list[Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from htp_export.provenance.graph_summary import NOTHING, GraphSummary, Shape
 from htp_export.provenance.numbering import Numbering
-from htp_export.provenance.sketch import NOTHING, Shape, Sketch
 
 __all__ = ["LOOK_BACK", "Meanings"]
 
@@ -31,7 +31,7 @@ class Meanings:
         known: The numbers that some value after has.
     """
 
-    def __init__(self, before: Sketch, after: Sketch) -> None:
+    def __init__(self, before: GraphSummary, after: GraphSummary) -> None:
         self.before, self.after = before, after
         self.numbers = Numbering(before)
         self.meaning = [NOTHING] * len(after.values)

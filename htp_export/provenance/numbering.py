@@ -8,7 +8,7 @@ is found however it is called now. What only passes on what it is given makes no
 from __future__ import annotations
 
 from htp_export.model.operators import COMMUTATIVE, RANDOM, RESHAPING
-from htp_export.provenance.sketch import NOTHING, Sketch, SketchNode
+from htp_export.provenance.graph_summary import NOTHING, GraphSummary, SummaryNode
 
 __all__ = ["Numbering", "repeats"]
 
@@ -18,7 +18,7 @@ _KEEPS_ORDER = RESHAPING | {"Cast", "CastLike", "Expand"}
 Key = tuple[object, ...]
 
 
-def repeats(node: SketchNode) -> bool:
+def repeats(node: SummaryNode) -> bool:
     """Whether a node gives back its first input, whatever that is."""
     return node.op == "Identity" or (node.op == "Dropout" and len(node.inputs) == 1)
 
@@ -27,28 +27,28 @@ class Numbering:
     """The numbers of a model's tensors.
 
     Args:
-        sketch: The model.
+        summary: The model.
 
     Attributes:
         number: Value → its number.
         idle: Node → whether it gives back what it was given.
     """
 
-    def __init__(self, sketch: Sketch) -> None:
-        self.sketch = sketch
-        self.number = list(range(len(sketch.values)))  # a new tensor has the number of the value that it was first
-        self.idle = [False] * len(sketch.nodes)
+    def __init__(self, summary: GraphSummary) -> None:
+        self.summary = summary
+        self.number = list(range(len(summary.values)))  # a new tensor has the number of the value that it was first
+        self.idle = [False] * len(summary.nodes)
         self._nodes: dict[Key, int] = {}
         self._constants: dict[str, int] = {}
         self._members: dict[int, list[int]] | None = None
         self._united: dict[int, int] = {}
-        for index, value in enumerate(sketch.values):
+        for index, value in enumerate(summary.values):
             if value.content:
                 self.number[index] = self._constants.setdefault(value.content, index)
-        for index, node in enumerate(sketch.nodes):
+        for index, node in enumerate(summary.nodes):
             self._add(index, node)
 
-    def _add(self, index: int, node: SketchNode) -> None:
+    def _add(self, index: int, node: SummaryNode) -> None:
         if self._passes_on(node):
             self.idle[index] = True
             self.number[node.outputs[0]] = self.number[node.inputs[0]]
@@ -58,32 +58,32 @@ class Numbering:
             return
         first = self._nodes.setdefault(key, index)
         if first != index:
-            for mine, theirs in zip(node.outputs, self.sketch.nodes[first].outputs, strict=False):
+            for mine, theirs in zip(node.outputs, self.summary.nodes[first].outputs, strict=False):
                 if mine != NOTHING and theirs != NOTHING:
                     self.number[mine] = self.number[theirs]
 
-    def _passes_on(self, node: SketchNode) -> bool:
+    def _passes_on(self, node: SummaryNode) -> bool:
         if not node.inputs or node.inputs[0] == NOTHING or len(node.outputs) != 1 or node.outputs[0] == NOTHING:
             return False
         if repeats(node):
             return True
         if node.op not in _KEEPS_ORDER:
             return False
-        (shape, dtype), made = self.sketch.shape(node.inputs[0]), self.sketch.shape(node.outputs[0])
+        (shape, dtype), made = self.summary.shape(node.inputs[0]), self.summary.shape(node.outputs[0])
         return shape is not None and dtype != 0 and "?" not in shape and (shape, dtype) == made
 
     @staticmethod
-    def key(node: SketchNode, numbers: list[int]) -> Key | None:
+    def key(node: SummaryNode, numbers: list[int]) -> Key | None:
         """What two nodes have in common that make the same tensors; None for one that is like no other."""
         if node.has_bodies or not numbers or node.op in RANDOM:
             return None
         return (node.op, node.attributes, *(sorted(numbers) if node.op in COMMUTATIVE else numbers))
 
-    def made_by(self, node: SketchNode, numbers: list[int]) -> SketchNode | None:
+    def made_by(self, node: SummaryNode, numbers: list[int]) -> SummaryNode | None:
         """The node of this model that makes what a node with these inputs makes."""
         key = self.key(node, numbers)
         found = None if key is None else self._nodes.get(key)
-        return None if found is None else self.sketch.nodes[found]
+        return None if found is None else self.summary.nodes[found]
 
     def constant(self, content: str) -> int:
         """The number of a small constant; `NOTHING` where the model has none that is equal."""

@@ -10,8 +10,8 @@ from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.tagged import TaggedModel
 from htp_export.provenance.alignment import Alignment
+from htp_export.provenance.graph_summary import summarize
 from htp_export.provenance.ownership import Owned, owners_after
-from htp_export.provenance.sketch import draw
 from htp_export.provenance.work import divide
 
 __all__ = ["optimized_owners", "optimized_works"]
@@ -59,11 +59,11 @@ def optimized_works(tagged: TaggedModel, optimized: ir.Model) -> dict[ir.Node, N
 def _owned(
     original: ir.Model, optimized: ir.Model, work_of: Callable[[ir.Node], NodeCalls], tree: CallTree
 ) -> dict[ir.Node, Owned]:
-    before, before_nodes = draw(original)
-    after, after_nodes = draw(optimized)
-    for sketched, node in zip(before.nodes, before_nodes, strict=True):
+    before, before_nodes = summarize(original)
+    after, after_nodes = summarize(optimized)
+    for summarized, node in zip(before.nodes, before_nodes, strict=True):
         work = work_of(node)
-        sketched.owners, sketched.call = work.owners, tree.encode_calls(work.owners, work.calls)
-    for sketched in after.nodes:
-        sketched.owners = ()
+        summarized.owners, summarized.call = work.owners, tree.encode_calls(work.owners, work.calls)
+    for summarized in after.nodes:
+        summarized.owners = ()
     return dict(zip(after_nodes, owners_after(before, after, divide(Alignment(before, after)), tree), strict=True))

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import base_op
-from htp_export.provenance.sketch import Shape, Sketch
+from htp_export.provenance.graph_summary import GraphSummary, Shape
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore, StoredArray
 from htp_export.runtime.comparing import TOLERANCES
 from htp_export.runtime.inputs import Inputs
@@ -30,16 +30,16 @@ Kind = tuple[str, tuple[int, ...]]
 
 
 def equal_values(
-    before: tuple[ir.Model, Sketch],
-    after: tuple[ir.Model, Sketch],
+    before: tuple[ir.Model, GraphSummary],
+    after: tuple[ir.Model, GraphSummary],
     inputs: Mapping[str, Any],
     portion_bytes: int = PORTION_BYTES,
 ) -> dict[int, tuple[int, ...]]:
     """Run both models on the same inputs, and find tensors of one in the other.
 
     Args:
-        before: The model that a tool was given, and its sketch.
-        after: What the tool made of it, and its sketch.
+        before: The model that a tool was given, and its summary.
+        after: What the tool made of it, and its summary.
         inputs: Input name of ``before`` → array.
         portion_bytes: How many bytes of tensors are taken out of one run, as far as their sizes are known, and how
             many of those before stay in memory; the others go to files that are gone afterwards.
@@ -121,24 +121,24 @@ def _close(one: Array, other: Array, limit: float) -> Array:
 
 
 def _tensors(
-    model: ir.Model, sketch: Sketch, feed: Mapping[str, Array], name: str, portion_bytes: int
+    model: ir.Model, summary: GraphSummary, feed: Mapping[str, Array], name: str, portion_bytes: int
 ) -> Iterator[tuple[int, Array]]:
-    """The values of a model's tensors, with their places in its sketch, each once."""
+    """The values of a model's tensors, with their places in its summary, each once."""
     sizes: dict[str, int | None] = {}
     extents = Inputs.of(model).bind(shapes={name: array.shape for name, array in feed.items()}).sizes
-    for index, value in enumerate(sketch.values):
-        if value.scope or not value.name or not sketch.live[index]:
+    for index, value in enumerate(summary.values):
+        if value.scope or not value.name or not summary.live[index]:
             continue
         if value.kind == "input":
             yield index, feed[value.name]
-        elif value.kind == "node" and _gives_tensors(sketch.nodes[sketch.maker[index]].op):
-            sizes[value.name] = _size(sketch.shape(index), extents)
+        elif value.kind == "node" and _gives_tensors(summary.nodes[summary.maker[index]].op):
+            sizes[value.name] = _size(summary.shape(index), extents)
     largest = max((size for size in sizes.values() if size is not None), default=0)
     runner = Runner(model, name, SessionSettings())
     for wanted in portions({each: largest if size is None else size for each, size in sizes.items()}, portion_bytes):
         arrays = runner.run(feed, wanted)
         for each in wanted:
-            yield sketch.find(each), arrays.pop(each)
+            yield summary.find(each), arrays.pop(each)
 
 
 def _gives_tensors(op: str) -> bool:

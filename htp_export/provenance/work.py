@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from htp_export.format.reasons import Reason
 from htp_export.model.operators import LAYOUT, base_op, moves
 from htp_export.provenance.alignment import Alignment
-from htp_export.provenance.sketch import NOTHING, SketchNode
+from htp_export.provenance.graph_summary import NOTHING, SummaryNode
 
 __all__ = ["Work", "divide"]
 
@@ -94,7 +94,7 @@ class _Division:
 
     # --- one node ---
 
-    def _work(self, index: int, node: SketchNode) -> Work:
+    def _work(self, index: int, node: SummaryNode) -> Work:
         meaning, nodes = self.known.meaning, self.before.nodes
         outputs = [v for v in node.outputs if v != NOTHING]
         unknown = [v for v in outputs if meaning[v] == NOTHING and self.after.readers[v]]
@@ -132,14 +132,14 @@ class _Division:
                 held.add(index)
                 yield index
 
-    def _without_movers(self, node: SketchNode, part: tuple[int, ...]) -> tuple[int, ...]:
+    def _without_movers(self, node: SummaryNode, part: tuple[int, ...]) -> tuple[int, ...]:
         """A node that is one of those before moves nothing besides: what moved was left out, or is done elsewhere."""
         nodes = self.before.nodes
         if len(part) < 2 or not any(nodes[n].op == node.op and nodes[n].attributes == node.attributes for n in part):
             return part
         return tuple(n for n in part if base_op(nodes[n].op) not in LAYOUT or nodes[n].op == node.op)
 
-    def _reason(self, node: SketchNode, part: tuple[int, ...]) -> str:
+    def _reason(self, node: SummaryNode, part: tuple[int, ...]) -> str:
         """By its tensors' names where one node is that node; by what lies between its tensors otherwise."""
         named = [self.known.named[v] for v in node.outputs if v != NOTHING and self.known.named[v]]
         if named and len(part) == 1:
@@ -149,7 +149,7 @@ class _Division:
     def _several_owners(self, part: Iterable[int]) -> bool:
         return len({(self.before.nodes[n].owners, self.before.nodes[n].call) for n in part}) > 1
 
-    def _moved(self, index: int, node: SketchNode, part: tuple[int, ...], open_ended: bool) -> Work:
+    def _moved(self, index: int, node: SummaryNode, part: tuple[int, ...], open_ended: bool) -> Work:
         """A node that only moves numbers: those before that moved them, if it is of their kind."""
         base = base_op(node.op)
         kinds = LAYOUT if base in LAYOUT else frozenset((base,))
@@ -160,7 +160,7 @@ class _Division:
             return self._inserted(index, node)
         return Work(moved, self._reason(node, moved), coarse=open_ended and len(moved) > 1)
 
-    def _inserted(self, index: int, node: SketchNode) -> Work:
+    def _inserted(self, index: int, node: SummaryNode) -> Work:
         """What stands where nothing stood; it may give tensors of before back, under their names or others."""
         known, ends = self.known, dict[int, None]()
         for value in node.outputs:
@@ -172,7 +172,7 @@ class _Division:
                 ends[self.before.maker[origin]] = None
         return Work((), Reason.INSERTED, ends=tuple(sorted(ends)))
 
-    def _gives_back(self, index: int, node: SketchNode, value: int) -> bool:
+    def _gives_back(self, index: int, node: SummaryNode, value: int) -> bool:
         """Whether a node makes a very tensor of before out of what was not that tensor, but at most its numbers."""
         known = self.known
         same = [v for v in node.reads if v != NOTHING and known.meaning[v] == known.meaning[value]]
@@ -180,7 +180,7 @@ class _Division:
             return False
         return bool(same) or known.meaning[value] not in self._behind[index]
 
-    def _pointed_at(self, index: int, node: SketchNode, part: tuple[int, ...]) -> Work:
+    def _pointed_at(self, index: int, node: SummaryNode, part: tuple[int, ...]) -> Work:
         """The part of several nodes' common work that a node's name, weights or operator points to."""
         nodes = self.before.nodes
         named = [n for n in part if node.name and nodes[n].name == node.name]

@@ -1,4 +1,4 @@
-"""A sketch of a model: its nodes, tensors and owners as numbers and short strings, without weights.
+"""A summary of a model: its nodes, tensors and owners as numbers and short strings, without weights.
 
 It is everything that is compared of two models, and small enough to be kept in a file's metadata. Nodes inside
 subgraphs stand in the same list, after the node that holds them, which also counts what they capture as read by it.
@@ -21,7 +21,7 @@ from htp_export.model.dependence import dependence
 from htp_export.model.operators import SIZES_ONLY, operator_of, values_read
 from htp_export.model.shapes.symbolic import Symbolic
 
-__all__ = ["NOTHING", "Shape", "Sketch", "SketchNode", "SketchValue", "draw"]
+__all__ = ["NOTHING", "GraphSummary", "Shape", "SummaryNode", "SummaryValue", "summarize"]
 
 Shape = tuple[tuple[int | str, ...] | None, int]
 """Dimensions and element type of a tensor; None and 0 for what is not known."""
@@ -31,7 +31,7 @@ _SMALL_BYTES = 256  # constants up to this size are compared by what is in them
 
 
 @dataclass(slots=True)
-class SketchValue:
+class SummaryValue:
     """A tensor.
 
     Attributes:
@@ -52,7 +52,7 @@ class SketchValue:
 
 
 @dataclass(slots=True)
-class SketchNode:
+class SummaryNode:
     """A node.
 
     Attributes:
@@ -63,7 +63,7 @@ class SketchNode:
         captured: Values from outside that its subgraphs read.
         attributes: What its attributes say, as a short hash.
         words: Its attributes that are strings: names of operators that it took in, among others.
-        scope: As of `SketchValue`.
+        scope: As of `SummaryValue`.
         holder: The node whose subgraph it stands in; `NOTHING` in the main graph.
         has_bodies: Whether it holds subgraphs.
         owners: Its owners, empty where it has no tags.
@@ -92,7 +92,7 @@ class SketchNode:
 
 
 @dataclass
-class Sketch:
+class GraphSummary:
     """A model.
 
     Attributes:
@@ -103,8 +103,8 @@ class Sketch:
         infer: Finds the shapes that the file does not say, by name; called once, when the first is asked for.
     """
 
-    nodes: list[SketchNode] = field(default_factory=list)
-    values: list[SketchValue] = field(default_factory=list)
+    nodes: list[SummaryNode] = field(default_factory=list)
+    values: list[SummaryValue] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     infer: Callable[[], Mapping[str, Shape]] | None = field(default=None, repr=False)
@@ -189,24 +189,26 @@ class Sketch:
         return found[0] if len(found) == 1 else NOTHING
 
 
-def draw(model: ir.Model, functions: Iterable[ir.Function] = ()) -> tuple[Sketch, list[ir.Node]]:
-    """Sketch a model.
+def summarize(model: ir.Model, functions: Iterable[ir.Function] = ()) -> tuple[GraphSummary, list[ir.Node]]:
+    """GraphSummary a model.
 
     Args:
         model: The model; no external data of it is read.
-        functions: Functions whose bodies are sketched too, each as a scope of its own.
+        functions: Functions whose bodies are summarized too, each as a scope of its own.
 
     Returns:
-        The sketch, and the model's nodes in the same order.
+        The summary, and the model's nodes in the same order.
     """
-    pen = _Pen()
-    pen.graph(model.graph, "", NOTHING)
-    pen.sketch.infer = functools.partial(_infer_shapes, model)
-    pen.sketch.inputs = [pen.values[value] for value in model.graph.inputs]
-    pen.sketch.outputs = [pen.values[value] for value in model.graph.outputs if value in pen.values]
+    summarizer = _Summarizer()
+    summarizer.graph(model.graph, "", NOTHING)
+    summarizer.summary.infer = functools.partial(_infer_shapes, model)
+    summarizer.summary.inputs = [summarizer.values[value] for value in model.graph.inputs]
+    summarizer.summary.outputs = [
+        summarizer.values[value] for value in model.graph.outputs if value in summarizer.values
+    ]
     for function in functions:
-        pen.graph(function.graph, f"{function.domain}::{function.name}", NOTHING)
-    return pen.sketch, pen.nodes
+        summarizer.graph(function.graph, f"{function.domain}::{function.name}", NOTHING)
+    return summarizer.summary, summarizer.nodes
 
 
 def _infer_shapes(model: ir.Model) -> dict[str, Shape]:
@@ -222,11 +224,11 @@ def _infer_shapes(model: ir.Model) -> dict[str, Shape]:
     }
 
 
-class _Pen:
+class _Summarizer:
     """Draws one model."""
 
     def __init__(self) -> None:
-        self.sketch, self.nodes = Sketch(), list[ir.Node]()
+        self.summary, self.nodes = GraphSummary(), list[ir.Node]()
         self.values: dict[ir.Value, int] = {}
 
     def graph(self, graph: ir.Graph, scope: str, holder: int) -> None:
@@ -244,8 +246,8 @@ class _Pen:
         if shape is None and value.const_value is not None:
             shape = tuple(map(_dimension, value.const_value.shape.dims))
         dtype = int(value.dtype) if value.dtype is not None else 0
-        self.values[value] = index = len(self.sketch.values)
-        self.sketch.values.append(SketchValue(value.name or "", scope, shape, dtype, kind, content))
+        self.values[value] = index = len(self.summary.values)
+        self.summary.values.append(SummaryValue(value.name or "", scope, shape, dtype, kind, content))
         return index
 
     def _read(self, value: ir.Value | None, scope: str) -> int:
@@ -263,8 +265,8 @@ class _Pen:
             if node.op_type == "Constant":
                 content = attributes
         self.nodes.append(node)
-        self.sketch.nodes.append(
-            SketchNode(
+        self.summary.nodes.append(
+            SummaryNode(
                 sys.intern(operator_of(node)),
                 node.name or "",
                 tuple([self._read(value, scope) for value in node.inputs]),
@@ -284,13 +286,13 @@ class _Pen:
             self._body(body, f"{scope}/{node.outputs[0].name if node.outputs else node.name}:{name}", index)
 
     def _body(self, body: ir.Graph, scope: str, holder: int) -> None:
-        before, first = len(self.sketch.values), len(self.sketch.nodes)
+        before, first = len(self.summary.values), len(self.summary.nodes)
         self.graph(body, scope, holder)
-        inside = self.sketch.nodes[first:]
+        inside = self.summary.nodes[first:]
         reads = (value for node in inside for value in node.reads)
         given = (self.values[value] for value in body.outputs if value in self.values)
         captured = dict.fromkeys(value for value in (*reads, *given) if NOTHING < value < before)
-        own = self.sketch.nodes[holder]
+        own = self.summary.nodes[holder]
         own.captured = tuple(dict.fromkeys((*own.captured, *captured)))
 
 
