@@ -28,7 +28,7 @@ from htp_export.provenance.fates import CarriedEvidence
 from htp_export.provenance.graph_summary import NOTHING, GraphSummary, summarize
 from htp_export.provenance.maps import map_to_text, text_to_map
 from htp_export.provenance.ownership import Owned, owners_after
-from htp_export.provenance.work import divide
+from htp_export.provenance.replaced_nodes import replaced_nodes
 
 __all__ = ["Carried", "carry", "carry_in_place", "embed_map", "tagged_model"]
 
@@ -294,7 +294,7 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
         calls = CallTree.from_json(origin.kept.get(tags.CALLERS), origin.hierarchy)
     except ValueError as error:
         raise InputError(f"the first model: {error}") from error
-    found = owners_after(origin.summary, after, divide(alignment), calls)
+    found = owners_after(origin.summary, after, replaced_nodes(alignment), calls)
     owned = [one if one.paths else replace(one, paths=("",)) for one in found]
     works = [calls.work(one.paths, one.call) for one in owned]
     evidence = CarriedEvidence(alignment, origin.hierarchy, origin.signatures, works, calls)

@@ -12,7 +12,7 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.graph_summary import summarize
 from htp_export.provenance.ownership import Owned, owners_after
-from htp_export.provenance.work import divide
+from htp_export.provenance.replaced_nodes import replaced_nodes
 
 __all__ = ["optimized_owners", "optimized_works"]
 
@@ -66,4 +66,6 @@ def _owned(
         summarized.owners, summarized.call = work.owners, tree.encode_calls(work.owners, work.calls)
     for summarized in after.nodes:
         summarized.owners = ()
-    return dict(zip(after_nodes, owners_after(before, after, divide(Alignment(before, after)), tree), strict=True))
+    return dict(
+        zip(after_nodes, owners_after(before, after, replaced_nodes(Alignment(before, after)), tree), strict=True)
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from htp_export.format.call_tree import CallTree
 from htp_export.format.reasons import Reason
 from htp_export.provenance.graph_summary import NOTHING, GraphSummary, SummaryNode
-from htp_export.provenance.work import Work
+from htp_export.provenance.replaced_nodes import ReplacedNodes
 
 __all__ = ["Owned", "owners_after"]
 
@@ -30,7 +30,9 @@ class Owned:
     kept: bool = False
 
 
-def owners_after(before: GraphSummary, after: GraphSummary, works: Sequence[Work], tree: CallTree) -> list[Owned]:
+def owners_after(
+    before: GraphSummary, after: GraphSummary, works: Sequence[ReplacedNodes], tree: CallTree
+) -> list[Owned]:
     """The owners of every node after, in order; a node that touches nothing that is known has none.
 
     Args:
@@ -58,7 +60,7 @@ def owners_after(before: GraphSummary, after: GraphSummary, works: Sequence[Work
     return [owned or Owned((), Reason.INSERTED) for owned in found]
 
 
-def _by_work(before: GraphSummary, node: SummaryNode, work: Work, tree: CallTree) -> Owned | None:
+def _by_work(before: GraphSummary, node: SummaryNode, work: ReplacedNodes, tree: CallTree) -> Owned | None:
     nodes = [before.nodes[index] for index in work.nodes]
     if not nodes and work.ends and not node.owners:
         return _together(

@@ -1,8 +1,8 @@
-"""The work of each node after a tool: the nodes before that it stands for.
+"""The original nodes that each node of a tool's result replaces.
 
-A node whose inputs and outputs are known computes what lies between them before. Nodes with unknown tensors between
-them share what lies between the known tensors around them; of that, each does what its name, its weights or its
-operator points to. What only moves numbers, and stands where nothing was moved before, was inserted.
+A node whose inputs and outputs have counterparts replaces the original nodes between these. Nodes with unmatched tensors
+between them share the original nodes between the matched tensors; each replaces those that its name, its initializers or
+its operator indicates. A layout operator without an original counterpart was inserted.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from htp_export.model.operators import LAYOUT, base_op, moves
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.graph_summary import NOTHING, SummaryNode
 
-__all__ = ["Work", "divide"]
+__all__ = ["ReplacedNodes", "replaced_nodes"]
 
-_REPEATED = 40  # nodes that one node is believed to compute once more
+_REPEATED = 40  # original nodes that one node is assumed to compute a second time
 _SHARED: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What one node does.
+class ReplacedNodes:
+    """The original nodes that one node replaces.
 
     Attributes:
-        nodes: The nodes before whose work it does, in order of execution; empty for one that was inserted.
-        reason: ``tensor``, ``node``, ``initializer``, ``values`` or ``region``; ``inserted`` where there are no nodes.
-        ends: For an inserted node that gives tensors of before their old form: the nodes before that made them.
-        coarse: Whether the nodes are those of several nodes together, which could not be told apart.
+        nodes: The original nodes, in order of execution; empty for an inserted node.
+        reason: ``tensor``, ``node``, ``initializer``, ``values`` or ``region``; ``inserted`` without nodes.
+        ends: For an inserted node that restores the form of original tensors: their producers.
+        coarse: Whether several nodes share these original nodes, because they cannot be separated.
     """
 
     nodes: tuple[int, ...]
@@ -38,8 +38,8 @@ class Work:
     coarse: bool = False
 
 
-def divide(alignment: Alignment) -> list[Work]:
-    """The work of every node after, in order."""
+def replaced_nodes(alignment: Alignment) -> list[ReplacedNodes]:
+    """Return the original nodes that each node of the result replaces, in order."""
     return _Division(alignment).result
 
 
@@ -94,12 +94,12 @@ class _Division:
 
     # --- one node ---
 
-    def _work(self, index: int, node: SummaryNode) -> Work:
+    def _work(self, index: int, node: SummaryNode) -> ReplacedNodes:
         meaning, nodes = self.known.meaning, self.before.nodes
         outputs = [v for v in node.outputs if v != NOTHING]
         unknown = [v for v in outputs if meaning[v] == NOTHING and self.after.readers[v]]
         if not node.inputs and not node.has_bodies and unknown:
-            return Work((), Reason.INSERTED)
+            return ReplacedNodes((), Reason.INSERTED)
         part = self._between(self._ahead[index], self._behind[index])
         inner = [v for v in node.reads if v != NOTHING and meaning[v] == NOTHING]
         done = _SHARED.union(*(self._done.get(v, _SHARED) for v in inner))
@@ -116,7 +116,7 @@ class _Division:
         elif unknown and self._several_owners(rest):
             work = self._pointed_at(index, node, rest)
         else:
-            work = Work(rest, self._reason(node, rest), coarse=bool(unknown or inner))
+            work = ReplacedNodes(rest, self._reason(node, rest), coarse=bool(unknown or inner))
         if not node.has_bodies and any(nodes[n].has_bodies for n in work.nodes):  # a branch that was dissolved
             work = replace(work, nodes=tuple(sorted({*work.nodes, *self._inside(work.nodes)})))
         if unknown:
@@ -149,7 +149,7 @@ class _Division:
     def _several_owners(self, part: Iterable[int]) -> bool:
         return len({(self.before.nodes[n].owners, self.before.nodes[n].call) for n in part}) > 1
 
-    def _moved(self, index: int, node: SummaryNode, part: tuple[int, ...], open_ended: bool) -> Work:
+    def _moved(self, index: int, node: SummaryNode, part: tuple[int, ...], open_ended: bool) -> ReplacedNodes:
         """A node that only moves numbers: those before that moved them, if it is of their kind."""
         base = base_op(node.op)
         kinds = LAYOUT if base in LAYOUT else frozenset((base,))
@@ -158,9 +158,9 @@ class _Division:
             moved = part
         if not moved:
             return self._inserted(index, node)
-        return Work(moved, self._reason(node, moved), coarse=open_ended and len(moved) > 1)
+        return ReplacedNodes(moved, self._reason(node, moved), coarse=open_ended and len(moved) > 1)
 
-    def _inserted(self, index: int, node: SummaryNode) -> Work:
+    def _inserted(self, index: int, node: SummaryNode) -> ReplacedNodes:
         """What stands where nothing stood; it may give tensors of before back, under their names or others."""
         known, ends = self.known, dict[int, None]()
         for value in node.outputs:
@@ -170,7 +170,7 @@ class _Division:
             named = self.before.values[origin].name == self.after.values[value].name
             if named or self._gives_back(index, node, value):
                 ends[self.before.maker[origin]] = None
-        return Work((), Reason.INSERTED, ends=tuple(sorted(ends)))
+        return ReplacedNodes((), Reason.INSERTED, ends=tuple(sorted(ends)))
 
     def _gives_back(self, index: int, node: SummaryNode, value: int) -> bool:
         """Whether a node makes a very tensor of before out of what was not that tensor, but at most its numbers."""
@@ -180,7 +180,7 @@ class _Division:
             return False
         return bool(same) or known.meaning[value] not in self._behind[index]
 
-    def _pointed_at(self, index: int, node: SummaryNode, part: tuple[int, ...]) -> Work:
+    def _pointed_at(self, index: int, node: SummaryNode, part: tuple[int, ...]) -> ReplacedNodes:
         """The part of several nodes' common work that a node's name, weights or operator points to."""
         nodes = self.before.nodes
         named = [n for n in part if node.name and nodes[n].name == node.name]
@@ -194,8 +194,8 @@ class _Division:
             alike = alike[:1]  # in order: those before it are done
         for found, reason in ((named, Reason.NODE), (reading, Reason.INITIALIZER), (alike, Reason.REGION)):
             if found:
-                return Work(self._up_to(found, part), reason)
-        return Work(part, Reason.REGION, coarse=True)
+                return ReplacedNodes(self._up_to(found, part), reason)
+        return ReplacedNodes(part, Reason.REGION, coarse=True)
 
     def _up_to(self, ends: list[int], part: tuple[int, ...]) -> tuple[int, ...]:
         """Of a part, the nodes that these are made of, and these."""
@@ -266,7 +266,7 @@ class _Division:
         return (equal or [origin]) + also
 
     def _repeated(self, value: int, behind: frozenset[int], live: bool) -> set[int]:
-        """Work that another node does as well: only if all that it needs is at hand, and it is little."""
+        """Original nodes that another node replaces, too: only if all their inputs are available, and they are few."""
         before, queue, found = self.before, [value], set[int]()
         while queue:
             at = queue.pop()
