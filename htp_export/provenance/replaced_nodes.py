@@ -1,8 +1,8 @@
 """The original nodes that each node of a tool's result replaces.
 
-A node whose inputs and outputs have counterparts replaces the original nodes between these. Nodes with unmatched tensors
-between them share the original nodes between the matched tensors; each replaces those that its name, its initializers or
-its operator indicates. A layout operator without an original counterpart was inserted.
+A node whose inputs and outputs have counterparts replaces the original nodes between these. Nodes with unmatched
+tensors between them share the original nodes between the matched tensors; each replaces those that its name, its
+initializers or its operator indicates. A layout operator without an original counterpart was inserted.
 """
 
 from __future__ import annotations
