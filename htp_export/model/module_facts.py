@@ -99,7 +99,7 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _TensorHolders:
     """A parameter or weight, and the modules that hold or read it, the first one first."""
 
     elements: int
@@ -126,8 +126,8 @@ def contents_of(tagged: TaggedModel) -> Contents:
         for owner in owners or ("",):
             own_nodes[owner].append(node)
     readers = _readers(tagged)
-    stored = {value: _Held(_elements(value), tuple(paths)) for value, paths in readers.items()}
-    by_dtype: defaultdict[str, list[_Held]] = defaultdict(list)
+    stored = {value: _TensorHolders(_elements(value), tuple(paths)) for value, paths in readers.items()}
+    by_dtype: defaultdict[str, list[_TensorHolders]] = defaultdict(list)
     shared_sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)
     own_sizes: Counter[str] = Counter()
     own_weights: defaultdict[str, list[ir.Value]] = defaultdict(list)
@@ -136,7 +136,7 @@ def contents_of(tagged: TaggedModel) -> Contents:
         own_sizes[held.holders[0]] += size
         for path in held.holders:
             own_weights[path].append(value)
-        by_dtype[dtype_name(_dtype(value))].append(_Held(size, held.holders))
+        by_dtype[dtype_name(_dtype(value))].append(_TensorHolders(size, held.holders))
         inside = Counter(up for path in held.holders for up in tags.ancestors(path)) if len(held.holders) > 1 else {}
         for path, readers_inside in inside.items():
             if readers_inside < len(held.holders):
@@ -177,7 +177,7 @@ def dtype_name(dtype: ir.DataType) -> str:
     return "string" if dtype == ir.DataType.STRING else str(dtype.numpy().name)
 
 
-def _summed(listed: Sequence[_Held]) -> tuple[Counter[str], Counter[str]]:
+def _summed(listed: Sequence[_TensorHolders]) -> tuple[Counter[str], Counter[str]]:
     """Module path → elements at or below it; and those that it is the first to hold."""
     total: Counter[str] = Counter()
     own: Counter[str] = Counter()
@@ -200,7 +200,7 @@ def _summed(listed: Sequence[_Held]) -> tuple[Counter[str], Counter[str]]:
 # --- parameters -----------------------------------------------------------------------------------------
 
 
-def _declared(tagged: TaggedModel) -> dict[str, _Held] | None:
+def _declared(tagged: TaggedModel) -> dict[str, _TensorHolders] | None:
     """Full name of each parameter of the PyTorch model → the modules that hold it; None where it is not known."""
     if tagged.parameters is None:
         return None
@@ -218,7 +218,7 @@ def _declared(tagged: TaggedModel) -> dict[str, _Held] | None:
         tensor = initializers[full].const_value if full in initializers else None
         floating = tensor is not None and tensor.dtype.is_floating_point()
         sizes = tensor.shape.numpy() if tensor is not None and floating else shape
-        found[full] = _Held(math.prod(sizes), holders[full])
+        found[full] = _TensorHolders(math.prod(sizes), holders[full])
     return found
 
 

@@ -24,7 +24,7 @@ from htp_export.passes.declining import decline
 from htp_export.passes.editing import Array, bytes_of, is_constant
 from htp_export.runtime.sessions import RunnableModel, Session, as_written
 
-__all__ = ["GROWTH", "LEAST_ROOM", "SHARE", "Work", "computed", "find_work", "room_left"]
+__all__ = ["GROWTH", "LEAST_ROOM", "SHARE", "ConstantNodes", "computed", "find_constant_nodes", "room_left"]
 
 LEAST_ROOM = 1 << 20
 """Bytes by which the constants of any model may grow."""
@@ -77,7 +77,7 @@ def _held_back(node: ir.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Work:
+class ConstantNodes:
     """Nodes that compute the same in every run, and that read each other.
 
     Attributes:
@@ -101,9 +101,9 @@ class Work:
         return sum(bytes_of(value.const_value) for value in alone if not value.is_graph_output())
 
 
-def find_work(
+def find_constant_nodes(
     graph: ir.Graph, room: int, left_out: Collection[ir.Node] = (), opsets: Mapping[str, int] | None = None
-) -> list[Work]:
+) -> list[ConstantNodes]:
     """The work of one graph that can be done beforehand.
 
     Args:
@@ -146,7 +146,7 @@ def _is_sequence(value: ir.Value) -> bool:
     return not any(kind.startswith("tensor") for kind in formals[min(value.index() or 0, len(formals) - 1)].types)
 
 
-def _work(nodes: Sequence[ir.Node]) -> Work:
+def _work(nodes: Sequence[ir.Node]) -> ConstantNodes:
     made = {value for node in nodes for value in node.outputs}
     inside = {*nodes, *(inner for node in nodes for body in subgraphs(node) for inner in body.all_nodes())}
     results = [
@@ -158,7 +158,7 @@ def _work(nodes: Sequence[ir.Node]) -> Work:
         and any(use.node not in inside for use in value.uses())
     ]
     constants = dict.fromkeys(value for node in nodes for value in _reads(node) if value not in made)
-    return Work(tuple(nodes), tuple(results), tuple(constants))
+    return ConstantNodes(tuple(nodes), tuple(results), tuple(constants))
 
 
 def _size(value: ir.Value, known: Symbolic) -> int | None:
@@ -170,7 +170,7 @@ def _size(value: ir.Value, known: Symbolic) -> int | None:
     return int(elements * (dtype.itemsize if dtype is not None else 8))
 
 
-def _together(works: Sequence[Work]) -> list[list[Work]]:
+def _together(works: Sequence[ConstantNodes]) -> list[list[ConstantNodes]]:
     """Works that are computed in one run: those without large weights; each other one by itself."""
     alone = [[work] for work in works if any(bytes_of(value.const_value) > _LARGE for value in work.constants)]
     small = [work for work in works if all(bytes_of(value.const_value) <= _LARGE for value in work.constants)]
@@ -178,8 +178,8 @@ def _together(works: Sequence[Work]) -> list[list[Work]]:
 
 
 def computed(
-    model: ir.Model, works: Sequence[Work]
-) -> Iterator[tuple[Work, dict[ir.Value, ir.TensorProtocol], ir.Node | None]]:
+    model: ir.Model, works: Sequence[ConstantNodes]
+) -> Iterator[tuple[ConstantNodes, dict[ir.Value, ir.TensorProtocol], ir.Node | None]]:
     """Each work with its results, and the first of its nodes that ONNX Runtime cannot run, if there is one."""
     for batch in _together(works):
         try:
@@ -193,7 +193,9 @@ def computed(
                 yield work, *_as_far_as_it_goes(model, work)
 
 
-def _as_far_as_it_goes(model: ir.Model, work: Work) -> tuple[dict[ir.Value, ir.TensorProtocol], ir.Node | None]:
+def _as_far_as_it_goes(
+    model: ir.Model, work: ConstantNodes
+) -> tuple[dict[ir.Value, ir.TensorProtocol], ir.Node | None]:
     """The results of one work, or else the first node that does not run."""
     try:
         arrays = _run(model, work.nodes, work.results)

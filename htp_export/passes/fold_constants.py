@@ -8,7 +8,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from htp_export.model.operators import RESHAPING, is_standard
 from htp_export.model.regions import subgraphs
 from htp_export.model.shapes.symbolic import Symbolic
-from htp_export.passes.constant_work import GROWTH, Work, computed, find_work, room_left
+from htp_export.passes.constant_work import GROWTH, ConstantNodes, computed, find_constant_nodes, room_left
 from htp_export.passes.declining import decline
 from htp_export.passes.editing import add_initializer, bytes_of, is_constant, release, remove_unused, stand_in
 from htp_export.passes.registry import register
@@ -84,7 +84,7 @@ def _fold(model: ir.Model, graph: ir.Graph) -> bool:
     """Compute what nodes of a graph make that others read, as far as there is room for it."""
     left_out: set[ir.Node] = set()
     folded = False
-    while works := find_work(graph, room_left(model), left_out, model.opset_imports):
+    while works := find_constant_nodes(graph, room_left(model), left_out, model.opset_imports):
         looked_at, nodes = len(left_out), len(graph)
         for work, results, fault in computed(model, works):
             if fault is not None:
@@ -100,7 +100,7 @@ def _fold(model: ir.Model, graph: ir.Graph) -> bool:
 def _keep(
     model: ir.Model,
     graph: ir.Graph,
-    work: Work,
+    work: ConstantNodes,
     results: dict[ir.Value, ir.TensorProtocol],
     left_out: set[ir.Node],
 ) -> bool:

@@ -206,7 +206,7 @@ def _slice(
     return list(found), ends
 
 
-class _Work:
+class _MergedOwners:
     """Whose work a node does: collects owners with their calls."""
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ def merge_tags(difference: Difference, order: Mapping[str, int], called: Collect
         called: Paths of the modules that ran.
         calls: Their calls.
     """
-    work: defaultdict[ir.Node, _Work] = defaultdict(_Work)
+    work: defaultdict[ir.Node, _MergedOwners] = defaultdict(_MergedOwners)
     before, after = difference.before, difference.after
     is_new = set(difference.added)
     for old, new in list(difference.equal.items()):
@@ -274,7 +274,9 @@ def _twins(difference: Difference, old: ir.Value, new: ir.Value) -> Iterator[tup
             )
 
 
-def _write(node: ir.Node, work: _Work, order: Mapping[str, int], called: Collection[str], calls: CallTree) -> None:
+def _write(
+    node: ir.Node, work: _MergedOwners, order: Mapping[str, int], called: Collection[str], calls: CallTree
+) -> None:
     if not work.groups:
         return
     groups = [dict.fromkeys(owner for entry in group for owner in tags.owners_of(entry)) for group in work.groups]
