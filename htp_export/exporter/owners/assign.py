@@ -14,17 +14,18 @@ from dataclasses import dataclass
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog
 from htp_export.exporter.capture.record import Key, Node, Operation, Record
-from htp_export.exporter.owners.flow import Flow, place_strays
+from htp_export.exporter.owners.flow import Flow, relocate_operations
 from htp_export.format.reasons import Reason
 
 Calls = frozenset[int]
 _NOBODY: Calls = frozenset()
-_LOOK_BACK = 32  # operations
+_LOOK_BACK = 31
+"""Operations between one and the one that reverses it, at most: both are in one module, with few operations between."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Who owns one node, and how that is known.
+    """The owners of one node, and the evidence for them.
 
     Attributes:
         paths: The owners' module paths in order of execution, never empty.
@@ -38,11 +39,11 @@ class Ownership:
 
 
 class Origins:
-    """For every tensor of the exported graph, the calls that computed it, and those whose work went into it.
+    """The calls that computed each tensor of the exported graph, and the calls whose work was absorbed.
 
     Attributes:
-        made: Exported tensor → calls of the operations that made the same tensor.
-        placed: Exported tensors whose calls are known by flow alone.
+        made: Exported tensor → calls of the operations that produced the same tensor.
+        placed: Exported tensors whose calls are known by flow only.
         absorbed: Exported tensor → calls of further operations whose own tensors are gone.
     """
 
@@ -53,7 +54,7 @@ class Origins:
         self._first: dict[Key, int] = {}  # exported tensor → operation that made it first
         self._maker: dict[Key, int] = {}
         self._final, self._live = record.final, flow.live
-        strays = place_strays(record, flow)
+        relocated = relocate_operations(record, flow)
         final, live = record.final, flow.live
         lost: dict[Key, tuple[Calls, frozenset[Key]]] = {}  # lost tensor → calls that it took, and what they read
         for index, operation in enumerate(record.operations):
@@ -70,22 +71,22 @@ class Origins:
             self._maker.update(dict.fromkeys(operation.outputs, index))
             for key in operation.outputs:
                 here = final.get(key)
-                if here is None:  # work on constants and sizes is folded away, and absorbed by nobody
+                if here is None:  # work on constants and sizes is folded and not absorbed
                     lost[key] = (calls | {operation.call} if key in live else calls, frozenset(reads))
                 elif here not in reads and not self._undoes(record.operations, index, here):
                     self._first.setdefault(here, index)
                     self.made.setdefault(here, set()).add(operation.call)
-                    if index in strays:
+                    if index in relocated:
                         self.placed.add(here)
                     if calls:
                         self.absorbed.setdefault(here, set()).update(calls)
 
     def _undoes(self, operations: list[Operation], index: int, here: Key) -> bool:
-        """Whether an operation only gives back what the work before it began with, so that no node computes it.
+        """Return whether an operation only returns the tensor from which its inputs were computed.
 
-        It reads, through others, the very tensor that stands for its result: a size made a vector again, a
-        transposition turned back. Equal work of two modules does not read one another, but where the tensor that both
-        read was made again in between. What undoes stands close to what it undoes, so that a short look back is enough.
+        No node computes such an operation: a size that becomes a vector again, a transposition that is reversed. Its
+        inputs depend on the tensor that stands for its result. Equal work of two modules is different: neither depends
+        on the other, unless the tensor that both read was computed again in between.
         """
         origin = self._first.get(here)
         if origin is None:
@@ -95,7 +96,7 @@ class Origins:
             return False
         seen: set[int] = set()
         queue = [index]
-        while queue and len(seen) < _LOOK_BACK:
+        while queue and len(seen) <= _LOOK_BACK:
             for key in operations[queue.pop(0)].inputs:
                 maker = self._maker.get(key, -1)
                 if maker == origin:
@@ -106,12 +107,12 @@ class Origins:
         return False
 
     def _reads(self, operation: Operation) -> frozenset[Key]:
-        """The exported tensors that stand for what an operation reads, as far as the inputs change them."""
+        """Return the exported counterparts of the inputs of an operation, without those that do not vary."""
         return frozenset(self._final.get(key) for key in operation.inputs if key in self._live)
 
 
 def assign(record: Record, flow: Flow) -> list[Ownership]:
-    """Owners of every node of the exported graph, in the order of ``record.nodes``."""
+    """Return the owners of every node of the exported graph, in the order of ``record.nodes``."""
     origins = Origins(record, flow)
     demand: dict[Key, set[int]] = {}  # tensor that no captured operation made → calls whose work reads it
     found: list[tuple[Calls, Reason] | None] = [None] * len(record.nodes)

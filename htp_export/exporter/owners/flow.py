@@ -1,4 +1,4 @@
-"""How values flow through captured operations: what varies, what is needed, and where strays belong."""
+"""The flow of values through captured operations: what varies, what is needed, and operations in another call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def varying(steps: list[Operation] | list[Node], inputs: set[Key]) -> set[Key]:
 
 
 def needed(operations: list[Operation], outputs: list[Key], *, values_only: bool = False) -> list[bool]:
-    """For each operation, whether what the model returns depends on it; or on its values, not on their sizes alone."""
+    """Return for each operation whether the outputs depend on it; with ``values_only``, on more than its sizes."""
     wanted = set(outputs)
     marks = [False] * len(operations)
     for index in range(len(operations) - 1, -1, -1):
@@ -30,11 +30,11 @@ def needed(operations: list[Operation], outputs: list[Key], *, values_only: bool
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Which captured tensors and operations count.
+    """The captured tensors and operations that count.
 
     Attributes:
-        live: The tensors whose values depend on what the user gives.
-        wanted: For each operation, whether what the model returns depends on it.
+        live: The tensors whose values depend on the inputs.
+        wanted: For each operation, whether the outputs depend on it.
     """
 
     live: set[Key]
@@ -42,21 +42,20 @@ class Flow:
 
     @classmethod
     def of(cls, record: Record) -> Flow:
-        """How values flow through what was captured; who ran it plays no part."""
+        """Compute the flow of a record, without its calls."""
         return cls(varying(record.operations, record.inputs), needed(record.operations, record.outputs))
 
 
-def place_strays(record: Record, flow: Flow) -> set[int]:
-    """Find a call for each operation that the exporter moved away from the module that asked for it.
+def relocate_operations(record: Record, flow: Flow) -> set[int]:
+    """Find the call of each operation that the exporter moved out of the module that uses it.
 
-    ``torch.export`` knows sizes by symbols, and reads each size once, from an input of the model, wherever in the
-    model it was asked for; what it makes of symbols has the scope of one of those who asked, or none. An operation
-    without a call goes into the innermost call around its readers.
-    One that reads the size of a tensor which its call neither makes nor otherwise reads goes into the innermost call
-    around it that does.
+    ``torch.export`` represents sizes by symbols, and reads each size once, from an input of the model. Operations on
+    symbols have the scope of one of the modules that use them, or none. An operation without a call is assigned to the
+    innermost call around its consumers. One that reads the size of a tensor which its call neither produces nor reads
+    otherwise is assigned to the innermost call around it that does.
 
     Returns:
-        Indices of the operations that were placed; their ``call`` is set.
+        Indices of the relocated operations; their ``call`` is set.
     """
     if not record.log.calls:
         return set()
@@ -66,8 +65,8 @@ def place_strays(record: Record, flow: Flow) -> set[int]:
     return placed | _place_sizes(record, flow)
 
 
-def _place_between(record: Record, strays: set[int]) -> None:
-    """Give each stray the innermost call around its readers."""
+def _place_between(record: Record, unscoped: set[int]) -> None:
+    """Assign each operation without a scope to the innermost call around its consumers."""
     log = record.log
     outermost = next(index for index, call in enumerate(log.calls) if call.parent == NO_CALL)
     around: dict[Key, tuple[int, ...]] = dict.fromkeys(record.outputs, (outermost,))  # tensor → calls around readers
@@ -77,7 +76,7 @@ def _place_between(record: Record, strays: set[int]) -> None:
 
     for index in range(len(record.operations) - 1, -1, -1):
         operation = record.operations[index]
-        if index in strays:
+        if index in unscoped:
             chain: tuple[int, ...] | None = None
             for key in operation.outputs:
                 if key in around:
@@ -88,7 +87,7 @@ def _place_between(record: Record, strays: set[int]) -> None:
 
 
 def _place_sizes(record: Record, flow: Flow) -> set[int]:
-    """Move readings of sizes out to the innermost call that has the tensor."""
+    """Assign operations that read sizes to the innermost call that has the tensor."""
     log = record.log
     measured = {key for operation in record.operations if operation.shape_only for key in operation.inputs} & flow.live
     near: dict[Key, set[int]] = {key: set() for key in measured}  # tensor → calls that make it or read its values
