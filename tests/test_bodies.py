@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import htp_export
-from tests.exporting import converts_loops, exported
-from tests.nets import spread, x
+from htp_export.errors import CaptureError, UntaggedExportWarning
+from htp_export.exporter.capture.program_bodies import ProgramBodies
+from tests.exporting import converts_loops, exported, metadata
+from tests.nets import NETS, spread, x
 from tests.truth import nodes_of, owners_of, tree_of
 
 
@@ -117,13 +119,58 @@ def test_the_bodies_of_a_program_exported_in_strict_mode_have_the_paths_of_the_m
 
 
 @pytest.mark.parametrize(("make", "owners"), [(Branches, BRANCHES), pytest.param(Loops, LOOPS, marks=converts_loops)])
-def test_in_bodies_of_an_exported_program_parameters_tell_their_module_and_all_else_is_the_holders(
+def test_in_bodies_of_any_other_exported_program_parameters_tell_their_module_and_all_else_is_the_holders(
     make: type[nn.Module], owners: dict[str, Any], tmp_path: Path
 ) -> None:
     program = torch.export.export(built(make), (x(2, 4),))
     htp_export.export(program, (), tmp_path / "m.onnx", verbose=False)
     file = onnx.load(tmp_path / "m.onnx")
     assert owners_by_type(file, *owners) == {**owners, "Tanh": [("",)]}  # torch keeps no record of what runs there
+
+
+def nodes_with_owners(file: onnx.ModelProto) -> list[tuple[str, tuple[str, ...], str]]:
+    return [(node.op_type, owners_of(node), metadata(node).get("htp.call", "")) for node in nodes_of(file)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Branches",
+        pytest.param("Loops", marks=converts_loops),
+        "cond_over_self",
+        "modules_in_branches",
+        "branches_inside_branches",
+        "outside_and_in_a_branch",
+    ],
+)
+def test_the_bodies_of_a_program_exported_while_tags_are_wanted_have_the_modules_of_the_model(
+    name: str, tmp_path: Path
+) -> None:
+    own = {"Branches": Branches, "Loops": Loops}
+    model, kwargs = (built(own[name]), {"x": x(2, 4)}) if name in own else NETS[name].build()
+    with htp_export.tagging():
+        program = torch.export.export(model, (), kwargs, strict=False)
+    torch.export.save(program, tmp_path / "program.pt2")
+    whole = exported(model, kwargs, "dynamo", tmp_path)
+    ran = {path: entry["calls"] for path, entry in tree_of(whole).items() if entry["calls"]}
+    for given in (program, torch.export.load(tmp_path / "program.pt2")):
+        htp_export.export(given, (), tmp_path / "m.onnx", verbose=False)
+        file = onnx.load(tmp_path / "m.onnx")
+        assert nodes_with_owners(file) == nodes_with_owners(whole)
+        assert {path: entry["calls"] for path, entry in tree_of(file).items() if entry["calls"]} == ran
+        assert htp_export.verify(model, file, (), kwargs).ok
+
+
+def test_a_fault_while_the_modules_of_bodies_are_written_is_no_error_of_the_program(monkeypatch: Any) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("not so")
+
+    monkeypatch.setattr(ProgramBodies, "write", fails)
+    with htp_export.tagging(), pytest.raises(CaptureError, match="writing the modules of bodies"):
+        torch.export.export(built(Branches), (x(2, 4),))
+    with htp_export.tagging(strict=False), pytest.warns(UntaggedExportWarning, match="not so"):
+        program = torch.export.export(built(Branches), (x(2, 4),))
+    assert torch.equal(program.module()(x(2, 4)), built(Branches)(x(2, 4)))
 
 
 class Scripted(Holder):

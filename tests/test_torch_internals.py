@@ -319,6 +319,8 @@ def test_branches_of_an_exported_graph_are_found_and_are_a_choice() -> None:
     assert torch_internals.bodies_given(torch.sin, bodies) == []
     assert torch_internals.gives_what_a_body_gives(node.target)
     assert [[inner.op for inner in body.graph.nodes].count("call_function") for body in bodies] == [1, 1]
+    inner = [each.name for each in torch_internals.nodes_in_bodies(program.graph_module)[node]]
+    assert [each for each in inner if each in ("sin", "cos")] == ["sin", "cos"]
     assert torch_internals.bodies_of(bodies[0]) == torch_internals.bodies_of(nn.ReLU()) == {}
     trace = next(inner for inner in bodies[0].graph.nodes if inner.op == "call_function").meta["stack_trace"]
     assert [name for _, name in torch_internals.generated_lines(trace)] == ["sin", "cond"]

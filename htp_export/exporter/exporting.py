@@ -184,6 +184,9 @@ def tagging(*, strict: bool = True) -> Iterator[None]:
     Applies to the thread or task that enters it. Exports with tags in several threads run one after the other. May be
     nested; the innermost one applies. Torch is restored afterwards, also on errors.
 
+    ``torch.export.export`` inside it writes into the program which modules ran in branches and loop bodies, so that
+    an export of the program has them, later and elsewhere too.
+
     Args:
         strict: Whether an export fails if htp_export cannot follow it. If not, the model is exported without tags, and
             an `htp_export.errors.UntaggedExportWarning` gives the reason. Errors of the model and of torch are raised

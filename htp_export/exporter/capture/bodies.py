@@ -64,19 +64,14 @@ class Bodies:
         self._body_of_file.clear()
         self._inside = False
 
-    def runs(self, module: Any) -> None:
-        """Note that a module that is none of the model's runs; the bodies are such."""
-        file = file_of_code(module)
-        if file is not None:
-            self._body_of_file[file] = id(module)
-
-    def enter(self, function: Any, args: Any, log: CallLog) -> bool:
+    def enter(self, function: Any, args: Any, log: CallLog, *, traced: bool) -> bool:
         """Note that the model calls an operator, which calls itself again with the same bodies while it runs.
 
         Args:
             function: The operator.
             args: Its arguments.
             log: The calls so far. Those of modules in bodies are added.
+            traced: Whether it runs in the model itself, and not while Dynamo tries its graphs out.
 
         Returns:
             Whether it has bodies and is not inside another one; only then `leave` is to be called.
@@ -84,10 +79,11 @@ class Bodies:
         bodies = bodies_given(function, args)
         if self._inside or not bodies or not log.stack:
             return False
-        run = Run(log.stack[-1])
-        self._runs.append(run)
-        self._enter_bodies(run, function, bodies, log, run.parent, collections.Counter(), frozenset())
         self._inside = True
+        if traced:
+            run = Run(log.stack[-1])
+            self._runs.append(run)
+            self._enter_bodies(run, function, bodies, log, run.parent, collections.Counter(), frozenset())
         return True
 
     def leave(self) -> None:
@@ -108,6 +104,7 @@ class Bodies:
         before = counts.copy()
         for body in bodies:
             run.bodies.append(body)
+            self._body_of_file[file_of_code(body) or ""] = id(body)
             ran = before.copy() if is_choice(function) else counts
             self._enter(run, body, log, parent, ran, above)
             counts |= ran

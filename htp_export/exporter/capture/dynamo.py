@@ -26,6 +26,7 @@ from htp_export.exporter.capture.torch_internals import (
     changes_of,
     fx_node_of,
     fx_tracer,
+    nodes_in_bodies,
     without_export_root,
 )
 from htp_export.format.reasons import Reason
@@ -91,7 +92,6 @@ class DynamoCapture(Guarded):
         """
         path = self._path_of(module)
         if path is None:
-            self._bodies.runs(module)
             return False
         if not self.log.stack or tracer is not self._tracer:  # a new attempt at tracing starts from nothing
             self.log, self._root_name, self._tracer = CallLog(), name, tracer
@@ -119,12 +119,9 @@ class DynamoCapture(Guarded):
         self.log.exit(result, functools.partial(self._result_of, tracer=tracer))
 
     def enter_operator(self, function: Any, args: Any) -> bool:
-        """Note that an operator runs that may have bodies; only if it is true, `leave_operator` is to be called.
-
-        Dynamo tries the bodies out first, without tracing or with a tracer of its own.
-        """
+        """Note that an operator runs that may have bodies; only if it is true, `leave_operator` is to be called."""
         tracer = fx_tracer()
-        return tracer is not None and tracer is self._tracer and self._bodies.enter(function, args, self.log)
+        return self._bodies.enter(function, args, self.log, traced=tracer is not None and tracer is self._tracer)
 
     def leave_operator(self) -> None:
         """Note that the operator returns."""
@@ -151,12 +148,15 @@ class DynamoCapture(Guarded):
     def exported(self, program: Any) -> None:
         """Note which calls did something that the model's result needs, before anything is decomposed away."""
         self._parameters = frozenset(program.state_dict)
-        graphs = [program.graph, *(body.graph for body in bodies_run_in_place(program.graph_module))]
+        modules = [program.graph_module, *bodies_run_in_place(program.graph_module)]
+        graphs = [module.graph for module in modules]
         if all(self._places.read(node) is None for graph in graphs for node in graph.nodes):
             self.log.call_tensors.clear()  # calls of a failed attempt at tracing
-        for graph in graphs:
-            for node in graph.nodes:
-                self._call_of(node)  # where no Python call was seen, calls are numbered in the order of the graph
+        for module in modules:
+            inner = nodes_in_bodies(module)
+            for node in module.graph.nodes:
+                for each in (*inner.get(node, ()), node):
+                    self._call_of(each)  # where no Python call was seen, calls are numbered in the order of the graph
         for graph in graphs:
             self._note_needed(graph)
         self.decomposition = self._new_decomposition()

@@ -7,9 +7,10 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from htp_export.exporter.capture.running import dynamo_capture, translations_read, wanted
+from htp_export.exporter.capture.program_bodies import ProgramBodies
+from htp_export.exporter.capture.running import dynamo_capture, program_bodies, translations_read, wanted
 from htp_export.exporter.capture.torch_internals import called_by_export, executed_since, fx_tracing, watch_bodies
-from htp_export.process.restoring import Changes
+from htp_export.process.restoring import Changes, set_variable
 
 if TYPE_CHECKING:
     from htp_export.exporter.capture.dynamo import DynamoCapture
@@ -26,6 +27,28 @@ def core_export(original: Callable[..., Any]) -> Callable[..., Any]:
         if active is None or dynamo_capture.get() is not None:
             return original(model, *args, **kwargs)
         return active.dynamo(lambda: original(model, *args, **kwargs), model)
+
+    return wrapper
+
+
+def export_program(original: Callable[..., Any]) -> Callable[..., Any]:
+    """While tags are wanted, write into an ``ExportedProgram`` which modules ran in its branches and loop bodies."""
+
+    @functools.wraps(original)
+    def wrapper(mod: Any, *args: Any, **kwargs: Any) -> Any:
+        active = wanted()
+        if active is None or dynamo_capture.get() is not None or not hasattr(mod, "named_modules"):
+            return original(mod, *args, **kwargs)
+        bodies, changes = ProgramBodies(mod), Changes()
+        bodies.strict = active.strict
+        try:
+            set_variable(changes, program_bodies, bodies)
+            program = original(mod, *args, **kwargs)
+        finally:
+            changes.take_back()
+        bodies.step("writing the modules of bodies into an exported program", bodies.write, program)
+        bodies.give_up()
+        return program
 
     return wrapper
 
@@ -57,15 +80,15 @@ def call_operator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        capture = dynamo_capture.get()
-        if capture is None:
+        watching: DynamoCapture | ProgramBodies | None = dynamo_capture.get() or program_bodies.get()
+        if watching is None:
             return original(self, *args, **kwargs)
-        entered = capture.step("noting the bodies of an operator", capture.enter_operator, self, args)
+        entered = watching.step("noting the bodies of an operator", watching.enter_operator, self, args)
         try:
             return original(self, *args, **kwargs)
         finally:
             if entered:
-                capture.step("noting that an operator with bodies returns", capture.leave_operator)
+                watching.step("noting that an operator with bodies returns", watching.leave_operator)
 
     return wrapper
 

@@ -324,7 +324,9 @@ class ScriptPasses:
 DYNAMO_ENTRY = Patches(
     Patch(*late_saving.PLACE, late_saving.saving_after(dynamo_patches.core_export, wanted))
     if late_saving.is_late()
-    else Patch(_CORE, "export", dynamo_patches.core_export)
+    else Patch(_CORE, "export", dynamo_patches.core_export),
+    Patch("torch.export._trace", "_export", dynamo_patches.export_program),
+    Patch("torch._ops", "HigherOrderOperator.__call__", dynamo_patches.call_operator),
 )
 TORCHSCRIPT_ENTRY = Patches(Patch(_SCRIPT, "_export", _script_export))
 
@@ -333,7 +335,6 @@ DYNAMO = Patches(
     Patch(_CORE, "_translate_fx_graph", dynamo_patches.translate_graph),
     Patch(_CORE, "_exported_program_to_onnx_program", dynamo_patches.translate),
     Patch("torch.fx.experimental.proxy_tensor", "_ModuleStackTracer.call_module", dynamo_patches.call_module),
-    Patch("torch._ops", "HigherOrderOperator.__call__", dynamo_patches.call_operator),
     Patch("torch.fx.interpreter", "Interpreter.run_node", dynamo_patches.run_node),
     Patch("torch.onnx", "ONNXProgram.optimize", dynamo_patches.optimize),
     Patch("onnx_ir", "Node.replace_input_with", dynamo_patches.replace_input_with),

@@ -14,6 +14,7 @@ from htp_export.process.restoring import Changes, locked
 
 if TYPE_CHECKING:
     from htp_export.exporter.capture.dynamo import DynamoCapture
+    from htp_export.exporter.capture.program_bodies import ProgramBodies
     from htp_export.exporter.capture.torchscript import TorchScriptCapture
 
 
@@ -41,6 +42,7 @@ class Exporter(Protocol):
 
 exporter: ContextVar[Exporter | None] = ContextVar("htp_export_exporter", default=None)
 dynamo_capture: ContextVar[DynamoCapture | None] = ContextVar("htp_export_dynamo", default=None)
+program_bodies: ContextVar[ProgramBodies | None] = ContextVar("htp_export_program_bodies", default=None)
 script_capture: ContextVar[TorchScriptCapture | None] = ContextVar("htp_export_torchscript", default=None)
 translations_read: ContextVar[dict[tuple[tuple[str, Any], ...], Any] | None] = ContextVar(
     "htp_export_translations", default=None

@@ -64,6 +64,18 @@ def bodies_of(module: Any) -> dict[Any, list[Any]]:
     return bodies
 
 
+def nodes_in_bodies(module: Any) -> dict[Any, list[Any]]:
+    """The same with nodes in the place of graph modules, each before the nodes of the bodies that it has."""
+    found: dict[Any, list[Any]] = {}
+    for node, bodies in bodies_of(module).items():
+        found[node] = []
+        for body in bodies:
+            inner = nodes_in_bodies(body)
+            for each in body.graph.nodes:
+                found[node] += [each, *inner.get(each, ())]
+    return found
+
+
 def has_bodies(function: Any) -> bool:
     """Return whether a function takes branches or loop bodies: ``torch.cond``, ``while_loop``, ``scan``."""
     import torch
@@ -96,7 +108,9 @@ def file_of_code(module: Any) -> str | None:
     """Return the file name that FX generates for the code of a graph module; None for other modules."""
     import torch
 
-    code = getattr(module.forward, "__code__", None) if isinstance(module, torch.fx.GraphModule) else None
+    if not isinstance(module, torch.fx.GraphModule) or not module.code:  # Dynamo's have no code until it is asked for
+        return None
+    code = getattr(module.forward, "__code__", None)
     return None if code is None else str(code.co_filename)
 
 

@@ -1,0 +1,73 @@
+"""The modules of branches and loop bodies, written into an ``ExportedProgram`` while ``torch.export`` makes it.
+
+Without strict mode, ``torch.export`` leaves the nodes of bodies without a module stack. It can be written while the
+graphs are there that Dynamo made of the bodies; afterwards nothing of the program says which modules ran in them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from htp_export.exporter.capture.bodies import Bodies
+from htp_export.exporter.capture.calls import CallLog
+from htp_export.exporter.capture.guarded import Guarded
+from htp_export.exporter.capture.modules import ModuleNames
+from htp_export.exporter.capture.torch_internals import fx_tracer, nodes_in_bodies
+
+_Stack = dict[str, tuple[str, str]]
+
+
+class ProgramBodies(Guarded):
+    """The bodies that one ``torch.export`` traces.
+
+    Args:
+        model: What is exported.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._names = ModuleNames(model)
+        classes = ((self._names.by_id[id(module)], type(module)) for module in model.modules())
+        self._classes = {path: f"{cls.__module__}.{cls.__qualname__}" for path, cls in classes}
+        self._bodies, self._log = Bodies(self._names.by_id), CallLog()
+        self._root = self._log.enter("")
+
+    def enter_operator(self, function: Any, args: Any) -> bool:
+        """Note that an operator runs that may have bodies; only if it is true, `leave_operator` is to be called."""
+        return self._bodies.enter(function, args, self._log, traced=fx_tracer() is not None)
+
+    def leave_operator(self) -> None:
+        """Note that the operator returns."""
+        self._bodies.leave()
+
+    def write(self, program: Any) -> None:
+        """Write the module stacks on the nodes of the program's bodies that have none.
+
+        Args:
+            program: The ``ExportedProgram``; its nodes are changed.
+        """
+        module = program.graph_module
+        scopes = {(key, name) for node in module.graph.nodes for key, (name, _) in _stack(node).items()}
+        outside = Counter(name.partition("@")[0] for _, name in scopes)  # calls of a module that are in no body
+        for node, inner in nodes_in_bodies(module).items():
+            calls = self._bodies.calls(self._root, [each.meta.get("stack_trace") for each in inner])
+            for each in inner:
+                if each.op == "call_function" and not _stack(each):
+                    call = calls.get(each.meta.get("stack_trace") or "", self._root)
+                    each.meta["nn_module_stack"] = {**_stack(node), **self._running(call, outside)}
+
+    def _running(self, call: int, outside: Counter[str]) -> _Stack:
+        """The module stack of a call in a body, as torch writes one; its calls are numbered after those outside."""
+        found: _Stack = {}
+        for index in reversed(self._log.chain(call)):
+            if index != self._root:
+                path, number = self._log.calls[index].path, self._log.calls[index].nth
+                number += outside[path]
+                name = f"{path}@{number}" if number else path
+                found[f"L__self___{name}"] = name, self._classes[path]
+        return found
+
+
+def _stack(node: Any) -> _Stack:
+    return node.meta.get("nn_module_stack") or {}
