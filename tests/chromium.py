@@ -67,6 +67,12 @@ class Page:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._send(f"{domain}.enable")
 
+    def start_anew(self) -> None:
+        """Leave the page that is open, and what the tests before have set."""
+        self._send("Page.navigate", {"url": "about:blank"})
+        self._send("Emulation.clearDeviceMetricsOverride")
+        self._send("Emulation.setEmulatedMedia", {"features": []})
+
     def size(self, width: int, height: int) -> None:
         self._send(
             "Emulation.setDeviceMetricsOverride",

@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import threading
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from tests.chromium import Page
     from tests.exporting import SharedFiles
 
 # Before huggingface_hub is imported: a test that names no model on purpose must not look for it on the hub.
@@ -18,6 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # started from there: tests that interrupt a command would wait for ever.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# As the command line has it: walking over all that torch and transformers leave in memory is a tenth of the time.
+gc.set_threshold(70_000, *gc.get_threshold()[1:])
 MOST_PROCESSES = 8  # each takes one to two GB
 
 # The tests whose results depend on how the installed torch exports. `pytest -m torch` runs them alone.
@@ -77,6 +81,22 @@ def shared_files(tmp_path_factory: pytest.TempPathFactory) -> "SharedFiles":
     folder = tmp_path_factory.getbasetemp()
     own = "PYTEST_XDIST_WORKER" in os.environ  # its folder lies in that of the whole run
     return SharedFiles((folder.parent if own else folder) / "shared")
+
+
+@pytest.fixture(scope="session")
+def one_browser() -> Iterator["Page"]:
+    """The browser of all tests of this process: its start takes longer than most of them."""
+    from tests.chromium import browser
+
+    with browser() as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def page(one_browser: "Page") -> "Page":
+    """A page as a browser has it that was just started."""
+    one_browser.start_anew()
+    return one_browser
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

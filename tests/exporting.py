@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,17 @@ def metadata(node: onnx.NodeProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in node.metadata_props}
 
 
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One process at a time: the others find what it has made."""
+    with lock.open("w") as file:
+        with contextlib.suppress(ImportError):  # Windows has none
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 class SharedFiles:
     """Files that many tests read and none may change, each exported once for all processes of a test run.
 
@@ -58,14 +70,15 @@ class SharedFiles:
     def net(self, name: str, exporter: str) -> Path:
         """The tagged file of a net of the registry."""
         made = self._folder / f"{name}-{exporter}"
-        if not made.exists():
-            self._folder.mkdir(exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self._folder) as parent:
-                own = Path(parent) / "made"
-                own.mkdir()
-                exported_net(name, exporter, own)
-                with contextlib.suppress(OSError):  # where another process was first, its files are taken
-                    own.rename(made)
+        self._folder.mkdir(exist_ok=True)
+        with _alone(made.with_suffix(".lock")):
+            if not made.exists():
+                with tempfile.TemporaryDirectory(dir=self._folder) as parent:
+                    own = Path(parent) / "made"
+                    own.mkdir()
+                    exported_net(name, exporter, own)
+                    with contextlib.suppress(OSError):  # where there are no locks, another process may be first
+                        own.rename(made)
         return made / "model.onnx"
 
     def read(self, name: str, exporter: str) -> onnx.ModelProto:

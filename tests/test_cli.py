@@ -112,7 +112,7 @@ class TestExport:
 
     def test_shapes_come_from_a_file(self, folder):
         Path("shapes.json").write_text('{"input_ids": [2, 7]}')
-        assert main([*BERT, "--inputs", "shapes.json", "-o", "bert.onnx", "--quiet"]) == 0
+        assert main([*BERT, "--torchscript", "--inputs", "shapes.json", "-o", "bert.onnx", "--quiet"]) == 0
         shape = onnx.load("bert.onnx").graph.input[0].type.tensor_type.shape
         assert [dim.dim_value for dim in shape.dim] == [2, 7]
 
@@ -130,7 +130,7 @@ class TestExport:
         assert files(folder) == ["out.onnx"]
 
     def test_a_map_brings_the_tags_back_after_a_tool_that_wrote_over_the_file(self, folder, capsys):
-        assert main([*BERT, "--embed-map", "-o", "bert.onnx", "--quiet"]) == 0
+        assert main([*BERT, "--torchscript", "--embed-map", "-o", "bert.onnx", "--quiet"]) == 0
         assert main(["run", "onnxruntime", "bert.onnx", "-o", "fast.onnx", "--set", "level=basic", "--embed-map"]) == 0
         for file in ("bert.onnx", "fast.onnx"):
             proto = onnx.load(file, load_external_data=False)
@@ -144,12 +144,12 @@ class TestExport:
             assert [owners(entry) for entry in found] == [owners(entry) for entry in expected]
 
     def test_quiet_shows_nothing(self, folder, capsys):
-        assert main([*BERT, "-o", "bert.onnx", "--quiet", "--verify"]) == 0
+        assert main([*BERT, "--torchscript", "-o", "bert.onnx", "--quiet", "--verify"]) == 0
         captured = capsys.readouterr()
         assert (captured.out, captured.err) == ("", "")
 
     def test_json_is_all_that_is_on_stdout(self, folder, capsys):
-        assert main([*BERT, "-o", "bert.onnx", "--json", "--verify"]) == 0
+        assert main([*BERT, "--torchscript", "-o", "bert.onnx", "--json", "--verify"]) == 0
         result = json.loads(capsys.readouterr().out)
         assert result["file"] == "bert.onnx"
         assert result["modules"]["pooler.dense"]["class_name"] == "torch.nn.modules.linear.Linear"

@@ -21,7 +21,7 @@ from torch.onnx import export as imported_before
 
 import htp_export
 from htp_export.exporter.capture import late_saving, patches
-from tests.exporting import metadata
+from tests.exporting import SharedFiles, exported_net, metadata
 from tests.nets import EXPORTERS, NETS, x
 from tests.test_exactness import bert
 from tests.truth import inexact, nodes_of, owners_of, tree_of, untagged
@@ -119,16 +119,20 @@ CASES += [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_without_tags_the_file_is_the_one_that_torch_writes(case: Case, tmp_path: Path) -> None:
-    files = []
-    for export in (torch.onnx.export, htp_export.export):
-        model, kwargs = NETS[case.net].build()
-        options = {"verbose": False, **NETS[case.net].export_options(case.exporter), **case.options}
-        export(model, (), tmp_path / "model.onnx", kwargs=kwargs, dynamo=case.exporter == "dynamo", **options)
-        files.append(onnx.load(str(tmp_path / "model.onnx")))
-    assert_same_graph(files[1], files[0])
-    assert untagged(files[1]) == []
-    for one, other in zip(nodes_of(files[1]), nodes_of(files[0]), strict=True):
+def test_without_tags_the_file_is_the_one_that_torch_writes(
+    case: Case, shared_files: SharedFiles, tmp_path: Path
+) -> None:
+    model, kwargs = NETS[case.net].build()
+    options = {"verbose": False, **NETS[case.net].export_options(case.exporter), **case.options}
+    torch.onnx.export(model, (), tmp_path / "model.onnx", kwargs=kwargs, dynamo=case.exporter == "dynamo", **options)
+    torchs = onnx.load(str(tmp_path / "model.onnx"))
+    if case.options:
+        ours = exported_net(case.net, case.exporter, tmp_path, **case.options)
+    else:
+        ours = shared_files.read(case.net, case.exporter)
+    assert_same_graph(ours, torchs)
+    assert untagged(ours) == []
+    for one, other in zip(nodes_of(ours), nodes_of(torchs), strict=True):
         assert one.doc_string == other.doc_string
 
 

@@ -243,7 +243,7 @@ def test_a_module_that_runs_again_counts_each_time():
     assert (block.count, block.modules, block.nodes) == (4, ("layer",), 3)
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("exporter", [pytest.param("dynamo", marks=pytest.mark.slow), "torchscript"])
 def test_a_causal_mask_is_computed_where_sizes_are_open(exporter, tmp_path):
     model, inputs = of_type("qwen2", **{**SMALL, "num_hidden_layers": 1}, num_key_value_heads=1, vocab_size=100)
     axes = {name: {0: "batch", 1: "sequence"} for name in inputs}

@@ -38,7 +38,13 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+# Operations that every run kills: the others write as `extract` does, and are killed with -m slow.
+QUICK = ("save", "save_named", "save_shared", "extract")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPERATIONS]
+)
 def test_files_are_old_or_new_or_known_to_be_torn(name: str, given: Path, tmp_path: Path) -> None:
     shutil.copytree(given, tmp_path / "given")
     if name == "partition":

@@ -555,7 +555,12 @@ def resnet() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
 @pytest.mark.parametrize(
-    ("build", "most"), [(bert, (144, 74)), (gpt2, (149, 87)), (resnet, (45, 45))], ids=["bert", "gpt2", "resnet"]
+    ("build", "most"),
+    [
+        pytest.param(bert, (144, 74), id="bert"),
+        pytest.param(gpt2, (149, 87), id="gpt2", marks=pytest.mark.slow),
+        pytest.param(resnet, (45, 45), id="resnet", marks=pytest.mark.slow),
+    ],
 )
 def test_real_models_stay_exact_or_say_with_what_they_are_fused(build, most, exporter, tmp_path):
     model, kwargs = build()

@@ -134,8 +134,14 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
 # --- stages of real models --------------------------------------------------------------------------------
 
 
+# Models that every run tries; the others are tried with -m slow.
+QUICK = ("bert-dynamo", "gpt2-dynamo", "resnet-dynamo", "t5-torchscript")
+
+
 @pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_stages_agree_with_the_whole_and_are_valid_models(exported: Any, name: str, count: int, tmp_path: Path) -> None:
     file, inputs = exported(name)
     found = htp_export.partition(file, count, tmp_path / "stages")

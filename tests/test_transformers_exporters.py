@@ -87,6 +87,7 @@ def test_every_node_of_both_parts_of_a_generating_model_is_tagged(exporter: Any,
         assert set(found) <= set(tree_of(file))
 
 
+@pytest.mark.slow
 def test_without_tagging_the_exporter_writes_none(exporter: Any, tmp_path: Path) -> None:
     exported = exporter.export(bert(), ids(), exporters.OnnxConfig())
     [file] = saved(exported, tmp_path).values()

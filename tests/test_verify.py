@@ -445,11 +445,11 @@ def test_what_cannot_be_run_is_said_with_the_module(stack_file):
     assert alone.modules["blocks.1"].status == "agrees"
 
 
-def test_weights_in_memory_are_shared_with_onnx_runtime(tmp_path, monkeypatch):
+def test_weights_in_memory_are_shared_with_onnx_runtime(shared_files, monkeypatch):
     monkeypatch.setattr("htp_export.runtime.runner._SMALL_BYTES", 63)
     for name in ("lstm", "cond", "conv_bn_relu"):
         model, kwargs = NETS[name].build()
-        in_memory = htp_export.load(onnx.load(file_of(model, kwargs, tmp_path)))
+        in_memory = htp_export.load(shared_files.read(name, "dynamo"))
         for isolated in (False, True):
             result = htp_export.verify(model, in_memory, (), kwargs, isolated=isolated)
             assert result.ok, str(result)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +13,10 @@ import pytest
 import htp_export
 from htp_export.format.hierarchy import ModuleInfo
 from tests import handmade, screens
-from tests.chromium import Page, browser, needs_chromium
+from tests.chromium import Page, needs_chromium
 from tests.test_view_page import chain, shown, start
 
 pytestmark = needs_chromium
-
-
-@pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    with browser() as opened:
-        yield opened
 
 
 @pytest.fixture(autouse=True)

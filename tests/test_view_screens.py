@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import screens
-from tests.chromium import Page, browser, needs_chromium
+from tests.chromium import Page, needs_chromium
 
 pytestmark = needs_chromium
 
-TOLERATED = 0.04  # of a screen; another font makes up to 0.025, a missing pane at least 0.08
-
-
-@pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    with browser() as opened:
-        yield opened
+TOLERATED = 0.03  # of a screen; another font makes up to 0.025, a missing part at least 0.038
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import htp_export
 from htp_export.cli.main import main
 from htp_export.show.page.server import PageServer
 from tests import handmade
-from tests.chromium import browser, needs_chromium
+from tests.chromium import Page, needs_chromium
 
 PAGE = "<!doctype html><title>Schöne Netze</title>"
 
@@ -194,10 +194,10 @@ def test_the_page_of_a_model_is_served_from_memory_until_ctrl_c(tmp_path: Path) 
 
 
 @needs_chromium
-def test_the_page_works_as_it_does_from_the_disk() -> None:
+def test_the_page_works_as_it_does_from_the_disk(page: Page) -> None:
     pytest.importorskip("model_explorer", reason="the extra view is not installed")
     shown = htp_export.view(handmade.encoder())
-    with PageServer() as server, browser() as page:
+    with PageServer() as server:
         running = threading.Thread(target=server.run, args=(shown.html,))
         running.start()
         try:
