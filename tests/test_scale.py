@@ -26,7 +26,7 @@ from htp_export.model.rewiring import replace_inputs
 from htp_export.model.structural_hash import Hasher
 from htp_export.model.structures import structures
 from htp_export.model.tensor_names import UsedNames
-from htp_export.passes.near_matching import near, near_matching
+from htp_export.passes.near_matching import MOST, near, near_matching
 from htp_export.process.garbage_collection import rare_collections
 from htp_export.show.inventory import take_inventory
 from htp_export.show.model_explorer.drawing import drawing
@@ -111,7 +111,7 @@ def test_patterns_of_several_results_look_at_what_is_near() -> None:
     tried: list[object] = []
     multi_match = pattern.SimplePatternMatcher._multi_match
     whole = pattern.SimplePatternMatcher.match
-    with pytest.MonkeyPatch.context() as patch, near_matching():
+    with pytest.MonkeyPatch.context() as patch, near_matching("some_pass"):
         patch.setattr(
             pattern.SimplePatternMatcher,
             "_multi_match",
@@ -121,6 +121,39 @@ def test_patterns_of_several_results_look_at_what_is_near() -> None:
             rule.match(ir.Model(chain[0].graph, ir_version=10), chain[0].graph, node)  # type: ignore[arg-type]
     assert 0 < len(tried) <= 5 * len(chain)
     assert pattern.SimplePatternMatcher.match is whole
+
+
+@pytest.mark.parametrize("consumers", [10, 300])
+def test_a_tensor_with_very_many_consumers_is_said_where_patterns_may_be_missed(
+    consumers: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onnxscript.rewriter import pattern
+
+    bounds = [onnx.numpy_helper.from_array(np.array([number], np.int64), name) for number, name in ((0, "b"), (3, "e"))]
+    nodes = [onnx.helper.make_node("Slice", ["h", "b", "e"], [f"v{k}"], f"slice_{k}") for k in range(consumers)]
+    nodes = [onnx.helper.make_node("Relu", ["x"], ["h"]), *nodes]
+    nodes.append(onnx.helper.make_node("Sum", [node.output[0] for node in nodes[1:]], ["y"]))
+    x, y = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+        for name, shape in (("x", [4]), ("y", None))
+    )
+    graph = onnx.helper.make_graph(nodes, "net", [x], [y], bounds)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    tried: list[object] = []
+    multi_match = pattern.SimplePatternMatcher._multi_match
+    monkeypatch.setattr(
+        pattern.SimplePatternMatcher,
+        "_multi_match",
+        lambda self, *given, **more: tried.append(given) or multi_match(self, *given, **more),
+    )
+    htp_export.optimize(model, passes=["fuse_for_onnxruntime"], level="fused")
+    assert 0 < len(tried) <= consumers * MOST
+    said = [record.getMessage() for record in caplog.records if record.name == "htp_export.passes.near_matching"]
+    if consumers < MOST:
+        assert not said
+    else:
+        assert len(said) == 1
+        assert "pass fuse_for_onnxruntime: node 'slice_0' (Slice) and 299 others" in said[0]
 
 
 def test_the_exponent_is_the_slope_of_the_logarithms() -> None:

@@ -31,7 +31,7 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
 
         before = list(model.graph)
         _unflatten(model)
-        with _hidden(model, [*_normalizing(model), *_growing(model.graph)]), near_matching():
+        with _hidden(model, [*_normalizing(model), *_growing(model.graph)]), near_matching("fuse_for_onnxruntime"):
             fused, _ = optimize_for_ort(model)
         register_constants(fused.graph)
         _turn_batches(fused)

@@ -2,12 +2,14 @@
 
 onnxscript (0.7) looks for the further results of such a pattern among all nodes of the graph, for each of its nodes:
 the time grows with the square of the graph. The nodes of a match hang together by the tensors that they share, so
-those are enough that are as near as the pattern is large.
+those are enough that are as near as the pattern is large. Where a tensor has very many consumers, these are all near
+one another: no more than `MOST` are looked at, and a warning says where.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +17,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-__all__ = ["near", "near_matching"]
+__all__ = ["MOST", "near", "near_matching"]
+
+MOST = 64
+"""Nodes in which the further results are looked for; each takes 0.1 ms. A match has its results within a block."""
+
+_log = logging.getLogger(__name__)
 
 _ONE_AT_A_TIME = threading.Lock()  # the class that is changed is one for the whole process
 
@@ -32,14 +39,19 @@ class _Part:
 
 
 @contextlib.contextmanager
-def near_matching() -> Iterator[None]:
-    """Let onnxscript's rules look for several results near a node only, while the context is open."""
+def near_matching(name: str) -> Iterator[None]:
+    """Let onnxscript's rules look for several results near a node only, while the context is open.
+
+    Args:
+        name: The pass that runs, as warnings call it.
+    """
     from onnxscript.rewriter import pattern
 
     matcher: Any = pattern.SimplePatternMatcher
     whole = matcher.match
 
     firsts: dict[Any, tuple[str, ...] | None] = {}
+    crowded: dict[ir.Node, None] = {}
 
     def match(self: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
         if self not in firsts:
@@ -48,7 +60,10 @@ def near_matching() -> Iterator[None]:
         if first is not None and first[:2] != (node.domain, node.op_type):
             return pattern.MatchResult().fail("The last node of the pattern is another operator.")
         if not self.pattern.has_single_output_node:
-            graph = _Part(graph if isinstance(graph, ir.Graph) else graph.graph, near(node, len(self.pattern)))
+            nodes = near(node, len(self.pattern))
+            if len(nodes) == MOST:
+                crowded[node] = None
+            graph = _Part(graph if isinstance(graph, ir.Graph) else graph.graph, nodes)
         return whole(self, model, graph, node, **options)
 
     with _ONE_AT_A_TIME:
@@ -57,10 +72,19 @@ def near_matching() -> Iterator[None]:
             yield
         finally:
             matcher.match = whole
+    if crowded:
+        more = f" and {len(crowded) - 1} others" if len(crowded) > 1 else ""
+        _log.warning(
+            "pass %s: node %r (%s)%s: a tensor near it has very many consumers; patterns with several results were "
+            "looked for among the nearest %d nodes only, and may have been missed",
+            *(name, (first := next(iter(crowded))).name, first.op_type, more, MOST),
+        )
 
 
 def near(node: ir.Node, steps: int) -> list[ir.Node]:
-    """The nodes of the same graph that some tensors lead to, itself first; not those that only read the same constants.
+    """The nearest nodes of the same graph that some tensors lead to, itself first, no more than `MOST`.
+
+    Those that only read the same constants are not near.
 
     Args:
         node: The node.
@@ -76,9 +100,14 @@ def near(node: ir.Node, steps: int) -> list[ir.Node]:
     found = {node: None}
     edge = [node]
     for _ in range(steps):
-        beside = [other for each in edge for other in _neighbours(each) if other.graph is node.graph]
-        edge = [other for other in dict.fromkeys(beside) if other not in found]
-        found.update(dict.fromkeys(edge))
+        beside, edge = (other for each in edge for other in _neighbours(each)), []
+        for other in beside:
+            if other.graph is not node.graph or other in found:
+                continue
+            if len(found) == MOST:
+                return list(found)
+            found[other] = None
+            edge.append(other)
     return list(found)
 
 
