@@ -1,8 +1,9 @@
-"""Operations that write models, each killed before every one of its changes to the file system.
+"""Operations that write models, each killed before every one of its changes to the file system, or at random moments.
 
 ``python -m tests.killed NAME FOLDER`` prints what was found after each kill, as a line of JSON. The process imports
 what it needs once, and runs the operation in forks of itself; an audit hook counts what a fork does to the folder, and
-kills it at a chosen point. Nothing here is random.
+kills it at a chosen point. ``python -m tests.killed NAME FOLDER KILLS SEED`` kills forks from outside instead, each at
+a moment of its run that the seed chooses: in the middle of a write, too.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,8 +82,10 @@ def names(folder: Path) -> list[str]:
     return sorted(re.sub(r"\.[0-9a-f]{8}\.data$", ".data", name) for name in found)
 
 
-def run(operation: Callable[[Path], Any], folder: Path, stop: int = -1) -> tuple[int, int]:
-    """Run an operation in a fork that is killed before its change number ``stop``.
+def run(
+    operation: Callable[[Path], Any], folder: Path, stop: int = -1, seconds: float | None = None
+) -> tuple[int, int]:
+    """Run an operation in a fork that is killed before its change number ``stop``, or after some seconds.
 
     Returns:
         How the fork ended, and how many changes it began.
@@ -109,13 +114,16 @@ def run(operation: Callable[[Path], Any], folder: Path, stop: int = -1) -> tuple
         os.write(writing, str(seen).encode())
         os._exit(FINISHED)
     os.close(writing)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)  # it is there until it is waited for
     _, status = os.waitpid(child, 0)
     with os.fdopen(reading) as pipe:
         count = pipe.read()
     return os.waitstatus_to_exitcode(status), int(count or -1)
 
 
-def main(name: str, home: Path) -> None:
+def main(name: str, home: Path, kills: int = 0, seed: int = 0) -> None:
     operation = _program() if name == "export" else OPERATIONS[name]
     given = home / "given"
     fresh = home / "fresh"
@@ -126,23 +134,31 @@ def main(name: str, home: Path) -> None:
 
     again()
     before = state(fresh)
+    began = time.perf_counter()
     status, changes = run(operation, fresh)
+    spent = time.perf_counter() - began
     assert status == FINISHED, name
     after, listing = state(fresh), names(fresh)
+    moment = random.Random(seed)
     states: dict[str, int] = {}
-    for stop in range(changes):
+    killed = 0
+    for stop in range(kills or changes):
+        end: dict[str, Any] = {"seconds": moment.random() * spent} if kills else {"stop": stop}
         again()
-        status, _ = run(operation, fresh, stop)
-        assert status == -signal.SIGKILL, (name, stop, status)
+        status, _ = run(operation, fresh, **end)
+        assert status == -signal.SIGKILL or (kills and status == FINISHED), (name, end, status)
+        killed += status == -signal.SIGKILL
         found = state(fresh)
         said = {before: "old", after: "new", "refused": found, "missing": found}.get(found, "wrong")
         states[said] = states.get(said, 0) + 1
+        began = time.perf_counter()
         status, _ = run(operation, fresh)
-        assert status == FINISHED, (name, stop, status)
-        assert state(fresh) == after, (name, stop)
-        assert names(fresh) == listing, (name, stop, names(fresh), listing)
-    print(json.dumps({"changes": changes, "states": states, "same": before == after}))
+        spent = time.perf_counter() - began  # the machine may be busier or less so than before
+        assert status == FINISHED, (name, end, status)
+        assert state(fresh) == after, (name, end)
+        assert names(fresh) == listing, (name, end, names(fresh), listing)
+    print(json.dumps({"changes": changes, "killed": killed, "states": states, "same": before == after}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))

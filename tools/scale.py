@@ -162,6 +162,7 @@ def measure(shape: str, size: int, only: Sequence[str]) -> dict[str, float | str
         for command, run in commands(folder, module).items():
             if not only or command in only:
                 found[command] = _measured(run)
+                print(f"{shape} {size:,}: {command}: {found[command]}", file=sys.stderr, flush=True)
     return found
 
 
