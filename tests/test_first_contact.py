@@ -170,6 +170,12 @@ class TestWhatIsSaid:
         assert re.match(r"wrote out\.onnx \(\S+ \w+\)", wrote)
         assert re.match(r"next: htp-export (view|diff net.onnx) out\.onnx$", then)
 
+    def test_an_optimisation_that_does_nothing_draws_no_empty_table(self, folder, capsys):
+        assert main(["optimize", "net.onnx", "-o", "once.onnx"]) == 0
+        capsys.readouterr()
+        assert main(["optimize", "once.onnx", "-o", "twice.onnx"]) == 0
+        assert re.match(r"(\d+) nodes before, \1 after\n", capsys.readouterr().out)
+
     @pytest.mark.parametrize(
         ("command", "wrote", "then"),
         [

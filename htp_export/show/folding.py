@@ -110,10 +110,24 @@ def _together(pattern: Sequence[str | None], paths: Sequence[str]) -> str:
     """What paths are called that differ in the number that a pattern leaves out."""
     place = pattern.index(None)
     numbers = sorted(int(path.split(".")[place]) for path in paths)
-    in_a_row = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    text = f"{numbers[0]}…{numbers[-1]}" if in_a_row else ",".join(map(str, numbers))
-    name = ".".join(text if part is None else part for part in pattern)
+    name = ".".join(_ranges(numbers) if part is None else part for part in pattern)
     return f"{name} × {len(paths)}"  # noqa: RUF001 - "times"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers in order, those that follow each other by the first and the last.
+
+    Examples:
+        >>> _ranges([0, 1, 2, 4, 6, 7])
+        '0…2,4,6…7'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}…{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _label(path: str, parent: str) -> str:

@@ -57,7 +57,7 @@ def render_optimized(result: Optimized, *, attribution: bool = False, depth: int
     undone = any(report.rolled_back for report, _ in rows)
     columns = [_of_report(column) for column in PASS_COLUMNS if undone or column.name != "rolled_back"]
     table = flat_table([*columns, Column("modules", "modules", lambda row: row[1], style="cyan", right=False)], rows)
-    lines: list[RenderableType] = [table, Text(result.summary)]
+    lines: list[RenderableType] = [*([table] if rows else []), Text(result.summary)]
     if result.fused:
         paths = ", ".join(list(result.fused)[:_MOST_MODULES]) + (", …" if len(result.fused) > _MOST_MODULES else "")
         lines.append(Text(f"{len(result.fused)} modules are fused with their neighbours now: {paths}", style="yellow"))
