@@ -13,6 +13,7 @@ import htp_export
 from htp_export.cli.main import main
 from htp_export.errors import InputError, SelectorError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
+from htp_export.surgery import levels
 from tests import handmade
 from tests.exporting import exported
 from tests.handmade import tagged_node, value
@@ -251,6 +252,31 @@ def test_modules_in_each_others_way_are_cut_until_the_graph_has_an_order():
     assert set(nested.modules) == {"a", "b"}
     assert dict(nested.outside) == {"a": 1, "b": 1}
     assert equal(run(nested.model, [X]), run(model, [X]))
+
+
+def test_each_set_of_modules_in_each_others_way_is_cut_alone(monkeypatch):
+    looked_at = []
+    level = levels._Level
+    monkeypatch.setattr(levels, "_Level", lambda nodes, *given: looked_at.append(len(nodes)) or level(nodes, *given))
+    pairs = 30
+    owners = [f"{name}{pair}" for pair in range(pairs) for name in "abaabbb"]
+    nested = htp_export.functions(chain(*owners), "**")
+    assert dict(nested.outside) == {f"{name}{pair}": 1 for pair in range(pairs) for name in "ab"}
+    assert sum(looked_at) < 10 * len(owners)  # and not all of them for each pair
+
+
+def test_functions_that_other_tools_nested_too_deep_leave_modules_flat():
+    model = ir.to_proto(chain("a", "a"))
+    opsets = [onnx.helper.make_opsetid("net", 1), onnx.helper.make_opsetid("", 20)]
+    for number in range(130):
+        name, domain = (f"f{number - 1}", "net") if number else ("Neg", "")
+        node = onnx.helper.make_node(name, ["x"], ["y"], domain=domain)
+        model.functions.append(onnx.helper.make_function("net", f"f{number}", ["x"], ["y"], [node], opsets))
+    model.opset_import.append(opsets[0])
+    last = model.graph.node[-1]
+    last.op_type, last.domain = "f129", "net"
+    with pytest.raises(InputError, match="a: ONNX allows 100 functions inside one another"):
+        htp_export.functions(model, "a")
 
 
 def test_untagged_node_inside_a_module_goes_with_it():

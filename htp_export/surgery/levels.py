@@ -80,47 +80,48 @@ class Levels:
             depth: How many instances these are.
         """
         listed = list(nodes)
-        while True:
-            level = _Level(listed, self._keys(listed, depth), self._sources)
-            stuck = level.stuck()
-            if not stuck:
-                break
-            self._loosen(level, stuck, depth)
+        level = self._level(listed, depth)
+        while tangles := level.tangles():
+            waiting = [(level, tangle) for tangle in reversed(tangles)]
+            while waiting:  # each by itself: what is done to one puts nothing in the way of the others
+                around, tangle = waiting.pop()
+                self._loosen(around, tangle, depth)
+                inside = self._level(around.nodes_of(tangle), depth)
+                waiting += [(inside, each) for each in reversed(inside.tangles())]
+            level = self._level(listed, depth)
         return tuple(
             Group(key, self.arrange(level.members[key], depth + 1)) if isinstance(key, Instance) else key
             for key in level.order()
         )
 
-    def _keys(self, nodes: Sequence[ir.Node], depth: int) -> dict[ir.Node, _Key]:
+    def _level(self, nodes: Sequence[ir.Node], depth: int) -> _Level:
         chains = self._placement.chains
-        return {node: chains[node][depth] if len(chains[node]) > depth else node for node in nodes}
+        keys = {node: chains[node][depth] if len(chains[node]) > depth else node for node in nodes}
+        return _Level(nodes, keys, self._sources)
 
-    def _loosen(self, level: _Level, stuck: Collection[_Key], depth: int) -> None:
-        """Change the chains of some nodes, so that fewer groups are in each other's way."""
-        cuts: list[tuple[int, Instance, list[ir.Node], set[_Key]]] = []
-        for key in level.members:  # in graph order, so that equal models are cut equally
-            if key not in stuck or not isinstance(key, Instance):
+    def _loosen(self, level: _Level, tangle: Collection[_Key], depth: int) -> None:
+        """Change the chains of some nodes, so that fewer groups of a tangle are in each other's way."""
+        cuts: list[tuple[int, Instance, list[ir.Node]]] = []
+        for key in tangle:
+            if not isinstance(key, Instance):
                 continue
-            between = level.between(key, stuck)
-            if not between:
-                continue
-            joining = [other for other in between if isinstance(other, ir.Node) and self._may_join(other, key)]
+            joining = [other for other in tangle if isinstance(other, ir.Node) and self._may_join(other, key)]
             if joining:
                 self._joined.update(joining)
                 for node in joining:
                     self._placement.chains[node] = (*self._placement.chains[node][:depth], key)
                 return
-            cut = level.cut(key, between)
-            cuts.append((len(cut), key, cut, between))
+            cut = level.cut(key, tangle)
+            cuts.append((len(cut), key, cut))
         # There is a group in every cycle, as the graph of the nodes has none.
-        size, group, cut, between = min(cuts, key=lambda found: found[0])
+        size, group, cut = min(cuts, key=lambda found: found[0])
         whole = self._sizes[group]
         rest = len(level.members[group]) - size
         if 2 * rest > whole:
             for node in cut:
                 self._placement.without(node, self._placement.chains[node][depth:])
             return
-        between_names = sorted({self._name(other) for other in between})
+        between_names = sorted({self._name(other) for other in tangle if other != group})
         listed = ", ".join(between_names[:3]) + (", …" if len(between_names) > 3 else "")
         self._placement.flat[group.path] = f"it does not hold together: {listed} lies between its nodes"
         for node in level.members[group]:
@@ -155,6 +156,7 @@ class _Level:
         for node in nodes:
             self.members.setdefault(keys[node], []).append(node)
         self._rank = {key: rank for rank, key in enumerate(self.members)}
+        self._place = {node: place for place, node in enumerate(nodes)}
         self._after: dict[_Key, dict[_Key, None]] = {key: {} for key in self.members}
         self._before: dict[_Key, dict[_Key, None]] = {key: {} for key in self.members}
         for node in nodes:
@@ -163,8 +165,43 @@ class _Level:
                     self._after[keys[source]][keys[node]] = None
                     self._before[keys[node]][keys[source]] = None
 
-    def stuck(self) -> set[_Key]:
-        """What lies on a cycle, or on a way between two; empty if the level can run in some order."""
+    def tangles(self) -> list[list[_Key]]:
+        """What lies on cycles, together where on the same ones, in graph order; empty if the level can run.
+
+        These are the strongly connected components of more than one, found by two searches (Kosaraju).
+        """
+        stuck = self._stuck()
+        finished: list[_Key] = []
+        seen: set[_Key] = set()
+        for start in stuck:
+            waiting: list[tuple[_Key, bool]] = [(start, False)]
+            while waiting:
+                key, done = waiting.pop()
+                if done:
+                    finished.append(key)
+                elif key not in seen:
+                    seen.add(key)
+                    waiting.append((key, True))
+                    waiting += [(other, False) for other in self._after[key] if other in stuck]
+        found: list[list[_Key]] = []
+        for start in reversed(finished):
+            if start in seen:
+                seen.discard(start)
+                component = [start]
+                for key in component:  # it grows
+                    others = [other for other in self._before[key] if other in seen]
+                    seen.difference_update(others)
+                    component += others
+                if len(component) > 1:
+                    found.append(sorted(component, key=self._rank.__getitem__))
+        return sorted(found, key=lambda component: self._rank[component[0]])
+
+    def nodes_of(self, tangle: Collection[_Key]) -> list[ir.Node]:
+        """The nodes of a tangle, in graph order."""
+        return sorted((node for key in tangle for node in self.members[key]), key=self._place.__getitem__)
+
+    def _stuck(self) -> dict[_Key, None]:
+        """What lies on a cycle, or on a way between two, in graph order."""
         left = set(self.members)
         for after, before in ((self._after, self._before), (self._before, self._after)):
             waiting = {key: sum(other in left for other in before[key]) for key in left}
@@ -177,7 +214,7 @@ class _Level:
                         waiting[other] -= 1
                         if not waiting[other]:
                             ready.append(other)
-        return left
+        return dict.fromkeys(sorted(left, key=self._rank.__getitem__))
 
     def order(self) -> list[_Key]:
         """Everything in an order in which it can run, as near as can be to that of the graph."""
@@ -195,13 +232,10 @@ class _Level:
                     heapq.heappush(ready, self._rank[other])
         return ordered
 
-    def between(self, group: Instance, within: Collection[_Key]) -> set[_Key]:
-        """What reads from a group and is read by it, directly or through others."""
-        return _reached(group, self._after, within) & _reached(group, self._before, within)
-
-    def cut(self, group: Instance, between: Collection[_Key]) -> list[ir.Node]:
-        """The nodes of a group without which it holds together: all before what lies between, or all after it."""
+    def cut(self, group: Instance, tangle: Collection[_Key]) -> list[ir.Node]:
+        """The nodes of a group without which it holds together: all before the others of its tangle, or all after."""
         inside = set(self.members[group])
+        between = {key for key in tangle if key != group}  # each reads from the group and is read by it
         readers: defaultdict[ir.Node, list[ir.Node]] = defaultdict(list)
         late: list[ir.Node] = []
         early: list[ir.Node] = []
@@ -218,17 +252,6 @@ class _Level:
         after = _closure(late, lambda node: readers[node])
         smaller = before if len(before) <= len(after) else after
         return [node for node in self.members[group] if node in smaller]
-
-
-def _reached(start: _Key, following: Mapping[_Key, Iterable[_Key]], within: Collection[_Key]) -> set[_Key]:
-    found: set[_Key] = set()
-    left = [key for key in following[start] if key in within]
-    while left:
-        key = left.pop()
-        if key != start and key not in found:
-            found.add(key)
-            left.extend(other for other in following[key] if other in within)
-    return found
 
 
 def _closure(start: Iterable[ir.Node], following: Callable[[ir.Node], Iterable[ir.Node]]) -> set[ir.Node]:

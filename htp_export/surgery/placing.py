@@ -89,10 +89,10 @@ class Placement:
 
 
 def _nested(model: ir.Model) -> int:
-    """How many functions of a model call one another, at most."""
+    """How many functions of a model call one another, at most; counted up to what ONNX allows."""
     left = {key: {node.op_identifier() for node in each.all_nodes()} for key, each in model.functions.items()}
     levels = 0
-    while left:
+    while left and levels < MOST_NESTED:
         called = {key for inside in left.values() for key in inside if key in left}
         if len(called) == len(left):  # some call themselves
             break
