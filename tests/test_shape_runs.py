@@ -117,6 +117,17 @@ def test_expressions_of_open_sizes_are_worked_out() -> None:
     assert run(model, dims={"n": 9}).outputs[0].shape == (5,)
 
 
+def test_a_shape_that_is_not_known_is_noted_with_the_node_that_does_not_tell() -> None:
+    text = """
+    <ir_version: 10, opset_import: ["": 20, "my.own": 1]>
+    net (float[2, 3] x) => (float y) { m = my.own.Mystery(x) y = Relu(m) }
+    """
+    assert htp_export.cost(parsed(text)).notes[-1] == (
+        "2 tensors have no known shape; they are missing from bytes and peaks "
+        "(node 'm' (Mystery): there is no rule for this operator, and no schema of it)"
+    )
+
+
 def test_weights_are_not_read(tmp_path: Path) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20)).eval()
     file = tmp_path / "model.onnx"

@@ -158,6 +158,18 @@ def test_unknown_sizes_of_two_calls_are_not_taken_for_the_same():
     assert p is None or p != q
 
 
+def test_sizes_in_another_file_are_read_if_it_is_there(tmp_path):
+    proto = onnx.parser.parse_model(NET + "net (float[n, 6] x) => (float[a, b, c] y) { y = Reshape(x, s) }")
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array([0, 2, 3]), "s"))
+    onnx.save(proto, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
+    for found in (["n", "2", "3"], None):
+        tagged = load(tmp_path / "m.onnx")
+        if found is None:
+            (tmp_path / "m.data").unlink()
+        shape = tagged.inferred.shape(tagged.model.graph.outputs[0])
+        assert [str(dim) for dim in shape] == (found or ["a", "b", "c"])
+
+
 def test_what_is_not_known_says_which_node_does_not_tell():
     model = parsed("""net (float[n] x) => (float[a] y) {
         m = own.Mystery(x) r = Relu(m) y = Neg(r) k = NonZero(x) z = Cast<to=1>(k) }""")
@@ -219,6 +231,14 @@ def test_what_a_few_bytes_ask_for_is_not_computed(text):
     for given in ({}, {"sizes": {"n": 3}}):
         Symbolic(model.graph, **given)
     assert time.process_time() - start < 20  # not a measurement: without bounds it never ends
+
+
+def test_names_of_any_length_are_not_copied_from_node_to_node():
+    model = parsed("net (float[n] x) => (float[a] y) { y = Relu(x) }")
+    model.graph.inputs[0].shape = ir.Shape(["n" * 1_000_000, "m"])
+    shape = Symbolic(model.graph).shape(model.graph.node(0).outputs[0])
+    assert len(str(shape[0])) < 100
+    assert (shape[0] == shape[1], str(shape[1])) == (False, "m")
 
 
 def test_functions_that_call_each_other_twice_are_not_walked_without_end():

@@ -206,5 +206,5 @@ def _limits(tagged: TaggedModel, run: Run, from_pytorch: bool) -> tuple[str, ...
         notes.append("parameters are the weights that the file has: it does not say which PyTorch had")
     unknown = sum(t.shape is None and bool(t.name) for step in _every(run.steps) for t in step.outputs)
     if unknown:
-        notes.append(f"{unknown} tensors have no known shape; they are missing from bytes and peaks")
+        notes.append(f"{unknown} tensors have no known shape; they are missing from bytes and peaks ({run.unknown})")
     return tuple(notes)

@@ -162,10 +162,12 @@ class Run:
     Attributes:
         steps: Its nodes in order; those of functions in place of the calls.
         outputs: What it returns.
+        unknown: Why the first shape that is not known is not; empty where all are.
     """
 
     steps: Sequence[Step]
     outputs: Sequence[Tensor]
+    unknown: str = ""
 
 
 class UnknownShapeError(Exception):

@@ -50,6 +50,7 @@ class _Runner(Inference):
         self._around: tuple[str, ...] = ()
         self._owners: tuple[str, ...] = ()
         self._called = False
+        self._first_unknown = ""
         self._steps: list[Step] = []
         self._bodies: list[Body] = []
         self._trips_known = True
@@ -63,7 +64,8 @@ class _Runner(Inference):
     def main(self) -> Run:
         graph = self._tagged.model.graph
         self.walk(graph)
-        return Run(self._steps, [self._tensor(value) for value in graph.outputs])
+        outputs = [self._tensor(value) for value in graph.outputs]
+        return Run(self._steps, outputs, self._first_unknown)
 
     def visit(self, node: ir.Node) -> None:
         """Infer what a node makes, and note it as a step; a call of a function is the steps of its body."""
@@ -131,6 +133,8 @@ class _Runner(Inference):
         sizes = None if shape is None else tuple(dim for dim in shape if isinstance(dim, int))
         dtype = kind.dtype if isinstance(kind, ir.TensorType) else None
         whole = sizes if shape is not None and sizes is not None and len(sizes) == len(shape) else None
+        if whole is None and value.name and not self._first_unknown:
+            self._first_unknown = self.why(value) or f"tensor {value.name!r}: sizes that the inputs do not tell"
         return Tensor(value.name or "", dtype, whole, origin, self.array(value), viewed)
 
     def _owners_of(self, node: ir.Node) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from htp_export.model.shapes.symbolic import Symbolic
+from htp_export.runtime.bound_shapes import infer_bound
 from htp_export.runtime.inputs import Inputs
 
 __all__ = ["inferred_with_sizes"]
@@ -36,9 +37,7 @@ def inferred_with_sizes(model: ir.Model) -> Symbolic | None:
     if all(shape is None or None not in shape for shape in bound.values()):
         return None
     shapes = {name: _sizes(inputs[name].type, shape) for name, shape in bound.items() if shape is not None}
-    named = ((dim, shapes[name][k]) for name in shapes for k, dim in enumerate(inputs[name].shape or ()))
-    sizes = {dim: size for dim, size in named if isinstance(dim, str)}
-    return Symbolic(model.graph, functions=model.functions, sizes=sizes, shapes=shapes)
+    return infer_bound(model, shapes)
 
 
 def _sizes(dtype: ir.DataType | None, shape: Sequence[int | None]) -> tuple[int, ...]:

@@ -14,8 +14,9 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import base_op
-from htp_export.provenance.graph_summary import GraphSummary, Shape
+from htp_export.provenance.graph_summary import GraphSummary
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore, StoredArray
+from htp_export.runtime.bound_shapes import infer_bound
 from htp_export.runtime.comparing import TOLERANCES
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.runner import Runner, portions
@@ -125,14 +126,15 @@ def _tensors(
 ) -> Iterator[tuple[int, Array]]:
     """The values of a model's tensors, with their places in its summary, each once."""
     sizes: dict[str, int | None] = {}
-    extents = Inputs.of(model).bind(shapes={name: array.shape for name, array in feed.items()}).sizes
+    known = infer_bound(model, {name: array.shape for name, array in feed.items()})
+    bytes_of = {value.name: known.bytes_of(value) for node in model.graph for value in node.outputs}
     for index, value in enumerate(summary.values):
         if value.scope or not value.name or not summary.live[index]:
             continue
         if value.kind == "input":
             yield index, feed[value.name]
         elif value.kind == "node" and _gives_tensors(summary.nodes[summary.maker[index]].op):
-            sizes[value.name] = _size(summary.shape(index), extents)
+            sizes[value.name] = bytes_of.get(value.name)
     largest = max((size for size in sizes.values() if size is not None), default=0)
     runner = Runner(model, name, SessionSettings())
     for wanted in portions({each: largest if size is None else size for each, size in sizes.items()}, portion_bytes):
@@ -144,12 +146,3 @@ def _tensors(
 def _gives_tensors(op: str) -> bool:
     """Whether an operator gives tensors; sequences and optionals have no values to compare."""
     return not base_op(op).startswith(("Sequence", "SplitToSequence", "Optional"))
-
-
-def _size(shape: Shape, extents: Mapping[str, int]) -> int | None:
-    """Bytes of a tensor; None where the file does not tell."""
-    dims, dtype = shape
-    if dims is None or not dtype or dtype == ir.DataType.STRING:
-        return None
-    sizes = [extents.get(dim, 1) if isinstance(dim, str) else dim for dim in dims]
-    return math.ceil(math.prod(sizes) * ir.DataType(dtype).itemsize)

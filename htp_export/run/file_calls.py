@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
@@ -13,7 +12,8 @@ from htp_export.run.checking import tensor_values
 from htp_export.run.pairing import leaving_tensors, signature_of
 from htp_export.run.pytorch_calls import ModuleCall
 from htp_export.runtime.arrays import Array, ArrayStore, StoredArray
-from htp_export.runtime.inputs import Feed, Inputs
+from htp_export.runtime.bound_shapes import infer_bound
+from htp_export.runtime.inputs import Feed
 from htp_export.runtime.runner import Runner
 
 __all__ = ["calls_in_file"]
@@ -90,13 +90,5 @@ def _results(tagged: TaggedModel, path: str, number: int) -> list[ir.Value | Non
 
 def _sizes(tagged: TaggedModel, feed: Feed) -> Callable[[ir.Value], int]:
     """Bytes of a tensor, as far as its type and shape are known from those of the inputs."""
-    dims = Inputs.of(tagged.model).bind(shapes={name: array.shape for name, array in feed.arrays.items()}).sizes
-
-    def size(value: ir.Value) -> int:
-        typed = tagged.typed.get(str(value.name), value)
-        if typed.shape is None or typed.dtype is None or typed.dtype == ir.DataType.STRING:
-            return 0
-        known = [dim if isinstance(dim, int) else dims.get(str(dim.value), 1) for dim in typed.shape]
-        return math.ceil(math.prod(known) * typed.dtype.itemsize)
-
-    return size
+    known = infer_bound(tagged.model, {name: array.shape for name, array in feed.arrays.items()})
+    return lambda value: known.bytes_of(value) or 0

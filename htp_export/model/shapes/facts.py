@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.errors import FileError
 from htp_export.model.shapes.known import LARGEST_CONTENTS, MOST_ELEMENTS, Array, Contents, Dims, Shape, objects
 from htp_export.model.shapes.sizes import Dim, is_unnamed, symbol, unnamed
 
@@ -200,9 +201,16 @@ def small_array(tensor: ir.TensorProtocol) -> Array | None:
     """The numbers in a constant from which sizes may be computed: integers, and single or few other numbers."""
     dtype = tensor.dtype
     most = MOST_ELEMENTS if dtype in _WHOLE else _MOST_FRACTIONS
-    if tensor.size > most or dtype in _NO_NUMBERS or ir.ExternalTensor in type(tensor).__mro__:
-        return None  # isinstance would look at every method of it, which takes longer
-    return np.asarray(tensor.numpy())
+    if tensor.size > most or dtype in _NO_NUMBERS:
+        return None
+    if ir.ExternalTensor not in type(tensor).__mro__:  # isinstance looks at every method of it, which takes longer
+        return np.asarray(tensor.numpy())
+    if tensor.size > LARGEST_CONTENTS or dtype not in _WHOLE:
+        return None
+    try:
+        return np.asarray(tensor.numpy())
+    except (FileError, OSError, ValueError):  # its file is not there, or is another one
+        return None
 
 
 def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:

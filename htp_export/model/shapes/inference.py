@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.operators import CONTROL_FLOW
@@ -15,14 +14,12 @@ from htp_export.model.shapes.facts import Fact, Facts, constant_tensor, small_ar
 from htp_export.model.shapes.known import Dims, Known, Operation, small_contents
 from htp_export.model.shapes.registry import rules_of
 from htp_export.model.shapes.schemas import Given, evaluated, inferred, type_source
-from htp_export.model.shapes.sizes import Dim
+from htp_export.model.shapes.sizes import Dim, is_unnamed
 
 __all__ = ["Inference"]
 
 _MOST_VISITS = 200_000
 """Nodes that are visited inside functions and bodies; a few bytes of a file can ask for any number of them."""
-
-_CONSTANT_VALUES = ("value_int", "value_ints", "value_float", "value_floats")
 
 _T = TypeVar("_T")
 
@@ -32,13 +29,14 @@ class _Called:
     """A node of a function's body, with the attributes that the call gives it."""
 
     node: ir.Node
-    attributes: Any
+    resolved: ir.Node
 
     domain = property(lambda self: self.node.domain)
     op_type = property(lambda self: self.node.op_type)
     name = property(lambda self: self.node.name)
     inputs = property(lambda self: self.node.inputs)
     outputs = property(lambda self: self.node.outputs)
+    attributes = property(lambda self: self.resolved.attributes)
 
 
 class Inference(Facts):
@@ -98,7 +96,7 @@ class Inference(Facts):
                 found.append(attribute)
             elif attribute.ref_attr_name in self._attributes:
                 found.append(ir.Attr(name, attribute.type, self._attributes[str(attribute.ref_attr_name)].value))
-        return _Called(node, ir.Node(node.domain, node.op_type, (), found).attributes)
+        return _Called(node, ir.Node(node.domain, node.op_type, (), found))
 
     def call(self, function: ir.Function, operation: Operation) -> None:
         """Walk over the body of a function with what a call gives it."""
@@ -110,15 +108,12 @@ class Inference(Facts):
         self._calling.append(function)
         self._in_function = True
         self._calls += 1
-        number = self._calls
         for place, formal in enumerate(function.inputs):
             self.state(formal, (given[place] if place < len(given) else None) or Fact())
         self._depth += 1
         self.walk(function)
         self._depth -= 1
-        self._calls, latest = number, self._calls
         made = [self.fact(value) or Fact() for value in function.outputs]
-        self._calls = latest
         self._calling.pop()
         self._attributes, self._opsets, self._in_function = saved
         self._conclude(operation, made, "its function does not tell")
@@ -169,6 +164,29 @@ class Inference(Facts):
         """How often the body of a loop runs: as often as it may, if it is certain that nothing ends it before."""
         return trips if certain else None
 
+    def why(self, value: ir.Value) -> str:
+        """Why the shape of a tensor is not known, or not all of it; empty where it is.
+
+        Examples:
+            >>> mystery = ir.node("Mystery", [ir.val("x", ir.DataType.FLOAT, [3])], domain="my.own", name="m")
+            >>> graph = ir.Graph(mystery.inputs, mystery.outputs, nodes=[mystery], opset_imports={"": 20})
+            >>> inference = Inference(graph.opset_imports)
+            >>> inference.walk(graph)
+            >>> inference.why(mystery.outputs[0])
+            "node 'm' (Mystery): there is no rule for this operator, and no schema of it"
+        """
+        shape, seen = self.shape(value), set[ir.Value]()
+        if shape is not None and not any(map(is_unnamed, shape)):
+            return ""
+        while True:  # to the first node on the way that did not tell
+            seen.add(value)
+            producer = value.producer()
+            before = [v for v in (producer.inputs if producer is not None else ()) if v is not None and v not in seen]
+            unknown = next((v for v in before if (s := self.shape(v)) is None or any(map(is_unnamed, s))), None)
+            if unknown is None:
+                return self._reasons.get(value, f"tensor {value.name!r}: the file does not say its shape")
+            value = unknown
+
     def _control_flow(self, operation: Operation) -> None:
         try:
             made = CONTROL_FLOW_RULES[operation.op_type](self, operation)
@@ -193,12 +211,12 @@ class Inference(Facts):
             return  # that is looked at when it is asked for
         for facts in (self._contents, self._arrays):
             facts.pop(value, None)
-        tensor = constant_tensor(value) if isinstance(operation, ir.Node) else _attribute_tensor(operation)
+        tensor = constant_tensor(operation.resolved.outputs[0] if isinstance(operation, _Called) else value)
         if tensor is None:
             self._note(operation, value, "its value is not written as ONNX has it")
             return
         self._types[value], self._shapes[value] = tensor.dtype, tuple(tensor.shape.numpy())
-        if not isinstance(operation, ir.Node):
+        if isinstance(operation, _Called):
             self._arrays[value] = small_array(tensor)
 
     def _infer(self, operation: Operation) -> None:
@@ -290,16 +308,6 @@ def _common(one: Sequence[Any] | None, other: Sequence[Any] | None) -> Any:
     if one is None or other is None or len(one) != len(other):
         return None
     return tuple(a if a == b else None for a, b in zip(one, other, strict=True))
-
-
-def _attribute_tensor(operation: Operation) -> ir.TensorProtocol | None:
-    attribute = operation.attributes.get("value")
-    if attribute is not None and attribute.type == ir.AttributeType.TENSOR:
-        return attribute.as_tensor()  # type: ignore[no-any-return]
-    for key in _CONSTANT_VALUES:
-        if key in operation.attributes:
-            return ir.tensor(np.asarray(operation.attributes[key].value, np.float32 if "float" in key else np.int64))
-    return None
 
 
 def _safely(

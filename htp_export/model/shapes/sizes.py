@@ -33,8 +33,8 @@ LARGEST = 2**63 - 1
 _MOST_FACTORS = 256
 """Names and factors in one polynomial."""
 
-_LONGEST = 120
-"""Characters in the name of a symbol that stands for an expression."""
+_LONGEST = 500
+"""Characters in the name of a symbol; a longer one, as of an expression, is replaced by a digest."""
 
 _UNNAMED = "?"
 """What the names of dimensions begin with that the file gives no name."""
@@ -103,6 +103,8 @@ def symbol(name: str) -> Size:
         >>> str(2 * batch * length + 1 - length), batch - batch
         ('2*batch*length + -1*length + 1', 0)
     """
+    if len(name) > _LONGEST:
+        name = f"{_UNNAMED}{hashlib.blake2b(name.encode(errors='replace'), digest_size=12).hexdigest()}"
     return Size((((name,), 1),))
 
 
@@ -168,7 +170,7 @@ def divide(one: Dim, other: Dim) -> Dim:
     if isinstance(one, int) and isinstance(other, int):
         return one // other
     even = _divide_evenly(one, other)
-    return _opaque(f"{_in_parentheses(str(one))}//{_in_parentheses(str(other))}") if even is None else even
+    return symbol(f"{_in_parentheses(str(one))}//{_in_parentheses(str(other))}") if even is None else even
 
 
 def smaller_of(limit: Dim, size: Dim) -> Dim:
@@ -178,7 +180,7 @@ def smaller_of(limit: Dim, size: Dim) -> Dim:
         >>> str(smaller_of(512, symbol("length")))
         'Min(512, length)'
     """
-    return 0 if 0 in (limit, size) else _opaque(f"Min({limit}, {size})")
+    return 0 if 0 in (limit, size) else symbol(f"Min({limit}, {size})")
 
 
 def not_negative(size: Dim) -> Dim:
@@ -190,7 +192,7 @@ def not_negative(size: Dim) -> Dim:
     """
     if isinstance(size, int):
         return max(size, 0)
-    return size if size.least is not None and size.least >= 0 else _opaque(f"Max(0, {size})")
+    return size if size.least is not None and size.least >= 0 else symbol(f"Max(0, {size})")
 
 
 def is_smaller_of(one: Dim, other: Dim) -> bool:
@@ -230,14 +232,7 @@ def _made(terms: dict[_Monomial, int]) -> Dim:
         return left[()]
     size = Size(tuple(sorted(left.items())))
     long = sum(len(names) + 1 for names in left) > _MOST_FACTORS or max(map(abs, left.values())) > LARGEST
-    return _opaque(str(size)) if long else size
-
-
-def _opaque(text: str) -> Size:
-    """One symbol for an expression; the same for the same one."""
-    if len(text) > _LONGEST:
-        text = f"{_UNNAMED}{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
-    return symbol(text)
+    return symbol(str(size)) if long else size
 
 
 def _in_parentheses(text: str) -> str:

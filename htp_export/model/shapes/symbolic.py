@@ -6,6 +6,7 @@ ONNX's own shape inference knows numbers and names; what TorchScript exports com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import onnx_ir as ir
@@ -13,7 +14,7 @@ import onnx_ir as ir
 from htp_export.model.shapes.facts import Fact
 from htp_export.model.shapes.inference import Inference
 from htp_export.model.shapes.known import Shape
-from htp_export.model.shapes.sizes import is_unnamed
+from htp_export.model.shapes.sizes import is_unnamed, product
 
 __all__ = ["Symbolic", "written_shape"]
 
@@ -64,26 +65,13 @@ class Symbolic(Inference):
         shape = self.shape(value) if kind is None or isinstance(kind, ir.TensorType) else None
         return ir.Value(name=value.name, type=kind, shape=None if shape is None else written_shape(shape))
 
-    def why(self, value: ir.Value) -> str:
-        """Why the shape of a tensor is not known, or not all of it; empty where it is.
-
-        Examples:
-            >>> mystery = ir.node("Mystery", [ir.val("x", ir.DataType.FLOAT, [3])], domain="my.own", name="m")
-            >>> graph = ir.Graph(mystery.inputs, mystery.outputs, nodes=[mystery], opset_imports={"": 20})
-            >>> Symbolic(graph).why(mystery.outputs[0])
-            "node 'm' (Mystery): there is no rule for this operator, and no schema of it"
-        """
-        shape, seen = self.shape(value), set[ir.Value]()
-        if shape is not None and not any(map(is_unnamed, shape)):
-            return ""
-        while True:  # to the first node on the way that did not tell
-            seen.add(value)
-            producer = value.producer()
-            before = [v for v in (producer.inputs if producer is not None else ()) if v is not None and v not in seen]
-            unknown = next((v for v in before if (s := self.shape(v)) is None or any(map(is_unnamed, s))), None)
-            if unknown is None:
-                return self._reasons.get(value, f"tensor {value.name!r}: the file does not say its shape")
-            value = unknown
+    def bytes_of(self, value: ir.Value) -> int | None:
+        """The size of a tensor; None where it is not known as a number, and for texts."""
+        shape, dtype = self.shape(value), self.dtype(value)
+        elements = None if shape is None else product(shape)
+        if not isinstance(elements, int) or dtype in (None, ir.DataType.STRING, ir.DataType.UNDEFINED):
+            return None
+        return math.ceil(elements * dtype.itemsize)
 
 
 def written_shape(shape: Shape) -> ir.Shape:

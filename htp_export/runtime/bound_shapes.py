@@ -1,0 +1,34 @@
+"""Shapes of a model's tensors in numbers, for inputs of given shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import onnx_ir as ir
+
+from htp_export.model.shapes.symbolic import Symbolic
+from htp_export.runtime.inputs import Inputs
+
+__all__ = ["infer_bound"]
+
+
+def infer_bound(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Symbolic:
+    """What is known of the tensors of a model if its inputs have given shapes.
+
+    Args:
+        model: The model. It is not changed, and its weights are not read.
+        shapes: Input name → shape.
+
+    Raises:
+        InputError: If the model has no such input, or a size is no whole number.
+
+    Examples:
+        >>> relu = ir.node("Relu", [ir.val("x", ir.DataType.FLOAT, ["batch", 4])], outputs=[ir.val("y")])
+        >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}, name="g")
+        >>> known = infer_bound(ir.Model(graph, ir_version=10), {"x": (2, 4)})
+        >>> known.shape(relu.outputs[0]), known.bytes_of(relu.outputs[0])
+        ((2, 4), 32)
+    """
+    sizes = Inputs.of(model).bind(shapes=shapes).sizes
+    whole = {name: tuple(map(int, shape)) for name, shape in shapes.items()}
+    return Symbolic(model.graph, functions=model.functions, sizes=sizes, shapes=whole)
