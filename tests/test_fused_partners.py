@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,33 +145,6 @@ def test_where_that_goes_far_the_innermost_known_module_around_it_is_named() -> 
     assert fused_with("block.6", (), many) == ("block",)
 
 
-class Cancelled:
-    """Boundaries of modules in a row, of which those named have nodes; nothing crosses what has none."""
-
-    def __init__(self, count: int, *nodes: int) -> None:
-        self._row = [f"m.{place}" for place in range(count)]
-        self._nodes = {f"m.{place}" for place in nodes}
-
-    def has_nodes(self, path: str) -> bool:
-        return path in self._nodes
-
-    def is_closed(self, path: str) -> bool:
-        return path == "m"
-
-    def behind_unknown(self, group: Sequence[str]) -> Iterable[str]:
-        return []
-
-    def around(self, group: Sequence[str]) -> Iterable[list[str]]:
-        places = [self._row.index(path) for path in group]
-        yield [self._row[place] for place in (min(places) - 1, max(places) + 1) if 0 <= place < len(self._row)]
-
-
-def test_modules_without_a_node_take_the_nearest_that_has_one() -> None:
-    assert fused_with("m.3", (), Cancelled(20, 0, 19)) == ("m.2", "m.4", "m.1", "m.5", "m.0")
-    assert fused_with("m.3", ("m.2",), Cancelled(20, 4)) == ("m.2", "m.4")
-    assert fused_with("m.10", (), Cancelled(20, 0, 19)) == ("m",)
-
-
 class Told(Evidence[str]):
     """What is said of ``m``, which reads ``x`` and makes ``y``, beside ``up`` and ``down``."""
 
@@ -207,6 +180,34 @@ class Told(Evidence[str]):
 
     def around(self, group: Sequence[str]) -> Iterable[list[str]]:
         return [["up"], ["down"]]
+
+
+class Cancelled(Told):
+    """Boundaries of modules in a row, of which those named have nodes; nothing crosses what has none."""
+
+    def __init__(self, count: int, *nodes: int) -> None:
+        super().__init__()
+        self._row = [f"m.{place}" for place in range(count)]
+        self._nodes = {f"m.{place}" for place in nodes}
+
+    def has_nodes(self, path: str) -> bool:
+        return path in self._nodes
+
+    def is_closed(self, path: str) -> bool:
+        return path == "m"
+
+    def behind_unknown(self, group: Sequence[str]) -> Iterator[str]:
+        return iter(())
+
+    def around(self, group: Sequence[str]) -> Iterable[list[str]]:
+        places = [self._row.index(path) for path in group]
+        yield [self._row[place] for place in (min(places) - 1, max(places) + 1) if 0 <= place < len(self._row)]
+
+
+def test_modules_without_a_node_take_the_nearest_that_has_one() -> None:
+    assert fused_with("m.3", (), Cancelled(20, 0, 19)) == ("m.2", "m.4", "m.1", "m.5", "m.0")
+    assert fused_with("m.3", ("m.2",), Cancelled(20, 4)) == ("m.2", "m.4")
+    assert fused_with("m.10", (), Cancelled(20, 0, 19)) == ("m",)
 
 
 @pytest.mark.parametrize(

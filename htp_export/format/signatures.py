@@ -6,7 +6,7 @@ The export writes them as ``htp.signatures``; see ``docs/format.md``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from htp_export.format import tags
@@ -26,6 +26,24 @@ class Signature:
 
     inputs: Mapping[str, str | None]
     outputs: tuple[str | None, ...]
+
+    @property
+    def taken(self) -> set[str]:
+        """The tensors that the call took."""
+        return {name for name in self.inputs.values() if name is not None}
+
+    @property
+    def given(self) -> set[str]:
+        """The tensors that it gave back."""
+        return {name for name in self.outputs if name is not None}
+
+    def renamed(self, name_of: Callable[[str], str | None]) -> Signature:
+        """The same in another file, where tensors have other names, or None where they are gone."""
+
+        def name(old: str | None) -> str | None:
+            return None if old is None else name_of(old)
+
+        return Signature({key: name(old) for key, old in self.inputs.items()}, tuple(map(name, self.outputs)))
 
 
 def signatures_to_json(signatures: Mapping[str, Sequence[Signature]]) -> str:

@@ -330,12 +330,7 @@ def _signatures(
     tagged: TaggedModel, numbers: Mapping[str, Sequence[int]], renamed: Mapping[str, str]
 ) -> dict[str, list[Signature]]:
     return {
-        path: [_renamed(signatures[number], renamed) for number in numbers[path]]
+        path: [signatures[number].renamed(lambda name: renamed.get(name, name)) for number in numbers[path]]
         for path, signatures in tagged.signatures.items()
         if path in numbers and len(signatures) == tagged.hierarchy[path].calls
     }
-
-
-def _renamed(signature: Signature, names: Mapping[str, str]) -> Signature:
-    inputs = {argument: None if name is None else names.get(name, name) for argument, name in signature.inputs.items()}
-    return Signature(inputs, tuple(None if name is None else names.get(name, name) for name in signature.outputs))

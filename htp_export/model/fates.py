@@ -10,13 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from htp_export.format import tags
 from htp_export.format.hierarchy import Fate, Hierarchy
 from htp_export.model.boundaries import Boundaries
 
-__all__ = ["Evidence", "Outcome", "Surroundings", "fate_of", "find_fates", "fused_with"]
+__all__ = ["Evidence", "Outcome", "fate_of", "find_fates", "fused_with"]
 
 _MOST = 12  # modules that are named as merged with one, one by one
 
@@ -34,28 +34,6 @@ class Outcome:
 
     fate: Fate
     fused_with: tuple[str, ...] = ()
-
-
-class Surroundings(Protocol):
-    """What `fused_with` asks of the boundaries of modules in a graph."""
-
-    def has_nodes(self, path: str) -> bool:
-        """Whether a node has an owner at or below a module."""
-
-    def is_closed(self, path: str) -> bool:
-        """Whether a module ran, has nodes, and all that crosses its boundary is known to PyTorch."""
-
-    def behind_unknown(self, group: Sequence[str]) -> Iterable[str]:
-        """The owners on the other side of what crosses the common boundary of modules, and is not known to PyTorch.
-
-        The root for the model's own inputs and outputs.
-        """
-
-    def around(self, group: Sequence[str]) -> Iterable[Iterable[str]]:
-        """The owners on the other side of what modules take and give, whether or not it is in the graph.
-
-        In groups, those first with whose work the modules go on: a tensor that they give back may be one inside it.
-        """
 
 
 class Evidence(ABC, Generic[Key]):
@@ -93,7 +71,10 @@ class Evidence(ABC, Generic[Key]):
 
     @abstractmethod
     def around(self, group: Sequence[str]) -> Iterable[Iterable[str]]:
-        """As of `Surroundings`."""
+        """The owners on the other side of what modules take and give, whether or not it is in the graph.
+
+        In groups, those first with whose work the modules go on: a tensor that they give back may be one inside it.
+        """
 
     def counterpart(self, tensor: Key) -> Hashable:
         """What a tensor of the graph is among those of ``known``."""
@@ -121,7 +102,10 @@ class Evidence(ABC, Generic[Key]):
         return self._closed[path]
 
     def behind_unknown(self, group: Sequence[str]) -> Iterator[str]:
-        """The owners on the other side of what crosses the common boundary of modules, and is not known to PyTorch."""
+        """The owners on the other side of what crosses the common boundary of modules, and is not known to PyTorch.
+
+        The root for the model's own inputs and outputs.
+        """
         for _, other, _ in self.unknown(group):
             yield from self.boundaries.owners(other)
 
@@ -167,7 +151,7 @@ def find_fates(hierarchy: Hierarchy, evidence: Evidence[Key]) -> tuple[Hierarchy
     return tree, list(contamination)
 
 
-def fused_with(path: str, start: Iterable[str], surroundings: Surroundings) -> tuple[str, ...]:
+def fused_with(path: str, start: Iterable[str], evidence: Evidence[Key]) -> tuple[str, ...]:
     """The modules that are taken along with a fused one, so that their common boundary is one that PyTorch knows.
 
     First those on the other side of its boundary, then those on the other side of the common one, and so on. Modules
@@ -177,25 +161,25 @@ def fused_with(path: str, start: Iterable[str], surroundings: Surroundings) -> t
     Args:
         path: The module.
         start: Modules that are taken along in any case.
-        surroundings: The boundaries in the graph as it is.
+        evidence: What is known of the modules.
     """
     group = list(dict.fromkeys((path, *start)))
     while len(group) <= _MOST:
-        fresh = [other for other in dict.fromkeys(surroundings.behind_unknown(group)) if other not in group]
-        if not fresh and not any(map(surroundings.has_nodes, group)):
-            fresh = _beside(group, surroundings)
+        fresh = [other for other in dict.fromkeys(evidence.behind_unknown(group)) if other not in group]
+        if not fresh and not any(map(evidence.has_nodes, group)):
+            fresh = _beside(group, evidence)
         if not fresh:
             return tuple(group[1:])
         group.extend(fresh)
-    return (next((up for up in tags.ancestors(path) if up != path and surroundings.is_closed(up)), ""),)
+    return (next((up for up in tags.ancestors(path) if up != path and evidence.is_closed(up)), ""),)
 
 
-def _beside(group: Sequence[str], surroundings: Surroundings) -> list[str]:
+def _beside(group: Sequence[str], evidence: Evidence[Key]) -> list[str]:
     """For modules without a node, the innermost one beside them that has nodes; all beside them if none has."""
     beside: list[str] = []
-    for side in surroundings.around(group):
+    for side in evidence.around(group):
         found = [other for other in dict.fromkeys(side) if other not in group]
-        with_nodes = list(filter(surroundings.has_nodes, found))
+        with_nodes = list(filter(evidence.has_nodes, found))
         if with_nodes:
             return [max(with_nodes, key=len)]
         beside.extend(found)

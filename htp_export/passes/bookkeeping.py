@@ -159,8 +159,8 @@ class Bookkeeping:
         for path in paths:
             if path in self._lost:
                 continue
-            taken = {name for call in self._signatures[path] for name in call.inputs.values() if name is not None}
-            given = {name for call in self._signatures[path] for name in call.outputs if name is not None}
+            taken = {name for call in self._signatures[path] for name in call.taken}
+            given = {name for call in self._signatures[path] for name in call.given}
             there = {name: value for name in taken | given if (value := self._where.get(name)) is not None}
             inside = {name for name, value in there.items() if self._is_inside(value, path)}
             across = ((taken - given) & inside) | ((given - taken - inside) & there.keys())
@@ -244,19 +244,10 @@ class Bookkeeping:
     @property
     def signatures(self) -> dict[str, tuple[Signature, ...]]:
         """What the modules took and gave, under the names that the tensors have now."""
-        return {
-            path: tuple(
-                Signature(
-                    {argument: self._now(name) for argument, name in call.inputs.items()},
-                    tuple(self._now(name) for name in call.outputs),
-                )
-                for call in calls
-            )
-            for path, calls in self._signatures.items()
-        }
+        return {path: tuple(call.renamed(self._now) for call in calls) for path, calls in self._signatures.items()}
 
-    def _now(self, name: str | None) -> str | None:
-        value = self._where.get(name) if name is not None else None
+    def _now(self, name: str) -> str | None:
+        value = self._where.get(name)
         return None if value is None or value.is_initializer() else value.name
 
     def write(self) -> None:
@@ -270,7 +261,7 @@ class Bookkeeping:
 def _named(signatures: Mapping[str, Sequence[Signature]]) -> Iterable[str]:
     for calls in signatures.values():
         for call in calls:
-            yield from (name for name in (*call.inputs.values(), *call.outputs) if name is not None)
+            yield from call.taken | call.given
 
 
 def _values(model: ir.Model) -> dict[str, ir.Value]:

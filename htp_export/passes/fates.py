@@ -38,10 +38,9 @@ class SignatureEvidence(Evidence[ir.Value]):
     ) -> None:
         super().__init__(index.boundaries_by_values)
         self._hierarchy, self._lost, self._excused = hierarchy, lost or {}, excused or {}
-        self._given = {path: {name for call in calls for name in call.outputs} for path, calls in signatures.items()}
+        self._given = {path: {name for call in calls for name in call.given} for path, calls in signatures.items()}
         self._known: dict[str, set[str | None]] = {
-            path: {name for call in calls for name in (*call.inputs.values(), *call.outputs)} - {None}
-            for path, calls in signatures.items()
+            path: {name for call in calls for name in call.taken | call.given} for path, calls in signatures.items()
         }
         graph = index.model.graph
         self._known.setdefault("", set()).update(value.name for value in (*graph.inputs, *graph.outputs))
@@ -73,7 +72,7 @@ class SignatureEvidence(Evidence[ir.Value]):
         """Whether a module that lost nothing gave anything."""
         if self.partners(path) is not None:
             return None
-        return Fate.IDENTITY if any(self._given.get(path, ())) else Fate.CONSTANT
+        return Fate.IDENTITY if self._given.get(path) else Fate.CONSTANT
 
     def partners(self, path: str) -> list[str] | None:
         """The modules beyond tensors that are gone, and those that a fused module was fused with before."""

@@ -55,22 +55,14 @@ class CarriedEvidence(Evidence[int]):
 
     def signatures(self) -> dict[str, list[Signature]]:
         """The signatures, by the names of tensors after; None for those that are gone."""
-        return {
-            path: [
-                Signature(
-                    {key: self._name(name) for key, name in call.inputs.items()}, tuple(map(self._name, call.outputs))
-                )
-                for call in calls
-            ]
-            for path, calls in self._signatures.items()
-        }
+        return {path: [call.renamed(self._name) for call in calls] for path, calls in self._signatures.items()}
 
-    def _name(self, name: str | None) -> str | None:
+    def _name(self, name: str) -> str | None:
         value = self._there.get(self._numbered(name), NOTHING)
         return None if value == NOTHING else self._alignment.after.values[value].name
 
-    def _numbered(self, name: str | None) -> int:
-        value = NOTHING if name is None else self._alignment.before.find(name)
+    def _numbered(self, name: str) -> int:
+        value = self._alignment.before.find(name)
         return NOTHING if value == NOTHING else self._number[value]
 
     # --- what a module takes and gives ---
@@ -78,8 +70,8 @@ class CarriedEvidence(Evidence[int]):
     def _find_known(self, path: str) -> tuple[frozenset[int], frozenset[int]]:
         """The numbers of the tensors that may enter or leave a module, and of those that it has to make."""
         info = self._old.get(path)
-        given = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.inputs.values()}
-        made = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.outputs}
+        given = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.taken}
+        made = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.given}
         leaving = set[int]()
         if info is not None and (info.fate == Fate.COMPUTED or path not in self._signatures):
             for value, _, leaves in self._before.of([path]):

@@ -184,16 +184,10 @@ class Graft:
         if calls > 1:
             return {}
         return {
-            self._paths[path]: [self._in_host(signature) for signature in signatures]
+            self._paths[path]: [call.renamed(lambda name: self._names.get(name, name)) for call in signatures]
             for path, signatures in self._given.signatures.items()
             if path in self._paths and self._paths[path] != self._path
         }
-
-    def _in_host(self, signature: Signature) -> Signature:
-        def name(old: str | None) -> str | None:
-            return old if old is None else self._names.get(old, old)
-
-        return Signature({key: name(old) for key, old in signature.inputs.items()}, tuple(map(name, signature.outputs)))
 
 
 def placed_paths(given: TaggedModel, path: str) -> dict[str, str]:
