@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from torch import nn
@@ -216,3 +217,46 @@ def test_the_fast_path_of_attention_is_put_back_by_the_last_of_several_threads(e
         assert torch.backends.mha.get_fastpath_enabled() is enabled
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
+
+
+def of_model(model: ir.Model) -> str:
+    """Nodes with their tags, and weights."""
+    nodes = [(node.op_type, dict(node.metadata_props), [v and v.name for v in node.inputs]) for node in model.graph]
+    return repr((nodes, sorted(model.graph.initializers)))
+
+
+WORK: dict[str, Callable[[htp_export.TaggedModel], object]] = {
+    "carry": lambda tagged: htp_export.carry(tagged, tagged.model.clone()).to_dict(),
+    "compare": lambda tagged: htp_export.compare(tagged, tagged).summary,
+    "contamination": lambda tagged: htp_export.contamination(tagged).kinds(),
+    "cost": lambda tagged: htp_export.cost(tagged).to_dict(),
+    "diff": lambda tagged: htp_export.diff(tagged, tagged).to_dict(),
+    "embed_map": lambda tagged: of_model(htp_export.embed_map(tagged)),
+    "extract": lambda tagged: of_model(htp_export.extract(tagged, "self_attn").model),
+    "fingerprint": lambda tagged: htp_export.fingerprint(tagged).to_dict(),
+    "forensics": lambda tagged: htp_export.forensics(tagged).to_dict(),
+    "functions": lambda tagged: htp_export.functions(tagged, "**").to_dict(),
+    "inline": lambda tagged: of_model(htp_export.inline(tagged).model),
+    "optimize": lambda tagged: of_model(htp_export.optimize(tagged).model),
+    "partition": lambda tagged: [stage.modules for stage in htp_export.partition(tagged, 2).stages],
+    "splice": lambda tagged: of_model(
+        htp_export.splice(tagged, "linear1", htp_export.extract(tagged, "linear1").model).model
+    ),
+    "view": lambda tagged: len(htp_export.view(tagged).html),
+}
+
+
+def test_functions_of_models_give_the_same_in_several_threads_on_one_model() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    program = htp_export.export(layer, (torch.randn(2, 5, 16),), verbose=False)
+    alone = {name: work(htp_export.load(program)) for name, work in WORK.items()}
+    tagged = htp_export.load(program)
+    found: dict[tuple[str, int], object] = {}
+
+    def run(name: str, number: int) -> None:
+        found[name, number] = WORK[name](tagged)
+
+    raised = in_threads(*(functools.partial(run, name, number) for name in WORK for number in range(2)))
+    assert raised == []
+    assert [key for key, result in found.items() if result != alone[key[0]]] == []
+    assert len(found) == 2 * len(WORK)

@@ -93,6 +93,27 @@ def test_a_public_function_documents_arguments_result_and_errors_with_an_example
     assert documented == list(inspect.signature(function).parameters), name
 
 
+@pytest.mark.parametrize("name", [name for name in public_functions() if not name.startswith("tools.")])
+def test_a_public_function_says_whether_it_is_thread_safe(name):
+    if name != "load_partition":  # makes an object of a folder
+        assert re.search(r"thread", inspect.getdoc(public_functions()[name]), re.IGNORECASE)
+
+
+def test_the_onnx_model_is_the_parameter_model_of_every_public_function():
+    sources = {
+        name: [each.name for each in inspect.signature(function).parameters.values() if "ModelSource" in str(each)]
+        for name, function in public_functions().items()
+    }
+    others = {
+        "carry": ["before", "after"],
+        "compare": ["a", "b"],
+        "diff": ["a", "b"],
+        "splice": ["model", "replacement"],
+        "verify": ["onnx"],  # its model is the PyTorch model
+    }
+    assert {name: given for name, given in sources.items() if given and given != ["model"]} == others
+
+
 @pytest.mark.parametrize("name", [name for name in PUBLIC if inspect.isclass(getattr(htp_export, name))])
 def test_a_public_class_documents_its_attributes(name):
     public = getattr(htp_export, name)

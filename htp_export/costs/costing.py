@@ -24,9 +24,9 @@ _SUMMED = ("macs", "flops", "other_flops", "activation_bytes", "traffic_bytes")
 _Sums: TypeAlias = defaultdict[str, Counter[str]]
 
 
-@names_model_faults("onnx")
+@names_model_faults("model")
 def cost(
-    onnx: ModelSource,
+    model: ModelSource,
     inputs: Mapping[str, Any] | None = None,
     *,
     dims: Mapping[str, int] | None = None,
@@ -39,8 +39,10 @@ def cost(
     operations are counted separately, and operators without a formula are listed. ``docs/cost.md`` has the formulas and
     the memory model.
 
+    Thread-safe, also for calls on the same model.
+
     Args:
-        onnx: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
             Without tags, the result has the whole model and its nodes.
         inputs: Input name → example, an array or tensor. Its shape is used, and its values if they are a few integers.
         dims: Name of an open dimension → size. Dimensions that are not given are 1, and `assumed` lists them.
@@ -65,7 +67,7 @@ def cost(
         >>> report.peak.bytes, report.uncounted
         (56, {})
     """
-    tagged = read_flat(onnx)
+    tagged = read_flat(model)
     bindings = bind(tagged.model, inputs, dims, shapes)
     run = run_by_shapes(tagged, bindings)
     nodes, uncounted = _nodes(run, all_formulas(formulas))

@@ -268,6 +268,8 @@ def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
     Modules are matched by path. Of the others, a module with the same structure, or with the same class and child
     modules, has moved. Values of weights are not read; other shapes or types are a change.
 
+    Thread-safe, also for calls on the same model.
+
     Args:
         a: The first model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
         b: The second model.

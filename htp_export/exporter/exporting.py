@@ -73,6 +73,8 @@ def export(
     flags as inputs of the graph. If torch's call fails or changes the result, the model is called with the arguments as
     you passed them, and a log message says so: tensors are inputs, everything else is constant. See ``docs/export.md``.
 
+    Thread-safe: exports of several threads run one after the other. No other thread may use the model meanwhile.
+
     Args:
         model: The model. An ``nn.Module`` keeps its whole module tree; an ``ExportedProgram`` the modules in its graph;
             a ``ScriptModule`` the modules of its inlined methods.

@@ -62,6 +62,8 @@ def contamination(model: Any) -> Contamination:
     A tensor at the boundary of a module is *contaminated* if PyTorch does not know it as an input or output of the
     module. Torch's scopes are those in the file (dynamo: ``pkg.torch.onnx.name_scopes``; TorchScript: node names).
 
+    Thread-safe, also for calls on the same model.
+
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model`` that htp_export exported.
 

@@ -41,6 +41,8 @@ def forensics(model: ModelSource, *, select: str | Sequence[str] | None = None, 
     does. The passes run on a copy that shares the weights: those of level ``exact`` one after another, then each
     further pass on their result.
 
+    Thread-safe, also for calls on the same model.
+
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. Without tags,
             findings belong to the root.

@@ -142,6 +142,8 @@ def fingerprint(model: ModelSource) -> Fingerprint:
     The first row that applies decides, so a speech model with an encoder and a decoder is ``speech``.
     ``docs/fingerprint.md`` has the accuracy.
 
+    Thread-safe, also for calls on the same model.
+
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. Tags are not needed;
             with them, repeated blocks are modules.

@@ -63,15 +63,17 @@ class Inlined(HoldsModel):
         return f"{calls} calls of {len(self.functions)} functions inlined: {self.nodes_after} nodes"
 
 
-@names_model_faults("onnx")
-def inline(onnx: ModelSource, output: str | os.PathLike[str] | None = None, *, share_weights: bool = False) -> Inlined:
+@names_model_faults("model")
+def inline(model: ModelSource, output: str | os.PathLike[str] | None = None, *, share_weights: bool = False) -> Inlined:
     """Inline the functions of a model; the result is a flat, tagged graph.
 
     In a model that ``functions`` wrote, every node gets its original name, owners and types. Nodes of other functions
     get unique names, and the tags of the call if they have none.
 
+    Thread-safe, also for calls on the same model.
+
     Args:
-        onnx: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. It needs
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. It needs
             no tags; weights are not read.
         output: The file to write.
         share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
@@ -99,7 +101,7 @@ def inline(onnx: ModelSource, output: str | os.PathLike[str] | None = None, *, s
         1 calls of 1 functions inlined: 1 nodes
     """
     check_target(output)
-    inlined = _inlined(load(onnx), others=True)
+    inlined = _inlined(load(model), others=True)
     if output is not None:
         write_model(inlined.model, output, share_weights=share_weights)
     return inlined

@@ -278,14 +278,16 @@ ModelSource: TypeAlias = str | os.PathLike[str] | onnx.ModelProto | ir.Model | T
 """Everything that ``load`` takes."""
 
 
-def load(source: ModelSource) -> TaggedModel:
+def load(model: ModelSource) -> TaggedModel:
     """Open a model with its module tree.
 
     A model without tags is read with torch's own module scopes, if it has them: node metadata from the dynamo exporter,
     node names from the TorchScript exporter. They are not exact, and a warning is logged.
 
+    Thread-safe, also for calls on the same model.
+
     Args:
-        source: A file, an ``ONNXProgram``, a ``ModelProto``, an ``ir.Model``, or any object with an ``ir.Model`` as
+        model: A file, an ``ONNXProgram``, a ``ModelProto``, an ``ir.Model``, or any object with an ``ir.Model`` as
             ``model``. Models in memory are not copied. External data and large weights of a file are read when they are
             used. Until then, the ONNX file may be replaced but not overwritten in place.
 
@@ -304,15 +306,15 @@ def load(source: ModelSource) -> TaggedModel:
         >>> tagged.paths, [node.op_type for node in tagged["1"].nodes]
         (['', '0', '1'], ['Relu'])
     """
-    if isinstance(source, TaggedModel):
-        return source
-    model = model_of(source)
+    if isinstance(model, TaggedModel):
+        return model
+    graph_model = model_of(model)
     try:
-        return _tagged(model, name_of(source, f"model {model.graph.name!r}"))
+        return _tagged(graph_model, name_of(model, f"model {graph_model.graph.name!r}"))
     except ValueError as error:
-        if isinstance(source, str | os.PathLike):
-            raise FileError(os.fspath(source), str(error)) from error
-        raise InputError(f"model {model.graph.name!r}: {error}") from error
+        if isinstance(model, str | os.PathLike):
+            raise FileError(os.fspath(model), str(error)) from error
+        raise InputError(f"model {graph_model.graph.name!r}: {error}") from error
 
 
 def name_of(source: ModelSource, otherwise: str) -> str:

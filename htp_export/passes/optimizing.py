@@ -37,6 +37,8 @@ def optimize(
     A node that replaces others gets the owners of all of them. A module that lost a tensor at its boundary becomes
     ``fused`` with the modules with which it was merged.
 
+    Thread-safe, also for calls on the same model.
+
     Args:
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
         output: The file to write.

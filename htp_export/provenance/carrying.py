@@ -96,6 +96,8 @@ def carry(
     without its optimisations, and tensors with equal values are matched if names and structure do not decide. This
     helps with tools that rename tensors.
 
+    Thread-safe, also for calls on the same model.
+
     Args:
         before: The tagged model before the tool: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or
             ``ir.Model``. If it is not available, call ``carry(after)``: the map that `embed_map` wrote before the tool
@@ -163,6 +165,8 @@ def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) 
     `carry` can then restore the tags without this model. The map takes about 30 bytes a node: operators, names and
     shapes of tensors, and owners; no weights. Nearly all tools keep it. `carry` and the adapters in
     ``htp_export.tools`` rewrite it; passes and ``splice`` remove it, because it describes the graph as it is now.
+
+    Thread-safe, also for calls on the same model.
 
     Args:
         model: The tagged model; a model in memory is not changed.

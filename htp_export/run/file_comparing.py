@@ -47,6 +47,8 @@ def compare(
     one of the files, because it was fused, is compared at the nearest module around it that has one in both. Floats of
     different widths are compared with the tolerance of the narrower.
 
+    Thread-safe, also for calls on the same model.
+
     Args:
         a: The reference: a file, or a model in memory.
         b: The model to compare with it.

@@ -153,9 +153,9 @@ class Profile(ModuleTable):
         return (*lines, *self.assumed)
 
 
-@names_model_faults("onnx")
+@names_model_faults("model")
 def profile(
-    onnx: ModelSource,
+    model: ModelSource,
     inputs: Mapping[str, Any] | None = None,
     *,
     runs: int = 20,
@@ -171,8 +171,10 @@ def profile(
     of several modules is divided equally among them; kernels without a module are listed. On a GPU, ONNX Runtime's
     profiler measures the launch of a kernel, unless it was built to measure more.
 
+    Thread-safe, but calls at the same time slow each other down.
+
     Args:
-        onnx: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
             Nothing is written beside a file.
         inputs: Input name → numpy array or torch tensor. Random ones without: floats are normal, integers 0 or 1,
             booleans true.
@@ -206,7 +208,7 @@ def profile(
         raise InputError(f"there is nothing to measure in {runs} runs after {warmup} to warm up")
     settings = SessionSettings(tuple(providers), session_options)
     settings.check()
-    original = load(onnx)
+    original = load(model)
     tagged = read_flat(original)  # ONNX Runtime would inline functions under names of its own
     if tagged.source == "none":
         tagged.select("**")  # says what is missing
@@ -214,8 +216,8 @@ def profile(
     wanted = Inputs.of(tagged.model)
     feed = wanted.random(dims, shapes) if inputs is None else wanted.feed(inputs, dims)
     with temporary_folder() as folder:
-        if isinstance(onnx, str | os.PathLike) and tagged.model is original.model:
-            runnable = RunnableModel.of_file(Path(onnx), tagged.model, folder)
+        if isinstance(model, str | os.PathLike) and tagged.model is original.model:
+            runnable = RunnableModel.of_file(Path(model), tagged.model, folder)
         else:
             runnable = RunnableModel.of(tagged.model, tagged.hierarchy.root.simple_class or "model", folder)
         session = ProfiledSession(runnable, settings, folder)

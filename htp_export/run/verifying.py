@@ -56,6 +56,8 @@ def verify(
     returns the tensors that modules return. ``docs/verify.md`` describes how they are compared. The model is restored
     afterwards.
 
+    Not thread-safe for one PyTorch model: it has hooks while it runs.
+
     Args:
         model: The PyTorch model.
         onnx: The exported model: a file, or a model in memory.

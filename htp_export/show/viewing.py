@@ -107,6 +107,8 @@ def view(
     ``view("model.onnx", "model.html")`` writes the page; ``view(model, args)`` shows a PyTorch model, which is exported
     to memory. If the export fails, its modules are exported one by one, and the page has the errors of those that fail.
 
+    Thread-safe for ONNX models; a PyTorch model must not be used by another thread meanwhile.
+
     Args:
         model: A file, ``ModelProto``, ``ir.Model`` or `TaggedModel`, with or without tags; or a PyTorch module.
         positional: The output; for a PyTorch module its arguments, and then the output.

@@ -74,6 +74,8 @@ def extract(
     dynamic dimensions stay dynamic. It has the initializers that it needs, and keeps opset, functions, tags, and its
     part of the module tree under the same paths.
 
+    Thread-safe, also for calls on the same model.
+
     Args:
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
         path: The module.

@@ -102,9 +102,9 @@ FUNCTION_COLUMNS: tuple[Column[tuple[str, FunctionRow]], ...] = (
 """What is known of each function, by its identifier."""
 
 
-@names_model_faults("onnx")
+@names_model_faults("model")
 def functions(
-    onnx: ModelSource,
+    model: ModelSource,
     select: str | Sequence[str],
     output: str | os.PathLike[str] | None = None,
     *,
@@ -116,8 +116,10 @@ def functions(
     function, which has their weights as inputs. The root, modules that are not ``computed``, and work that several
     modules share stay in the graph. Functions from an earlier call are inlined first. `inline` restores the flat graph.
 
+    Thread-safe, also for calls on the same model.
+
     Args:
-        onnx: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. It needs
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. It needs
             tags of htp_export; weights are not read.
         select: The modules; see ``TaggedModel.select``. ``"**"`` is every module.
         output: The file to write.
@@ -143,7 +145,7 @@ def functions(
         ({'0': 'htp::Sequential', '1': 'htp::Sequential'}, ['Sequential', 'Sequential'], {'': 'it is the graph itself'})
     """
     check_target(output)
-    tagged = load(onnx)
+    tagged = load(model)
     selected = tagged.select(select)
     if tagged.source != "htp":
         raise UntaggedModelError(

@@ -82,6 +82,8 @@ def splice(
     Nodes of the replacement with tags keep them: under the same paths if these are below the module, otherwise with the
     module's path as a prefix. Untagged nodes belong to the module, with the reason ``spliced``.
 
+    Thread-safe, also for calls on the same model.
+
     Args:
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
         path: The module.

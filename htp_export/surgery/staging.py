@@ -51,6 +51,8 @@ def partition(
     which are computed again if that avoids sending a tensor. Every weight is in exactly one stage: a weight that two
     stages read, such as a tied embedding, is in the first one and is sent as a tensor. A tensor may skip stages.
 
+    Thread-safe, also for calls on the same model.
+
     Args:
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. Weights
             are not read.

@@ -4,6 +4,8 @@ Each adapter takes a tagged model and the options of the tool, and returns a `Ca
 ``.model``. The library of a tool is imported when the tool runs.
 
 The tools are the functions in ``__all__`` of the files of this folder: a new file is a new tool.
+
+They are not thread-safe: what a tool prints is dropped by redirecting the output of the whole process.
 """
 
 from __future__ import annotations
