@@ -99,6 +99,20 @@ def test_a_public_function_says_whether_it_is_thread_safe(name):
         assert re.search(r"thread", inspect.getdoc(public_functions()[name]), re.IGNORECASE)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Carried", "Comparison", "Contamination", "Cost", "Extraction", "Fingerprint", "Forensics", "Inlined",
+        "ModelDifference", "Nested", "Optimized", "Partition", "Profile", "Splice", "Verification", "View",
+    ],
+)  # fmt: skip
+def test_a_result_has_a_summary_which_is_a_line_and_notes_which_are_lines(name):
+    result = getattr(htp_export, name)
+    assert isinstance(result.summary, property)
+    assert result.summary.fget.__annotations__["return"] == "str"
+    assert not hasattr(result, "notes") or result.notes.fget.__annotations__["return"] == "tuple[str, ...]"
+
+
 def test_the_onnx_model_is_the_parameter_model_of_every_public_function():
     sources = {
         name: [each.name for each in inspect.signature(function).parameters.values() if "ModelSource" in str(each)]

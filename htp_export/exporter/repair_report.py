@@ -50,8 +50,13 @@ class Contamination:
         """The result as plain data."""
         return asdict(self)
 
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
+        return f"{len(self.before)} contaminated border tensors before repair, {len(self.after)} after"
+
     def __str__(self) -> str:
-        lines = [f"{len(self.before)} contaminated border tensors before repair, {len(self.after)} after"]
+        lines = [self.summary]
         lines += [f"{before:6} → {after:<6} {kind}" for kind, (before, after) in self.kinds().items()]
         return "\n".join(lines)
 

@@ -46,8 +46,13 @@ class Fingerprint:
         """The result as plain data."""
         return asdict(self)
 
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
+        return self.family
+
     def __str__(self) -> str:
-        lines = [self.family, *(f"  {fact}" for fact in self.evidence)]
+        lines = [self.summary, *(f"  {fact}" for fact in self.evidence)]
         lines += [f"{block.count:5} × {block.name}, {block.nodes} nodes each" for block in self.blocks]  # noqa: RUF001 - "times"
         return "\n".join((*lines, *tag_lines(self.tags)))
 

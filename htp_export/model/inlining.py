@@ -56,11 +56,16 @@ class Inlined(HoldsModel):
             "nodes_after": self.nodes_after,
         }
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
         if not self.functions:
             return f"there are no functions; {self.nodes_after} nodes"
         calls = sum(self.functions.values())
         return f"{calls} calls of {len(self.functions)} functions inlined: {self.nodes_after} nodes"
+
+    def __str__(self) -> str:
+        return self.summary
 
 
 @names_model_faults("model")

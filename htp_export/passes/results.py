@@ -225,6 +225,13 @@ class OptimizedModels:
             "total": {name: vars(change) for name, change in self.total.items()},
         }
 
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
+        results = self.models.values()
+        nodes = (sum(result.nodes_before for result in results), sum(result.nodes_after for result in results))
+        return f"{nodes[0]} nodes before, {nodes[1]} after, in {len(results)} models"
+
     def __str__(self) -> str:
         width = max(map(len, self.models), default=0)
         lines = []

@@ -68,6 +68,11 @@ class Carried(HoldsModel):
             "contamination": [list(entry) for entry in self.contamination],
         }
 
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
+        return f"{self.nodes} nodes, all with owners; {self.kept} kept their tags"
+
     def __str__(self) -> str:
         lines = [f"{self.nodes:7} nodes, all with owners", f"{self.kept:7} kept their tags"]
         lines += [f"{count:7} by {reason}" for reason, count in self.recovered.items()]

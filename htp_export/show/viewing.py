@@ -61,10 +61,14 @@ class View:
         page = html.escape(self.html, quote=True)
         return f'<iframe srcdoc="{page}" style="{_FRAME}"></iframe>'
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
         where = str(self.path) if self.path else "a page in memory"
-        text = f"{where}: {self.modules} modules, {self.nodes} nodes, {len(self.html) / 1e6:.1f} MB"
-        said = [text, *([f"without the graph: {self.missing}"] if self.missing else [])]
+        return f"{where}: {self.modules} modules, {self.nodes} nodes, {len(self.html) / 1e6:.1f} MB"
+
+    def __str__(self) -> str:
+        said = [self.summary, *([f"without the graph: {self.missing}"] if self.missing else [])]
         return "\n".join([*said, *(f"{path or '(root)'}: {why}" for path, why in self.failures.items())])
 
 

@@ -56,11 +56,16 @@ class Extraction(HoldsModel):
             "outside": list(self.outside),
         }
 
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
+        where = f" -> {self.file}" if self.file else ""
+        return f"{self.path or '(root)'}: {self.nodes} nodes{where}"
+
     def __str__(self) -> str:
         ends = [f"  in   {name}: {kind}" for name, kind in self.inputs.items()]
         ends += [f"  out  {name}: {kind}" for name, kind in self.outputs.items()]
-        where = f" -> {self.file}" if self.file else ""
-        return "\n".join((f"{self.path or '(root)'}: {self.nodes} nodes{where}", *ends))
+        return "\n".join((self.summary, *ends))
 
 
 @names_model_faults("model")

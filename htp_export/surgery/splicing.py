@@ -54,12 +54,17 @@ class Splice(HoldsModel):
             "nodes_after": self.nodes_after,
         }
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
         where = f" -> {self.file}" if self.file else ""
         times = f" in {len(self.calls)} calls" if len(self.calls) > 1 else ""
         return (
             f"{self.path or '(root)'}: replaced{times}; {self.nodes_before} nodes before, {self.nodes_after} now{where}"
         )
+
+    def __str__(self) -> str:
+        return self.summary
 
 
 @names_model_faults("model", "replacement")
