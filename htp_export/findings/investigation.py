@@ -24,6 +24,7 @@ from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.passes.declining import Declined, declined
 from htp_export.passes.editing import bytes_of
 from htp_export.passes.merging import Difference
+from htp_export.passes.node_pass import NodePass
 from htp_export.passes.pipeline import Pipeline
 from htp_export.passes.registry import DEFAULT, LEVELS, Level, PassInfo, available, choose, find
 
@@ -139,7 +140,8 @@ class _Investigation:
         simple = self._run(exact, "exact", start)
         ends = [self._run([e for e in chosen if e.level != "fused"], "tolerant", simple)] if level != "exact" else []
         apart = [e for e in available().values() if e.level == "fused" or e.name not in DEFAULT]
-        ends += [self._run([e], e.level, simple) for e in apart if LEVELS.index(e.level) <= LEVELS.index(level)]
+        allowed = [e for e in apart if LEVELS.index(e.level) <= LEVELS.index(level) and _applies(e, simple.model)]
+        ends += [self._run([e], e.level, simple) for e in allowed]
         for copy in (simple, *ends):
             self._left(copy, declined(list(all_nodes(copy.model))))
         self._left(simple, unchanged(GraphFacts(load(simple.model))))
@@ -216,6 +218,12 @@ class _Investigation:
         self._found.append(Finding(kind, module, names, fixed_by, why, detail, tuple(tensors), level))
         self._starts.append(self._places[nodes[0]] if nodes else 0)
         self._known.add(frozenset(names))
+
+
+def _applies(info: PassInfo, model: ir.Model) -> bool:
+    """Whether a pass may find something in a model, as far as it states what it requires."""
+    made = info.make
+    return not (isinstance(made, type) and issubclass(made, NodePass)) or made.applies(model)
 
 
 def _why(kind: str) -> str:

@@ -28,6 +28,20 @@ class NodePass(ir.passes.InPlacePass):
     opset: ClassVar[int] = 1
     graph: ir.Graph
 
+    @classmethod
+    def applies(cls, model: ir.Model) -> bool:
+        """Whether a model is of the opset, and has a node of the operators, that the pass requires.
+
+        Examples:
+            >>> class OfRelu(NodePass):
+            ...     operators = ("Relu",)
+            >>> graph = ir.Graph([], [], nodes=[ir.node("Relu", [ir.val("x")])], opset_imports={"": 20})
+            >>> OfRelu.applies(ir.Model(graph, ir_version=10))
+            True
+        """
+        graph = model.graph
+        return graph.opset_imports.get("", 1) >= cls.opset and any(is_standard(n, *cls.operators) for n in graph)
+
     @cached_property
     def known(self) -> Symbolic:
         """Shapes and types in the graph, as they were when they were first asked for."""
@@ -41,10 +55,9 @@ class NodePass(ir.passes.InPlacePass):
         self.graph = model.graph
         self.__dict__.pop("known", None)
         modified = False
-        if model.graph.opset_imports.get("", 1) >= self.opset:
-            for node in model.graph:
-                if is_standard(node, *self.operators):
-                    modified |= self.rewrite(node)
+        for node in model.graph if self.applies(model) else ():
+            if is_standard(node, *self.operators):
+                modified |= self.rewrite(node)
         if modified:
             remove_unused(model)
         return ir.passes.PassResult(model, modified)
