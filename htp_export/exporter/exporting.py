@@ -259,7 +259,10 @@ class _Exporter:
             try:
                 running.wait_alone(changes)
                 watched = self._begun(begin, changes)
-                return export() if watched is None else watched.run(export)
+                if watched is None:
+                    set_variable(changes, running.exporter, None)  # nor is what torch exports on its way
+                    return export()
+                return watched.run(export)
             finally:
                 changes.take_back()
         finally:

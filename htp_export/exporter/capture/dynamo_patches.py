@@ -39,8 +39,9 @@ def export_program(original: Callable[..., Any]) -> Callable[..., Any]:
         active = wanted()
         if active is None or dynamo_capture.get() is not None or not hasattr(mod, "named_modules"):
             return original(mod, *args, **kwargs)
-        bodies, changes = ProgramBodies(mod), Changes()
+        bodies, changes = ProgramBodies(), Changes()
         bodies.strict = active.strict
+        bodies.step("reading the names of the model's modules", bodies.begin, mod)
         try:
             set_variable(changes, program_bodies, bodies)
             program = original(mod, *args, **kwargs)

@@ -19,19 +19,19 @@ _Stack = dict[str, tuple[str, str]]
 
 
 class ProgramBodies(Guarded):
-    """The bodies that one ``torch.export`` traces.
+    """The bodies that one ``torch.export`` traces."""
 
-    Args:
-        model: What is exported.
-    """
-
-    def __init__(self, model: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._names = ModuleNames(model)
-        classes = ((self._names.by_id[id(module)], type(module)) for module in model.modules())
-        self._classes = {path: f"{cls.__module__}.{cls.__qualname__}" for path, cls in classes}
-        self._bodies, self._log = Bodies(self._names.by_id), CallLog()
+        self._log = CallLog()
         self._root = self._log.enter("")
+
+    def begin(self, model: Any) -> None:
+        """Read the names of the modules of the model that is exported."""
+        names = self._names = ModuleNames(model)
+        classes = ((names.by_id[id(module)], type(module)) for module in model.modules())
+        self._classes = {path: f"{cls.__module__}.{cls.__qualname__}" for path, cls in classes}
+        self._bodies = Bodies(names.by_id)
 
     def enter_operator(self, function: Any, args: Any) -> bool:
         """Note that an operator runs that may have bodies; only if it is true, `leave_operator` is to be called."""
