@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,7 @@ def whisper() -> tuple[torch.nn.Module, Inputs]:
     return WhisperModel(config).encoder, {"input_features": torch.randn(2, 80, 3000)}
 
 
+HEADER = "| tool | nodes | tags kept by the tool | tags after carry | exact modules | fused by it |"
 MODELS = {"bert": bert, "gpt2": gpt2, "vit": vit, "resnet": resnet, "whisper": whisper}
 
 
@@ -171,6 +172,26 @@ def measure(name: str, row: Row, model: torch.nn.Module, inputs: Inputs, path: P
     return f"| {name} | {before} → {len(nodes)} | {left} | {carried} | {exact} | {fused} |"
 
 
+def title(model: str, exporter: str) -> str:
+    """What stands above a table."""
+    return f"**{model}, {exporter}**"
+
+
+def lines(model_name: str, exporter: str, names: Iterable[str], folder: Path) -> Iterator[str]:
+    """The lines of a table: one for each tool."""
+    torch.manual_seed(0)
+    model, inputs = MODELS[model_name]()
+    spread(model)
+    path = folder / "model.onnx"
+    with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
+        htp_export.export(model, (), path, kwargs=inputs, dynamo=exporter == "dynamo", verbose=False)
+    wrong = inexact(model, inputs, path)
+    for name in names:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            line = measure(name, ROWS[name], model, inputs, path, wrong)
+        yield line
+
+
 def main() -> None:
     """Read the command line and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -183,20 +204,9 @@ def main() -> None:
     exporters = ["dynamo", "torchscript"] if given.exporter == "both" else [given.exporter]
     for model_name in given.models:
         for exporter in exporters:
-            torch.manual_seed(0)
-            model, inputs = MODELS[model_name]()
-            spread(model)
+            print(f"\n{title(model_name, exporter)}\n\n{HEADER}\n|---|---|---|---|---|---|", flush=True)
             with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "model.onnx"
-                with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
-                    htp_export.export(model, (), path, kwargs=inputs, dynamo=exporter == "dynamo", verbose=False)
-                wrong = inexact(model, inputs, path)
-                print(f"\n**{model_name}, {exporter}**\n")
-                print("| tool | nodes | tags kept by the tool | tags after carry | exact modules | fused by it |")
-                print("|---|---|---|---|---|---|", flush=True)
-                for name in given.tools:
-                    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                        line = measure(name, ROWS[name], model, inputs, path, wrong)
+                for line in lines(model_name, exporter, given.tools, Path(folder)):
                     print(line, flush=True)
 
 
