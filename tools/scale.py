@@ -140,7 +140,7 @@ def measure(shape: str, size: int, only: Sequence[str]) -> dict[str, float | str
     """Seconds of the processor that each command takes on one model; its error where it fails.
 
     Each runs in a fork of its own: where the objects of an earlier command lay, those of a later one lie scattered, and
-    it takes up to 1.6 times as long.
+    it took 1.5 to 1.7 times as long.
     """
     import onnxruntime  # noqa: F401
     import onnxscript.rewriter.ort_fusions  # noqa: F401 - commands that use them would each import them
