@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from htp_export.cli.file_options import DepthOption, FeedDimsOption, FeedOption, FileArgument, JsonOption, SelectOption
+from htp_export.cli.file_options import FeedDimsOption, FeedOption, FileArgument, TableOptions
 from htp_export.cli.sizes import read_sizes
-from htp_export.cli.terminal import Steps, print_json, print_text, show, split_names
+from htp_export.cli.terminal import Steps, split_names
 from htp_export.costs.columns import COST_COLUMNS, FUSED
 from htp_export.model.columns import names_of
 from htp_export.show.costs import cost_csv, nodes_csv, render_cost
@@ -21,19 +21,14 @@ PLACE = 40
 
 def cost_command(
     file: FileArgument,
+    table: TableOptions,
     inputs: FeedOption = None,
     dims: FeedDimsOption = None,
-    depth: DepthOption = None,
-    select: SelectOption = None,
-    sort: Annotated[str | None, typer.Option(help="A column: a list, the largest first.", show_default=False)] = None,
     columns: Annotated[
         list[str] | None, typer.Option(help=f"By comma, of {', '.join(names_of(COST_COLUMNS))}.")
     ] = None,
     fused: Annotated[bool, typer.Option("--fused", help="What fusing each module would save: an estimate.")] = False,
     nodes: Annotated[bool, typer.Option("--nodes", help="With --csv, a line for each node.")] = False,
-    as_json: JsonOption = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV.")] = False,
-    fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True,
 ) -> None:
     """Count the parameters, FLOPs and bytes of every module.
 
@@ -44,14 +39,13 @@ def cost_command(
     from htp_export.model.tagged import load
 
     sizes = read_sizes(inputs, dims)
-    with Steps(quiet=as_json or as_csv).step(f"counting {file}"):
+    with Steps(quiet=table.as_json or table.as_csv).step(f"counting {file}"):
         tagged = load(file)
         report = cost(tagged, sizes.inputs, dims=sizes.dims, shapes=sizes.shapes)
-    rows = [report.modules[path] for path in visible(tagged, depth, select or None)]
+    rows = [report.modules[path] for path in visible(tagged, table.depth, table.select or None)]
     names = split_names(columns) or (list(FUSED) if fused else None)
-    if as_json:
-        print_json(report.to_dict())
-    elif as_csv:
-        print_text(nodes_csv(report.nodes) if nodes else cost_csv(rows, names, sort))
-    else:
-        show(render_cost(report, rows, fold=fold, columns=names, sort=sort))
+    table.report(
+        report.to_dict(),
+        lambda: nodes_csv(report.nodes) if nodes else cost_csv(rows, names, table.sort),
+        lambda: render_cost(report, rows, fold=table.fold, columns=names, sort=table.sort),
+    )

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
+
+from htp_export.cli.terminal import print_json, print_text, show
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 __all__ = [
     "DepthOption",
@@ -18,6 +25,7 @@ __all__ = [
     "OutputOption",
     "SelectOption",
     "ShareOption",
+    "TableOptions",
 ]
 
 FileArgument: TypeAlias = Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)]
@@ -43,3 +51,30 @@ FeedOption: TypeAlias = Annotated[
 FeedDimsOption: TypeAlias = Annotated[
     list[str] | None, typer.Option(help="Open sizes of inputs, by comma: batch=1,sequence=16.")
 ]
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """Which modules a table shows, and how: the options of every command that prints one in all forms."""
+
+    depth: DepthOption = None
+    select: SelectOption = None
+    sort: Annotated[str | None, typer.Option(help="A column: a list, the largest first.", show_default=False)] = None
+    as_json: JsonOption = False
+    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV.")] = False
+    fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True
+
+    def report(self, data: dict[str, Any], csv: Callable[[], str], draw: Callable[[], RenderableType]) -> None:
+        """Write a result in the form that was asked for.
+
+        Args:
+            data: The result as plain data.
+            csv: Gives it as CSV.
+            draw: Draws it.
+        """
+        if self.as_json:
+            print_json(data)
+        elif self.as_csv:
+            print_text(csv())
+        else:
+            show(draw())

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from htp_export.cli.file_options import DepthOption, FeedDimsOption, FeedOption, FileArgument, JsonOption, SelectOption
+from htp_export.cli.file_options import FeedDimsOption, FeedOption, FileArgument, TableOptions
 from htp_export.cli.measurements import read_measured
 from htp_export.cli.sizes import Sizes, read_sizes
-from htp_export.cli.terminal import print_json, print_text, show, split_names
+from htp_export.cli.terminal import split_names
 from htp_export.costs.columns import TREE_COLUMNS
 from htp_export.errors import InputError
 from htp_export.model.columns import names_of
@@ -29,9 +29,7 @@ PLACE = 20
 
 def tree_command(
     file: FileArgument,
-    depth: DepthOption = None,
-    select: SelectOption = None,
-    sort: Annotated[str | None, typer.Option(help="A column: a list, the largest first.", show_default=False)] = None,
+    table: TableOptions,
     columns: Annotated[
         list[str] | None, typer.Option(help=f"By comma, of {', '.join(names_of(TREE_COLUMNS))}.")
     ] = None,
@@ -39,9 +37,6 @@ def tree_command(
     dims: FeedDimsOption = None,
     profile: Annotated[Path | None, typer.Option(help="Times: what profile --json wrote.")] = None,
     verify: Annotated[Path | None, typer.Option(help="Errors: what verify or compare --json wrote.")] = None,
-    as_json: JsonOption = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV.")] = False,
-    fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True,
 ) -> None:
     """Show the module tree: classes, nodes, parameters, FLOPs.
 
@@ -52,16 +47,15 @@ def tree_command(
 
     tagged = read_flat(file)
     found, note = _cost(tagged, read_sizes(inputs, dims))
-    tree = tree_rows(tagged, depth, select or None, cost=found, measured=read_measured(profile, verify))
+    tree = tree_rows(tagged, table.depth, table.select or None, cost=found, measured=read_measured(profile, verify))
     if note:
         tree = replace(tree, notes=(*tree.notes, note))
     names = split_names(columns)
-    if as_json:
-        print_json(tree.to_dict())
-    elif as_csv:
-        print_text(tree_csv(tree, names, sort))
-    else:
-        show(render(tree, fold=fold, columns=names, sort=sort))
+    table.report(
+        tree.to_dict(),
+        lambda: tree_csv(tree, names, table.sort),
+        lambda: render(tree, fold=table.fold, columns=names, sort=table.sort),
+    )
 
 
 def _cost(tagged: TaggedModel, sizes: Sizes) -> tuple[Cost | None, str]:

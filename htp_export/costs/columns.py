@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from htp_export.model.columns import Column, names_of
+from htp_export.model.columns import CLASS_NAME, Column, names_of
 
 if TYPE_CHECKING:
     from htp_export.costs.module_tree import ModuleRow
     from htp_export.costs.result import ModuleCost
 
-__all__ = ["COST_COLUMNS", "FUSED", "TREE_COLUMNS", "UNCOUNTED", "simple_class"]
-
-
-def simple_class(class_name: str) -> str:
-    """A class without its module."""
-    return class_name.rpartition(".")[2]
+__all__ = ["COST_COLUMNS", "FUSED", "TREE_COLUMNS", "UNCOUNTED"]
 
 
 def _error(value: float) -> str:
     return f"{value:.1e}" if value else "0"
 
 
-def _class_name() -> Column[Any]:
-    return Column("class_name", "class", text=simple_class, style="cyan", right=False, keep=1)
-
-
 TREE_COLUMNS: tuple[Column[ModuleRow], ...] = (
-    _class_name(),
+    CLASS_NAME,
     Column("calls", "calls"),
     Column("fate", "fate", style="yellow", right=False, keep=5),
     Column("nodes", "nodes", keep=4),
@@ -42,7 +33,7 @@ TREE_COLUMNS: tuple[Column[ModuleRow], ...] = (
 """What can be shown of each module of a tree."""
 
 _COUNTS: tuple[Column[ModuleCost], ...] = (
-    _class_name(),
+    CLASS_NAME,
     Column("calls", "calls"),
     Column("fate", "fate", right=False),
     Column("nodes", "nodes", keep=3),

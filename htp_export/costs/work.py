@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from htp_export.costs.execution import Step
 
-__all__ = ["NOTHING", "Formula", "Formulas", "Work"]
+__all__ = ["NOTHING", "Formula", "Formulas", "Work", "nothing", "per_input", "per_output"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +33,18 @@ Formula: TypeAlias = Callable[[Step], Work]
 
 Formulas: TypeAlias = Mapping[tuple[str, str], Formula]
 """``(domain, operator)`` → formula; ONNX's own domain is ``""``."""
+
+
+def per_output(count: int) -> Formula:
+    """So many operations for each element of the output."""
+    return lambda step: Work(0, count * math.prod(step.output_shape()))
+
+
+def per_input(count: int, position: int = 0) -> Formula:
+    """So many operations for each element of an input."""
+    return lambda step: Work(0, count * math.prod(step.shape(position)))
+
+
+def nothing(_step: Step) -> Work:
+    """No work: the operator moves, selects or converts elements."""
+    return NOTHING

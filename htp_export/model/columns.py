@@ -12,7 +12,18 @@ from typing import Any, Generic, TypeVar
 
 from htp_export.errors import InputError
 
-__all__ = ["MODULE", "Column", "chosen", "csv_text", "names_of", "record", "si", "sorted_by", "text_table"]
+__all__ = [
+    "CLASS_NAME",
+    "MODULE",
+    "Column",
+    "chosen",
+    "csv_text",
+    "names_of",
+    "record",
+    "si",
+    "sorted_by",
+    "text_table",
+]
 
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
@@ -79,6 +90,15 @@ def _drawn(value: Any, unit: str) -> str:
 
 MODULE: Column[Any] = Column("module", "module", attrgetter("path"), text=lambda path: path or "(root)", right=False)
 """The module of a row, which stands first."""
+
+
+def simple_class(class_name: str) -> str:
+    """A class without its module."""
+    return class_name.rpartition(".")[2]
+
+
+CLASS_NAME: Column[Any] = Column("class_name", "class", text=simple_class, style="cyan", right=False, keep=1)
+"""The class of a row's module: whole as data, drawn without its module."""
 
 
 def names_of(columns: Iterable[Column[R]]) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.errors import InputError, UntaggedModelError
-from htp_export.model.columns import Column, chosen, record
+from htp_export.model.columns import CLASS_NAME, Column, chosen, record
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
@@ -30,7 +30,7 @@ __all__ = ["ModuleLatency", "Profile", "profile"]
 _log = logging.getLogger(__name__)
 
 PROFILE_COLUMNS: tuple[Column[ModuleLatency], ...] = (
-    Column("class_name", "class", text=lambda name: name.rpartition(".")[2], style="cyan", right=False, keep=1),
+    CLASS_NAME,
     Column("calls", "calls"),
     Column("fate", "fate", right=False),
     Column("total_ms", "total", unit="ms", keep=5),

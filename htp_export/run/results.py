@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from htp_export.model.columns import Column, chosen, record
+from htp_export.model.columns import CLASS_NAME, Column, chosen, record
 from htp_export.model.tables import ModuleTable
 from htp_export.model.tag_facts import TagFacts, tag_lines
 from htp_export.runtime.comparing import Difference
@@ -180,7 +180,7 @@ def _status_style(module: ModuleResult) -> str:
 
 
 COMPARISON_COLUMNS: tuple[Column[ModuleResult], ...] = (
-    Column("class_name", "class", text=lambda name: name.rpartition(".")[2], style="cyan", right=False),
+    CLASS_NAME,
     Column("fate", "fate", right=False),
     Column("status", "status", style=_status_style, right=False),
     Column("max_abs", "max abs", text=short_number),

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from htp_export.costs.execution import Step
 from htp_export.costs.formulas.attention import SOFTMAX
-from htp_export.costs.work import NOTHING, Formula, Formulas, Work
+from htp_export.costs.work import NOTHING, Formula, Formulas, Work, nothing, per_input, per_output
 
 __all__ = ["FORMULAS"]
 
@@ -20,18 +20,6 @@ _CONTRIB = "com.microsoft"
 
 def _names(text: str) -> list[str]:
     return text.split()
-
-
-def _per_output(count: int) -> Formula:
-    return lambda step: Work(0, count * math.prod(step.output_shape()))
-
-
-def _per_input(count: int, position: int = 0) -> Formula:
-    return lambda step: Work(0, count * math.prod(step.shape(position)))
-
-
-def _nothing(_step: Step) -> Work:
-    return NOTHING
 
 
 def _each_further_input(step: Step) -> Work:
@@ -47,7 +35,7 @@ def _clip(step: Step) -> Work:
 
 def _gelu(step: Step) -> Work:
     """``x * 0.5 * (1 + erf(x / sqrt(2)))``; with tanh, ``x * 0.5 * (1 + tanh(a * (x + b * x * x * x)))``."""
-    return _per_output(8 if step.text("approximate", "none") == "tanh" else 5)(step)
+    return per_output(8 if step.text("approximate", "none") == "tanh" else 5)(step)
 
 
 def _layer_norm(summands: int = 0, centred: bool = True) -> Formula:
@@ -64,18 +52,18 @@ def _layer_norm(summands: int = 0, centred: bool = True) -> Formula:
         count += step.input(bias) is not None
         if summands:
             count += 1 + (step.input(4 if centred else 3) is not None)
-        return _per_input(count)(step)
+        return per_input(count)(step)
 
     return formula
 
 
 def _pool(step: Step) -> Work:
     window = math.prod(step.integers("kernel_shape"))
-    return _per_output(window * (2 if step.node.op_type == "LpPool" else 1))(step)
+    return per_output(window * (2 if step.node.op_type == "LpPool" else 1))(step)
 
 
 def _lrn(step: Step) -> Work:
-    return _per_output(step.integer("size") + 4)(step)
+    return per_output(step.integer("size") + 4)(step)
 
 
 def _resize(step: Step) -> Work:
@@ -177,9 +165,9 @@ _CONTRIB_PER_OUTPUT: Mapping[str, int] = {
 }
 
 FORMULAS: Formulas = {
-    **{("", op): _per_output(count) for op, count in _PER_OUTPUT.items()},
-    **{("", op): _per_input(count) for op, count in _PER_INPUT.items()},
-    **{("", op): _nothing for op in _WITHOUT_ARITHMETIC},
+    **{("", op): per_output(count) for op, count in _PER_OUTPUT.items()},
+    **{("", op): per_input(count) for op, count in _PER_INPUT.items()},
+    **{("", op): nothing for op in _WITHOUT_ARITHMETIC},
     **{("", op): _each_further_input for op in ("Max", "Min", "Sum", "Mean")},
     **{("", op): _pool for op in ("AveragePool", "MaxPool", "LpPool")},
     **{("", op): _scatter for op in ("ScatterElements", "ScatterND")},
@@ -193,18 +181,18 @@ FORMULAS: Formulas = {
     ("", "RMSNormalization"): _layer_norm(centred=False),
     ("", "SimplifiedLayerNormalization"): _layer_norm(centred=False),  # ONNX Runtime puts it into ONNX's domain
     ("", "SkipLayerNormalization"): _layer_norm(1),
-    **{(_CONTRIB, op): _per_output(count) for op, count in _CONTRIB_PER_OUTPUT.items()},
-    (_CONTRIB, "BiasSoftmax"): _per_output(SOFTMAX + 1),
-    (_CONTRIB, "EmbedLayerNormalization"): _per_output(2 + 7),
-    (_CONTRIB, "FastGelu"): lambda step: _per_output(8 + (step.input(1) is not None))(step),
-    (_CONTRIB, "GroupNorm"): lambda step: _per_output(7 + 2 * step.integer("activation"))(step),
-    (_CONTRIB, "QLinearSoftmax"): _per_output(SOFTMAX + 6),
+    **{(_CONTRIB, op): per_output(count) for op, count in _CONTRIB_PER_OUTPUT.items()},
+    (_CONTRIB, "BiasSoftmax"): per_output(SOFTMAX + 1),
+    (_CONTRIB, "EmbedLayerNormalization"): per_output(2 + 7),
+    (_CONTRIB, "FastGelu"): lambda step: per_output(8 + (step.input(1) is not None))(step),
+    (_CONTRIB, "GroupNorm"): lambda step: per_output(7 + 2 * step.integer("activation"))(step),
+    (_CONTRIB, "QLinearSoftmax"): per_output(SOFTMAX + 6),
     (_CONTRIB, "QLinearAveragePool"): _pool,
-    (_CONTRIB, "QLinearGlobalAveragePool"): _per_input(1),
-    (_CONTRIB, "QLinearConcat"): _nothing,
+    (_CONTRIB, "QLinearGlobalAveragePool"): per_input(1),
+    (_CONTRIB, "QLinearConcat"): nothing,
     (_CONTRIB, "LayerNormalization"): _layer_norm(),
     (_CONTRIB, "SimplifiedLayerNormalization"): _layer_norm(centred=False),
     (_CONTRIB, "SkipLayerNormalization"): _layer_norm(1),
     (_CONTRIB, "SkipSimplifiedLayerNormalization"): _layer_norm(1, centred=False),
-    **{(_CONTRIB, op): _nothing for op in ("ExpandDims", "Pad", "Trilu")},
+    **{(_CONTRIB, op): nothing for op in ("ExpandDims", "Pad", "Trilu")},
 }

@@ -9,7 +9,7 @@ import math
 
 from htp_export.costs.execution import Step, UnknownShapeError
 from htp_export.costs.formulas.attention import SOFTMAX
-from htp_export.costs.work import NOTHING, Formula, Formulas, Work
+from htp_export.costs.work import Formula, Formulas, Work, nothing, per_input, per_output
 from htp_export.model.operators import RANDOM
 
 __all__ = ["FORMULAS"]
@@ -116,21 +116,9 @@ def _experts(biases: tuple[int, ...], weights: tuple[int, ...], bits: str = "") 
     return formula
 
 
-def _per_output(count: int) -> Formula:
-    return lambda step: Work(0, count * math.prod(step.output_shape()))
-
-
-def _per_input(count: int) -> Formula:
-    return lambda step: Work(0, count * math.prod(step.shape(0)))
-
-
-def _nothing(_step: Step) -> Work:
-    return NOTHING
-
-
 def _skip_group_norm(step: Step) -> Work:
     count = 8 + (step.input(4) is not None) + 2 * step.integer("activation")
-    return _per_output(count)(step)
+    return per_output(count)(step)
 
 
 def _distances(step: Step) -> Work:
@@ -145,26 +133,26 @@ FORMULAS: Formulas = {
     ("", "RoiAlign"): _roi_align,
     ("", "STFT"): _stft,
     ("", "AffineGrid"): _affine_grid,
-    **{("", op): _per_output(1) for op in RANDOM},
+    **{("", op): per_output(1) for op in RANDOM},
     ("", "Multinomial"): _multinomial,
     ("", "Det"): _determinant,
-    ("", "Bernoulli"): _per_output(2),  # a random number and its comparison
-    ("", "HannWindow"): _per_output(5),
-    ("", "HammingWindow"): _per_output(5),
-    ("", "BlackmanWindow"): _per_output(9),
-    ("", "SwiGLU"): _per_output(3),
-    **{("", op): _nothing for op in ("MaxUnpool", "TensorScatter")},
+    ("", "Bernoulli"): per_output(2),  # a random number and its comparison
+    ("", "HannWindow"): per_output(5),
+    ("", "HammingWindow"): per_output(5),
+    ("", "BlackmanWindow"): per_output(9),
+    ("", "SwiGLU"): per_output(3),
+    **{("", op): nothing for op in ("MaxUnpool", "TensorScatter")},
     (_CONTRIB, "MoE"): _experts((3, 5, 7), (2, 4, 6)),
     (_CONTRIB, "QMoE"): _experts((4, 7, 10), (2, 5, 8), "expert_weight_bits"),
     (_CONTRIB, "Unique"): _sort,
     (_CONTRIB, "Inverse"): _inverse,
     (_CONTRIB, "CDist"): _distances,
     (_CONTRIB, "SkipGroupNorm"): _skip_group_norm,
-    (_CONTRIB, "GatherBlockQuantized"): _per_output(2),
-    (_CONTRIB, "BiasDropout"): _per_output(2),
-    (_CONTRIB, "ComplexMul"): _per_output(3),
-    (_CONTRIB, "ComplexMulConj"): _per_output(3),
-    **{(_CONTRIB, op): _per_output(1) for op in ("MulInteger", "Range")},
-    **{(_CONTRIB, op): _per_input(1) for op in ("IsAllFinite", "ReduceSumInteger")},
-    **{(_CONTRIB, op): _nothing for op in ("GatherND", "RemovePadding", "RestorePadding", "UnfoldTensor")},
+    (_CONTRIB, "GatherBlockQuantized"): per_output(2),
+    (_CONTRIB, "BiasDropout"): per_output(2),
+    (_CONTRIB, "ComplexMul"): per_output(3),
+    (_CONTRIB, "ComplexMulConj"): per_output(3),
+    **{(_CONTRIB, op): per_output(1) for op in ("MulInteger", "Range")},
+    **{(_CONTRIB, op): per_input(1) for op in ("IsAllFinite", "ReduceSumInteger")},
+    **{(_CONTRIB, op): nothing for op in ("GatherND", "RemovePadding", "RestorePadding", "UnfoldTensor")},
 }
