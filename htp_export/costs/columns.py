@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from htp_export.model.columns import CLASS_NAME, Column, names_of
-
-if TYPE_CHECKING:
-    from htp_export.costs.module_tree import ModuleRow
-    from htp_export.costs.result import ModuleCost
 
 __all__ = ["COST_COLUMNS", "FUSED", "TREE_COLUMNS", "UNCOUNTED"]
 
@@ -17,7 +13,7 @@ def _error(value: float) -> str:
     return f"{value:.1e}" if value else "0"
 
 
-TREE_COLUMNS: tuple[Column[ModuleRow], ...] = (
+TREE_COLUMNS: tuple[Column[Any], ...] = (
     CLASS_NAME,
     Column("calls", "calls"),
     Column("fate", "fate", style="yellow", right=False, keep=5),
@@ -32,7 +28,7 @@ TREE_COLUMNS: tuple[Column[ModuleRow], ...] = (
 )
 """What can be shown of each module of a tree."""
 
-_COUNTS: tuple[Column[ModuleCost], ...] = (
+_COUNTS: tuple[Column[Any], ...] = (
     CLASS_NAME,
     Column("calls", "calls"),
     Column("fate", "fate", right=False),
@@ -47,7 +43,7 @@ _COUNTS: tuple[Column[ModuleCost], ...] = (
     Column("peak_bytes", "peak", unit="B", keep=7),
     Column("intensity", "ops/byte", text="{:.2f}".format, keep=5),
 )
-_SELF: tuple[Column[ModuleCost], ...] = tuple(
+_SELF: tuple[Column[Any], ...] = tuple(
     Column(f"self_{name}", f"self {title}", unit=unit)
     for name, title, unit in (
         ("nodes", "nodes", ""),
@@ -60,13 +56,13 @@ _SELF: tuple[Column[ModuleCost], ...] = tuple(
         ("traffic_bytes", "traffic", "B"),
     )
 )
-_FUSING: tuple[Column[ModuleCost], ...] = (
+_FUSING: tuple[Column[Any], ...] = (
     Column("traffic_bytes", "traffic", unit="B", keep=7),
     Column("fused_traffic_bytes", "fused traffic", unit="B", keep=8),
     Column("saved_traffic_bytes", "saved", unit="B", keep=9),
     Column("fused_peak_bytes", "model's peak, fused", unit="B", keep=9),
 )
-UNCOUNTED: Column[ModuleCost] = Column(
+UNCOUNTED: Column[Any] = Column(
     "uncounted", "not counted", lambda m: ", ".join(m.uncounted) or None, style="yellow", right=False, keep=9
 )
 COST_COLUMNS = (*_COUNTS, UNCOUNTED, *_SELF, *_FUSING)
