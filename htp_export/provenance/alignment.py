@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence, Set
 from htp_export.format.reasons import Reason
 from htp_export.model.operators import base_op, ends_in, moves, resembles
 from htp_export.provenance.backwards import go_backwards
+from htp_export.provenance.counterparts import LOOK_BACK, Counterparts
 from htp_export.provenance.graph_summary import NOTHING, GraphSummary, SummaryNode
-from htp_export.provenance.meanings import LOOK_BACK, Meanings
 from htp_export.provenance.numbering import repeats
 
 __all__ = ["Alignment"]
@@ -28,8 +28,8 @@ def _blocked(op: str) -> bool:
     return "nchwc" in op
 
 
-class Alignment(Meanings):
-    """The meaning of the tensors after a tool, as far as it is known.
+class Alignment(Counterparts):
+    """The counterpart of the tensors after a tool, as far as it is known.
 
     Args:
         before: The model that the tool was given.
@@ -46,7 +46,7 @@ class Alignment(Meanings):
         self._sources()
         self._look()
         if equal and self._by_values(equal):
-            self._settled = {value for value, number in enumerate(self.meaning) if number != NOTHING}
+            self._settled = {value for value, number in enumerate(self.counterpart) if number != NOTHING}
             self._look()  # what is known now may tell more
 
     def _look(self) -> None:
@@ -54,10 +54,10 @@ class Alignment(Meanings):
         nodes = self.after.nodes
         for node in nodes:
             self._forward(node)
-        self.known = {number for number in self.meaning if number != NOTHING}
+        self.known = {number for number in self.counterpart if number != NOTHING}
         go_backwards(self)
-        self.meaning = [self.numbers.current(number) for number in self.meaning]
-        self.known = {number for number in self.meaning if number != NOTHING}
+        self.counterpart = [self.numbers.current(number) for number in self.counterpart]
+        self.known = {number for number in self.counterpart if number != NOTHING}
 
     # --- what is given ---
 
@@ -73,12 +73,12 @@ class Alignment(Meanings):
                 if found != NOTHING and (before.values[found].content or not self.alike(index, found)):
                     found = NOTHING  # the name is the same, and what it holds is not
                 found = NOTHING if found == NOTHING else self.numbers.number[found]
-            self.mean(index, found, True)
+            self.match(index, found, True)
         for ours, theirs in ((after.inputs, before.inputs), (after.outputs, before.outputs)):
             if len(ours) == len(theirs):
                 for index, other in zip(ours, theirs, strict=True):
-                    if self.meaning[index] == NOTHING and self.after.values[index].kind != "initializer":
-                        self.mean(index, self.numbers.number[other], self.alike(index, other))
+                    if self.counterpart[index] == NOTHING and self.after.values[index].kind != "initializer":
+                        self.match(index, self.numbers.number[other], self.alike(index, other))
 
     def _by_values(self, equal: Mapping[int, Sequence[int]]) -> bool:
         """Take tensors for those that they equal in value; a name or a place that says another one is not believed.
@@ -89,24 +89,24 @@ class Alignment(Meanings):
         found = set[int]()
         for value, candidates in equal.items():
             numbers = list(dict.fromkeys(self.numbers.number[candidate] for candidate in candidates))
-            if self.numbers.current(self.meaning[value]) in numbers:
+            if self.numbers.current(self.counterpart[value]) in numbers:
                 self.exact[value] = self.exact[value] or len(numbers) == 1
             elif self.after.values[value].kind == "node":
-                self.mean(value, numbers[0], len(numbers) == 1, Reason.VALUES)
+                self.match(value, numbers[0], len(numbers) == 1, Reason.VALUES)
                 found.add(numbers[0])
                 if len(numbers) > 1:
                     self.also[value] = tuple(c for c in candidates if self.numbers.number[c] != numbers[0])
-        self._deny(found - {self.meaning[value] for value in self.also}, equal)
+        self._deny(found - {self.counterpart[value] for value in self.also}, equal)
         return bool(found)
 
     def _deny(self, found: Set[int], equal: Mapping[int, Sequence[int]]) -> None:
         """Where one tensor has the values of one before, another that has its name and other values is not that one."""
         fixed = {*self.after.inputs, *self.after.outputs}
-        for value, number in enumerate(self.meaning):
+        for value, number in enumerate(self.counterpart):
             if number not in found or value in equal or value in fixed or not self.exact[value]:
                 continue
             if self.after.live[value] and self.after.values[value].kind == "node":
-                self.meaning[value], self.exact[value], self.named[value] = NOTHING, False, ""
+                self.counterpart[value], self.exact[value], self.named[value] = NOTHING, False, ""
                 self._denied.add(value)
 
     # --- forwards ---
@@ -114,7 +114,7 @@ class Alignment(Meanings):
     def _forward(self, node: SummaryNode) -> None:
         if self._settled.issuperset(node.outputs):
             return
-        reads = [value if value == NOTHING else self.meaning[value] for value in node.inputs]
+        reads = [value if value == NOTHING else self.counterpart[value] for value in node.inputs]
         complete = all(number != NOTHING or value == NOTHING for number, value in zip(reads, node.inputs, strict=True))
         if repeats(node) and reads[0] != NOTHING and len(node.outputs) == 1:
             named = (
@@ -122,7 +122,7 @@ class Alignment(Meanings):
                 if self.before.find(self.after.values[node.outputs[0]].name, node.scope) != NOTHING
                 else ""
             )
-            self.mean(node.outputs[0], reads[0], self.exact[node.inputs[0]], named)
+            self.match(node.outputs[0], reads[0], self.exact[node.inputs[0]], named)
             return
         same = self.numbers.made_by(node, reads) if complete else None
         for place, value in enumerate(node.outputs):
@@ -134,15 +134,15 @@ class Alignment(Meanings):
             if same is not None and place < len(same.outputs) and same.outputs[place] != NOTHING:
                 alike = found != NOTHING and self.alike(value, found)
                 exact = alike or all(self.exact[v] for v in node.inputs if v != NOTHING)  # else in its inputs' layout
-                self.mean(
+                self.match(
                     value, self.numbers.number[same.outputs[place]], exact, Reason.TENSOR if found != NOTHING else ""
                 )
             elif found != NOTHING:
-                self.mean(value, self.numbers.number[found], self.alike(value, found), Reason.TENSOR)
+                self.match(value, self.numbers.number[found], self.alike(value, found), Reason.TENSOR)
             elif place == 0 and not moves(node.op):
                 found = self._by_node_name(node, {number for number in reads if number != NOTHING})
                 if found != NOTHING:
-                    self.mean(value, self.numbers.number[found], False, Reason.NODE)
+                    self.match(value, self.numbers.number[found], False, Reason.NODE)
                 else:
                     self._by_weights(node, value)
 
@@ -180,7 +180,7 @@ class Alignment(Meanings):
     def _by_weights(self, node: SummaryNode, value: int) -> None:
         """What a node makes that reads all the weights of one before, and whose operator ends with that one's."""
         weights = {v for v in node.inputs if v != NOTHING and self.after.values[v].kind == "initializer"}
-        numbers = {self.meaning[v] for v in weights} - {NOTHING}
+        numbers = {self.counterpart[v] for v in weights} - {NOTHING}
         for weight in sorted(numbers):
             readers = self.before.readers[weight]
             for reader in readers if len(readers) <= _FEW else ():
@@ -188,7 +188,7 @@ class Alignment(Meanings):
                 read = {self.numbers.number[v] for v in old.inputs if v != NOTHING and not self.before.live[v]}
                 if ends_in(node.op, old.op) and read <= numbers and not old.scope:
                     exact = not _blocked(node.op) and self.alike(value, old.outputs[0])
-                    self.mean(value, self.numbers.number[old.outputs[0]], exact, Reason.INITIALIZER)
+                    self.match(value, self.numbers.number[old.outputs[0]], exact, Reason.INITIALIZER)
                     return
 
     def _followed(self, node: SummaryNode, value: int, reads: set[int]) -> int:
@@ -215,7 +215,7 @@ class Alignment(Meanings):
     def _operands_besides(self, node: SummaryNode, value: int) -> set[int]:
         """What a node reads besides that of which a tensor is made, if it reads more: the other half of a sum."""
         old = self.before.nodes[self.before.maker[value]]
-        mine = Counter(self.meaning[v] for v in node.inputs if v != NOTHING and self.after.live[v])
+        mine = Counter(self.counterpart[v] for v in node.inputs if v != NOTHING and self.after.live[v])
         theirs = Counter(self.numbers.number[v] for v in old.inputs if v != NOTHING and self.before.live[v])
         return set(mine - theirs) - {NOTHING} if mine.total() > theirs.total() else set()
 

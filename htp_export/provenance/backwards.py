@@ -10,30 +10,30 @@ from collections.abc import Iterator
 
 from htp_export.format.reasons import Reason
 from htp_export.model.operators import COMMUTATIVE, IN_PLACE, base_op, moves
+from htp_export.provenance.counterparts import LOOK_BACK, Counterparts
 from htp_export.provenance.graph_summary import NOTHING, SummaryNode
-from htp_export.provenance.meanings import LOOK_BACK, Meanings
 
 __all__ = ["go_backwards"]
 
 
-def go_backwards(meanings: Meanings) -> None:
+def go_backwards(counterparts: Counterparts) -> None:
     """Go from the results of the model after to its inputs once, and add to what its tensors mean."""
-    backwards = _Backwards(meanings)
-    for index in range(len(meanings.after.nodes) - 1, -1, -1):
+    backwards = _Backwards(counterparts)
+    for index in range(len(counterparts.after.nodes) - 1, -1, -1):
         backwards.node(index)
 
 
 class _Backwards:
-    def __init__(self, meanings: Meanings) -> None:
-        self._of = meanings
-        self.before, self.after, self.numbers = meanings.before, meanings.after, meanings.numbers
-        self.meaning, self.exact, self.named = meanings.meaning, meanings.exact, meanings.named
-        self.known = meanings.known
+    def __init__(self, counterparts: Counterparts) -> None:
+        self._of = counterparts
+        self.before, self.after, self.numbers = counterparts.before, counterparts.after, counterparts.numbers
+        self.counterpart, self.exact, self.named = counterparts.counterpart, counterparts.exact, counterparts.named
+        self.known = counterparts.known
 
     def node(self, index: int) -> None:
         """What one node tells of the tensors that it reads."""
         node = self.after.nodes[index]
-        known = [value for value in node.outputs if value != NOTHING and self.meaning[value] != NOTHING]
+        known = [value for value in node.outputs if value != NOTHING and self.counterpart[value] != NOTHING]
         if not known or not node.inputs:
             return
         origin = self._of.origin(known[0])
@@ -62,7 +62,7 @@ class _Backwards:
         if node.op in COMMUTATIVE and len(mine) > 1:
             number = self.numbers.number
             for value in list(mine):
-                same = next((v for v in theirs if number[v] == self.numbers.current(self.meaning[value])), None)
+                same = next((v for v in theirs if number[v] == self.numbers.current(self.counterpart[value])), None)
                 if same is not None:
                     mine.remove(value)
                     theirs.remove(same)
@@ -80,13 +80,13 @@ class _Backwards:
             same: Whether its attributes are what they were.
             exact: Whether it makes the very tensor that it made; in another layout it reads another layout too.
         """
-        number, mine = self.numbers.number[old], self.numbers.current(self.meaning[value])
+        number, mine = self.numbers.number[old], self.numbers.current(self.counterpart[value])
         if mine == number:
             return
         maker = self.after.maker[value]
         exact = exact and self._of.alike(value, old)
         if mine == NOTHING:
-            self._of.mean(value, number, exact)
+            self._of.match(value, number, exact)
             return
         if maker == NOTHING or not same or not self._same_weights(reader):
             return
@@ -99,7 +99,7 @@ class _Backwards:
             for node in between:
                 self.numbers.idle[node] = True
         elif (exact or not moved) and number not in self.known and not self._confirmed(value, reader):
-            self._of.mean(value, number, exact)
+            self._of.match(value, number, exact)
             self.known.add(number)
 
     def _same_shape(self, number: int, value: int) -> bool:
@@ -110,7 +110,7 @@ class _Backwards:
     def _same_weights(self, reader: int) -> bool:
         """Whether a node reads the weights that it read; one that reads others may have taken in some work."""
         return all(
-            self.meaning[value] != NOTHING
+            self.counterpart[value] != NOTHING
             for value in self.after.nodes[reader].inputs
             if value != NOTHING and not self.after.live[value]
         )
@@ -134,10 +134,10 @@ class _Backwards:
 
     def _confirmed(self, value: int, but: int) -> bool:
         """Whether another node that is still there reads the tensor under its name, as it did before."""
-        mine = self.numbers.current(self.meaning[value])
+        mine = self.numbers.current(self.counterpart[value])
         for reader in self.after.readers[value]:
             node = self.after.nodes[reader]
-            made = [v for v in node.outputs if v != NOTHING and self.meaning[v] != NOTHING]
+            made = [v for v in node.outputs if v != NOTHING and self.counterpart[v] != NOTHING]
             if reader == but or not made:
                 continue
             maker = self.before.maker[self._of.origin(made[0])] if self._of.origin(made[0]) != NOTHING else NOTHING
@@ -150,14 +150,14 @@ class _Backwards:
     def _pair_movers(self, node: SummaryNode, old: SummaryNode) -> None:
         """Nodes that only move numbers read the same if it is made by the same operator, or in the same shape."""
         value, other = node.inputs[0], old.inputs[0]
-        if NOTHING in (value, other) or self.meaning[value] != NOTHING:
+        if NOTHING in (value, other) or self.counterpart[value] != NOTHING:
             return
         mine, theirs = self.after.maker[value], self.before.maker[other]
         if NOTHING in (mine, theirs):
             return
         op, known = self.after.nodes[mine].op, self.after.shape(value)[0] is not None
         if op == self.before.nodes[theirs].op or (known and not moves(op) and self._of.alike(value, other)):
-            self._of.mean(value, self.numbers.number[other], self._of.alike(value, other))
+            self._of.match(value, self.numbers.number[other], self._of.alike(value, other))
 
     def _through(self, node: SummaryNode, origin: int) -> None:
         """Who only moves numbers computes none: what computed before was done by the node behind.
@@ -165,14 +165,14 @@ class _Backwards:
         Also where that node has the name of another: it is named after the first of what it does.
         """
         value, in_place = node.inputs[0], base_op(node.op) in IN_PLACE
-        while value != NOTHING and (self.meaning[value] == NOTHING or self._named_after_less(value, origin)):
+        while value != NOTHING and (self.counterpart[value] == NOTHING or self._named_after_less(value, origin)):
             maker = self.after.maker[value]
             if maker == NOTHING or not self.after.nodes[maker].inputs:
                 return
             if not moves(self.after.nodes[maker].op):
                 number = self._computed(origin)
                 exact = in_place and number == self.numbers.number[origin] and self._of.alike(value, origin)
-                self._of.mean(value, number, exact)
+                self._of.match(value, number, exact)
                 return
             in_place = in_place and base_op(self.after.nodes[maker].op) in IN_PLACE
             value = self.after.nodes[maker].inputs[0]
@@ -181,7 +181,7 @@ class _Backwards:
         """Whether a tensor is known by its node's name alone, and more was computed between that one and ``origin``."""
         if self.named[value] != Reason.NODE or self.exact[value]:
             return False
-        between = self._between(self.numbers.current(self.meaning[value]), origin)
+        between = self._between(self.numbers.current(self.counterpart[value]), origin)
         return any(not moves(self.before.nodes[node].op) for node in between or ())
 
     def _computed(self, value: int) -> int:

@@ -295,7 +295,7 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
         equal = equal_values((origin.model, origin.summary), (model, after), inputs)
     alignment = Alignment(origin.summary, after, equal)
     for value in (*after.inputs, *after.outputs):
-        if alignment.meaning[value] == NOTHING:
+        if alignment.counterpart[value] == NOTHING:
             raise InputError(
                 f"the second model was not made of the first, which has no {after.values[value].name!r} of that shape"
             )

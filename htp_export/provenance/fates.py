@@ -48,7 +48,7 @@ class CarriedEvidence(Evidence[int]):
         self._before = _boundaries(alignment.before, before)
         self._there = {
             number: value
-            for value, number in reversed(list(enumerate(alignment.meaning)))
+            for value, number in reversed(list(enumerate(alignment.counterpart)))
             if number != NOTHING and alignment.exact[value]
         }
         self._known = cache(self._find_known)
@@ -83,7 +83,7 @@ class CarriedEvidence(Evidence[int]):
 
     def counterpart(self, tensor: int) -> int:
         """The number before of a value after that is the very tensor."""
-        return self._alignment.meaning[tensor] if self._alignment.exact[tensor] else NOTHING
+        return self._alignment.counterpart[tensor] if self._alignment.exact[tensor] else NOTHING
 
     def known(self, path: str) -> Collection[int]:
         """The numbers of the tensors that a module took and gave before."""

@@ -58,7 +58,7 @@ class _Division:
     def _values_taken(self) -> set[int]:
         """Values before that are there under their name."""
         found = set()
-        for value, number in enumerate(self.known.meaning):
+        for value, number in enumerate(self.known.counterpart):
             if number != NOTHING:
                 origin = self.known.origin(value)
                 if origin != NOTHING and self.before.values[origin].name == self.after.values[value].name:
@@ -67,20 +67,20 @@ class _Division:
 
     def _surroundings(self) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
         """For each node after: the numbers that it is made of, and the known values that are made of it."""
-        meaning, nodes = self.known.meaning, self.after.nodes
+        counterpart, nodes = self.known.counterpart, self.after.nodes
         behind, ahead = [_SHARED] * len(nodes), [_SHARED] * len(nodes)
         carried: dict[int, frozenset[int]] = {}
         for index, node in enumerate(nodes):
-            found = {meaning[v] for v in node.reads if v != NOTHING} - {NOTHING}
+            found = {counterpart[v] for v in node.reads if v != NOTHING} - {NOTHING}
             behind[index] = frozenset(found.union(*(carried.get(v, _SHARED) for v in node.reads)))
-            carried.update((v, behind[index]) for v in node.outputs if v != NOTHING and meaning[v] == NOTHING)
+            carried.update((v, behind[index]) for v in node.outputs if v != NOTHING and counterpart[v] == NOTHING)
         carried = {}
         for index in range(len(nodes) - 1, -1, -1):
             outputs = [v for v in nodes[index].outputs if v != NOTHING]
-            found = {v for v in outputs if meaning[v] != NOTHING}
+            found = {v for v in outputs if counterpart[v] != NOTHING}
             ahead[index] = frozenset(found.union(*(carried.get(v, _SHARED) for v in outputs)))
             for value in nodes[index].reads:
-                if value != NOTHING and meaning[value] == NOTHING:
+                if value != NOTHING and counterpart[value] == NOTHING:
                     carried[value] = carried.get(value, _SHARED) | ahead[index]
         return behind, ahead
 
@@ -95,13 +95,13 @@ class _Division:
     # --- one node ---
 
     def _work(self, index: int, node: SummaryNode) -> ReplacedNodes:
-        meaning, nodes = self.known.meaning, self.before.nodes
+        counterpart, nodes = self.known.counterpart, self.before.nodes
         outputs = [v for v in node.outputs if v != NOTHING]
-        unknown = [v for v in outputs if meaning[v] == NOTHING and self.after.readers[v]]
+        unknown = [v for v in outputs if counterpart[v] == NOTHING and self.after.readers[v]]
         if not node.inputs and not node.has_bodies and unknown:
             return ReplacedNodes((), Reason.INSERTED)
         part = self._between(self._ahead[index], self._behind[index])
-        inner = [v for v in node.reads if v != NOTHING and meaning[v] == NOTHING]
+        inner = [v for v in node.reads if v != NOTHING and counterpart[v] == NOTHING]
         done = _SHARED.union(*(self._done.get(v, _SHARED) for v in inner))
         if any(v in self.known.also for v in outputs):
             done = _SHARED  # whichever of several tensors it makes, it may be the first one
@@ -164,7 +164,7 @@ class _Division:
         """What stands where nothing stood; it may give tensors of before back, under their names or others."""
         known, ends = self.known, dict[int, None]()
         for value in node.outputs:
-            origin = NOTHING if value == NOTHING or known.meaning[value] == NOTHING else known.origin(value)
+            origin = NOTHING if value == NOTHING or known.counterpart[value] == NOTHING else known.origin(value)
             if origin == NOTHING or self.before.maker[origin] == NOTHING:
                 continue
             named = self.before.values[origin].name == self.after.values[value].name
@@ -175,10 +175,10 @@ class _Division:
     def _gives_back(self, index: int, node: SummaryNode, value: int) -> bool:
         """Whether a node makes a very tensor of before out of what was not that tensor, but at most its numbers."""
         known = self.known
-        same = [v for v in node.reads if v != NOTHING and known.meaning[v] == known.meaning[value]]
+        same = [v for v in node.reads if v != NOTHING and known.counterpart[v] == known.counterpart[value]]
         if not known.exact[value] or any(known.exact[v] for v in same):
             return False
-        return bool(same) or known.meaning[value] not in self._behind[index]
+        return bool(same) or known.counterpart[value] not in self._behind[index]
 
     def _pointed_at(self, index: int, node: SummaryNode, part: tuple[int, ...]) -> ReplacedNodes:
         """The part of several nodes' common work that a node's name, weights or operator points to."""
@@ -253,11 +253,11 @@ class _Division:
         maker = self.before.maker[origin]
         own = self.before.values[origin].name == self.after.values[value].name
         idle = maker != NOTHING and known.numbers.idle[maker]
-        if known.meaning[value] in behind:  # it gives back what it reads
+        if known.counterpart[value] in behind:  # it gives back what it reads
             return [origin] if own and idle else []
         equal = [
             member
-            for member in known.numbers.members.get(known.meaning[value], ())
+            for member in known.numbers.members.get(known.counterpart[value], ())
             if self.before.maker[member] != NOTHING
             and not known.numbers.idle[self.before.maker[member]]
             and (member == origin or member not in self._taken)

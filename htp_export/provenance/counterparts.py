@@ -5,7 +5,7 @@ from __future__ import annotations
 from htp_export.provenance.graph_summary import NOTHING, GraphSummary, Shape
 from htp_export.provenance.numbering import Numbering
 
-__all__ = ["LOOK_BACK", "Meanings"]
+__all__ = ["LOOK_BACK", "Counterparts"]
 
 LOOK_BACK = 40
 """Nodes before that are looked through behind one tensor: what tools make one node of is seldom ten, and close by."""
@@ -13,8 +13,8 @@ LOOK_BACK = 40
 _FLOATS = frozenset((1, 10, 11, 16))  # FLOAT, FLOAT16, DOUBLE, BFLOAT16: one may stand for the other
 
 
-class Meanings:
-    """The meaning of the tensors after a tool, to which `Alignment` adds what it finds.
+class Counterparts:
+    """The counterpart of the tensors after a tool, to which `Alignment` adds what it finds.
 
     Args:
         before: The model that the tool was given.
@@ -22,10 +22,10 @@ class Meanings:
 
     Attributes:
         numbers: The numbers of the model before.
-        meaning: Value after → number before, or `NOTHING`.
+        counterpart: Value after → number before, or `NOTHING`.
         exact: Value after → whether it is that very tensor; else it is made of the same work, and has another shape,
             layout or element type.
-        named: Value after → what its meaning was first known by: ``tensor`` (its name), ``node`` (the name of the node
+        named: Value after → how its counterpart was first found: ``tensor`` (its name), ``node`` (the name of the node
             that makes it), ``initializer`` (the weights that that node reads), ``values`` or nothing.
         also: Value after → further values before that it may be as well: they had the same numbers in them.
         known: The numbers that some value after has.
@@ -34,16 +34,16 @@ class Meanings:
     def __init__(self, before: GraphSummary, after: GraphSummary) -> None:
         self.before, self.after = before, after
         self.numbers = Numbering(before)
-        self.meaning = [NOTHING] * len(after.values)
+        self.counterpart = [NOTHING] * len(after.values)
         self.exact = [False] * len(after.values)
         self.named = [""] * len(after.values)
         self.also: dict[int, tuple[int, ...]] = {}
         self.known = set[int]()
 
-    def mean(self, value: int, number: int, exact: bool, named: str = "") -> None:
+    def match(self, value: int, number: int, exact: bool, named: str = "") -> None:
         """Note what a value after is; nothing for `NOTHING`."""
         if number != NOTHING:
-            self.meaning[value], self.exact[value] = number, exact
+            self.counterpart[value], self.exact[value] = number, exact
             self.named[value] = named or self.named[value]
 
     def alike(self, after: int, before: int) -> bool:
@@ -64,7 +64,7 @@ class Meanings:
 
     def origin(self, value: int) -> int:
         """The value before that a value after is: of those with its number, the one of its name, or the first."""
-        members = self.numbers.members.get(self.numbers.current(self.meaning[value]), ())
+        members = self.numbers.members.get(self.numbers.current(self.counterpart[value]), ())
         name = self.after.values[value].name
         for member in members:
             if self.before.values[member].name == name:
