@@ -51,7 +51,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     option = config.option
     named = config.args_source is pytest.Config.ArgsSource.ARGS
     some = named and not all(Path(word).is_dir() for word in config.args)
-    if some or option.keyword or option.lf or option.collectonly or option.capture == "no":
+    if some or option.keyword or getattr(option, "lf", False) or option.collectonly or option.capture == "no":
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MOST_PROCESSES)
