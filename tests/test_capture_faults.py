@@ -68,7 +68,7 @@ DYNAMO = [
     (dynamo_patches, "watch_bodies", "bodies of the exported program"),
     (dynamo_patches, "fx_tracing", "the FX trace"),
     (dynamo_patches, "executed_since", "through its decomposition"),
-    (Decomposition, "ran", "through its decomposition"),
+    (Decomposition, "record", "through its decomposition"),
     (Decomposition, "finish", "reading the decomposed program"),
     (DynamoCapture, "translated_nodes", "ONNX values of an FX graph"),
     (DynamoCapture, "translated", "ONNX graph as it was translated"),

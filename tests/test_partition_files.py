@@ -228,7 +228,7 @@ def test_command_takes_a_number_and_prints_a_table(model: str, tmp_path: Path, c
     assert main(["partition", model, "2", "-o", str(tmp_path / "stages")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:3]] == [["0", "layer.0", "4"], ["1", "layer.1", "3"]]
-    assert lines[3:5] == ["2 tensors cross:", "  mask: FLOAT[2, 4], from stage 0 to 1"]
+    assert lines[3:5] == ["2 stages; 2 tensors cross", "  mask: FLOAT[2, 4], from stage 0 to 1"]
 
 
 def test_command_takes_modules_and_prints_the_manifest(model: str, tmp_path: Path, capsys: Any) -> None:

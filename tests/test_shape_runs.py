@@ -87,7 +87,7 @@ def test_values_of_small_whole_inputs_decide_shapes() -> None:
     [
         ({"dims": {"m": 1}}, "no open dimension 'm' in this model, only 'n'"),
         ({"dims": {"n": -1}}, "whole number, not -1"),
-        ({"dims": {"n": 2}, "shapes": {"x": (5, 3)}}, "input 'x' is \\[5, 3\\], but size 'n' of it is 2"),
+        ({"dims": {"n": 2}, "shapes": {"x": (5, 3)}}, "input 'x' is \\[5, 3\\], but dims has n = 2"),
         ({"shapes": {"x": (5, 4)}}, "input 'x' is \\[5, 4\\], but a size of it is 3"),
         ({"shapes": {"x": (5,)}}, "input 'x' has 2 dimensions in the model, not 1"),
         ({"shapes": {"xs": (5, 3)}}, "no input 'xs' in this model, only 'x', 'w'; nearest: 'x'"),

@@ -43,7 +43,7 @@ def test_the_tables_of_tools_have_a_row_for_each(model: str, exporter: str) -> N
 
 
 def test_the_table_of_levels_has_a_row_for_each() -> None:
-    assert list(table("optimize.md", "| level | outputs | how it is checked with `verify` |")) == [
+    assert list(table("optimize.md", "| level | outputs | tolerance of `verify` |")) == [
         f"`{level}`" for level in LEVELS
     ]
 

@@ -19,6 +19,7 @@ __all__ = ["ModuleOf", "TreeTable", "flat_table"]
 
 _GAP = 3
 _SHORTEST_NAME = 24
+_SHORTEST_WORDS = 20
 _MOST_GUIDES = 100  # what lies deeper has the number of levels in front of it
 
 
@@ -84,13 +85,16 @@ class TreeTable(Generic[M]):
         room = min(longest, _SHORTEST_NAME)
         while shown and room + sum(widths[k] + _GAP for k in shown) > options.max_width:
             shown.remove(min(shown, key=lambda k: (self.columns[k].keep, -k)))
+        left = options.max_width - _GAP - sum(widths[k] + _GAP for k in shown)
+        for k in reversed(shown):  # numbers are never cut; words are, and then names
+            if not self.columns[k].right and longest > left:
+                cut = max(min(longest - left, widths[k] - _SHORTEST_WORDS), 0)
+                widths[k], left = widths[k] - cut, left + cut
         table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
-        left = options.max_width - _GAP - sum(widths[k] + _GAP for k in shown)  # numbers are never cut, names are
         table.add_column("module", no_wrap=True, overflow="ellipsis", max_width=max(left, 1))
         for k in shown:
-            column = self.columns[k]
-            side: Literal["right", "left"] = "right" if column.right else "left"
-            table.add_column(column.heading, justify=side, no_wrap=True)
+            side: Literal["right", "left"] = "right" if self.columns[k].right else "left"
+            table.add_column(self.columns[k].heading, justify=side, no_wrap=True, max_width=widths[k])
         for number, (name, _) in enumerate(lines):
             row = lines[number][1]
             table.add_row(name, *(Text(cells[k][number], style=self.columns[k].style_of(row)) for k in shown))
