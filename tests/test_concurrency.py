@@ -19,6 +19,7 @@ from torch import nn
 
 import htp_export
 from htp_export.exporter.capture import running, torch_internals
+from htp_export.run.pytorch_calls import evaluating
 
 EXPORTERS = pytest.mark.parametrize(
     "exporters",
@@ -217,6 +218,18 @@ def test_the_fast_path_of_attention_is_put_back_by_the_last_of_several_threads(e
         assert torch.backends.mha.get_fastpath_enabled() is enabled
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_compilation_is_allowed_again_after_the_last_of_several_threads() -> None:
+    net = torch.nn.ReLU()
+    first, second = evaluating(net), evaluating(net)
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    second.__exit__(None, None, None)
+    assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
 def of_model(model: ir.Model) -> str:

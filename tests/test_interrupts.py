@@ -39,7 +39,14 @@ SINGLE = {
     modules: {"keep_training_modes", "put_back"},
     patches: {"translations_read_once", "make"},
     torch_internals: {
-        *("turn_off", "leave", "_turn_off", "_leave", "turn_attention_fast_path_off", "attention_fast_path_off"),
+        *(
+            "hold",
+            "_enter",
+            "_leave",
+            "turn_attention_fast_path_off",
+            "attention_fast_path_off",
+            "turn_compilation_off",
+        ),
         *("keep_autocast_cache", "run_after_hooks", "last", "watch_bodies"),
     },
     torchscript: {"trace", "returns"},

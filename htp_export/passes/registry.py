@@ -107,6 +107,7 @@ def register(name: str, level: Level, after: str | None = None) -> Callable[[_Ma
         ...         return ir.passes.PassResult(model, modified=False)
         >>> find("do_nothing").summary
         'Does nothing.'
+        >>> del _registered["do_nothing"]
     """
     if level not in LEVELS:
         raise InputError(f"pass {name!r}: level {level!r} is none of {', '.join(LEVELS)}")

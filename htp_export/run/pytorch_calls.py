@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from htp_export.errors import InputError
 from htp_export.exporter.capture.calls import arguments_by_name, named_leaves, named_tensors_in
 from htp_export.exporter.capture.modules import keep_training_modes
-from htp_export.exporter.capture.torch_internals import turn_attention_fast_path_off
+from htp_export.exporter.capture.torch_internals import turn_attention_fast_path_off, turn_compilation_off
 from htp_export.format.module_paths import module_paths
 from htp_export.process.restoring import Changes
 from htp_export.runtime.arrays import ArrayStore, StoredArray, from_torch
@@ -64,8 +64,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             changes.will_undo(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
             torch.set_grad_enabled(False)
             model.eval()
-            with torch.compiler.set_stance("force_eager"):
-                yield
+            turn_compilation_off(changes)
+            yield
         finally:
             changes.take_back()
     finally:

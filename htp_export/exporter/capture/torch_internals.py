@@ -327,37 +327,71 @@ def usual_name(kind: str) -> str:
     return kind
 
 
-class _FastPath:
-    """The switch of attention's fast path, which all threads share: off while anyone wants it off."""
+class _SharedSetting:
+    """A setting of torch that all threads share: it has another value while anyone needs it to.
 
-    def __init__(self) -> None:
+    Args:
+        read: Gets the setting.
+        write: Sets it.
+        needed: Gets the value that it has then.
+    """
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object], needed: Callable[[], Any]) -> None:
+        self._read, self._write, self._needed = read, write, needed
         self._lock = threading.Lock()
         self._users: set[object] = set()
-        self._before = True
+        self._before: Any = None
 
-    def turn_off(self, user: object) -> None:
-        locked(self._lock, functools.partial(self._turn_off, user))
+    def hold(self, changes: Changes) -> None:
+        """Give it the value until the changes are taken back; the last user puts back what the first one found."""
+        user = object()
+        changes.will_undo(functools.partial(locked, self._lock, functools.partial(self._leave, user)))
+        locked(self._lock, functools.partial(self._enter, user))
 
-    def leave(self, user: object) -> None:
-        locked(self._lock, functools.partial(self._leave, user))
-
-    def _turn_off(self, user: object) -> None:
-        from torch.backends import mha
-
+    def _enter(self, user: object) -> None:
         if not self._users:
-            self._before = mha.get_fastpath_enabled()
+            self._before = self._read()
         self._users.add(user)
-        mha.set_fastpath_enabled(False)
+        self._write(self._needed())
 
     def _leave(self, user: object) -> None:
-        from torch.backends import mha
-
         if self._users == {user}:
-            mha.set_fastpath_enabled(self._before)
+            self._write(self._before)
         self._users.discard(user)
 
 
-_FAST_PATH = _FastPath()
+def _fast_path() -> bool:
+    from torch.backends import mha
+
+    return mha.get_fastpath_enabled()
+
+
+def _set_fast_path(enabled: bool) -> None:
+    from torch.backends import mha
+
+    mha.set_fastpath_enabled(enabled)
+
+
+def _stance() -> Any:
+    from torch._dynamo import eval_frame
+
+    return eval_frame._stance
+
+
+def _set_stance(stance: Any) -> None:
+    from torch._dynamo import eval_frame
+
+    eval_frame._set_stance(stance)
+
+
+def _eager_stance() -> Any:
+    from torch._dynamo.eval_frame import DynamoStance
+
+    return DynamoStance("force_eager")
+
+
+_FAST_PATH = _SharedSetting(_fast_path, _set_fast_path, lambda: False)
+_STANCE = _SharedSetting(_stance, _set_stance, _eager_stance)
 
 
 def attention_fast_path_off() -> contextlib.AbstractContextManager[None]:
@@ -367,9 +401,12 @@ def attention_fast_path_off() -> contextlib.AbstractContextManager[None]:
 
 def turn_attention_fast_path_off(changes: Changes) -> None:
     """The same, until the changes are taken back."""
-    user = object()
-    changes.will_undo(functools.partial(_FAST_PATH.leave, user))
-    _FAST_PATH.turn_off(user)
+    _FAST_PATH.hold(changes)
+
+
+def turn_compilation_off(changes: Changes) -> None:
+    """Run what is compiled, and the bodies of ``torch.cond`` and loops, as Python, until the changes are taken back."""
+    _STANCE.hold(changes)
 
 
 def exported_by_dynamo_alone() -> tuple[type, ...]:
