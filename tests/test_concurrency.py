@@ -7,7 +7,7 @@ import functools
 import io
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,6 @@ EXPORTERS = pytest.mark.parametrize(
     [("torchscript", "torchscript"), ("dynamo", "dynamo"), ("dynamo", "torchscript"), ("torchscript", "dynamo")],
     ids="-".join,
 )
-
-
-@pytest.fixture(autouse=True)
-def tracing_as_before() -> Iterator[None]:
-    """Torch keeps an option of its tracing in a variable, which exports of its own in two threads may leave changed."""
-    before = torch.fx.traceback.should_preserve_node_meta
-    yield
-    torch.fx.traceback.should_preserve_node_meta = before
 
 
 class Slow(nn.Module):
