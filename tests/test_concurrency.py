@@ -19,7 +19,7 @@ from torch import nn
 
 import htp_export
 from htp_export.exporter.capture import running, torch_internals
-from htp_export.run.pytorch_calls import evaluating
+from htp_export.process.restoring import restored
 
 EXPORTERS = pytest.mark.parametrize(
     "exporters",
@@ -221,8 +221,7 @@ def test_the_fast_path_of_attention_is_put_back_by_the_last_of_several_threads(e
 
 
 def test_compilation_is_allowed_again_after_the_last_of_several_threads() -> None:
-    net = torch.nn.ReLU()
-    first, second = evaluating(net), evaluating(net)
+    first, second = restored(torch_internals.turn_compilation_off), restored(torch_internals.turn_compilation_off)
     assert torch._dynamo.eval_frame._stance.stance == "default"
     first.__enter__()
     second.__enter__()

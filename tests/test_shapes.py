@@ -233,6 +233,14 @@ def test_what_a_few_bytes_ask_for_is_not_computed(text):
     assert time.process_time() - start < 20  # not a measurement: without bounds it never ends
 
 
+def test_a_version_that_no_operator_has_makes_its_nodes_unknown():
+    relu = ir.node("Relu", [ir.val("x", ir.DataType.FLOAT, [2])], domain="other", name="n")
+    graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20, "other": 2**40})
+    known = Symbolic(graph)
+    assert known.shape(relu.outputs[0]) is None
+    assert "node 'n' (Relu)" in known.why(relu.outputs[0])
+
+
 def test_names_of_any_length_are_not_copied_from_node_to_node():
     model = parsed("net (float[n] x) => (float[a] y) { y = Relu(x) }")
     model.graph.inputs[0].shape = ir.Shape(["n" * 1_000_000, "m"])

@@ -118,7 +118,7 @@ def _node_proto(node: Operation, inputs: Sequence[Given | None]) -> onnx.NodePro
 def _schema(op_type: str, version: int, domain: str) -> Any:
     try:
         return onnx.defs.get_schema(op_type, version, domain)
-    except onnx.defs.SchemaError:
+    except (onnx.defs.SchemaError, TypeError):  # the version in the file may be no 32-bit number
         return None
 
 
