@@ -208,7 +208,7 @@ def test_an_export_handed_over_to_a_thread_by_a_task_is_tagged() -> None:
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_fast_path_of_attention_is_put_back_by_the_last_of_several_threads(enabled: bool) -> None:
     torch.backends.mha.set_fastpath_enabled(enabled)
-    first, second = torch_internals.attention_fast_path_off(), torch_internals.attention_fast_path_off()
+    first, second = (restored(torch_internals.turn_attention_fast_path_off) for _ in range(2))
     try:
         first.__enter__()
         second.__enter__()
@@ -221,7 +221,7 @@ def test_the_fast_path_of_attention_is_put_back_by_the_last_of_several_threads(e
 
 
 def test_compilation_is_allowed_again_after_the_last_of_several_threads() -> None:
-    first, second = restored(torch_internals.turn_compilation_off), restored(torch_internals.turn_compilation_off)
+    first, second = (restored(torch_internals.turn_compilation_off) for _ in range(2))
     assert torch._dynamo.eval_frame._stance.stance == "default"
     first.__enter__()
     second.__enter__()

@@ -44,7 +44,6 @@ SINGLE = {
             "_enter",
             "_leave",
             "turn_attention_fast_path_off",
-            "attention_fast_path_off",
             "turn_compilation_off",
         ),
         *("keep_autocast_cache", "run_after_hooks", "last", "watch_bodies"),

@@ -411,7 +411,7 @@ def test_a_graph_module_that_is_exported_is_interpreted_inside_a_wrapper() -> No
 def test_the_fast_path_of_attention_is_off_inside_and_as_it_was_after(enabled: bool) -> None:
     torch.backends.mha.set_fastpath_enabled(enabled)
     try:
-        with torch_internals.attention_fast_path_off():
+        with restored(torch_internals.turn_attention_fast_path_off):
             assert not torch.backends.mha.get_fastpath_enabled()
         assert torch.backends.mha.get_fastpath_enabled() is enabled
     finally:

@@ -23,9 +23,6 @@ _Op: TypeAlias = Any
 _Value: TypeAlias = Any  # what onnxscript's patterns are made of has no types
 _Pattern: TypeAlias = Callable[[_Op, _Value], _Value]
 
-_LARGEST_SIZES_RANK = 1
-"""A tensor of more dimensions is no list of sizes any more."""
-
 
 def unchanged(facts: GraphFacts) -> Iterator[Declined]:
     """Everything in a graph that looks like one operator written in single steps, casts in a row, and sizes.

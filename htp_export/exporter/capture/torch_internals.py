@@ -5,7 +5,6 @@ The places that are patched stand in ``patches.py``. ``tests/test_torch_internal
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import operator
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import tensors_in
-from htp_export.process.restoring import Changes, locked, restored
+from htp_export.process.restoring import Changes, locked
 
 
 def bodies_run_in_place(module: Any) -> Iterator[Any]:
@@ -394,13 +393,11 @@ _FAST_PATH = _SharedSetting(_fast_path, _set_fast_path, lambda: False)
 _STANCE = _SharedSetting(_stance, _set_stance, _eager_stance)
 
 
-def attention_fast_path_off() -> contextlib.AbstractContextManager[None]:
-    """Run ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` in their plain form, which ONNX can express."""
-    return restored(turn_attention_fast_path_off)
-
-
 def turn_attention_fast_path_off(changes: Changes) -> None:
-    """The same, until the changes are taken back."""
+    """Run ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` in their plain form, which ONNX can express.
+
+    Until the changes are taken back.
+    """
     _FAST_PATH.hold(changes)
 
 
