@@ -4,7 +4,8 @@ Inputs are derived from the signature of ``forward`` and the config; there is no
 imported when a function of this package is called.
 """
 
+from htp_export.huggingface.example_calls import ExampleCall, example_call
 from htp_export.huggingface.inputs import dynamic_shapes, example_inputs
 from htp_export.huggingface.models import load_model
 
-__all__ = ["dynamic_shapes", "example_inputs", "load_model"]
+__all__ = ["ExampleCall", "dynamic_shapes", "example_call", "example_inputs", "load_model"]

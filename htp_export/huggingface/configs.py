@@ -8,7 +8,7 @@ from typing import Any
 
 from htp_export.errors import ModelSourceError
 
-__all__ = ["apply_overrides", "find", "nearest", "sub_configs", "without_cache"]
+__all__ = ["apply_overrides", "find", "nearest", "sub_configs", "with_cache", "without_cache"]
 
 
 def sub_configs(config: Any) -> Iterator[Any]:
@@ -35,12 +35,20 @@ def find(config: Any, *names: str) -> Any:
 
 
 def without_cache(config: Any) -> Any:
-    """Return the config with the key-value cache disabled at all levels, because an ONNX file cannot return it."""
-    for level in (config, *sub_configs(config)):
-        if level is not config:
-            without_cache(level)
-        elif hasattr(level, "use_cache"):
-            level.use_cache = False
+    """Return the config with the key-value cache disabled at all levels."""
+    return _using_cache(config, False)
+
+
+def with_cache(config: Any) -> Any:
+    """Return the config with the key-value cache enabled at all levels that have one."""
+    return _using_cache(config, True)
+
+
+def _using_cache(config: Any, use_cache: bool) -> Any:
+    if hasattr(config, "use_cache"):
+        config.use_cache = use_cache
+    for level in sub_configs(config):
+        _using_cache(level, use_cache)
     return config
 
 

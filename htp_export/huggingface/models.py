@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import ModelSourceError
-from htp_export.huggingface.configs import apply_overrides, nearest, without_cache
+from htp_export.huggingface.configs import apply_overrides, nearest, with_cache, without_cache
 from htp_export.huggingface.reaching import why_unreachable
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["load_model", "spread_parameters", "tasks"]
+__all__ = ["load_model", "split_task", "spread_parameters", "tasks"]
 
 _log = logging.getLogger(__name__)
 
+_WITH_PAST = "-with-past"
 _MORE_TASKS = {
     # Names in wide use that transformers' pipelines no longer have, or never had.
     "summarization": ("AutoModelForSeq2SeqLM",),
@@ -42,13 +43,14 @@ def load_model(
     attn_implementation: str | None = None,
     seed: int = 0,
 ) -> nn.Module:
-    """A transformers model in eval mode, that keeps no key-value cache.
+    """A transformers model in eval mode; it uses a key/value cache only if the task ends in ``-with-past``.
 
     Args:
         source: A local folder with a ``config.json``, a model type (``"bert"``), or a hub id (``"owner/name"``); looked
             for in this order.
-        task: What the model is for, named as in transformers' pipelines: ``"fill-mask"``. Without it, a model type
-            gives the base model, and anything else the class that its config names under ``architectures``.
+        task: What the model is for, named as in transformers' pipelines: ``"fill-mask"``; for models that generate,
+            also with a cache: ``"text-generation-with-past"``. Without it, a model type gives the base model, and
+            anything else the class that its config names under ``architectures``.
         random_weights: Build the model from its config alone. Its parameters are spread apart, see
             ``spread_parameters``.
         overrides: Config key → value; dots lead into sub-configs: ``{"text_config.num_hidden_layers": 2}``.
@@ -70,7 +72,9 @@ def load_model(
     offline = why_unreachable() if _is_hub_id(source, random_weights) else ""
     if offline:  # what is in the cache of this machine can be had
         hub["local_files_only"] = True
-    config = without_cache(_config(source, overrides or {}, random_weights, hub, offline))
+    task, has_cache = split_task(task)
+    config = _config(source, overrides or {}, random_weights, hub, offline)
+    config = with_cache(config) if has_cache else without_cache(config)
     options: dict[str, Any] = {"dtype": _dtype(source, dtype), "attn_implementation": attn_implementation}
     options = {name: value for name, value in options.items() if value is not None}
     model_class = _model_class(source, config, task, hub)
@@ -80,6 +84,16 @@ def load_model(
     else:
         model = _pretrained(source, model_class, config, options | hub)
     return model.eval()
+
+
+def split_task(task: str | None) -> tuple[str | None, bool]:
+    """A task without its ``-with-past``, and whether it had one.
+
+    Examples:
+        >>> split_task("text-generation-with-past"), split_task("fill-mask")
+        (('text-generation', True), ('fill-mask', False))
+    """
+    return (task.removesuffix(_WITH_PAST), task.endswith(_WITH_PAST)) if task is not None else (None, False)
 
 
 def tasks() -> dict[str, tuple[str, ...]]:

@@ -1,0 +1,117 @@
+"""Key/value caches as arguments of a call: how they are made, and the names of the tensors in them."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import re
+from typing import TYPE_CHECKING, Any
+
+from htp_export.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["emptied", "empty_cache", "leaf_name", "let_torch_export_see_caches", "named_leaves_of", "translations"]
+
+_LEAF = re.compile(r"\w+\.(?:(self|cross)_attention_cache\.)?layers\.(\d+)\.(\w+)")
+_SINGULAR = {"keys": "key", "values": "value"}
+_SIDES = {None: "", "self": "decoder.", "cross": "encoder."}
+
+
+def let_torch_export_see_caches(model: Any) -> None:
+    """Register the caches of transformers as containers of tensors, as its own exporters do.
+
+    Raises:
+        InputError: If the installed transformers has no ``transformers.exporters``.
+    """
+    _check_exporters()
+    from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model
+
+    register_cache_pytrees_for_model(model)
+
+
+def translations() -> dict[Any, Any]:
+    """What transformers' exporters write for operators that torch has no ONNX for, such as those of experts.
+
+    Raises:
+        InputError: If the installed transformers has no ``transformers.exporters``.
+    """
+    _check_exporters()
+    from transformers.exporters import exporter_onnx
+
+    return dict(getattr(exporter_onnx, "_ONNX_TRANSLATION_TABLE", {}))
+
+
+def _check_exporters() -> None:
+    if importlib.util.find_spec("transformers.exporters") is None:
+        import transformers
+
+        problem = "inputs and names by task need transformers.exporters, which transformers 5.23 has"
+        raise InputError(f"{problem}; installed is {transformers.__version__}: pip install -U transformers")
+
+
+def empty_cache(model: Any) -> Any:
+    """A cache for a model that nothing is in yet, whose layers keep every token.
+
+    A layer with a sliding window drops old tokens, and the counters with which it does so are constants in a graph.
+    The mask applies the window, too: all tokens can be kept.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+
+    growing: Any = DynamicLayer
+
+    def cache() -> Any:
+        made = DynamicCache(config=model.config.get_text_config(decoder=True))
+        made.layers = [growing() if type(each) is DynamicSlidingWindowLayer else each for each in made.layers]
+        return made
+
+    return EncoderDecoderCache(cache(), cache()) if model.config.is_encoder_decoder else cache()
+
+
+def emptied(cache: Any) -> Any:
+    """A cache of the same layers whose tensors hold no token; the cache itself stays as it is."""
+    from transformers.cache_utils import DynamicLayer
+
+    made = copy.deepcopy(cache)
+    for layer in made.layers:
+        if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
+            layer.keys, layer.values = layer.keys[..., :0, :], layer.values[..., :0, :]
+    return made
+
+
+def named_leaves_of(value: Any) -> dict[str, torch.Tensor]:
+    """Every tensor in an argument or a result, by transformers' path to it, in the order in which torch counts them.
+
+    Args:
+        value: A dictionary of arguments, or what a model returns.
+    """
+    from torch.utils._pytree import tree_leaves
+    from transformers.exporters.utils import get_leaf_tensors
+
+    paths: dict[int, list[str]] = {}
+    for path, tensor in get_leaf_tensors(value).items():
+        paths.setdefault(id(tensor), []).append(path)
+    return {paths[id(leaf)].pop(0): leaf for leaf in tree_leaves(value) if id(leaf) in paths}
+
+
+def leaf_name(path: str, prefix: str) -> str:
+    """The name that optimum gives a tensor of a cache; other paths stay as they are.
+
+    Args:
+        path: Transformers' path to the tensor.
+        prefix: ``past_key_values`` for inputs, ``present`` for outputs.
+
+    Examples:
+        >>> leaf_name("past_key_values.layers.0.keys", "present")
+        'present.0.key'
+        >>> leaf_name("past_key_values.cross_attention_cache.layers.3.values", "past_key_values")
+        'past_key_values.3.encoder.value'
+        >>> leaf_name("logits", "present")
+        'logits'
+    """
+    found = _LEAF.fullmatch(path)
+    if found is None:
+        return path
+    side, layer, attribute = found.groups()
+    return f"{prefix}.{layer}.{_SIDES[side]}{_SINGULAR.get(attribute, attribute)}"

@@ -1,0 +1,90 @@
+"""Calls of models that generate: the names and axes that optimum has, and the tokens that PyTorch generates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnxruntime
+import pytest
+
+import htp_export
+from htp_export.huggingface import example_call
+from tests.decoders import DECODERS, decoder, generated, greedy, prompt
+
+pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+
+TOTAL = "past_sequence_length + sequence_length"
+
+
+def shapes(values: Any) -> dict[str, list[Any]]:
+    return {value.name: [size if isinstance(size, int) else size.value for size in value.shape] for value in values}
+
+
+QUICK = {"gpt2", "mistral", "mixtral"}
+MODELS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DECODERS]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def exported(request: pytest.FixtureRequest) -> Any:
+    model = decoder(request.param)
+    call = example_call(model)
+    program = htp_export.export(model, verbose=False, **call.options)
+    call.name_dimensions(program.model.graph)
+    return model, call, program
+
+
+def test_names_and_axes_are_those_of_optimum(exported: Any) -> None:
+    _, _, program = exported
+    inputs, outputs = shapes(program.model.graph.inputs), shapes(program.model.graph.outputs)
+    heads = inputs["past_key_values.0.key"][1]
+    assert inputs.pop("input_ids") == ["batch_size", "sequence_length"]
+    assert inputs.pop("attention_mask") == ["batch_size", TOTAL]
+    assert inputs.pop("position_ids") == ["batch_size", "sequence_length"]
+    assert outputs.pop("logits") == ["batch_size", "sequence_length", 64]
+    kinds = [f"{layer}.{kind}" for layer in range(2) for kind in ("key", "value")]
+    assert inputs == {f"past_key_values.{kind}": ["batch_size", heads, "past_sequence_length", 8] for kind in kinds}
+    assert outputs == {f"present.{kind}": ["batch_size", heads, TOTAL, 8] for kind in kinds}
+
+
+def test_onnxruntime_generates_what_pytorch_generates(exported: Any) -> None:
+    model, _, program = exported
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+    assert greedy(session, prompt()) == generated(model, prompt())
+
+
+def test_tags_are_the_models_own_modules(exported: Any) -> None:
+    model, _, program = exported
+    owners = {node.metadata_props["htp.module"] for node in program.model.graph}
+    assert owners <= {name for name, _ in model.named_modules()}
+    norm = next(name for name, _ in model.named_modules() if "norm" in name or "ln_" in name)
+    assert norm in owners
+
+
+def test_export_leaves_the_example_cache_as_it_is(exported: Any) -> None:
+    _, call, _ = exported
+    assert {layer.keys.shape[2] for layer in call.kwargs["past_key_values"].layers} == {5}
+    assert {layer.keys.shape[2] for layer in call.runs["prefill"]["past_key_values"].layers} == {0}
+
+
+def test_cache_names_of_transformers() -> None:
+    call = example_call(decoder("llama"), cache_names="transformers")
+    assert call.input_names[3] == "input.past_key_values.layers.0.keys"
+    assert call.output_names[1] == "output.past_key_values.layers.0.keys"
+
+
+def test_without_a_cache_there_are_tokens_and_logits() -> None:
+    from htp_export.huggingface import load_model
+
+    model = load_model("llama", task="text-generation", random_weights=True, overrides=DECODERS["llama"])
+    call = example_call(model, task="text-generation")
+    assert call.input_names == ("input_ids", "attention_mask", "position_ids")
+    assert call.output_names == ("logits",)
+    assert list(call.runs) == ["forward"]
+
+
+def test_a_model_whose_cache_is_off_says_so() -> None:
+    from htp_export.huggingface import load_model
+
+    model = load_model("gpt2", task="text-generation", random_weights=True, overrides=DECODERS["gpt2"])
+    with pytest.raises(htp_export.InputError, match="use_cache"):
+        example_call(model)
