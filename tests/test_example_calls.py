@@ -60,6 +60,15 @@ def test_tags_are_the_models_own_modules(exported: Any) -> None:
     assert norm in owners
 
 
+def test_every_module_agrees_in_prefill_and_in_decode(exported: Any) -> None:
+    model, call, program = exported
+    for run, kwargs in call.runs.items():
+        for _ in range(2):  # a model adds to the cache that it is given, and the next call has the same again
+            result = htp_export.verify(model, program, kwargs=kwargs)
+            assert result.ok, f"{run}: {result.summary}"
+            assert len(result.modules[""].calls[0].outputs) == len(call.output_names), "the cache is compared, too"
+
+
 def test_export_leaves_the_example_cache_as_it_is(exported: Any) -> None:
     _, call, _ = exported
     assert {layer.keys.shape[2] for layer in call.kwargs["past_key_values"].layers} == {5}

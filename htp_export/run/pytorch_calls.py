@@ -6,7 +6,7 @@ import collections
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["ModuleCall", "evaluating", "record_calls"]
+__all__ = ["ModuleCall", "evaluating", "record_calls", "with_registered"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,8 @@ def record_calls(
         >>> [(call.path, call.inputs["input"].array.tolist(), call.outputs[0].array.tolist()) for call in calls]
         [('0', [-1.0, 2.0], [0.0, 2.0]), ('', [-1.0, 2.0], [0.0, 2.0])]
     """
+    from torch.utils._pytree import tree_map
+
     recorder = _Recorder(store, wanted)
     handles: list[Any] = []
     try:
@@ -109,6 +111,8 @@ def record_calls(
             with contextlib.suppress(RuntimeError):  # scripted modules take no hooks; they have no calls of their own
                 handles += recorder.watch(path, module)
         try:
+            # New containers of the same tensors: a model adds to the cache that it is given.
+            args, kwargs = tree_map(_itself, (tuple(args), dict(kwargs)))
             model(*args, **kwargs)
         except Exception as error:  # whatever the user's own code raises
             raise InputError(_failed(model, recorder.running, error)) from error
@@ -118,10 +122,29 @@ def record_calls(
     return recorder.calls
 
 
+def _itself(leaf: Any) -> Any:
+    return leaf
+
+
 def _failed(model: nn.Module, running: Sequence[str], error: Exception) -> str:
     where = f" in module {running[-1]!r}" if running and running[-1] else ""
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(model).__name__} cannot run on these inputs{where}: {type(error).__name__}: {message}"
+
+
+def with_registered(leaves: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The same leaves, and in the place of each container that torch.export takes apart (a cache) what is in it.
+
+    Such containers are inputs and outputs of a graph, as the model's own arguments and results. Inside the model one
+    cache is passed to every layer, and each layer uses its own part of it.
+    """
+    from torch.utils._pytree import SUPPORTED_NODES, tree_leaves
+
+    for name, leaf in leaves:
+        if type(leaf) in SUPPORTED_NODES:
+            yield from ((f"{name}.{place}", inner) for place, inner in enumerate(tree_leaves(leaf)))
+        else:
+            yield name, leaf
 
 
 class _Recorder:
@@ -160,7 +183,8 @@ class _Recorder:
             while self._open[-1][0] != path:  # calls that raised, and whose error somebody caught
                 self._open.pop()
             _, number, began, inputs = self._open.pop()
-            returned = [leaf for _, leaf in named_leaves(output) if isinstance(leaf, torch.Tensor | int | float)]
+            leaves = (leaf for _, leaf in (named_leaves(output) if path else with_registered(named_leaves(output))))
+            returned = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | int | float)]
             outputs = tuple(self._hold(leaf) for leaf in returned if isinstance(leaf, torch.Tensor))
             places = tuple(isinstance(leaf, torch.Tensor) for leaf in returned)
             self.calls.append(ModuleCall(path, number, inputs, outputs, began, places))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from htp_export.errors import InputError, UntaggedModelError
-from htp_export.exporter.capture.calls import arguments_by_name, defaults_of, named_leaves, named_tensors_in
+from htp_export.exporter.capture.calls import arguments_by_name, defaults_of, named_leaves
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
@@ -19,7 +19,7 @@ from htp_export.run.isolating import check_isolated
 from htp_export.run.locating import blame_by_graph, blame_by_nesting, with_missing_outputs
 from htp_export.run.pairing import input_arguments, pair_call, signature_of, unmatched_calls
 from htp_export.run.parameters import known_parameters, misplaced_parameters
-from htp_export.run.pytorch_calls import evaluating, record_calls
+from htp_export.run.pytorch_calls import evaluating, record_calls, with_registered
 from htp_export.run.readers import parameter_readers
 from htp_export.run.reporting import module_results, tolerance_of
 from htp_export.run.results import Verification
@@ -157,9 +157,12 @@ def feed_of_call(
     Raises:
         InputError: If the call has not the inputs that the file takes, or they have other types or shapes.
     """
+    import torch
+
     inputs = Inputs.of(tagged.model)
     call = arguments_by_name(model.forward, tuple(args), kwargs)
-    values: dict[str, Any] = dict(named_tensors_in(call))
+    values: dict[str, Any] = dict(with_registered(named_leaves(call)))
+    values = {argument: leaf for argument, leaf in values.items() if isinstance(leaf, torch.Tensor)}
     names = input_arguments(tagged)
     numbers = {name: leaf for name, leaf in named_leaves({**defaults_of(model.forward), **call}) if _is_number(leaf)}
     values.update((argument, numbers[argument]) for argument in names.values() if argument in numbers)
