@@ -114,8 +114,34 @@ class Cutter:
         """
         walk = _Walk(self, members, frozenset(), comes_along)
         walk.from_outputs(outputs.values())
+        measuring = self._measuring_others(walk)
+        if measuring:
+            walk = _Walk(self, members - measuring, frozenset(), comes_along)
+            walk.from_outputs(outputs.values())
         given = {str(value.name): value for value in walk.entering if not self.is_size(value)}
         return self._part("", 0, walk, given, outputs)
+
+    def _measuring_others(self, walk: _Walk) -> set[ir.Node]:
+        """The ``Shape`` nodes of a walk that read an input of the model for its sizes alone, and may read another one.
+
+        An exporter reads a size from any input that has it, such as the length of the past from the cache of the last
+        layer. If other nodes of the model read the values of that input, it is theirs; this part reads the size from
+        an input of its own with a dimension of that name.
+        """
+        found: set[ir.Node] = set()
+        entering = dict(walk.entering)
+        for value in walk.entering:
+            users = {use.node for use in value.uses()}
+            here = {node for node in users if not walk.nodes.isdisjoint(self._index.scopes(node))}
+            if not value.is_graph_input() or users <= here or any(node.op_type != "Shape" for node in here):
+                continue
+            if all(node.op_type in SIZES_ONLY for node in users):
+                continue
+            others = [other for other in entering if other is not value and not self.is_size(other)]
+            if all(same_dimensions(node, others) is not None for node in here):
+                found |= here
+                del entering[value]
+        return found
 
     def _part(
         self, path: str, call: int, walk: _Walk, given: Mapping[str, ir.Value], wanted: Mapping[str, ir.Value]
