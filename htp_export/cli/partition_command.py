@@ -21,6 +21,7 @@ PLACE = 130
 class _Engine(enum.StrEnum):
     triton = "triton"
     ray = "ray"
+    genai = "genai"
 
 
 def partition_command(
@@ -45,6 +46,10 @@ def partition_command(
     serve: Annotated[
         _Engine | None, typer.Option(help="Write the configuration of an engine that runs the stages, too.")
     ] = None,
+    genai_config: Annotated[
+        Path | None,
+        typer.Option(help="The genai_config.json of the model, for --serve genai; by default the one beside it."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Cut a model into stages that run one after another."""
@@ -56,7 +61,13 @@ def partition_command(
     wanted = int(stages[0]) if len(stages) == 1 and stages[0].isdecimal() else stages
     with Steps(quiet=as_json).step(f"cutting {file}"):
         result = partition(
-            file, wanted, output, balance=weights, slack=slack, serve=None if serve is None else serve.value
+            file,
+            wanted,
+            output,
+            balance=weights,
+            slack=slack,
+            serve=None if serve is None else serve.value,
+            genai_config=genai_config,
         )
     if as_json:
         print_json(result.to_dict())

@@ -30,7 +30,7 @@ _CROSSING = 0.01
 _CUT_MODULE = 0.02
 """What a module costs that a border cuts, in the same units: borders are between layers unless others are better."""
 
-Serving: TypeAlias = Literal["triton", "ray"]
+Serving: TypeAlias = Literal["triton", "ray", "genai"]
 
 
 @names_model_faults("model")
@@ -42,6 +42,7 @@ def partition(
     balance: Balance = "parameters",
     slack: float = 0.05,
     serve: Serving | None = None,
+    genai_config: str | os.PathLike[str] | None = None,
 ) -> Partition:
     """Cut a model into stages that run one after another, each with whole modules that follow each other.
 
@@ -63,7 +64,9 @@ def partition(
             each module including all below it: a mapping, or a result of ``profile`` or ``cost``.
         slack: How much heavier the heaviest stage may be, as a fraction of the smallest possible weight.
         serve: Also write the configuration of an engine: ``"triton"``, a model repository with an ensemble in
-            ``triton/``; ``"ray"``, a Ray Serve application, ``serve_app.py`` and ``serve.yaml``.
+            ``triton/``; ``"ray"``, a Ray Serve application, ``serve_app.py`` and ``serve.yaml``; ``"genai"``, the
+            ``genai_config.json`` of a pipeline for ONNX Runtime GenAI, and the tokenizer.
+        genai_config: The ``genai_config.json`` of the model, for ``serve="genai"``; the one beside its file by default.
 
     Returns:
         The stages, which can be run, and the tensors between them.
@@ -85,7 +88,7 @@ def partition(
         >>> list(found.run({"input": torch.zeros(2, 4)}))
         ['linear_1']
     """
-    extras = _extras(serve)
+    extras = _extras(serve, model, genai_config)
     if serve is not None and output is None:
         raise InputError(f"serve={serve!r} writes files; name an output folder")
     if output is not None:
@@ -103,17 +106,27 @@ def partition(
     return made if output is None else write_folder(made, Path(output), extras)
 
 
-def _extras(serve: str | None) -> Callable[[Partition, Path], Partition]:
+def _extras(
+    serve: str | None, model: ModelSource, genai_config: str | os.PathLike[str] | None
+) -> Callable[[Partition, Path], Partition]:
     """What writes the configuration of an engine."""
     from htp_export.surgery import ray_files, triton
 
+    if serve == "genai":
+        from htp_export.surgery.genai_pipeline import GenaiPipeline
+
+        if genai_config is None and isinstance(model, str | os.PathLike):
+            genai_config = Path(model).with_name("genai_config.json")
+        if genai_config is None:
+            raise InputError("a model that is no file has no genai_config.json beside it; give genai_config")
+        return GenaiPipeline(genai_config)
     writers: dict[str | None, Callable[[Partition, Path], Partition]] = {
         None: lambda partition, folder: partition,
         "triton": triton.write_repository,
         "ray": ray_files.write_application,
     }
     if serve not in writers:
-        raise InputError(f"stages are served by 'triton' or 'ray', not {serve!r}")
+        raise InputError(f"stages are served by 'triton', 'ray' or 'genai', not {serve!r}")
     return writers[serve]
 
 

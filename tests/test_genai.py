@@ -1,0 +1,220 @@
+"""ONNX Runtime GenAI generates what PyTorch does from an exported decoder and its genai_config.json."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+import htp_export
+from htp_export.errors import InputError
+from htp_export.huggingface import example_call
+from htp_export.huggingface.genai import genai_config
+from tests.decoders import DECODERS, decoder, generated, greedy, prompt
+
+TOKENS = 20
+
+
+def generated_by_genai(folder: Path, ids: Any, tokens: int = TOKENS) -> list[list[int]]:
+    """What GenAI appends to each of some texts; the text does not end before."""
+    genai: Any = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
+    model = genai.Model(str(folder))
+    made = []
+    for text in ids:
+        settings = genai.GeneratorParams(model)
+        length = len(text) + tokens
+        settings.set_search_options(max_length=length, min_length=length)
+        generator = genai.Generator(model, settings)
+        generator.append_tokens(text.astype(np.int32))
+        while not generator.is_done():
+            generator.generate_next_token()
+        made.append([int(token) for token in generator.get_sequence(0)[len(text) :]])
+    return made
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in DECODERS],
+)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A decoder, and the folder with its file and its configuration."""
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+    folder = tmp_path_factory.mktemp(request.param)
+    model = decoder(request.param)
+    call = example_call(model)
+    program: Any = htp_export.export(model, verbose=False, **call.options)
+    call.name_dimensions(program.model.graph)
+    program.save(folder / "model.onnx")
+    found = genai_config(program.model, model.config, model.generation_config)
+    (folder / "genai_config.json").write_text(json.dumps(found))
+    return model, folder
+
+
+def test_genai_generates_the_tokens_of_pytorch(exported: tuple[Any, Path]) -> None:
+    model, folder = exported
+    assert generated_by_genai(folder, prompt()) == generated(model, prompt(), TOKENS)
+
+
+class Stages:
+    """Stages with the face of a session."""
+
+    def __init__(self, runner: Any, parts: htp_export.Partition) -> None:
+        self._runner, self._parts = runner, parts
+
+    def get_inputs(self) -> list[Any]:
+        return [SimpleNamespace(name=name, shape=tensor.shape) for name, tensor in self._parts.inputs.items()]
+
+    def get_outputs(self) -> list[Any]:
+        return [SimpleNamespace(name=name) for name in self._parts.outputs]
+
+    def run(self, names: list[str], given: dict[str, Any]) -> list[Any]:
+        found = self._runner.run(given)
+        return [found[name] for name in names]
+
+
+def test_stages_generate_the_tokens_of_pytorch_in_onnxruntime_and_in_genai(
+    exported: tuple[Any, Path], tmp_path: Path
+) -> None:
+    model, folder = exported
+    expected = generated(model, prompt(), TOKENS)
+    parts = htp_export.partition(folder / "model.onnx", 2, tmp_path / "stages", serve="genai")
+    for number, stage in enumerate(parts.stages):
+        assert {name for name in stage.inputs if f".{number}." in name} == {
+            name for name in stage.inputs if "past" in name
+        }
+        assert {name for name in stage.outputs if "present" in name} == {
+            f"present.{number}.{kind}" for kind in ("key", "value")
+        }
+    with parts.open() as runner:
+        assert greedy(Stages(runner, parts), prompt()) == expected
+    assert "genai_config.json" in parts.files
+    assert generated_by_genai(tmp_path / "stages", prompt()) == expected
+
+
+# --- what the file says -----------------------------------------------------------------------------------
+
+
+class Config:
+    """A config as it may come from anywhere."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.__dict__.update(settings)
+
+
+LLAMA = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+}
+
+
+def tensor(name: str, *sizes: int | str) -> ir.Value:
+    return ir.val(name, ir.DataType.FLOAT, sizes)
+
+
+def model(
+    inputs: tuple[str, ...] = ("input_ids", "attention_mask"),
+    past: str = "past_key_values.{}.{}",
+    present: str = "present.{}.{}",
+    heads: int | str = 2,
+    size: int | str = 8,
+    layers: tuple[int, ...] = (0, 1),
+) -> ir.Model:
+    def cache(name: str) -> list[ir.Value]:
+        return [
+            tensor(name.format(layer, kind), "b", heads, "n", size) for layer in layers for kind in ("key", "value")
+        ]
+
+    given = [*(tensor(name, "b", "n") for name in inputs), *(cache(past) if past else ())]
+    made = [tensor("logits", "b", "n", 99), *(cache(present) if present else ())]
+    return ir.Model(ir.Graph(given, made, nodes=[]), ir_version=10)
+
+
+def test_names_and_sizes_are_those_of_the_graph() -> None:
+    found = genai_config(model(), Config(**{**LLAMA, "vocab_size": 7, "num_key_value_heads": 1}))
+    decoder = found["model"]["decoder"]
+    assert decoder["inputs"] == {
+        "input_ids": "input_ids",
+        "attention_mask": "attention_mask",
+        "past_key_names": "past_key_values.%d.key",
+        "past_value_names": "past_key_values.%d.value",
+    }
+    assert decoder["outputs"]["present_value_names"] == "present.%d.value"
+    assert (decoder["num_hidden_layers"], decoder["num_key_value_heads"], decoder["head_size"]) == (2, 2, 8)
+    assert (found["model"]["vocab_size"], found["model"]["context_length"], found["search"]["max_length"]) == (
+        99,
+        128,
+        128,
+    )
+
+
+def test_sizes_that_the_graph_leaves_open_are_those_of_the_config() -> None:
+    decoder = genai_config(model(heads="h", size="s"), Config(**LLAMA))["model"]["decoder"]
+    assert (decoder["num_key_value_heads"], decoder["head_size"]) == (2, 8)
+    wide = genai_config(model(heads="h", size="s"), Config(**LLAMA, head_dim=16))["model"]["decoder"]
+    assert wide["head_size"] == 16
+
+
+def test_the_names_of_transformers_are_taken_too() -> None:
+    past, present = "input.past_key_values.layers.{}.{}s", "output.past_key_values.layers.{}.{}s"
+    decoder = genai_config(model(past=past, present=present), Config(**LLAMA))["model"]["decoder"]
+    assert decoder["inputs"]["past_key_names"] == "input.past_key_values.layers.%d.keys"
+    assert decoder["outputs"]["present_value_names"] == "output.past_key_values.layers.%d.values"
+
+
+def test_a_generation_config_comes_before_the_config() -> None:
+    generation = Config(eos_token_id=5, do_sample=True, temperature=0.5, top_k=7)
+    found = genai_config(model(), Config(**LLAMA), generation)
+    assert (found["model"]["eos_token_id"], found["model"]["pad_token_id"], found["model"]["bos_token_id"]) == (5, 5, 1)
+    assert [found["search"][name] for name in ("do_sample", "temperature", "top_k")] == [True, 0.5, 7]
+    plain = genai_config(model(), Config(**LLAMA))["model"]
+    assert (plain["eos_token_id"], plain["pad_token_id"]) == ([2, 3], 2)
+
+
+def test_values_that_are_no_numbers_are_left_out() -> None:
+    bad = Config(**{**LLAMA, "bos_token_id": "../../x", "pad_token_id": -1, "hidden_size": True, "eos_token_id": 2})
+    generation = Config(temperature="hot", top_p=float("nan"), num_beams=-3, do_sample="yes")
+    found = genai_config(model(), bad, generation)
+    assert "bos_token_id" not in found["model"]
+    assert found["model"]["pad_token_id"] == 2
+    assert "hidden_size" not in found["model"]["decoder"]
+    assert [found["search"][name] for name in ("temperature", "top_p", "num_beams", "do_sample")] == [1, 1, 1, False]
+
+
+def test_what_the_configs_do_not_say_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = genai_config(model(), Config(hidden_size=32, num_attention_heads=4))
+    assert found["model"]["context_length"] == 2048
+    assert ["longest context" in caplog.text, "eos_token_id" in caplog.text] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"past": ""}, "takes none"),
+        ({"present": ""}, "returns none"),
+        ({"inputs": ("input_ids", "token_type_ids")}, "gives no input 'token_type_ids'"),
+        ({"inputs": ("attention_mask",)}, "needs an input 'input_ids'"),
+        ({"past": "past%d.{}.{}"}, "of one name each, with a number"),
+    ],
+)
+def test_a_model_that_genai_cannot_run_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        genai_config(model(**changes), Config(**LLAMA))
+
+
+def test_caches_of_other_layers_are_refused() -> None:
+    made = model()
+    made.graph.outputs.pop()
+    with pytest.raises(InputError, match=r"keys of layers \[0, 1\], and values of layers \[0\]"):
+        genai_config(made, Config(**LLAMA))
