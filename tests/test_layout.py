@@ -23,7 +23,7 @@ ROWS = [
     ["costs", "passes"],
     ["attention", "exporter"],
     ["findings", "provenance", "surgery"],
-    ["compress", "differences", "fingerprints", "run"],
+    ["compress", "deploy", "differences", "fingerprints", "run"],
     ["show"],
     ["cli"],
 ]

@@ -11,13 +11,18 @@ from typing import Any
 from htp_export.errors import FileError, ModelSourceError
 from htp_export.huggingface.reaching import why_unreachable
 
-__all__ = ["companion_files", "copy_companions", "source_folder", "write_configs"]
+__all__ = ["companion_files", "copy_companions", "is_companion", "source_folder", "write_configs"]
 
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Of tokenizers, their vocabularies and templates, and of configs; weights have others."""
 
 _NOT_OURS = (".index.json", "genai_config.json", "export.json", "manifest.json")
 """Ends of names of files that describe weights or an earlier export."""
+
+
+def is_companion(name: str) -> bool:
+    """Whether a file of this name belongs to a tokenizer, a preprocessor or a config."""
+    return name.endswith(_SUFFIXES) and not name.endswith(_NOT_OURS)
 
 
 def companion_files(folder: Path) -> list[Path]:
@@ -41,7 +46,7 @@ def companion_files(folder: Path) -> list[Path]:
 
 def _named_like_companions(folder: Path) -> Iterator[Path]:
     for file in folder.iterdir():
-        if file.name.endswith(_SUFFIXES) and not file.name.endswith(_NOT_OURS) and file.is_file():
+        if is_companion(file.name) and file.is_file():
             yield file
 
 

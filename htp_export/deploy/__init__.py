@@ -1,0 +1,1 @@
+"""Folders in which other runtimes expect a model."""

@@ -1,0 +1,186 @@
+"""transformers.js generates what PyTorch does from the folder of an exported decoder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.deploy.transformers_js import DTYPES, write_transformers_js
+from htp_export.errors import FileError, InputError
+from htp_export.huggingface import example_call
+from tests.decoders import decoder, generated
+from tests.nets import spread
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "transformers_js.mjs"
+INSTALLED = "HTP_TRANSFORMERS_JS"
+"""The variable that names the folder in which npm installed the package."""
+
+
+def node() -> tuple[str, Path]:
+    """The program that runs JavaScript, and the folder with the package."""
+    program, folder = shutil.which("node"), os.environ.get(INSTALLED)
+    if program is None:
+        pytest.skip("node is not installed")
+    if folder is None or not (Path(folder) / "node_modules" / "@huggingface" / "transformers").is_dir():
+        pytest.skip(f"{INSTALLED} names no folder in which npm installed @huggingface/transformers")
+    return program, Path(folder)
+
+
+def words(folder: Path) -> Path:
+    """A tokenizer whose words are w0 to w63; the token of each is its number."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(64)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder.mkdir()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_transformers_js_generates_the_tokens_of_pytorch(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+    program, package = node()
+    model = decoder("llama")
+    call = example_call(model)
+    made: Any = htp_export.export(model, verbose=False, **call.options)
+    call.name_dimensions(made.model.graph)
+    made.save(tmp_path / "decoder.onnx")
+    folder = write_transformers_js(
+        {"model": tmp_path / "decoder.onnx"}, tmp_path / "tiny", model, companions=words(tmp_path / "words")
+    )
+    ids = np.array([[3, 14, 15, 9, 26]])
+    text = " ".join(f"w{number}" for number in ids[0])
+
+    def run(dtype: str) -> list[int]:
+        command = [program, str(SCRIPT), str(folder), text, dtype]
+        done = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        found: list[int] = json.loads(done.stdout)["ids"]
+        return found
+
+    assert run("fp32") == [*ids[0], *generated(model, ids, 20)[0]]
+    assert run("q4")[:5] == ids[0].tolist()
+    assert len(run("q4")) == 25
+
+
+# --- the folder -------------------------------------------------------------------------------------------
+
+
+class Config:
+    """What is asked of a config of transformers."""
+
+    def to_json_string(self) -> str:
+        return json.dumps({"model_type": "tiny", "vocab_size": 8})
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        self.config, self.generation_config = Config(), Config()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.second(self.first(x).relu())
+        return hidden
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> tuple[Net, Path]:
+    model = spread(Net()).eval()
+    htp_export.export(model, (torch.ones(2, 3, 64),), tmp_path / "net.onnx", verbose=False, dynamo=True)
+    return model, tmp_path / "net.onnx"  # type: ignore[return-value]
+
+
+def names(folder: Path) -> set[str]:
+    return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_every_variant_is_a_model_that_runs_with_its_weights_beside_it_and_its_tags(
+    net: tuple[Net, Path], tmp_path: Path
+) -> None:
+    model, file = net
+    folder = write_transformers_js({"model": file}, tmp_path / "js", model, dtypes=DTYPES)
+    suffixes = ["", "_fp16", "_quantized", "_int8", "_uint8", "_q4"]
+    expected = {f"onnx/model{suffix}.onnx{end}" for suffix in suffixes for end in ("", "_data")}
+    assert names(folder) == {"config.json", "generation_config.json", *expected}
+    config = json.loads((folder / "config.json").read_text())
+    external = {f"model{suffix}.onnx": 1 for suffix in suffixes}
+    assert config == {
+        "model_type": "tiny",
+        "vocab_size": 8,
+        "architectures": ["Net"],
+        "transformers.js_config": {"use_external_data_format": external},
+    }
+    x = torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 64)
+    right = model(x).detach().numpy()
+    for suffix in suffixes:
+        made = folder / "onnx" / f"model{suffix}.onnx"
+        session = onnxruntime.InferenceSession(str(made))
+        [found] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        assert np.abs(found - right).max() < 0.15 * np.abs(right).max()
+        nodes = onnx.load(str(made), load_external_data=False).graph.node
+        assert {entry.value for node in nodes for entry in node.metadata_props if entry.key == "htp.module"} >= {
+            "first",
+            "second",
+        }
+
+
+def test_an_earlier_folder_is_replaced_and_another_one_refused(net: tuple[Net, Path], tmp_path: Path) -> None:
+    model, file = net
+    folder = tmp_path / "js"
+    write_transformers_js({"model": file}, folder, model)
+    write_transformers_js({"encoder_model": file}, folder, model, dtypes=["fp32"])
+    here = {"config.json", "generation_config.json", "onnx/encoder_model.onnx", "onnx/encoder_model.onnx_data"}
+    assert names(folder) == here
+    (folder / "thesis.doc").write_text("years of work")
+    with pytest.raises(FileError, match=r"holds 'thesis\.doc'"):
+        write_transformers_js({"model": file}, folder, model)
+    assert names(folder) == {*here, "thesis.doc"}
+
+
+def test_a_failure_leaves_what_was_there(net: tuple[Net, Path], tmp_path: Path) -> None:
+    model, file = net
+    companions = tmp_path / "companions"
+    companions.mkdir()
+    (companions / "tokenizer.json").write_text("{}")
+    write_transformers_js({"model": file}, tmp_path / "js", model, companions=companions, dtypes=["fp32"])
+    before = names(tmp_path / "js")
+    assert "tokenizer.json" in before
+    (companions / "vocab.txt").symlink_to("/etc/hostname")
+    with pytest.raises(FileError, match="link out of its folder"):
+        write_transformers_js({"other": file}, tmp_path / "js", model, companions=companions, dtypes=["fp32"])
+    assert names(tmp_path / "js") == before
+    assert not list(tmp_path.glob(".htp-*"))
+
+
+def test_config_of_the_exported_model_comes_before_the_one_of_its_folder(net: tuple[Net, Path], tmp_path: Path) -> None:
+    model, file = net
+    companions = tmp_path / "companions"
+    companions.mkdir()
+    (companions / "config.json").write_text('{"model_type": "older"}')
+    (companions / "model.safetensors.index.json").write_text("{}")
+    folder = write_transformers_js({"model": file}, tmp_path / "js", model, companions=companions, dtypes=["fp32"])
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "tiny"
+    assert "model.safetensors.index.json" not in names(folder)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "message"), [(["q3"], "has no type 'q3' here; there are fp32"), ([], "needs a type")]
+)
+def test_types_that_there_are_not_are_refused(dtypes: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        write_transformers_js({}, tmp_path / "js", None, dtypes=dtypes)
