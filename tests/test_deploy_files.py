@@ -1,0 +1,120 @@
+"""The files beside an exported decoder, for ONNX Runtime GenAI and for transformers.exporters."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+
+import htp_export
+from htp_export.deploy.export_metadata import write_export_metadata
+from htp_export.deploy.genai_files import check_genai, write_genai
+from htp_export.errors import FileError, InputError
+from htp_export.files.model_files import write_model
+from htp_export.huggingface import example_call
+from tests.decoders import decoder
+
+# --- genai_config.json ------------------------------------------------------------------------------------
+
+
+class Config:
+    """What is asked of a config of transformers."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.__dict__.update(settings)
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.__dict__)
+
+
+class Model:
+    config = Config(vocab_size=99, hidden_size=16, num_attention_heads=2, max_position_embeddings=64, eos_token_id=2)
+    generation_config = Config(eos_token_id=3, do_sample=True)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A decoder without nodes."""
+
+    def cache(name: str) -> list[ir.Value]:
+        return [ir.val(f"{name}.0.{kind}", ir.DataType.FLOAT, ["b", 2, "n", 8]) for kind in ("key", "value")]
+
+    ids = ir.val("input_ids", ir.DataType.INT64, ["b", "n"])
+    zero = ir.Value(name="zero", const_value=ir.tensor([0.0], name="zero"))
+    given = [ids, *cache("past_key_values")]
+    logits = ir.node("Cast", [ids], {"to": 1}, outputs=[ir.val("logits", ir.DataType.FLOAT, ["b", "n"])])
+    made = [
+        ir.node("Add", [value, zero], outputs=[result])
+        for value, result in zip(given[1:], cache("present"), strict=True)
+    ]
+    outputs = [logits.outputs[0], *(node.outputs[0] for node in made)]
+    graph = ir.Graph(given, outputs, nodes=[logits, *made], initializers=[zero], opset_imports={"": 20}, name="tiny")
+    path = tmp_path / "made" / "tiny.onnx"
+    path.parent.mkdir()
+    write_model(ir.Model(graph, ir_version=10), path)
+    return path
+
+
+def test_the_files_for_genai_lie_beside_the_decoder(file: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "weights.index.json", "model.safetensors"):
+        (source / name).write_text('"older"')
+    written = write_genai(file, Model(), companions=source)
+    names = ["config.json", "genai_config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in written) == names
+    assert sorted(path.name for path in file.parent.iterdir()) == sorted([*names, "tiny.onnx"])
+    content = json.loads((file.parent / "genai_config.json").read_text())
+    assert content["model"]["decoder"]["filename"] == "tiny.onnx"
+    assert (content["model"]["eos_token_id"], content["search"]["do_sample"]) == (3, True)
+    config = json.loads((file.parent / "config.json").read_text())
+    assert (config["vocab_size"], config["architectures"]) == (99, ["Model"])
+
+
+def test_a_folder_with_the_config_of_another_model_is_refused(file: Path) -> None:
+    check_genai(file.parent)
+    (file.parent / "config.json").write_text("{}")
+    with pytest.raises(FileError, match=r"config\.json: would be replaced"):
+        check_genai(file.parent)
+    (file.parent / "genai_config.json").write_text("{}")
+    check_genai(file.parent)
+
+
+# --- export.json ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_transformers_loads_the_folder_and_computes_what_pytorch_does(tmp_path: Path) -> None:
+    exporters: Any = pytest.importorskip("transformers.exporters", reason="transformers older than 5.23")
+    model = decoder("llama")
+    call = example_call(model, cache_names="transformers")
+    program: Any = htp_export.export(model, verbose=False, **call.options)
+    program.save(tmp_path / "model.onnx", external_data=True)
+    written = write_export_metadata(tmp_path / "model.onnx", model, call.kwargs, program.exported_program)
+    assert {path.name for path in written} == {"export.json", "config.json", "generation_config.json"}
+    loaded = exporters.ExportedModel.from_pretrained(tmp_path)
+    for kwargs in call.runs.values():
+        with torch.no_grad():
+            expected = model(**copy.deepcopy(kwargs))
+        found = loaded(**copy.deepcopy(kwargs))
+        torch.testing.assert_close(found.logits, expected.logits)
+        for ours, theirs in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+            torch.testing.assert_close(ours.keys, theirs.keys)
+
+
+def test_what_transformers_could_not_load_is_refused(file: Path) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23")
+    ids = {"input_ids": torch.ones(1, 2)}
+    with pytest.raises(InputError, match="only the dynamo exporter has"):
+        write_export_metadata(file, Model(), ids, None)
+    with pytest.raises(InputError, match=r"from tiny\.onnx\.data"):
+        write_export_metadata(file, Model(), ids, object())
+    file.with_name("tiny.onnx.data").touch()
+    with pytest.raises(InputError, match=r"no name 'past_key_values\.0\.key'; export with --cache-names"):
+        write_export_metadata(file, Model(), ids, object())
+    assert not file.with_name("export.json").exists()
