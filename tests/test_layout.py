@@ -21,9 +21,12 @@ ROWS = [
     ["model"],
     ["huggingface", "runtime"],
     ["costs", "passes"],
+    ["surgery"],
     ["attention", "exporter"],
     ["findings", "provenance", "surgery"],
     ["compress", "deploy", "differences", "fingerprints", "run"],
+    ["findings", "provenance"],
+    ["compress", "differences", "fingerprints", "run"],
     ["show"],
     ["cli"],
 ]

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from htp_export.exporter.capture.root_call import first_line
 from htp_export.exporter.capture.running import Exporter
 from htp_export.exporter.capture.saving import check_writable, save_whole
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
+from htp_export.exporter.module_functions import ModuleFunctions, ModulesAsFunctions
 from htp_export.exporter.owners.write import make_tags
 from htp_export.files.protobuf_bytes import SerializedModel
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
@@ -61,13 +62,14 @@ def export(
     operator_export_type: OperatorExportTypes = OperatorExportTypes.ONNX,
     do_constant_folding: bool = True,
     custom_opsets: Mapping[str, int] | None = None,
-    export_modules_as_functions: bool | Collection[type[torch.nn.Module]] = False,
+    export_modules_as_functions: ModulesAsFunctions = False,
     autograd_inlining: bool = True,
 ) -> torch.onnx.ONNXProgram | None:
     """Export a model to ONNX as ``torch.onnx.export`` does, and tag every node with the modules that compute it.
 
     Every parameter has the meaning, the default and the position that it has in ``torch.onnx.export``, and the graph is
-    the same. ``docs/format.md`` describes the tags.
+    the same; with ``export_modules_as_functions``, which torch ignores under ``dynamo=True``, modules are functions.
+    ``docs/format.md`` describes the tags.
 
     With ``dynamo=False``, the model is called as torch calls it: all parameters of ``forward`` by position, numbers and
     flags as inputs of the graph. If torch's call fails or changes the result, the model is called with the arguments as
@@ -104,7 +106,8 @@ def export(
         operator_export_type: Deprecated by torch.
         do_constant_folding: Deprecated by torch.
         custom_opsets: Deprecated by torch.
-        export_modules_as_functions: Deprecated by torch.
+        export_modules_as_functions: The modules that become ONNX functions, as with `functions`: True for every one,
+            classes of modules, or a selector, see ``TaggedModel.select``.
         autograd_inlining: Deprecated by torch.
 
     Returns:
@@ -113,7 +116,8 @@ def export(
     Raises:
         OSError: The file cannot be written in its folder; raised before the model runs.
         Exception: Errors of ``torch.onnx.export``, with a note that names the running module. No new file is left.
-        InputError: torch's exporter cannot write ``opset_version``; nothing was exported.
+        InputError: torch's exporter cannot write ``opset_version``, or ``export_modules_as_functions`` names no module;
+            nothing was exported. Or none of these modules can be a function; no file was written.
         CaptureError: htp_export failed to follow the export, a fault of its own. Inside `tagging` with
             ``strict=False``, the model is exported without tags instead.
         TorchChangedError: The installed torch lacks a part that htp_export needs.
@@ -131,6 +135,9 @@ def export(
     check_opset(opset_version, dynamo=uses_dynamo)
     entry = patches.DYNAMO_ENTRY if uses_dynamo else patches.TORCHSCRIPT_ENTRY
     exporter = running.wanted() or _Exporter()
+    run: Callable[..., torch.onnx.ONNXProgram | None] = torch.onnx.export
+    if export_modules_as_functions:
+        exporter, run = ModuleFunctions(export_modules_as_functions, model).around(exporter, run, dynamo=uses_dynamo)
     # All of it alone, not the trace only: torch reads its translations first, which parses sources, and CPython 3.11's
     # parser fails now and then where two threads do that ("AST constructor recursion depth mismatch").
     changes = Changes()
@@ -139,7 +146,7 @@ def export(
             running.wait_alone(changes)
             _watch(changes, entry, exporter)
             set_variable(changes, running.exporter, exporter)
-            program = torch.onnx.export(
+            program = run(
                 model,
                 args,
                 f,
@@ -165,7 +172,7 @@ def export(
                 operator_export_type=operator_export_type,
                 do_constant_folding=do_constant_folding,
                 custom_opsets=custom_opsets,
-                export_modules_as_functions=export_modules_as_functions,
+                export_modules_as_functions=False,  # made of the tagged graph, for both exporters
                 autograd_inlining=autograd_inlining,
             )
         finally:

@@ -1,0 +1,204 @@
+"""``export_modules_as_functions``: modules that an export writes as ONNX functions.
+
+torch's dynamo exporter ignores the option, and the pass behind it in the TorchScript exporter fails on most models
+(https://github.com/pytorch/pytorch/issues/154319). Both are therefore called without it: the tagged graph is complete,
+and `htp_export.surgery.nesting.functions` makes functions of it before the file is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import onnx
+import onnx_ir as ir
+import torch
+
+from htp_export.errors import InputError, UntaggedModelError
+from htp_export.exporter.capture.running import Exporter
+from htp_export.files.filesystem import is_special
+from htp_export.files.replacing import work_folder
+from htp_export.format import tags
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.model.tagged import ModelSource, load
+from htp_export.surgery.nesting import Nested, functions
+
+__all__ = ["ModuleFunctions", "ModulesAsFunctions"]
+
+_log = logging.getLogger(__name__)
+
+ModulesAsFunctions: TypeAlias = bool | str | type[torch.nn.Module] | Collection[type[torch.nn.Module] | str]
+"""True for every module, classes of modules, or a selector; see ``TaggedModel.select``."""
+
+_Run: TypeAlias = Callable[..., torch.onnx.ONNXProgram | None]
+
+
+class ModuleFunctions:
+    """The modules that are to be functions.
+
+    Args:
+        wanted: The modules.
+        model: The model; if its modules are known, the names of the wanted ones are checked.
+
+    Raises:
+        InputError: If no module has one of the classes, or if ``wanted`` is none of what it may be.
+        SelectorError: If a selector cannot be read or matches no module.
+    """
+
+    def __init__(self, wanted: ModulesAsFunctions, model: Any) -> None:
+        self._every = wanted is True
+        listed: Any = ["**"] if wanted is True else [wanted] if isinstance(wanted, str | type) else wanted
+        if isinstance(listed, torch.nn.Module) or not isinstance(listed, Collection):
+            raise _no_modules(listed)
+        self._wanted: list[Any] = list(listed)
+        for each in self._wanted:
+            if not isinstance(each, str) and not (isinstance(each, type) and issubclass(each, torch.nn.Module)):
+                raise _no_modules(each)
+        if isinstance(model, torch.nn.Module):
+            classes = Hierarchy.from_module(model).classes
+            tags.select(self._selector(classes), classes)
+
+    def around(self, exporter: Exporter, run: _Run, *, dynamo: bool) -> tuple[Exporter, _Run]:
+        """The same exporter and ``torch.onnx.export``, with functions in what they return or write.
+
+        Args:
+            exporter: The exporter that tags programs and files.
+            run: ``torch.onnx.export``.
+            dynamo: Which of torch's exporters runs; that of TorchScript returns nothing, so that the file is read.
+        """
+        if dynamo:
+            return _WithFunctions(exporter, self), run
+
+        def exported(model: Any, args: Any, f: Any, **options: Any) -> torch.onnx.ONNXProgram | None:
+            with self._written_to(f, strict=exporter.strict) as flat:
+                return run(model, args, flat, **options)
+
+        return exporter, exported
+
+    def made_of(
+        self, model: ModelSource, output: str | os.PathLike[str] | None = None, *, strict: bool
+    ) -> Nested | None:
+        """Make the functions; None if the graph stays as it is, because every module was wanted and none can be one.
+
+        Args:
+            model: The tagged model.
+            output: The file to write, if there are functions.
+            strict: Whether a model without tags is an error; else it stays as it is.
+
+        Raises:
+            InputError: None of the modules can be a function; the message has the reason.
+            UntaggedModelError: The model has no tags.
+        """
+        tagged = load(model)
+        if not strict and tagged.source != "htp":
+            _log.warning("no module is a function: the model was exported without module tags")
+            return None
+        try:
+            nested = functions(tagged, self._selector(tagged.hierarchy.classes), output)
+        except InputError as error:
+            if not self._every or isinstance(error, UntaggedModelError):
+                raise
+            _log.info("%s", error)
+            return None
+        for path, reason in nested.skipped.items():  # that a Dropout is no function surprises nobody
+            if path and tagged.hierarchy[path].fate == "computed":
+                _log.log(logging.INFO if self._every else logging.WARNING, "%r is no function: %s", path, reason)
+        return nested
+
+    def _selector(self, classes: Mapping[str, str]) -> list[str]:
+        """The wanted modules as a selector for modules of these classes."""
+        return [each if isinstance(each, str) else f"class:{_class_among(each, classes)}" for each in self._wanted]
+
+    @contextlib.contextmanager
+    def _written_to(self, f: Any, *, strict: bool) -> Iterator[Any]:
+        """Provide a place for the file without functions; at the end, the one with functions is written to ``f``.
+
+        Args:
+            f: A path or a binary stream; for anything else, nothing is done.
+            strict: As of ``made_of``.
+        """
+        if isinstance(f, str | os.PathLike):
+            with _folder_beside(Path(f)) as folder:
+                flat = folder / (Path(f).name or "model.onnx")
+                yield os.fspath(flat)
+                tagged = load(flat)
+                if self.made_of(tagged, f, strict=strict) is None:
+                    tagged.save(f)
+        elif hasattr(f, "write"):
+            stream = io.BytesIO()
+            yield stream
+            nested = self.made_of(onnx.load_model_from_string(stream.getvalue()), strict=strict)
+            f.write(stream.getvalue() if nested is None else ir.to_proto(nested.model).SerializeToString())
+        else:
+            yield f
+
+
+class _WithFunctions:
+    """An exporter under ``dynamo=True`` whose programs have functions.
+
+    Args:
+        exporter: The exporter that tags programs and files.
+        wanted: The modules that are to be functions.
+    """
+
+    def __init__(self, exporter: Exporter, wanted: ModuleFunctions) -> None:
+        self._exporter, self._functions = exporter, wanted
+
+    @property
+    def strict(self) -> bool:
+        return self._exporter.strict
+
+    @property
+    def ended(self) -> bool:
+        return self._exporter.ended
+
+    def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
+        program = self._exporter.dynamo(export, model)
+        nested = self._functions.made_of(program, strict=self.strict)
+        if nested is not None:
+            program.model = nested.model
+        return program
+
+    def torchscript(self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool) -> Any:
+        return self._exporter.torchscript(export, model, args, names_inputs)
+
+
+@contextlib.contextmanager
+def _folder_beside(target: Path) -> Iterator[Path]:
+    if is_special(target):
+        with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
+            yield Path(folder)
+        return
+    with work_folder(target) as work:
+        yield work.new
+
+
+def _no_modules(value: Any) -> InputError:
+    said = type(value).__name__ if isinstance(value, torch.nn.Module) else repr(value)
+    return InputError(
+        f"export_modules_as_functions={said}: it takes True, classes of modules, or a selector such as "
+        "'encoder.layer.*' or 'class:LlamaDecoderLayer'"
+    )
+
+
+def _class_among(wanted: type, classes: Mapping[str, str]) -> str:
+    """The name of a class as the modules of a model have it.
+
+    Raises:
+        InputError: If no module has it.
+    """
+    full, known = f"{wanted.__module__}.{wanted.__qualname__}", set(classes.values())
+    for name in (full, wanted.__name__):  # scripted modules are known by the simple name
+        if name in known:
+            return name
+    simple = sorted({name.rpartition(".")[2] for name in known} - {""})
+    nearest = difflib.get_close_matches(wanted.__name__, simple, n=3, cutoff=0.4) or simple[:3]
+    listed = f"; nearest: {', '.join(map(repr, nearest))}" if nearest else ""
+    raise InputError(f"export_modules_as_functions: no module has the class {full!r}{listed}")
