@@ -1,6 +1,7 @@
 """``export_modules_as_functions`` of `export`: both exporters write modules as functions, and everything reads them."""
 
 import io
+import json
 import logging
 
 import onnx
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import htp_export
+from htp_export.cli.main import main
 from htp_export.errors import InputError, SelectorError
 from htp_export.exporter import exporting
 from tests.exporting import exported
@@ -308,3 +310,26 @@ def test_onnx_runtime_opens_the_file(tmp_path):
     written({Block}, "dynamo", tmp_path)
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     torch.testing.assert_close(torch.tensor(session.run(None, {"x": X.numpy()})[0]), net()(X))
+
+
+# --- on the command line ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_command_writes_functions_and_shows_the_tree_of_the_flat_graph(exporter, tmp_path, capsys):
+    command = ["export", "--entry", "tests.test_export_functions:entry", f"--{exporter}"]
+    assert main([*command, "-o", str(tmp_path / "flat.onnx"), "--json"]) == 0
+    flat = json.loads(capsys.readouterr().out)
+    made = [*command, "-o", str(tmp_path / "nested.onnx"), "--functions", "class:Block", "--functions", "head"]
+    assert main([*made, "--json", "--verify"]) == 0
+    nested = json.loads(capsys.readouterr().out)
+    assert nested["functions"] == ["htp::Block", "htp::Linear"]
+    assert nested["verify"]["ok"]
+    assert "functions" not in flat
+    assert nested["modules"] == flat["modules"]
+    assert main([*made, "--functions", "class:Blok"]) == 2
+    assert "matches no module; nearest: 'Block'" in capsys.readouterr().err
+
+
+def entry():
+    return net(), (X,)

@@ -36,12 +36,15 @@ class _Options:
     opset: int | None
     dynamic: tuple[str, ...]
     external_data: bool
+    functions: tuple[str, ...] = ()
 
     def for_torch(self, call: Call) -> dict[str, Any]:
         """The keyword arguments of ``torch.onnx.export``."""
         options: dict[str, Any] = {"dynamo": self.dynamo, "verbose": False, "external_data": self.external_data}
         if self.opset is not None:
             options["opset_version"] = self.opset
+        if self.functions:
+            options["export_modules_as_functions"] = self.functions
         if not self.dynamo and len(call.inputs) == len(call.kwargs) and call.kwargs:
             options["input_names"] = list(call.inputs)
         if self.dynamic:
@@ -64,6 +67,10 @@ def export_command(
     opset: Annotated[int | None, typer.Option(min=1, help="ONNX opset; torch's own choice without it.")] = None,
     dynamic: Annotated[
         list[str] | None, typer.Option(help="Axes that may vary, by comma: batch, sequence, height, width.")
+    ] = None,
+    functions: Annotated[
+        list[str] | None,
+        typer.Option(help="Modules that become ONNX functions: class:BertLayer, encoder.layer.*; ** for all."),
     ] = None,
     external_data: Annotated[bool, typer.Option(help="Weights in a file of their own, <output>.data.")] = True,
     with_map: Annotated[
@@ -91,16 +98,17 @@ def export_command(
         # With one example, exporters take the batch for a constant.
         call = model.call(batch=2 if "batch" in axes else 1)
     from htp_export.files.external_writers import readable
+    from htp_export.model.inlining import read_flat
     from htp_export.model.tagged import load
 
-    options = _Options(dynamo, opset, axes, external_data)
+    options = _Options(dynamo, opset, axes, external_data, tuple(functions or ()))
     with readable(output) as file:
         with steps.step("exporting"):
             untagged = _export(call, file, options, strict=not allow_untagged, with_map=with_map)
             if untagged is not None:
                 warning_line(untagged)
             tagged = load(file)
-            tree = _tree(call, tagged)
+            tree = _tree(call, read_flat(tagged))
         exporter = "dynamo" if dynamo else "TorchScript"
         facts = _facts(tagged, exporter, model.seed if model.random else None)
         if untagged is not None:
@@ -115,7 +123,15 @@ def _facts(tagged: TaggedModel, exporter: str, seed: int | None) -> dict[str, An
     from htp_export.runtime.inputs import Inputs
 
     inputs = {each.name: str(each) for each in Inputs.of(tagged.model)}
-    return {"inputs": inputs, "opset": tagged.model.opset_imports.get(""), "exporter": exporter, "seed": seed}
+    facts: dict[str, Any] = {
+        "inputs": inputs,
+        "opset": tagged.model.opset_imports.get(""),
+        "exporter": exporter,
+        "seed": seed,
+    }
+    if tagged.model.functions:
+        facts["functions"] = [f"{domain}::{name}" for domain, name, _ in tagged.model.functions]
+    return facts
 
 
 def _export(call: Call, output: Path, options: _Options, *, strict: bool, with_map: bool) -> str | None:
@@ -238,4 +254,5 @@ def _facts_text(facts: dict[str, Any]) -> str:
     """What was exported, and how, in a line."""
     inputs = ", ".join(f"{name} {said}" for name, said in facts["inputs"].items()) or "none"
     seed = "" if facts["seed"] is None else f"; seed {facts['seed']}"
-    return f"inputs: {inputs}; opset {facts['opset']}; {facts['exporter']} exporter{seed}"
+    made = f"; functions: {', '.join(facts['functions'])}" if "functions" in facts else ""
+    return f"inputs: {inputs}; opset {facts['opset']}; {facts['exporter']} exporter{seed}{made}"
