@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from htp_export.exporter.capture.mapped_weights import written_in_parts
 from htp_export.files.external_writers import written_whole
 from htp_export.files.filesystem import is_special, why_not_writable
 
@@ -58,7 +59,7 @@ def _saved_whole(program_class: Any) -> Any:
         if not isinstance(destination, str | os.PathLike) or _only_itself_writable(Path(destination)):
             original(self, destination, *args, **kwargs)
             return
-        with written_whole(destination) as new:
+        with written_whole(destination) as new, written_in_parts(self.model):
             original(self, new, *args, **kwargs)
 
     described = {"__doc__": program_class.__doc__, "__module__": program_class.__module__, "save": save, _MARK: True}

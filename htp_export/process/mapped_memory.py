@@ -1,0 +1,92 @@
+"""Memory that is mapped from files, and the release of its pages.
+
+A page of a mapped file becomes resident when it is read, and stays so until the system needs memory. Whoever reads a
+large file once can release the pages behind it, and is never larger than the part that is being read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import sys
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["MappedFiles", "release_pages"]
+
+_PAGEOUT = 21  # MADV_PAGEOUT of Linux 5.4, <asm-generic/mman-common.h>; Python 3.11 does not name it
+
+
+@dataclass(frozen=True)
+class MappedFiles:
+    """The address ranges of this process that are mapped from files, in ascending order.
+
+    Attributes:
+        starts: First address of each range.
+        ends: The address behind each range.
+        paths: The file of each range; with `` (deleted)`` if its name is gone.
+    """
+
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    paths: tuple[str, ...]
+
+    @classmethod
+    def now(cls) -> MappedFiles:
+        """Return the ranges that are mapped now; none on a system without ``/proc``."""
+        try:
+            text = os.fsdecode(Path("/proc/self/maps").read_bytes())
+        except OSError:
+            return cls((), (), ())
+        rows = []
+        for line in text.splitlines():
+            addresses, _, _, _, inode, *path = line.split(maxsplit=5)
+            if inode != "0" and path:
+                start, _, end = addresses.partition("-")
+                rows.append((int(start, 16), int(end, 16), path[0]))
+        rows.sort()
+        return cls(tuple(row[0] for row in rows), tuple(row[1] for row in rows), tuple(row[2] for row in rows))
+
+    def path_of(self, address: int, length: int) -> str | None:
+        """Return the file from which a range of memory is mapped; None if it is not mapped from one file.
+
+        Examples:
+            >>> MappedFiles((4096, 16384), (8192, 20480), ("a", "b")).path_of(17000, 8)
+            'b'
+        """
+        at = bisect_right(self.starts, address) - 1
+        return self.paths[at] if at >= 0 and address + length <= self.ends[at] else None
+
+    def release(self, path: str) -> None:
+        """Release the pages of all ranges of a file."""
+        for start, end, name in zip(self.starts, self.ends, self.paths, strict=True):
+            if name == path:
+                release_pages(start, end - start)
+
+
+def release_pages(address: int, length: int) -> None:
+    """Release the pages of a range of memory that is mapped from a file; what was changed in them is kept.
+
+    Without a system that can do this (Linux 5.4 or later; the file has to be one's own, or writable), the pages stay
+    until the system needs memory.
+    """
+    advise = _madvise()
+    if advise is not None and length > 0:
+        start = address - address % mmap.PAGESIZE
+        advise(start, address + length - start, _PAGEOUT)
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        function = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
+    return function
