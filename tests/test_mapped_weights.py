@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import htp_export
 from htp_export.exporter.capture.mapped_weights import written_in_parts
@@ -76,6 +77,21 @@ def test_mapped_weights_give_the_file_that_copies_of_them_give(tmp_path: Path) -
     in_memory = Net().eval()
     in_memory.load_state_dict(net.state_dict())
     assert exported(net, tmp_path / "mapped") == exported(in_memory, tmp_path / "memory")
+
+
+def test_a_program_of_fake_weights_gets_mapped_ones_before_it_is_saved(tmp_path: Path) -> None:
+    file = saved_state(tmp_path)
+    with FakeTensorMode():
+        net = Net().eval()
+        program = htp_export.export(net, (torch.zeros(1, 3, dtype=torch.long),), optimize=False, verbose=False)
+    state = load_file(file)
+    program.apply_weights(state)
+    program.save(tmp_path / "m.onnx", external_data=True)
+    model = htp_export.load(tmp_path / "m.onnx").model
+    written = {name: value.const_value.numpy() for name, value in model.graph.initializers.items()}
+    assert written.keys() == state.keys()
+    assert all((written[name] == state[name].numpy()).all() for name in state)
+    assert [node.metadata_props["htp.module"] for node in model.graph] == ["embed", "up", "up"]
 
 
 def test_a_mapped_weight_that_was_changed_is_written_as_it_is_now(tmp_path: Path) -> None:

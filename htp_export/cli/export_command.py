@@ -73,6 +73,10 @@ def export_command(
         typer.Option(help="Modules that become ONNX functions: class:BertLayer, encoder.layer.*; ** for all."),
     ] = None,
     external_data: Annotated[bool, typer.Option(help="Weights in a file of their own, <output>.data.")] = True,
+    stream_weights: Annotated[
+        bool,
+        typer.Option("--stream-weights", help="Copy weights from safetensors files without holding them in memory."),
+    ] = False,
     with_map: Annotated[
         bool,
         typer.Option("--embed-map", help="Write a map too: then carry brings tags back when this file is gone."),
@@ -92,11 +96,13 @@ def export_command(
         from htp_export.exporter.capture.opsets import check_opset
 
         check_opset(opset, dynamo=dynamo)
+    if stream_weights and not dynamo:
+        raise InputError("--stream-weights: the TorchScript exporter holds all weights in memory; leave --torchscript")
     axes = tuple(axis.strip() for text in dynamic or () for axis in text.split(",") if axis.strip())
     steps = Steps(quiet, count=3 if verify else 2)
     with steps.step(f"loading {model.name}"):
         # With one example, exporters take the batch for a constant.
-        call = model.call(batch=2 if "batch" in axes else 1)
+        call = model.call(batch=2 if "batch" in axes else 1, stream_weights=stream_weights)
     from htp_export.files.external_writers import readable
     from htp_export.model.inlining import read_flat
     from htp_export.model.tagged import load
@@ -144,6 +150,8 @@ def _export(call: Call, output: Path, options: _Options, *, strict: bool, with_m
         try:
             with tagging(strict=strict):
                 export(call.model, call.args, target, kwargs=call.kwargs or None, **arguments)
+            if call.checkpoint is not None:
+                call.checkpoint.check()
             _check_written(target, options.opset)
             if with_map and not said:
                 from htp_export.provenance.carrying import embed_map

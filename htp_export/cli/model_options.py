@@ -80,18 +80,21 @@ class ModelOptions:
             if self.entry is not None and value:
                 raise InputError(f"{name} is for a SOURCE; with --entry, the factory decides")
 
-    def call(self, *, batch: int = 1, shapes: Mapping[str, Any] | None = None) -> Call:
+    def call(self, *, batch: int = 1, shapes: Mapping[str, Any] | None = None, stream_weights: bool = False) -> Call:
         """The model, and example inputs.
 
         Args:
             batch: Examples in one call, where nothing else says it.
             shapes: Input of a file → shape, as far as the model takes an input of that name; what is in the file of
                 ``--inputs`` goes before.
+            stream_weights: Whether the weights stay in their safetensors files.
 
         Raises:
             InputError: If there is no such model, or it cannot be built as asked.
         """
         self.check()
+        if stream_weights and (self.entry is not None or self.random_weights):
+            raise InputError("--stream-weights is for a SOURCE with weights in safetensors files")
         if self.entry is not None:
             return call_entry(self.entry, self.seed)
         from htp_export.huggingface import example_inputs, load_model
@@ -107,9 +110,16 @@ class ModelOptions:
             trust_remote_code=self.trust_remote_code,
             attn_implementation=self.attention,
             seed=self.seed,
+            stream_weights=stream_weights,
         )
+        checkpoint = None
+        if stream_weights:
+            from htp_export.huggingface.streaming import find_checkpoint
+
+            hub = {"revision": self.revision, "local_files_only": True}
+            checkpoint = find_checkpoint(str(self.source), model.config, hub)
         taken = named_parameters(model)
         fitting = {name: shape for name, shape in (shapes or {}).items() if name in taken}
         wanted = {**fitting, **read_shapes(self.inputs)}
         kwargs = example_inputs(model, task=self.task, shapes=wanted, batch=batch, seed=self.seed)
-        return Call(model, (), dict(kwargs))
+        return Call(model, (), dict(kwargs), checkpoint)

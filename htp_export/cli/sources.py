@@ -19,6 +19,8 @@ from htp_export.files.json_file import read_json
 if TYPE_CHECKING:
     from torch import nn
 
+    from htp_export.files.checkpoint import Checkpoint
+
 __all__ = ["Call", "call_entry", "parse_overrides", "read_shapes"]
 
 
@@ -30,11 +32,13 @@ class Call:
         model: The model.
         args: Its positional arguments; empty where all could be given by keyword.
         kwargs: Its keyword arguments, in the order of ``forward``'s signature.
+        checkpoint: The files of its weights, where the weights are read from them only when they are used.
     """
 
     model: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None
 
     @property
     def inputs(self) -> dict[str, Any]:

@@ -195,18 +195,19 @@ def _tensor_again(
     return DataTensor(plain, file, base_dir, location)
 
 
-def find_data(model: Path, location: str) -> tuple[Path, str]:
+def find_data(model: Path, location: str, what: str = "external data") -> tuple[Path, str]:
     """Return the location of a data file: a folder, and the path relative to it.
 
     Args:
         model: The ONNX file that names it; it may be a symbolic link, as in the cache of the Hugging Face hub.
         location: Its name in the model.
+        what: What it is, for messages.
 
     Raises:
         FileError: If the name leads out of the folder of the model, and out of the folder of the target of the
             model's link, through ``..``, an absolute path, or a link.
     """
-    outside = FileError(model, f"its external data {location!r} lies outside its folder; it will not be read")
+    outside = FileError(model, f"its {what} {location!r} lies outside its folder; it will not be read")
     if Path(location).is_absolute() or Path(os.path.normpath(location)).parts[:1] == ("..",):
         raise outside
     try:
@@ -216,11 +217,11 @@ def find_data(model: Path, location: str) -> tuple[Path, str]:
             if not any(target.is_relative_to(allowed.resolve()) for allowed in homes):
                 raise outside
             if target.exists() and not target.is_file() and not target.is_dir():  # a pipe would be waited for
-                raise FileError(model, f"its external data {location!r} is no plain file; it will not be read")
+                raise FileError(model, f"its {what} {location!r} is no plain file; it will not be read")
             if target.exists():
                 return (home, location) if target.is_relative_to(home.resolve()) else (target.parent, target.name)
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle, names that no file can have
-        raise FileError(model, f"its external data {location!r} cannot be found: {error}") from error
+        raise FileError(model, f"its {what} {location!r} cannot be found: {error}") from error
     return homes[0], location
 
 

@@ -7,5 +7,6 @@ imported when a function of this package is called.
 from htp_export.huggingface.example_calls import ExampleCall, example_call
 from htp_export.huggingface.inputs import dynamic_shapes, example_inputs
 from htp_export.huggingface.models import load_model
+from htp_export.huggingface.streaming import map_weights
 
-__all__ = ["ExampleCall", "dynamic_shapes", "example_call", "example_inputs", "load_model"]
+__all__ = ["ExampleCall", "dynamic_shapes", "example_call", "example_inputs", "load_model", "map_weights"]

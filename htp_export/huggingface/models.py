@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from htp_export.errors import ModelSourceError
 from htp_export.huggingface.configs import apply_overrides, nearest, with_cache, without_cache
 from htp_export.huggingface.reaching import why_unreachable
+from htp_export.huggingface.streaming import check_loaded, find_checkpoint, weights_in_files
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,7 @@ def load_model(
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
     seed: int = 0,
+    stream_weights: bool = False,
 ) -> nn.Module:
     """A transformers model in eval mode; it uses a key/value cache only if the task ends in ``-with-past``.
 
@@ -59,9 +61,12 @@ def load_model(
         trust_remote_code: Run the Python code that comes with the model.
         attn_implementation: ``"eager"``, ``"sdpa"``; transformers' own choice where it is None.
         seed: Of the random weights. Torch's own generator is left as it was.
+        stream_weights: Leave the weights in their safetensors files until they are used; what has to be converted is
+            in a temporary file. All weights have to be there.
 
     Raises:
         ModelSourceError: If there is no such model, or it cannot be built as asked.
+        FileError: With ``stream_weights``, if there are no safetensors files, or they are not those of the model.
 
     Examples:
         >>> model = load_model("bert", random_weights=True, overrides={"num_hidden_layers": 1, "hidden_size": 24})
@@ -79,8 +84,12 @@ def load_model(
     options = {name: value for name, value in options.items() if value is not None}
     model_class = _model_class(source, config, task, hub)
     model: nn.Module
+    if random_weights and stream_weights:
+        raise ModelSourceError(source, "random weights are in no files to stream them from")
     if random_weights:
         model = _random(source, model_class, config, options, seed)
+    elif stream_weights:
+        model = _streamed(source, model_class, config, options, hub)
     else:
         model = _pretrained(source, model_class, config, options | hub)
     return model.eval()
@@ -241,6 +250,19 @@ def _pretrained(source: str, model_class: Any, config: Any, options: dict[str, A
         missing = sorted(loading["missing_keys"])
         text = "%s: %d parameters are not in the checkpoint and have random values: %s"
         _log.warning(text, source, len(missing), ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else ""))
+    return model
+
+
+def _streamed(source: str, model_class: Any, config: Any, options: dict[str, Any], hub: dict[str, Any]) -> Any:
+    checkpoint = find_checkpoint(source, config, hub)
+    options = options | hub | {"use_safetensors": True, "ignore_mismatched_sizes": True}
+    try:
+        with weights_in_files(checkpoint):
+            model, loading = model_class.from_pretrained(source, config=config, output_loading_info=True, **options)
+    except Exception as error:  # as in _config
+        raise ModelSourceError(source, f"the weights cannot be loaded: {_first_line(error)}") from error
+    check_loaded(checkpoint, loading)
+    checkpoint.check()
     return model
 
 

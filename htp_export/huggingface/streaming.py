@@ -1,0 +1,257 @@
+"""Models whose weights stay in files: mapped from a checkpoint or, if they were converted, from a temporary file.
+
+A mapped weight takes no memory before its values are used. The exporter uses them when it writes the file, and releases
+each part after it was written (`exporter.capture.mapped_weights`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from htp_export.errors import FileError
+from htp_export.files.checkpoint import Checkpoint, read_checkpoint
+from htp_export.process.mapped_memory import MappedFiles
+from htp_export.process.restoring import Changes, restored
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["check_loaded", "find_checkpoint", "map_weights", "weights_in_files"]
+
+_LARGE_BYTES = 1 << 20
+_RELEASED_BYTES = 1 << 28  # of converted weights, after which the pages that they were read from are released
+_SEVERAL = 5
+
+
+def map_weights(model: nn.Module, source: str | os.PathLike[str]) -> Checkpoint:
+    """Give a model the weights of safetensors files, which stay in the files until they are used.
+
+    Parameters and buffers are replaced, whatever they were, for example on ``torch.device("meta")``. Tied parameters
+    stay tied. Weights of another dtype than the model's are converted one at a time, into a temporary file.
+
+    Args:
+        model: The model, changed in place.
+        source: A safetensors file, an index of several, or a folder with ``model.safetensors`` or
+            ``model.safetensors.index.json``. Its keys are those of ``model.state_dict()``.
+
+    Returns:
+        The files; their ``check()`` raises if one of them was changed meanwhile.
+
+    Raises:
+        FileError: If there are no such files; if a tensor is missing, unknown or of another shape; or if the model has
+            a buffer without values that is not in ``state_dict()``. The model is unchanged.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from safetensors.torch import save_file
+        >>> with torch.device("meta"):
+        ...     net = torch.nn.Linear(4, 3)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_file(torch.nn.Linear(4, 3).state_dict(), f"{folder}/model.safetensors")
+        ...     files = map_weights(net, folder)
+        >>> net.weight.device, net(torch.zeros(4)).shape
+        (device(type='cpu'), torch.Size([3]))
+    """
+    checkpoint = read_checkpoint(source)
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    _check_keys(model, checkpoint, state)
+    named: dict[int, str] = {id(tensor): name for name, tensor in state.items() if name in checkpoint.files}
+    with _Files(checkpoint) as files:
+        values = {key: files.load(named[key]) for key in named}
+        made = {key: files.converted(values[key], state[name]) for key, name in named.items()}
+    for name, tensor in state.items():
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, made[id(tensor)])
+    return checkpoint
+
+
+def _check_keys(model: nn.Module, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+    """Compare the keys and shapes of a checkpoint with those of a model."""
+    there = {id(tensor) for name, tensor in state.items() if name in checkpoint.files}
+    missing = [name for name, tensor in state.items() if id(tensor) not in there]
+    if missing:
+        raise FileError(checkpoint.path, f"has no weights for {_some(missing)}")
+    unknown = sorted(checkpoint.files.keys() - state.keys())
+    if unknown:
+        raise FileError(checkpoint.files[unknown[0]], f"has weights that the model does not have: {_some(unknown)}")
+    for name, tensor in state.items():
+        if name in checkpoint.files and checkpoint.shapes[name] != tuple(tensor.shape):
+            raise FileError(checkpoint.files[name], _other_shape(name, checkpoint.shapes[name], tensor.shape))
+    empty = [name for name, buffer in model.named_buffers() if name not in state and buffer.is_meta]
+    if empty:
+        problem = "these buffers have no values, and are in no state_dict(); give the model their values first"
+        raise FileError(checkpoint.path, f"has no weights for {_some(empty)}: {problem}")
+
+
+def _other_shape(name: str, there: Iterable[int], wanted: Iterable[int]) -> str:
+    return f"tensor {name!r} has shape {list(there)}, and the model needs {list(wanted)}"
+
+
+def _some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - _SEVERAL} more" if len(names) > _SEVERAL else ""
+    return ", ".join(map(repr, names[:_SEVERAL])) + more
+
+
+class _Files:
+    """The open files of a checkpoint, and a temporary one for weights that were converted.
+
+    Args:
+        checkpoint: The checkpoint.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._open = contextlib.ExitStack()
+        self._shards: dict[Path, Any] = {}
+        self._new: Any = None
+        self._thread = threading.get_ident()
+        self._unreleased = 0
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()  # what is mapped stays mapped
+        self._release()
+
+    def load(self, name: str) -> torch.Tensor:
+        """A tensor of the checkpoint, mapped."""
+        from safetensors import safe_open
+
+        file = self._checkpoint.files[name]
+        if file not in self._shards:
+            self._shards[file] = self._open.enter_context(safe_open(file, framework="pt"))
+        tensor: torch.Tensor = self._shards[file].get_tensor(name)
+        return tensor
+
+    def converted(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """A value with the dtype and the class of a parameter or buffer."""
+        from torch import nn
+
+        value = self.moved(value.to(like.dtype))
+        return nn.Parameter(value, requires_grad=like.requires_grad) if isinstance(like, nn.Parameter) else value
+
+    def moved(self, value: torch.Tensor) -> torch.Tensor:
+        """The same values, in a file; a small tensor as it is."""
+        import torch
+
+        plain = value.layout is torch.strided and value.device.type == "cpu" and type(value) is torch.Tensor
+        if not plain or value.nbytes < _LARGE_BYTES or value.is_quantized or _is_mapped(value):
+            return value
+        if self._new is None:
+            file = tempfile.TemporaryFile(prefix="htp_export_", buffering=0)  # noqa: SIM115 - closed with the others
+            self._new = self._open.enter_context(file)
+        start = self._new.seek(0, os.SEEK_END)
+        start = self._new.seek(-start % mmap.ALLOCATIONGRANULARITY, os.SEEK_CUR)
+        left = memoryview(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        while left:
+            left = left[self._new.write(left) :]
+        memory = mmap.mmap(self._new.fileno(), value.nbytes, access=mmap.ACCESS_COPY, offset=start)
+        self._unreleased += value.nbytes
+        if self._unreleased > _RELEASED_BYTES:
+            self._release()
+        return torch.frombuffer(memory, dtype=torch.uint8).view(value.dtype).view(value.shape)
+
+    def _release(self) -> None:
+        mapped = MappedFiles.now()
+        for file in set(self._checkpoint.files.values()):
+            mapped.release(os.path.realpath(file))
+        self._unreleased = 0
+
+    def registered(self, _module: Any, _name: str, parameter: Any) -> Any:
+        """Move new parameters of this thread into a file, as a hook of torch; None for what stays as it is."""
+        from torch import nn
+
+        if type(parameter) is not nn.Parameter or threading.get_ident() != self._thread:
+            return None
+        value = parameter.detach()
+        moved = self.moved(value)
+        if moved is value:
+            return None
+        new = nn.Parameter(moved, requires_grad=parameter.requires_grad)
+        new.__dict__.update(parameter.__dict__)  # transformers' marks
+        return new
+
+
+def _is_mapped(value: torch.Tensor) -> bool:
+    storage = value.untyped_storage()
+    return MappedFiles.now().path_of(storage.data_ptr(), storage.nbytes()) is not None
+
+
+@contextlib.contextmanager
+def weights_in_files(checkpoint: Checkpoint) -> Iterator[None]:
+    """Let ``from_pretrained`` move what it converts or joins into a temporary file, one parameter at a time."""
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
+    def make(changes: Changes) -> None:
+        before = os.environ.get(_ONE_AT_A_TIME)
+        changes.will_undo(lambda: _set_environment(before))
+        _set_environment("1")
+        hook = register_module_parameter_registration_hook(files.registered)
+        changes.will_undo(hook.remove)
+
+    with _Files(checkpoint) as files, restored(make):
+        yield
+
+
+_ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Otherwise, transformers converts the next weights in other threads, and holds them all."""
+
+
+def _set_environment(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(_ONE_AT_A_TIME, None)
+    else:
+        os.environ[_ONE_AT_A_TIME] = value
+
+
+def find_checkpoint(source: str, config: Any, hub: dict[str, Any]) -> Checkpoint:
+    """The safetensors files of a folder or of a model of the hub, which are downloaded.
+
+    Raises:
+        FileError: If it has none that can be used.
+    """
+    named = getattr(config, "transformers_weights", None)  # from a config.json
+    if named is not None and Path(str(named)).name != named:
+        raise FileError(source, f"its config names weights outside of its folder: {named!r}; they will not be read")
+    folder = Path(source)
+    if folder.is_dir():
+        return read_checkpoint(folder / named if named else folder)
+    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+    for name in (named,) if named else ("model.safetensors", "model.safetensors.index.json"):
+        file = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **_download(hub))
+        if file is not None:
+            if str(file).endswith(".json"):
+                get_checkpoint_shard_files(source, file, **_download(hub))  # type: ignore[no-untyped-call]
+            return read_checkpoint(file)
+    raise FileError(source, "has no weights in safetensors files; --stream-weights reads no others")
+
+
+def _download(hub: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in hub.items() if name in ("revision", "local_files_only")}
+
+
+def check_loaded(checkpoint: Checkpoint, loading: dict[str, Any]) -> None:
+    """Refuse a checkpoint that does not have all weights of a model.
+
+    Args:
+        checkpoint: The checkpoint.
+        loading: What ``from_pretrained`` says of it.
+
+    Raises:
+        FileError: If a weight is missing, or has another shape.
+    """
+    for name, there, wanted in sorted(loading["mismatched_keys"]):
+        raise FileError(checkpoint.files.get(name, checkpoint.path), _other_shape(name, there, wanted))
+    if loading["missing_keys"]:
+        raise FileError(checkpoint.path, f"has no weights for {_some(loading['missing_keys'])}")

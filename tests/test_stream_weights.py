@@ -1,0 +1,370 @@
+"""Models whose weights stay in safetensors files: the same ONNX file, without the memory, and clear errors."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import htp_export
+from htp_export.cli.main import main
+from htp_export.errors import FileError, InputError, ModelSourceError
+from htp_export.huggingface import example_inputs, load_model, map_weights
+from htp_export.process.mapped_memory import MappedFiles
+from tools import stream_weights
+
+MEGABYTE = 1 << 20
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 5000}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+ARCHITECTURES = {
+    "llama": {**SMALL, "tie_word_embeddings": False},
+    "qwen3": {**SMALL, "head_dim": 16, "tie_word_embeddings": True},
+    "mixtral": {**SMALL, "num_local_experts": 3, "intermediate_size": 2048},  # experts are joined on load
+    "gpt2": {"n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 5000, "n_positions": 64},
+    "bert": {key: SMALL[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
+    | {"num_attention_heads": 4},
+}
+TASKS = {"bert": "fill-mask"}
+
+
+def checkpoint(folder: Path, name: str, shard: str = "1MB", **changes: Any) -> Path:
+    """A folder as transformers saves it, with weights that differ."""
+    model: Any = load_model(
+        name, task=TASKS.get(name, "text-generation"), random_weights=True, overrides={**ARCHITECTURES[name], **changes}
+    )
+    model.save_pretrained(folder / name, max_shard_size=shard)
+    return folder / name
+
+
+def is_in_a_file(weight: torch.Tensor) -> bool:
+    return MappedFiles.now().path_of(weight.data_ptr(), weight.nbytes) is not None
+
+
+def exported(model: nn.Module, folder: Path, **inputs: Any) -> dict[str, bytes]:
+    folder.mkdir()
+    htp_export.export(model, (), folder / "m.onnx", kwargs=inputs or example_inputs(model), verbose=False)
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [None, "float16", "bfloat16"])
+def test_large_weights_stay_in_files_and_have_their_values(tmp_path: Path, name: str, dtype: str | None) -> None:
+    source = checkpoint(tmp_path, name, vocab_size=10_000)
+    streamed, loaded = (load_model(str(source), dtype=dtype, stream_weights=flag) for flag in (True, False))
+    large = [weight for weight in streamed.parameters() if weight.nbytes >= MEGABYTE]
+    assert {weight.ndim for weight in large} == ({2, 3} if name == "mixtral" else {2})
+    assert all(map(is_in_a_file, large))
+    weights, others = ({**model.state_dict(), **dict(model.named_buffers())} for model in (streamed, loaded))
+    assert weights.keys() == others.keys()
+    assert {weight.dtype for weight in streamed.parameters()} == {getattr(torch, dtype or "float32")}
+    assert all(torch.equal(weights[key], others[key]) for key in weights)
+
+
+class TestFilesAreEqual:
+    @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bert"])
+    def test_to_those_of_a_model_in_memory(self, tmp_path: Path, name: str) -> None:
+        source = checkpoint(tmp_path, name)
+        streamed, loaded = load_model(str(source), stream_weights=True), load_model(str(source))
+        assert exported(streamed, tmp_path / "a") == exported(loaded, tmp_path / "b")
+
+    def test_in_another_dtype(self, tmp_path: Path) -> None:
+        source = checkpoint(tmp_path, "llama", vocab_size=10_000)
+        streamed, loaded = (load_model(str(source), dtype="float16", stream_weights=flag) for flag in (True, False))
+        assert exported(streamed, tmp_path / "a") == exported(loaded, tmp_path / "b")
+
+    def test_of_the_base_model_of_a_checkpoint_with_a_head(self, tmp_path: Path) -> None:
+        source = checkpoint(tmp_path, "llama")
+        options = {"task": "feature-extraction"}
+        streamed, loaded = (load_model(str(source), stream_weights=flag, **options) for flag in (True, False))
+        assert exported(streamed, tmp_path / "a") == exported(loaded, tmp_path / "b")
+
+    def test_where_parameters_are_equal_by_value(self, tmp_path: Path) -> None:
+        source = checkpoint(tmp_path, "llama", num_hidden_layers=2)
+        weights = {key: value for file in source.glob("*.safetensors") for key, value in load_file(file).items()}
+        weights = {key: weights[key.replace("layers.1", "layers.0")].clone() for key in weights}
+        for file in source.glob("*.safetensors*"):
+            file.unlink()
+        save_file(weights, source / "model.safetensors", {"format": "pt"})
+        streamed, loaded = load_model(str(source), stream_weights=True), load_model(str(source))
+        assert exported(streamed, tmp_path / "a") == exported(loaded, tmp_path / "b")
+
+    def test_under_torchscript(self, tmp_path: Path) -> None:
+        source = checkpoint(tmp_path, "bert")
+        files = []
+        for flag in (True, False):
+            model = load_model(str(source), stream_weights=flag)
+            target = tmp_path / f"{flag}.onnx"
+            htp_export.export(model, (), target, kwargs=example_inputs(model), dynamo=False, verbose=False)
+            files.append(target.read_bytes())
+        assert files[0] == files[1]
+
+
+class TestRefused:
+    @pytest.fixture
+    def source(self, tmp_path: Path) -> Path:
+        return checkpoint(tmp_path, "llama")
+
+    def refused(self, source: Path, error: type[InputError] = FileError) -> str:
+        with pytest.raises(error) as raised:
+            load_model(str(source), stream_weights=True)
+        return str(raised.value)
+
+    def rewritten(self, source: Path, key: str, value: torch.Tensor | None) -> Path:
+        """Put another tensor in the place of one, and return its file."""
+        index = source / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        file = source / content["weight_map"][key]
+        weights = load_file(file)
+        del weights[key]
+        if value is None:
+            del content["weight_map"][key]
+        else:
+            weights[key] = value
+        save_file(weights, file.with_suffix(".new"), {"format": "pt"})
+        file.with_suffix(".new").replace(file)
+        index.write_text(json.dumps(content))
+        return file
+
+    def test_a_missing_weight(self, source: Path) -> None:
+        self.rewritten(source, "model.layers.0.mlp.up_proj.weight", None)
+        said = self.refused(source)
+        assert said == f"{source}/model.safetensors.index.json: has no weights for 'model.layers.0.mlp.up_proj.weight'"
+
+    def test_a_weight_of_another_shape(self, source: Path) -> None:
+        file = self.rewritten(source, "model.norm.weight", torch.ones(63))
+        said = self.refused(source)
+        assert said == f"{file}: tensor 'model.norm.weight' has shape [63], and the model needs [64]"
+
+    def test_an_index_that_names_a_tensor_that_is_not_there(self, source: Path) -> None:
+        index = source / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        first = next(iter(content["weight_map"].values()))
+        index.write_text(json.dumps({**content, "weight_map": {**content["weight_map"], "more": first}}))
+        said = self.refused(source)
+        assert said == f"{source / first}: has no tensor 'more', which is there according to {index.name}"
+
+    @pytest.mark.parametrize("name", ["../other.safetensors", "{folder}/other.safetensors", "link.safetensors"])
+    def test_a_file_outside_of_the_folder(self, source: Path, name: str) -> None:
+        index = source / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        shard = source / content["weight_map"]["model.norm.weight"]
+        shutil.copy(shard, source.parent / "other.safetensors")
+        (source / "link.safetensors").symlink_to(source.parent / "other.safetensors")
+        name = name.format(folder=source.parent)
+        content["weight_map"] = {
+            key: name if file == shard.name else file for key, file in content["weight_map"].items()
+        }
+        index.write_text(json.dumps(content))
+        assert f"its file {name!r} lies outside its folder; it will not be read" in self.refused(source)
+
+    def test_weights_that_a_config_names_elsewhere(self, source: Path) -> None:
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps({**config, "transformers_weights": "../other.safetensors"}))
+        assert "outside of its folder: '../other.safetensors'" in self.refused(source)
+
+    def test_pickles(self, source: Path) -> None:
+        for file in source.glob("*.safetensors*"):
+            file.unlink()
+        assert "has no model.safetensors" in self.refused(source)
+        torch.save({}, source / "pytorch_model.bin")
+        said = self.refused(source)
+        assert said.startswith(f"{source}/pytorch_model.bin: is a pickle, which can run code when it is read")
+
+    @pytest.mark.parametrize("change", ["cut", "no header", "empty"])
+    def test_a_broken_file(self, source: Path, change: str) -> None:
+        file = sorted(source.glob("*.safetensors"))[0]
+        content = file.read_bytes()
+        file.write_bytes({"cut": content[:-1], "no header": b"\xff" * 100, "empty": b""}[change])
+        assert self.refused(source).startswith(f"{file}: is no safetensors file, or is incomplete: ")
+
+    @pytest.mark.parametrize("content", ["[]", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": "a"}'])
+    def test_an_index_that_is_none(self, source: Path, content: str) -> None:
+        (source / "model.safetensors.index.json").write_text(content)
+        assert "is no index of safetensors files" in self.refused(source)
+
+    def test_random_weights(self) -> None:
+        with pytest.raises(ModelSourceError, match="random weights are in no files"):
+            load_model("bert", random_weights=True, stream_weights=True)
+
+
+def test_loading_leaves_the_environment_and_torch_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.modules import module
+
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "0")
+    hooks = dict(module._global_parameter_registration_hooks)
+    load_model(str(checkpoint(tmp_path, "llama")), stream_weights=True)
+    assert os.environ["HF_DEACTIVATE_ASYNC_LOAD"] == "0"
+    assert module._global_parameter_registration_hooks == hooks
+
+
+class Tied(nn.Module):
+    """Two names for one parameter, a persistent buffer, and one that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6000, 64)
+        self.head = nn.Linear(64, 6000, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(3.0))
+        self.register_buffer("steps", torch.arange(64.0, device="cpu"), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids) * self.scale + self.steps)
+
+
+class TestMapWeights:
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        torch.manual_seed(0)
+        state = Tied().state_dict()
+        del state["head.weight"]
+        state["scale"] = torch.tensor(5.0)
+        save_file(state, tmp_path / "model.safetensors")
+        return tmp_path / "model.safetensors"
+
+    @staticmethod
+    def on_meta() -> Tied:
+        with torch.device("meta"):
+            return Tied()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_gives_a_model_on_meta_the_weights_of_a_file(self, file: Path, dtype: torch.dtype, tmp_path: Path) -> None:
+        net = self.on_meta().to(dtype).eval()
+        checkpoint = map_weights(net, file)
+        assert net.head.weight is net.embed.weight
+        assert is_in_a_file(net.embed.weight)
+        assert {weight.dtype for weight in net.state_dict().values()} == {dtype}
+        loaded = Tied().to(dtype).eval()
+        loaded.load_state_dict(load_file(file), strict=False)
+        ids = torch.arange(5)[None]
+        assert torch.equal(net(ids), loaded(ids))
+        assert exported(net, tmp_path / "a", ids=ids) == exported(loaded, tmp_path / "b", ids=ids)
+        checkpoint.check()
+
+    def test_a_file_that_was_changed_is_known(self, file: Path) -> None:
+        checkpoint = map_weights(self.on_meta(), file)
+        os.utime(file, ns=(1, 1))
+        with pytest.raises(FileError, match=r"model\.safetensors: was changed after its weights were loaded"):
+            checkpoint.check()
+
+    @pytest.mark.parametrize(
+        ("key", "value", "problem"),
+        [
+            ("embed.weight", None, "has no weights for 'embed.weight', 'head.weight'"),
+            ("other", torch.ones(1), "has weights that the model does not have: 'other'"),
+            ("scale", torch.ones(2), "tensor 'scale' has shape [2], and the model needs []"),
+        ],
+    )
+    def test_refuses_what_does_not_fit(self, file: Path, key: str, value: torch.Tensor | None, problem: str) -> None:
+        state = {name: weight.clone() for name, weight in load_file(file).items()}
+        state.pop(key, None)
+        save_file(state if value is None else {**state, key: value}, file)
+        net = self.on_meta()
+        with pytest.raises(FileError) as raised:
+            map_weights(net, file.parent)
+        assert str(raised.value) == f"{file}: {problem}"
+        assert net.embed.weight.is_meta
+
+    def test_refuses_a_buffer_without_values_that_is_in_no_checkpoint(self, file: Path) -> None:
+        net = self.on_meta()
+        net.steps = torch.empty(64, device="meta")
+        with pytest.raises(FileError, match="has no weights for 'steps': these buffers have no values"):
+            map_weights(net, file)
+
+    def test_refuses_pickles_and_what_is_missing(self, tmp_path: Path) -> None:
+        torch.save({}, tmp_path / "net.pt")
+        with pytest.raises(FileError, match=r"net\.pt: is a pickle"):
+            map_weights(self.on_meta(), tmp_path / "net.pt")
+        with pytest.raises(FileError, match=r"net\.safetensors: is missing"):
+            map_weights(self.on_meta(), tmp_path / "net.safetensors")
+
+
+class TestCommand:
+    def test_writes_the_file_that_it_writes_without_the_option(self, tmp_path: Path) -> None:
+        source = checkpoint(tmp_path, "llama")
+        written = []
+        for option in ([], ["--stream-weights"]):
+            folder = tmp_path / f"out{len(option)}"
+            folder.mkdir()
+            assert main(["export", str(source), "-o", str(folder / "m.onnx"), "--quiet", *option]) == 0
+            written.append({file.name: file.read_bytes() for file in folder.iterdir()})
+        assert written[0].keys() == {"m.onnx", "m.onnx.data"}
+        assert written[0] == written[1]
+
+    def test_leaves_the_file_if_the_checkpoint_is_changed_meanwhile(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from htp_export.exporter import exporting
+
+        source = checkpoint(tmp_path, "llama")
+        shard = sorted(source.glob("*.safetensors"))[0]
+        original = exporting.export
+
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            program = original(*args, **kwargs)
+            os.utime(shard, ns=(1, 1))
+            return program
+
+        monkeypatch.setattr(exporting, "export", changed)
+        (tmp_path / "m.onnx").write_text("before")
+        assert main(["export", str(source), "-o", str(tmp_path / "m.onnx"), "--quiet", "--stream-weights"]) == 2
+        assert f"{shard}: was changed after its weights were loaded" in " ".join(capsys.readouterr().err.split())
+        assert (tmp_path / "m.onnx").read_text() == "before"
+        assert {file.name for file in tmp_path.iterdir()} == {"llama", "m.onnx"}
+
+    def test_reads_a_model_in_the_cache_of_the_hub_whose_files_are_links(self, tmp_path: Path) -> None:
+        source = checkpoint(tmp_path, "llama")
+        home = tmp_path / "hub" / "models--somebody--tiny"
+        (home / "blobs").mkdir(parents=True)
+        (home / "refs").mkdir()
+        (home / "refs" / "main").write_text("0" * 40)
+        snapshot = home / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        for number, file in enumerate(sorted(source.iterdir())):
+            shutil.copy(file, home / "blobs" / f"{number:064}")
+            (snapshot / file.name).symlink_to(f"../../blobs/{number:064}")
+        command = [sys.executable, "-m", "htp_export", "export", "somebody/tiny", "--stream-weights", "--quiet", "-o"]
+        environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run([*command, tmp_path / "a.onnx"], env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert main(["export", str(source), "-o", str(tmp_path / "b.onnx"), "--quiet"]) == 0
+        assert (tmp_path / "a.onnx.data").read_bytes() == (tmp_path / "b.onnx.data").read_bytes()
+
+    @pytest.mark.parametrize(
+        ("options", "problem"),
+        [
+            (["--torchscript"], "the TorchScript exporter holds all weights in memory"),
+            (["--random-weights"], "--stream-weights is for a SOURCE with weights in safetensors files"),
+        ],
+    )
+    def test_refuses_what_cannot_be_streamed(
+        self, tmp_path: Path, options: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["export", "bert", "-o", str(tmp_path / "m.onnx"), "--stream-weights", *options]) == 2
+        assert problem in " ".join(capsys.readouterr().err.split())
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_6_gb_is_exported_in_less_than_2_gb_of_memory(tmp_path: Path) -> None:
+    needed = 13_000_000_000
+    if shutil.disk_usage(tmp_path).free < needed:
+        pytest.skip(f"needs {needed / 1e9:.0f} GB of disk in {tmp_path}")
+    if not Path("/proc/self/maps").is_file():
+        pytest.skip("pages of mapped files are only released on Linux")
+    try:
+        size = stream_weights.write_checkpoint(tmp_path / "model", 6.0)
+        _, peak = stream_weights.export(tmp_path / "model", tmp_path / "model.onnx")
+        written = (tmp_path / "model.onnx.data").stat().st_size
+    finally:
+        shutil.rmtree(tmp_path)
+    assert size > 5_800_000_000
+    assert abs(written - size) < 10_000_000
+    assert peak < 2_000_000_000
