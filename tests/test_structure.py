@@ -266,6 +266,33 @@ def test_an_error_in_the_work_on_a_model_names_the_node_where_the_model_is_at_fa
         htp_export.cost(tmp_path / "net.onnx")
 
 
+@pytest.mark.parametrize(
+    ("valid", "error"),
+    [(True, LookupError("a fault of our own")), (False, OSError("no space left")), (False, MemoryError())],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_that_does_not_stem_from_the_model_stays_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, valid: bool, error: Exception
+) -> None:
+    """ONNX Runtime cannot load an operator that it does not have, and the model is valid all the same."""
+    from htp_export.costs import costing
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(costing, "read_flat", fails)
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 20, "my.own" : 1]>
+        net (float[2] x) => (float[2] y) { h = my.own.Mystery (x) y = Relu (h) }""")
+    if not valid:
+        model.graph.node[1].attribute.append(helper.make_attribute("alpha", 1.0))
+        with pytest.raises(onnx.checker.ValidationError):
+            onnx.checker.check_model(model)
+    with pytest.raises(type(error)) as raised:
+        htp_export.cost(model)
+    assert raised.value is error
+
+
 @pytest.mark.parametrize("key", ["htp.owners", "htp.calls", "htp.call", "namespace"])
 def test_tags_nested_beyond_what_python_reads_are_passed_over(key: str) -> None:
     model = net()

@@ -2,9 +2,10 @@
 
 `structure` refuses what no work could do without. A model may be wrong in more ways than these: a permutation with an
 axis that the tensor does not have, sizes that do not fit. Work on it ends in whatever error Python has for that. Then,
-and only then, the model is given to those that know all rules: the shape inference and the checker of onnx, and ONNX
-Runtime. If one of them refuses it, the error says so, with the node that it names. If none does, the error is a fault
-of htp_export, and stays what it is.
+and only then, onnx's shape inference and its checker look at the model. If one of them refuses it, the error says so,
+with the node that it names. If none does, the error is a fault of htp_export, and stays what it is. ONNX Runtime is not
+asked: it also refuses valid models, as of operators that it does not have. Errors of the system (a full disk, a missing
+package, no memory) stem from no model.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import onnx
@@ -27,6 +28,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _SMALL_BYTES = 1024  # what is larger holds weights, and no sizes that shapes could depend on
+_LONGEST = 500  # characters of another library's message
 
 
 def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -56,16 +58,15 @@ def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callabl
         def named(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             try:
                 return function(*args, **kwargs)
-            except HtpExportError:
+            except (HtpExportError, ImportError, MemoryError, OSError):
                 raise
             except Exception as error:  # whatever the work came across
-                given = signature.bind(*args, **kwargs).arguments
-                for source in (given[name] for name in parameters if name in given):
-                    fault = _fault(source)
-                    if fault:
+                arguments = signature.bind(*args, **kwargs).arguments
+                for source in (arguments[name] for name in parameters if name in arguments):
+                    if fault := _fault(source):
                         name = name_of(source, "the model")
-                        said = f"{type(error).__name__}: {error}".split("\n", 1)[0].rstrip(": ")
-                        raise InputError(f"{name}: not a valid ONNX model: {fault} ({said})") from error
+                        problem = f"{type(error).__name__}: {error}".split("\n", 1)[0].rstrip(": ")
+                        raise InputError(f"{name}: not a valid ONNX model: {fault} ({problem})") from error
                 raise
 
         return named
@@ -74,7 +75,7 @@ def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callabl
 
 
 def _fault(source: Any) -> str:
-    """What is wrong with a model, as the first judge says it; empty where none finds anything."""
+    """What is wrong with a model according to onnx; empty if it is valid."""
     if not isinstance(source, TaggedModel | ir.Model | onnx.ModelProto | str | os.PathLike) and not hasattr(
         source, "model"
     ):
@@ -85,15 +86,17 @@ def _fault(source: Any) -> str:
         return ""
     except Exception as error:
         return f"it cannot be copied: {_deepest(error)}"
-    return next(filter(None, _judged(proto)), "")
+    for check in (_infer_strictly, onnx.checker.check_model):  # the first one names nodes
+        try:
+            check(proto)
+        except Exception as error:  # onnx's errors share no base but this
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            return " ".join(lines)[:_LONGEST] or type(error).__name__
+    return ""
 
 
 def _without_weights(model: ir.Model) -> ir.Model:
-    """A copy of a model whose weights are inputs; constants from which sizes may be computed stay.
-
-    Args:
-        model: The model; it is not changed, and its weights are not read.
-    """
+    """A copy of a model whose weights, which are not read, are inputs; small constants, which may be sizes, stay."""
     copy = model.clone()
     for name, value in list(copy.graph.initializers.items()):
         tensor = value.const_value
@@ -108,36 +111,11 @@ def _without_weights(model: ir.Model) -> ir.Model:
 
 
 def _deepest(error: BaseException) -> str:
-    """What was wrong in the end: onnx_ir says first, level by level, what it was doing."""
+    """The first error of a chain: those that onnx_ir adds to it say what it was doing, level by level."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {error}".split("\n", 1)[0][:500]
+    return f"{type(error).__name__}: {error}".split("\n", 1)[0][:_LONGEST]
 
 
-def _judged(proto: onnx.ModelProto) -> Iterator[str]:
-    """What each judge says of a model; the first names nodes."""
-    for judge in (_inferred, _checked, _loaded):
-        try:
-            judge(proto)
-        except Exception as error:  # ONNX Runtime's errors share no base but this
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            yield " ".join(lines)[:500] or type(error).__name__
-        else:
-            yield ""
-
-
-def _checked(proto: onnx.ModelProto) -> None:
-    onnx.checker.check_model(proto)
-
-
-def _inferred(proto: onnx.ModelProto) -> None:
+def _infer_strictly(proto: onnx.ModelProto) -> None:
     onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
-
-
-def _loaded(proto: onnx.ModelProto) -> None:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
-    onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
