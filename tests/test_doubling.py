@@ -111,9 +111,9 @@ def test_every_command_refuses_it(
 
 
 @pytest.mark.parametrize("domain", ["net", "htp"])
-def test_a_model_in_memory_is_refused_where_it_would_be_inlined(domain: str) -> None:
+def test_a_model_in_memory_is_refused_too(domain: str) -> None:
     model = ir.from_proto(doubling(40, domain))
-    for work in (htp_export.inline, read_flat, lambda given: read_flat(given, others=False)):
+    for work in (htp_export.load, htp_export.inline, read_flat, lambda model: htp_export.functions(model, "**")):
         with pytest.raises(InputError, match=f"{NODES:,} nodes"):
             work(model)
 

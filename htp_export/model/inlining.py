@@ -13,7 +13,6 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from htp_export.errors import InputError
-from htp_export.files.function_calls import check_flat_size
 from htp_export.files.model_files import check_target, write_model
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
@@ -134,7 +133,6 @@ def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
         True
     """
     tagged = load(source)
-    check_flat_size(tagged.model)  # also where functions stay: shape inference and ONNX Runtime inline them
     if not any(others or domain == DOMAIN for domain, _, _ in tagged.model.functions):
         return tagged
     try:
@@ -165,10 +163,8 @@ def dissolve(model: ir.Model, hierarchy: Hierarchy, calls: CallTree) -> dict[str
         Identifier of each function → how often it was called.
 
     Raises:
-        InputError: If a function calls itself, if the flat graph is too large, or if what the model says of its
-            functions cannot be read.
+        InputError: If a function calls itself, or if what the model says of its functions cannot be read.
     """
-    check_flat_size(model)
     made = {key: function for key, function in model.functions.items() if function.domain == DOMAIN}
     dissolver = _Dissolver(made, Expectations(hierarchy, calls), model.graph)
     try:

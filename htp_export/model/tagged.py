@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import FileError, InputError, UnknownModuleError, UntaggedModelError
+from htp_export.files.function_calls import check_flat_size
 from htp_export.files.model_files import model_from_proto, read_model, write_model
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, NodeCalls
@@ -297,7 +298,7 @@ def load(model: ModelSource) -> TaggedModel:
     Raises:
         FileError: The file is missing, is not valid ONNX, has invalid tags, or names external data outside of its
             folder; or its data file was replaced without it, for example by a process that was killed.
-        InputError: A model in memory has invalid tags.
+        InputError: A model in memory has invalid tags, or would be too large without functions.
 
     Examples:
         >>> import torch, htp_export
@@ -332,6 +333,7 @@ def model_of(source: ModelSource) -> ir.Model:
 
     Raises:
         FileError: If the file is missing, is not ONNX, or names external data outside its folder.
+        InputError: If the model would be too large without functions, see `check_flat_size`.
     """
     if isinstance(source, str | os.PathLike):
         return read_model(source)
@@ -340,6 +342,7 @@ def model_of(source: ModelSource) -> ir.Model:
     model = source if isinstance(source, ir.Model) else getattr(source, "model", None)
     if not isinstance(model, ir.Model):
         raise TypeError(f"no ONNX model: {type(source).__name__}; give a file, a ModelProto or an ir.Model")
+    check_flat_size(model)
     return model
 
 
