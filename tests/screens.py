@@ -21,7 +21,7 @@ PANES = ("modules", "map", "graph")
 SIZES = {1440: 900, 1024: 768, 390: 844}
 THEMES = ("light", "dark")
 SCREENS = [(pane, width, theme) for pane in PANES for width in SIZES for theme in THEMES]
-LAYERS, WORDS, WIDTH = 6, 400, 32
+LAYERS, WORDS, WIDTH, LENGTH = 6, 400, 32, 16
 
 _SHOWN = {
     "modules": "#modules=layers.0",
@@ -58,9 +58,21 @@ class _Net:
             self.held[path] = ModuleParameters({**before.shapes, own: shape})
         return self.weights[name]
 
-    def node(self, op: str, inputs: list[ir.Value], owner: str, name: str, width: int = WIDTH) -> ir.Value:
+    def node(
+        self,
+        op: str,
+        inputs: list[ir.Value],
+        owner: str,
+        name: str,
+        width: int = WIDTH,
+        *,
+        shape: tuple[int, ...] = (),
+        perm: tuple[int, ...] = (),
+    ) -> ir.Value:
         made = handmade.tagged_node(op, inputs, owner, name)
-        made.outputs[0].shape = ir.Shape([1, 16, width])
+        if perm:
+            made.attributes["perm"] = ir.AttrInt64s("perm", perm)
+        made.outputs[0].shape = ir.Shape(shape or (1, LENGTH, width))
         self.nodes.append(made)
         return made.outputs[0]
 
@@ -79,13 +91,14 @@ class _Net:
 def encoder() -> ir.Model:
     """Six alike layers between embeddings and a head whose weight is tied to them."""
     net = _Net()
-    ids, mask = (ir.val(name, ir.DataType.INT64, [1, 16]) for name in ("input_ids", "attention_mask"))
+    ids = ir.val("input_ids", ir.DataType.INT64, [1, LENGTH])
+    mask = ir.val("attention_mask", ir.DataType.FLOAT, [1, 1, LENGTH])
     net.module("embeddings", "encoder.Embeddings")
     for name, fate in {"words": "computed", "positions": "constant"}.items():
         net.module(f"embeddings.{name}", "torch.nn.modules.sparse.Embedding", fate)
     words = net.weight("embeddings.words.weight", (WORDS, WIDTH))
     x = net.node("Gather", [words, ids], "embeddings.words", "found")
-    x = net.node("Add", [x, net.weight("embeddings.positions.weight", (16, WIDTH))], "embeddings", "placed")
+    x = net.node("Add", [x, net.weight("embeddings.positions.weight", (LENGTH, WIDTH))], "embeddings", "placed")
     x = net.norm("embeddings.norm", x)
     net.module("layers", "torch.nn.modules.container.ModuleList")
     net.modules["layers"] = ModuleInfo("layers", "torch.nn.modules.container.ModuleList")
@@ -96,7 +109,7 @@ def encoder() -> ir.Model:
     net.module("head.act", "torch.nn.modules.activation.GELU")
     x = net.node("Gelu", [x], "head.act", "head.act")
     net.module("head.decoder", _LINEAR)
-    turned = net.node("Transpose", [words], "head.decoder", "turned", WORDS)
+    turned = net.node("Transpose", [words], "head.decoder", "turned", shape=(WIDTH, WORDS))
     net.node("MatMul", [x, turned], "head.decoder", "logits", WORDS)
     net.held["head.decoder"] = ModuleParameters({"weight": (WORDS, WIDTH)}, {"weight": "embeddings.words.weight"})
     made = handmade.model([ids, mask], net.nodes, list(net.weights.values()), list(net.modules.values()))
@@ -110,9 +123,12 @@ def _layer(net: _Net, path: str, x: ir.Value, mask: ir.Value) -> ir.Value:
     net.module(path, "encoder.Layer")
     net.module(f"{path}.attention", "encoder.SelfAttention")
     query, key, value = (net.linear(f"{path}.attention.{name}", x) for name in ("query", "key", "value"))
-    scores = net.node("MatMul", [query, key], f"{path}.attention", f"{path}.scores", 16)
-    masked = net.node("Add", [scores, mask], f"{path}.attention", f"{path}.masked", 16)
-    shares = net.node("Softmax", [masked], f"{path}.attention", f"{path}.shares", 16)
+    columns = net.node(
+        "Transpose", [key], f"{path}.attention", f"{path}.columns", shape=(1, WIDTH, LENGTH), perm=(0, 2, 1)
+    )
+    scores = net.node("MatMul", [query, columns], f"{path}.attention", f"{path}.scores", LENGTH)
+    masked = net.node("Add", [scores, mask], f"{path}.attention", f"{path}.masked", LENGTH)
+    shares = net.node("Softmax", [masked], f"{path}.attention", f"{path}.shares", LENGTH)
     context = net.node("MatMul", [shares, value], f"{path}.attention", f"{path}.context")
     out = net.linear(f"{path}.attention.out", context)
     net.module(f"{path}.dropout", "torch.nn.modules.dropout.Dropout", "identity")
@@ -135,7 +151,7 @@ def measured(model: ir.Model) -> list[dict[str, object]]:
         layer = int(path.split(".")[1]) if path.startswith("layers.") else 0
         wide = node.outputs[0].shape[-1] if node.outputs[0].shape is not None else WIDTH
         ms = milliseconds.get(node.op_type, 0.03) * (1 + 0.15 * (layer * 2 % 5)) * (int(wide) / WIDTH) ** 0.5
-        work = 2.0 * 16 * WIDTH * int(wide) if node.op_type == "MatMul" else 0.0
+        work = 2.0 * LENGTH * WIDTH * int(wide) if node.op_type == "MatMul" else 0.0
         kernels.append({"name": node.name, "ms": ms})
         flops.append({"name": node.name, "flops": work})
         parts = path.split(".") if path else []

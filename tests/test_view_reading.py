@@ -204,7 +204,7 @@ def test_the_map_is_walked_by_keyboard_and_says_where(page, encoder):
     page.press("ArrowRight")
     assert page.run("htp.selected.path") == "layers.4"
     assert page.run("document.getElementById('map-said').textContent").startswith(
-        "layers.4, Layer, 2 of 8; time 6.24 ms"
+        "layers.4, Layer, 2 of 8; time 6.27 ms"
     )
     page.press("Enter", "ArrowDown")
     assert page.run("htp.map.boxes()[0].module.path") == "layers.4"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx
+import onnx_ir as ir
 import pytest
 
 from tests import screens
@@ -55,6 +57,10 @@ def test_another_font_makes_no_other_screen_and_the_other_theme_does(page, encod
     light = stored(page, "modules", 1440, "light")
     assert screens.unlike(serif, light) < TOLERATED
     assert screens.unlike(light, stored(page, "modules", 1440, "dark")) > 0.9
+
+
+def test_the_model_on_the_screens_is_valid() -> None:
+    onnx.checker.check_model(ir.to_proto(screens.encoder()), full_check=True)
 
 
 def test_stored_screens_are_small_and_shown_in_the_docs():
