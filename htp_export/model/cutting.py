@@ -99,7 +99,11 @@ class Cutter:
         return part
 
     def cut_nodes(
-        self, members: Set[ir.Node], outputs: Mapping[str, ir.Value], comes_along: Callable[[ir.Value], bool]
+        self,
+        members: Set[ir.Node],
+        outputs: Mapping[str, ir.Value],
+        comes_along: Callable[[ir.Value], bool] = lambda value: True,
+        stops: Iterable[ir.Value] = (),
     ) -> Cut:
         """Cut a set of nodes of the main graph out, as far as they compute some of its tensors.
 
@@ -108,11 +112,12 @@ class Cutter:
             outputs: What they are to give, by name.
             comes_along: Whether a constant value, an initializer or what is made of such, is taken into the cut by
                 whoever needs it. The others are taken where their node is a member, and else they enter.
+            stops: Values that enter even if a member computes them.
 
         Returns:
             The cut of the root. Its inputs are model inputs and what other nodes compute, by their names.
         """
-        walk = _Walk(self, members, frozenset(), comes_along)
+        walk = _Walk(self, members, frozenset(stops), comes_along)
         walk.from_outputs(outputs.values())
         measuring = self._measuring_others(walk)
         if measuring:
@@ -229,8 +234,7 @@ class Cutter:
 
     def reads(self, node: ir.Node) -> Iterator[ir.Value]:
         """What a node reads of the main graph, in its subgraphs too."""
-        yield from (value for value in node.inputs if value is not None)
-        yield from self._index.captured(node)
+        return self._index.reads(node)
 
     # --- sizes ------------------------------------------------------------------------------------------
 

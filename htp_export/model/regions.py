@@ -147,6 +147,11 @@ class GraphIndex:
                     yield from (value for value in deeper.outputs if value.graph is node.graph)
             yield from (value for value in body.outputs if value.graph is node.graph)
 
+    def reads(self, node: ir.Node) -> Iterator[ir.Value]:
+        """What a node reads of the graph that it is in, in its subgraphs too."""
+        yield from (value for value in node.inputs if value is not None)
+        yield from self.captured(node)
+
     def scopes(self, node: ir.Node) -> Iterator[ir.Node]:
         """The node, then the nodes whose subgraphs it lies in, innermost first."""
         current: ir.Node | None = node

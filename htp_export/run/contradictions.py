@@ -100,8 +100,7 @@ def _useful(tagged: TaggedModel) -> set[ir.Value]:
     useful = set(tagged.model.graph.outputs)
     for node in reversed(tagged.model.graph):
         if node.op_type not in SIZES_ONLY and any(value in useful for value in node.outputs):
-            useful.update(value for value in node.inputs if value is not None)
-            useful.update(tagged.index.captured(node))
+            useful.update(tagged.index.reads(node))
     return useful
 
 

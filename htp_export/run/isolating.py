@@ -14,7 +14,6 @@ from htp_export.model.cutting import Cut, Cutter
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
 from htp_export.run.checking import CheckedCall, Tolerances, check_calls, tensor_values
-from htp_export.run.cutting_together import cut_together
 from htp_export.run.pairing import Pair, PairedCall, pair_call, signature_of
 from htp_export.run.pytorch_calls import ModuleCall
 from htp_export.runtime.arrays import Array, ArrayStore, StoredArray
@@ -83,7 +82,7 @@ def check_isolated(
         if paired.outputs and all(_is_constant(tagged, pair) for pair in paired.outputs):
             constant.append(paired)
         elif fate == "fused":
-            task = _fused_task(tagged, paired, everything)
+            task = _fused_task(tagged, cutter, paired, everything)
             tasks.extend([task] if task is not None else [])
         elif fate not in ("identity", "dead", "uncalled"):
             try:
@@ -128,23 +127,28 @@ def _task(tagged: TaggedModel, cutter: Cutter, paired: PairedCall) -> _Task:
     return _Task(paired, cut, inputs_of_module, outside)
 
 
-def _fused_task(tagged: TaggedModel, paired: PairedCall, calls: Sequence[PairedCall]) -> _Task | None:
-    """A module that was merged with others, where its result is in the file: they run together.
+def _fused_task(
+    tagged: TaggedModel, cutter: Cutter, paired: PairedCall, calls: Sequence[PairedCall]
+) -> _Task | None:
+    """The modules with which one was merged, cut out together; None if the file does not have the module's result.
 
-    What PyTorch gave to any of them, and what modules inside them gave back, is known; only what was merged runs.
+    What PyTorch gave to any of them, and what modules inside them returned, is known: only merged work runs.
     """
     path = paired.call.path
     group = [each for each in (path, *tagged.hierarchy[path].fused_with) if each in tagged]
     if not paired.outputs or any(tagged.hierarchy[each].calls > 1 for each in group):
         return None
-    outputs = [value for pair in paired.outputs for value in pair.candidates]
+    outputs = {str(value.name): value for pair in paired.outputs for value in pair.candidates}
     held: dict[ir.Value, StoredArray] = {}
     for other in calls:
         if any(tags.is_under(other.call.path, each) for each in group):
             known = (pair for pair in (*other.inputs, *other.outputs) if len(pair.candidates) == 1)
-            held.update((pair.candidates[0], pair.expected) for pair in known if pair.candidates[0] not in outputs)
-    part = cut_together(tagged, group, held, outputs)
-    if part is None:
+            expected = ((pair.candidates[0], pair.expected) for pair in known)
+            held.update((value, array) for value, array in expected if value not in outputs.values())
+    graph = tagged.model.graph
+    members = {node for each in group for node in tagged.index.below.get(each, ()) if node.graph is graph}
+    part = replace(cutter.cut_nodes(members, outputs, stops=held), path=path)
+    if any(value in part.inputs.values() for value in outputs.values()):
         return None
     given = {name: held[value] for name, value in part.inputs.items() if value in held}
     return _Task(paired, part, given, tuple(name for name in part.inputs if name not in given))

@@ -105,9 +105,7 @@ def _worst_read(tagged: TaggedModel, value: ir.Value, excess: Mapping[ir.Value, 
 
 def _sources(tagged: TaggedModel, value: ir.Value) -> Iterator[ir.Value]:
     node = value.producer()
-    if node is not None:
-        yield from (each for each in node.inputs if each is not None)
-        yield from tagged.index.captured(node)
+    return iter(()) if node is None else tagged.index.reads(node)
 
 
 def blame_by_nesting(calls: Sequence[CheckedCall]) -> Blame:
