@@ -123,10 +123,10 @@ def test_the_page_of_merged_projections_says_shared(tmp_path):
         page.wait("document.documentElement.dataset.ready")
         cells = "[...document.querySelectorAll('.row')][2].querySelectorAll('.number')"
         assert page.run("[...document.querySelectorAll('.row')][2].innerText").startswith("q")
-        assert page.run(f"[...{cells}].at(-1).innerText") == "288 B1.41 KiB shared"
+        assert page.run(f"[...{cells}].at(-1).innerText") == "288 B1.440 kB shared"
         assert page.run(f"{cells}[2].querySelector('.more-is')") is None
         page.run("[...document.querySelectorAll('.row')][2].click()")
-        assert "288 B → 1.41 KiB shared" in page.run("document.getElementById('detail').innerText")
+        assert "288 B → 1.440 kB shared" in page.run("document.getElementById('detail').innerText")
         assert page.said == []
 
 

@@ -159,7 +159,7 @@ class TestWhatIsSaid:
     def test_an_export_says_the_files_the_inputs_and_what_comes_next(self, folder, capsys):
         assert main(["export", "--entry", f"nets_{folder.name}:net", "--opset", "20", "-o", "x.onnx"]) == 0
         lines = capsys.readouterr().out.splitlines()[-3:]
-        assert re.fullmatch(r"wrote x\.onnx \(\S+ KiB\)( and x\.onnx\.data \(\S+ \S?i?B\))?", lines[0])
+        assert re.fullmatch(r"wrote x\.onnx \(\S+ kB\)( and x\.onnx\.data \(\S+ \S?B\))?", lines[0])
         assert lines[1] == "inputs: input float [2, 8]; opset 20; dynamo exporter; seed 0"
         assert lines[2] == "next: htp-export view x.onnx"
 
@@ -179,10 +179,10 @@ class TestWhatIsSaid:
     @pytest.mark.parametrize(
         ("command", "wrote", "then"),
         [
-            ("view net.onnx --no-graph", r"wrote net\.html \(\S+ KiB\)", "next: open net.html in a browser"),
+            ("view net.onnx --no-graph", r"wrote net\.html \(\S+ kB\)", "next: open net.html in a browser"),
             ("view net.onnx --netron", r"wrote net\.netron\.json \(\S+ B\)", "next: open net.onnx in Netron, .*"),
             ("view net.onnx --overlay dtype", r"wrote net\.dtype\.json \(.*\)", "next: .* in Model Explorer, .*"),
-            ("diff net.onnx other.onnx -o d.html", r"wrote d\.html \(\S+ KiB\)", "next: open d.html in a browser"),
+            ("diff net.onnx other.onnx -o d.html", r"wrote d\.html \(\S+ kB\)", "next: open d.html in a browser"),
             (
                 "partition net.onnx 2 -o 'my stages'",
                 r"wrote my stages/manifest\.json \(.*\), my stages/stage0\.onnx \(.*\).* and my stages/\S+ \(.*\)",

@@ -16,6 +16,7 @@ import torch
 
 import htp_export
 from htp_export.format.hierarchy import ModuleInfo
+from htp_export.model.columns import si
 from htp_export.model.tag_facts import TagFacts
 from htp_export.show.page.comparison import comparison_page
 from tests import handmade
@@ -389,7 +390,7 @@ def test_modules_that_are_alike_and_changed_alike_are_one_row_of_two_trees(page,
     start(page, file)
     assert shown(page) == ["(root)", "layer.0 … layer.1 × 2", "fc", "layer.3"]  # noqa: RUF001 - "times"
     cells = "[...document.querySelectorAll('.row')][1].querySelectorAll('.number')"
-    assert page.run(f"[...{cells}].map((cell) => cell.innerText)") == ["21", "8 KiB4 KiB"]
+    assert page.run(f"[...{cells}].map((cell) => cell.innerText)") == ["21", "8.192 kB4.096 kB"]
     page.run("[...document.querySelectorAll('.row')][1].click()")
     assert "so are 1 more that are alike, up to layer.1" in page.run("document.getElementById('detail').innerText")
     page.run("document.getElementById('repeats').click()")
@@ -532,3 +533,9 @@ def test_repeats_are_sorted_by_what_their_rows_say(page, stack):
 def test_a_page_without_repeats_has_no_switch_for_them(page, net):
     start(page, net)
     assert page.run("document.getElementById('repeats').offsetParent") is None
+
+
+def test_sizes_are_written_as_in_the_terminal(page, net):
+    start(page, net)
+    sizes = [0, 1, 999, 1000, 1440, 9_999, 10_000, 99_990, 99_999, 999_949, 999_960, 437_598_208, 2.5e12, 3e21]
+    assert page.run(f"{sizes}.map(bytesText)") == [si(size, "B") for size in sizes]

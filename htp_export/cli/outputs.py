@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from htp_export.cli.terminal import print_json, show
 from htp_export.errors import FileError, InputError
 from htp_export.files.filesystem import is_special, why_not_writable
-from htp_export.show.numbers import bytes_text
+from htp_export.model.columns import si
 from htp_export.show.text_file import check_name
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def written_folder(folder: Path) -> dict[str, int]:
 
 def show_written(files: Mapping[str, int]) -> None:
     """Say which files were written, with their sizes."""
-    listed = [f"{file} ({bytes_text(size)})" for file, size in files.items()]
+    listed = [f"{file} ({si(size, 'B')})" for file, size in files.items()]
     if listed:
         show(f"wrote {' and '.join((', '.join(listed[:-1]), listed[-1]) if listed[:-1] else listed)}")
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 from htp_export.errors import FileError, InputError
 from htp_export.files.json_file import read_json
 from htp_export.files.model_files import check_target
+from htp_export.model.columns import si
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource
@@ -65,7 +66,7 @@ class View:
     def summary(self) -> str:
         """The result in one line."""
         where = str(self.path) if self.path else "a page in memory"
-        return f"{where}: {self.modules} modules, {self.nodes} nodes, {len(self.html) / 1e6:.1f} MB"
+        return f"{where}: {self.modules} modules, {self.nodes} nodes, {si(len(self.html), 'B')}"
 
     def __str__(self) -> str:
         said = [self.summary, *([f"without the graph: {self.missing}"] if self.missing else [])]

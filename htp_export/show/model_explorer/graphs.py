@@ -15,7 +15,7 @@ from htp_export.show.inventory import Inventory, ModuleEntry
 from htp_export.show.levels import parents
 from htp_export.show.measures import Measure
 from htp_export.show.node_facts import NodeEntry
-from htp_export.show.numbers import bytes_text, number_text
+from htp_export.show.numbers import number_text
 
 __all__ = ["GRAPH_ID", "graph_of", "layers_of", "node_ids"]
 
@@ -166,7 +166,7 @@ def _facts(inventory: Inventory) -> dict[str, str]:
         "nodes": f"{len(inventory.nodes)}, and {ends} inputs and outputs",
         "modules": f"{len(parents(inventory))}; those with nodes are layers, and so are containers",
         "parameters": number_text(inventory.modules[""].parameters),
-        "weights": bytes_text(inventory.modules[""].weight_bytes),
+        "weights": number_text(inventory.modules[""].weight_bytes, "B"),
         "producer": inventory.producer,
         "module tags": str(inventory.tags),
     }
@@ -183,7 +183,7 @@ def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, s
         "tied": ", ".join(f"{name} is {first}" for name, first in module.tied.items()),
         "calls": str(module.calls) if module.calls > 1 else "",
         "parameters": number_text(module.parameters) if module.parameters else "",
-        "weights": bytes_text(module.weight_bytes) if module.weight_bytes else "",
+        "weights": number_text(module.weight_bytes, "B") if module.weight_bytes else "",
         "operators": _counts(module.operators),
         "owners known from": ", ".join(map(str, evidence_of(module.reasons))),
         "inputs": ", ".join(f"{tensor.name} {tensor.type}" for tensor in module.inputs),

@@ -85,7 +85,7 @@ def comparison_page(
         data,
         template="diff.html",
         style=("page.css", "diff.css"),
-        scripts=("reasons.js", "diff.js"),
+        scripts=("sizes.js", "reasons.js", "diff.js"),
     )
 
 

@@ -40,12 +40,8 @@
   const BYTES = "weight_bytes";
   const SHARED = "shared_bytes"; // of these, what other modules read too
   const held = (side, column) => (column === BYTES && side ? total(side[BYTES]) - total(side[SHARED]) : side?.[column]); // grows and shrinks
-  function bytes(value) {
-    const step = value < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(value) / 10));
-    return `${Number((value / 1024 ** step).toPrecision(3))} ${["B", "KiB", "MiB", "GiB", "TiB"][step]}`;
-  }
   const total = (sizes) => Object.values(sizes ?? {}).reduce((sum, each) => sum + each, 0);
-  const alone = (sum, shared) => (shared ? [...(sum > shared ? [bytes(sum - shared)] : []), `${bytes(shared)} shared`].join(" + ") : bytes(sum));
+  const alone = (sum, shared) => (shared ? [...(sum > shared ? [bytesText(sum - shared)] : []), `${bytesText(shared)} shared`].join(" + ") : bytesText(sum));
   const simple = (name) => String(name ?? "").slice(String(name ?? "").lastIndexOf(".") + 1);
 
   function matches(item) {

@@ -23,10 +23,7 @@ const SCALES = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
 htp.compact = function (value, unit = "") {
   if (value === null || value === undefined) return "";
   if (!Number.isFinite(value)) return String(value);
-  if (unit === "B") {
-    const step = value < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(value) / 10));
-    return `${trim(value / 1024 ** step)} ${["B", "KiB", "MiB", "GiB", "TiB"][step]}`;
-  }
+  if (unit === "B") return bytesText(value);
   const size = Math.abs(value);
   if (unit === "ms") return size === 0 ? "0" : size >= 100 ? value.toFixed(0) : size >= 1 ? value.toFixed(2) : value.toFixed(3);
   if (size !== 0 && size < 1e-3) return value.toExponential(1);
