@@ -10,6 +10,7 @@ import onnx_ir as ir
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.signatures import Signature, signatures_to_json
+from htp_export.model.tagged import load
 from htp_export.passes.bookkeeping import Bookkeeping
 from htp_export.passes.registry import find
 
@@ -95,14 +96,12 @@ def run(model: ir.Model, **inputs: Any) -> list[np.ndarray[Any, Any]]:
 
 def passed(model: ir.Model, *names: str) -> tuple[ir.Model, Bookkeeping]:
     """A copy of a model after passes, each once, with the books kept."""
-    copy = model.clone()
-    books = Bookkeeping(copy)
+    books = Bookkeeping(load(model.clone()))
     for name in names:
         result = find(name).make()(books.model)
         books.model = result.model
         books.settle()
-    books.write()
-    return books.model, books
+    return books.finish().model, books
 
 
 def ops(model: ir.Model) -> list[str]:

@@ -19,8 +19,7 @@ from htp_export.format import tags
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.regions import all_nodes
-from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.passes.declining import Declined, declined
 from htp_export.passes.editing import bytes_of
 from htp_export.passes.merging import Difference
@@ -81,21 +80,21 @@ class _Copy:
     """The model, or a copy that passes run on.
 
     Attributes:
-        model: The copy.
+        tagged: The copy.
         origins: Each node → the nodes of the model whose work it does.
         written: Those that stand in the model itself.
     """
 
-    model: ir.Model
+    tagged: TaggedModel
     origins: dict[ir.Node, tuple[ir.Node, ...]]
     written: Collection[ir.Node]
 
     def again(self) -> _Copy:
         """A copy of it as it is now."""
-        model = self.model.clone()
-        pairs = list(zip(all_nodes(self.model), all_nodes(model), strict=True))
+        tagged = self.tagged.clone()
+        pairs = list(zip(self.tagged.nodes, tagged.nodes, strict=True))
         origins = {copy: self.origins.get(node, ()) for node, copy in pairs}
-        return _Copy(model, origins, {copy for node, copy in pairs if node in self.written})
+        return _Copy(tagged, origins, {copy for node, copy in pairs if node in self.written})
 
     def origins_of(self, nodes: Iterable[ir.Node]) -> tuple[ir.Node, ...]:
         """The nodes of the model whose work some nodes do."""
@@ -136,15 +135,17 @@ class _Investigation:
         """
         chosen = choose("default", level)
         exact = [find(name) for name in dict.fromkeys((*_FIRST, *(e.name for e in chosen if e.level == "exact")))]
-        start = _Copy(self._tagged.model, {node: (node,) for node in self._places}, self._places.keys())
+        start = _Copy(self._tagged, {node: (node,) for node in self._places}, self._places.keys())
         simple = self._run(exact, "exact", start)
         ends = [self._run([e for e in chosen if e.level != "fused"], "tolerant", simple)] if level != "exact" else []
         apart = [e for e in available().values() if e.level == "fused" or e.name not in DEFAULT]
-        allowed = [e for e in apart if LEVELS.index(e.level) <= LEVELS.index(level) and _applies(e, simple.model)]
+        allowed = [
+            e for e in apart if LEVELS.index(e.level) <= LEVELS.index(level) and _applies(e, simple.tagged.model)
+        ]
         ends += [self._run([e], e.level, simple) for e in allowed]
         for copy in (simple, *ends):
-            self._left(copy, declined(list(all_nodes(copy.model))))
-        self._left(simple, unchanged(GraphFacts(load(simple.model))))
+            self._left(copy, declined(copy.tagged.nodes))
+        self._left(simple, unchanged(GraphFacts(simple.tagged)))
         for constants, readers, detail, why in large_duplicates(self._facts):
             self._add("duplicate_constants", readers, detail=detail, why=why, tensors=constants)
 
@@ -156,7 +157,7 @@ class _Investigation:
             watch = functools.partial(self._watch, copy, level)
             pipeline = Pipeline([info for info in passes if info.name not in self.failed], watch=watch)
             try:
-                copy.model = pipeline.run(copy.model)
+                copy.tagged = pipeline.run(copy.tagged)
                 return copy
             except HtpExportError as error:  # a pass of another package, or weights that cannot be read
                 if not pipeline.running or pipeline.running in self.failed:

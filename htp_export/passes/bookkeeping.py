@@ -16,7 +16,7 @@ from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature
 from htp_export.model.fates import find_fates
 from htp_export.model.regions import GraphIndex
-from htp_export.model.tagged import TaggedModel, load
+from htp_export.model.tagged import TaggedModel
 from htp_export.passes.accounting import WeightBook, changes_of
 from htp_export.passes.editing import BOUNDARY
 from htp_export.passes.fates import SignatureEvidence
@@ -47,37 +47,36 @@ class Bookkeeping:
     """Follows a model through passes.
 
     Args:
-        model: The model; it is changed in place by whoever calls `settle` afterwards.
+        tagged: The model; passes change it in place, and `settle` is called after each.
 
     Attributes:
+        model: The model, as passes left it.
         hierarchy: The module tree, with the fates that the graph has given it so far.
         difference: What the pass did that was taken in last.
     """
 
-    def __init__(self, model: ir.Model) -> None:
-        self.model = model
-        tagged: TaggedModel = load(model)
-        self._tagged = tagged.source == "htp"
+    def __init__(self, tagged: TaggedModel) -> None:
+        self.model, self._source = tagged.model, tagged.source
         self.hierarchy, self._calls = tagged.hierarchy, tagged.calls
         self._order: dict[str, int] = {}
         for place, node in enumerate(tagged.nodes):
             for owner in tags.owners_of(node.metadata_props):
                 self._order.setdefault(owner, place)
-        self._signatures = tagged.signatures if self._tagged else {}
+        self._signatures = tagged.signatures if tagged.source == "htp" else {}
         self._where: dict[str, ir.Value | None] = {}
         self._lost: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._unread: frozenset[str] = frozenset()
         self._find_signatures()
-        self._snapshot = Snapshot(model)
+        self._snapshot = Snapshot(tagged.model)
         self.difference = Difference.between(self._snapshot, self._snapshot)
-        self._weights = WeightBook(model)
+        self._weights = WeightBook(tagged.model)
         self._excused: dict[str, set[str]] = {}
         if self._signatures:
             evidence = SignatureEvidence(tagged.index, self.hierarchy, self._signatures)
             self._excused = {path: evidence.strange(path) for path in self._signatures}
 
     def _find_signatures(self) -> None:
-        values = _values(self.model)
+        values = TaggedModel(self.model, self.hierarchy).values
         for name in _named(self._signatures):
             if self._where.get(name, name) is not None:
                 self._where[name] = values.get(name)
@@ -118,7 +117,7 @@ class Bookkeeping:
         difference = self.difference = Difference.between(before, after)
         self._snapshot = after
         fused: dict[str, tuple[str, ...]] = {}
-        if difference and self._tagged:
+        if difference and self._source == "htp":
             merge_tags(difference, self._order, self.hierarchy.called, self._calls)
             self._check()
             self._follow(difference)
@@ -133,7 +132,7 @@ class Bookkeeping:
 
     def restore(self, mark: Mark) -> None:
         """Go back: the model is a copy of what it was, with other objects of the same names."""
-        values = _values(mark.model)
+        values = TaggedModel(mark.model, mark.hierarchy).values
         self.model, self.hierarchy = mark.model, mark.hierarchy
         self._where = {name: None if now is None else values.get(now) for name, now in mark.names.items()}
         self._lost = defaultdict(dict, {path: dict.fromkeys(others) for path, others in mark.lost.items()})
@@ -193,7 +192,7 @@ class Bookkeeping:
         """Find where the tensors of signatures are now; note those that are gone, and who worked around them."""
         if not self._where:
             return
-        values = _values(self.model)
+        values = TaggedModel(self.model, self.hierarchy).values
         here = set(values.values())
         lost: dict[str, ir.Value] = {}
         for name, value in self._where.items():
@@ -250,21 +249,14 @@ class Bookkeeping:
         value = self._where.get(name)
         return None if value is None or value.is_initializer() else value.name
 
-    def write(self) -> None:
-        """Put fates and signatures into the model's metadata."""
-        if not self._tagged:
-            return
-        if tags.MODULES in self.model.metadata_props:
+    def finish(self) -> TaggedModel:
+        """The model with its modules, fates and signatures, which are written into its metadata."""
+        if self._source == "htp" and tags.MODULES in self.model.metadata_props:
             write_model_metadata(self.model.metadata_props, self.hierarchy, signatures=self.signatures)
+        return TaggedModel(self.model, self.hierarchy, self._source)
 
 
 def _named(signatures: Mapping[str, Sequence[Signature]]) -> Iterable[str]:
     for calls in signatures.values():
         for call in calls:
             yield from call.taken | call.given
-
-
-def _values(model: ir.Model) -> dict[str, ir.Value]:
-    graph = model.graph
-    made = (value for node in graph for value in node.outputs)
-    return {value.name: value for value in (*graph.initializers.values(), *graph.inputs, *made) if value.name}

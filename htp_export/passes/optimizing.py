@@ -9,7 +9,6 @@ from typing import Any
 from htp_export.files.model_files import check_target, write_model
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import ModelSource
 from htp_export.passes.checking import OutputCheck
 from htp_export.passes.pipeline import Pipeline
@@ -73,18 +72,18 @@ def optimize(
     """
     check_target(output)
     chosen = choose(passes, level)
-    original = read_flat(model, others=False).model
-    nodes_before = sum(1 for _ in all_nodes(original))
-    check = OutputCheck(original, inputs) if verify else None
+    original = read_flat(model, others=False)
+    nodes_before = len(original.nodes)
+    check = OutputCheck(original.model, inputs) if verify else None
     pipeline = Pipeline(chosen, check, keep_exact=keep_exact)
     optimized = pipeline.run(original if isinstance(model, str | os.PathLike) else original.clone())
     if output is not None:
-        write_model(optimized, output, external_data, share_weights=share_weights)
+        write_model(optimized.model, output, external_data, share_weights=share_weights)
     return Optimized(
         nodes_before,
-        sum(1 for _ in all_nodes(optimized)),
+        len(optimized.nodes),
         pipeline.attribution,
         pipeline.reports,
         None if check is None else check.max_abs,
-        model=optimized,
+        model=optimized.model,
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from htp_export.errors import InputError, PassError
+from htp_export.model.tagged import TaggedModel
 from htp_export.passes.barriers import barriers, take_barriers
 from htp_export.passes.bookkeeping import Bookkeeping
 from htp_export.passes.checking import OutputCheck
@@ -67,7 +68,7 @@ class Pipeline:
         self._watch = watch
         self.running = ""
 
-    def run(self, model: ir.Model) -> ir.Model:
+    def run(self, tagged: TaggedModel) -> TaggedModel:
         """Run the passes on a model, which is changed in place.
 
         Returns:
@@ -77,7 +78,7 @@ class Pipeline:
             FileError: If weights cannot be read.
             PassError: If a pass fails; the model is as that pass left it, and of no use any more.
         """
-        books, state = Bookkeeping(model), 0
+        books, state = Bookkeeping(tagged), 0
         for _ in range(_MOST_ROUNDS):
             started = state
             for account in counted(self._accounts, "passes"):
@@ -87,8 +88,7 @@ class Pipeline:
                 account.seen = state
             if state == started:
                 break
-        books.write()
-        return books.model
+        return books.finish()
 
     def _step(self, account: _Account, books: Bookkeeping) -> bool:
         """Run one pass once; whether it changed anything."""
