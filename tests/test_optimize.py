@@ -357,6 +357,31 @@ def test_a_pass_that_leaves_nodes_without_owners_is_named(passes):
         htp_export.optimize(small_net(), passes="untagging")
 
 
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        (
+            lambda graph: setattr(graph.outputs[0], "name", "z"),
+            r"the outputs of the model were \['y'\], and are \['z'\]",
+        ),
+        (lambda graph: setattr(graph.inputs[0], "name", "z"), r"the inputs of the model were \['x'\], and are \['z'\]"),
+        (lambda graph: graph.remove(graph[1]), "Neg '.*' reads 'b', which has no producer"),
+        (lambda graph: graph.remove(graph[2]), "the output 'y' has no producer"),
+        (lambda graph: graph[1].replace_input_with(0, ir.val("foreign")), "Relu '.*' reads 'foreign', which has no"),
+    ],
+    ids=["output", "input", "removed", "removed output", "foreign"],
+)
+def test_a_pass_ensures_names_of_inputs_and_outputs_and_a_producer_of_every_tensor(passes, fault, problem):
+    class Faulty(ir.passes.InPlacePass):
+        def call(self, model: ir.Model) -> ir.passes.PassResult:
+            fault(model.graph)
+            return ir.passes.PassResult(model, True)
+
+    passes("faulty", level="exact")(Faulty)
+    with pytest.raises(PassError, match=problem):
+        htp_export.optimize(small_net(), passes="faulty")
+
+
 def test_a_pass_that_fails_leaves_no_barriers(passes):
     seen = []
 

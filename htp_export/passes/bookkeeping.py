@@ -18,6 +18,7 @@ from htp_export.model.fates import find_fates
 from htp_export.model.regions import GraphIndex
 from htp_export.model.tagged import TaggedModel
 from htp_export.passes.accounting import WeightBook, changes_of
+from htp_export.passes.contract import check_ensured
 from htp_export.passes.editing import BOUNDARY
 from htp_export.passes.fates import SignatureEvidence
 from htp_export.passes.merging import Difference, Snapshot, merge_tags
@@ -111,9 +112,10 @@ class Bookkeeping:
             What it did to nodes and weights, by module; and the modules that are fused since, with their partners.
 
         Raises:
-            HtpExportError: If a node has no owner, in a model where all had.
+            HtpExportError: A node has no owner, in a model where all had; or the pass broke what every pass ensures.
         """
         before, after = self._snapshot, Snapshot(self.model)
+        check_ensured(before, after)
         difference = self.difference = Difference.between(before, after)
         self._snapshot = after
         fused: dict[str, tuple[str, ...]] = {}

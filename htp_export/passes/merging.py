@@ -54,6 +54,8 @@ class Snapshot:
         self.names: dict[ir.Value, str | None] = {}
         self._holders: dict[ir.Node, ir.Node] = {}
         self.given = given_values(model)
+        self.input_names = tuple(value.name for value in model.graph.inputs)
+        self.output_names = tuple(value.name for value in model.graph.outputs)
         self.results: dict[ir.Graph, tuple[ir.Value, ...]] = {}
         for graph in (model.graph, *(function.graph for function in model.functions.values())):
             self._add(graph)
