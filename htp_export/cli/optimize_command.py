@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -52,24 +53,15 @@ def optimize_command(
 ) -> None:
     """Make a graph smaller, and keep its module tags true."""
     from htp_export.passes.optimizing import optimize
-    from htp_export.passes.registry import available, choose
-    from htp_export.passes.results import OptimizedModels
-    from htp_export.show.optimized import render_optimized, render_optimized_models
+    from htp_export.passes.registry import choose
 
     if list_passes:
-        found = sorted(available().values(), key=lambda info: info.name)
-        if as_json:
-            print_json(
-                {"passes": [{"name": info.name, "level": info.level, "summary": info.summary} for info in found]}
-            )
-        else:
-            for info in found:
-                typer.echo(f"{info.name:34} {info.level:9} {info.summary}")
+        _list_passes(as_json)
         return
     if not files or output is None:
         raise typer.BadParameter("give a file, and with -o the file to write")
-    wanted = cast("Level", level)  # another word is refused, with those there are
-    choose(passes, wanted)
+    wanted = cast("Level", level)
+    choose(passes, wanted)  # it refuses other levels, and unknown passes, before any work
     targets = _targets(files, output)
     for file, target in targets:
         check_output(target, [file], in_place=in_place)
@@ -78,27 +70,49 @@ def optimize_command(
     for file, target in targets:
         with steps.step(f"optimising {file.name}"):
             results[file.name] = optimize(
-                file,
-                target,
-                passes=passes,
-                level=wanted,
-                verify=verify,
-                keep_exact=keep_exact,
-                share_weights=share_weights,
+                file, target, passes, wanted, verify, keep_exact=keep_exact, share_weights=share_weights
             )
     if as_json:
-        print_json(next(iter(results.values())).to_dict() if len(files) == 1 else OptimizedModels(results).to_dict())
+        _print_results(results)
         return
-    for name, result in results.items():
-        if len(files) > 1 and attribution:
-            print_text(f"{name}:\n")
-        if len(files) == 1 or attribution:
-            show(render_optimized(result, attribution=attribution, depth=depth))
-    if len(files) > 1:
-        show(render_optimized_models(OptimizedModels(results)))
+    _show_results(results, attribution, depth)
     for _, target in targets:
         show_written(written_files(target))
     show_next("htp-export", "diff", *targets[0])
+
+
+def _list_passes(as_json: bool) -> None:
+    from htp_export.passes.registry import available
+
+    passes = sorted(available().values(), key=lambda info: info.name)
+    if as_json:
+        listed = [{"name": info.name, "level": info.level, "summary": info.summary} for info in passes]
+        print_json({"passes": listed})
+        return
+    for info in passes:
+        typer.echo(f"{info.name:34} {info.level:9} {info.summary}")
+
+
+def _print_results(results: Mapping[str, Optimized]) -> None:
+    from htp_export.passes.results import OptimizedModels
+
+    [first, *others] = results.values()
+    print_json(OptimizedModels(results).to_dict() if others else first.to_dict())
+
+
+def _show_results(results: Mapping[str, Optimized], attribution: bool, depth: int | None) -> None:
+    """Draw one result; of several, a table of all, and each by itself with ``--attribution``."""
+    from htp_export.passes.results import OptimizedModels
+    from htp_export.show.optimized import render_optimized, render_optimized_models
+
+    several = len(results) > 1
+    for name, result in results.items():
+        if several and attribution:
+            print_text(f"{name}:\n")
+        if attribution or not several:
+            show(render_optimized(result, attribution=attribution, depth=depth))
+    if several:
+        show(render_optimized_models(OptimizedModels(results)))
 
 
 def _targets(files: list[Path], output: Path) -> list[tuple[Path, Path]]:
