@@ -65,13 +65,7 @@ class TableOptions:
     fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True
 
     def report(self, data: dict[str, Any], csv: Callable[[], str], draw: Callable[[], RenderableType]) -> None:
-        """Write a result in the form that was asked for.
-
-        Args:
-            data: The result as plain data.
-            csv: Gives it as CSV.
-            draw: Draws it.
-        """
+        """Write a result in the form that was asked for."""
         if self.as_json:
             print_json(data)
         elif self.as_csv:

@@ -25,9 +25,6 @@ class _Dropping(io.TextIOBase):
 
     Handlers of Python's logging hold the stream that was there when they were made, for the rest of the program:
     afterwards, what they write goes to whatever is stderr then.
-
-    Args:
-        shown: The stream in whose place it stands.
     """
 
     def __init__(self, shown: TextIO) -> None:
@@ -52,11 +49,7 @@ class _Dropping(io.TextIOBase):
 
 
 class _Warnings(logging.Handler):
-    """Shows what htp_export logs as lines of the command.
-
-    Args:
-        stream: Where.
-    """
+    """Shows what htp_export logs as lines of the command."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(logging.WARNING)

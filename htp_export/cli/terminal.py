@@ -68,11 +68,7 @@ def show(what: RenderableType) -> None:
 
 
 class _Printable:
-    """A drawing in which every text is `printable`; colours and lines stay.
-
-    Args:
-        what: The drawing.
-    """
+    """A drawing in which every text is `printable`; colours and lines stay."""
 
     def __init__(self, what: RenderableType) -> None:
         self._what = what

@@ -19,11 +19,6 @@ def call_signature(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mappi
     Classes, modes, plain attributes, hooks, and shapes and types of weights and arguments count. Any other object is
     equal to itself alone: modules that share a configuration are alike, those with copies of it are not.
 
-    Args:
-        module: The module.
-        args: Its arguments.
-        kwargs: Its arguments by keyword.
-
     Examples:
         >>> import torch
         >>> one, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)

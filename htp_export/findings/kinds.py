@@ -15,12 +15,7 @@ ONE_BY_ONE = "eliminate_identity_ops"
 
 
 def kind_of(name: str, rewrite: Rewrite) -> str:
-    """The kind of what a pass changed: a key of `KINDS`, or the name of the pass.
-
-    Args:
-        name: The pass.
-        rewrite: What it changed.
-    """
+    """The kind of what a pass changed: a key of `KINDS`, or the name of the pass."""
     if name in _SEVERAL:
         return _SEVERAL[name](rewrite) or name
     return next((kind for kind, known in KINDS.items() if known.fixed_by == name), name)

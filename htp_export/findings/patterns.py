@@ -25,11 +25,7 @@ _Pattern: TypeAlias = Callable[[_Op, _Value], _Value]
 
 
 def unchanged(facts: GraphFacts) -> Iterator[Declined]:
-    """Everything in a graph that looks like one operator written in single steps, casts in a row, and sizes.
-
-    Args:
-        facts: A graph on which the passes of level ``exact`` have run.
-    """
+    """What looks like one operator in single steps, casts in a row, and sizes, after the passes of level ``exact``."""
     yield from _single_steps(facts)
     yield from _casts(facts)
     yield from _sizes(facts)

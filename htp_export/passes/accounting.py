@@ -21,9 +21,6 @@ class WeightBook:
 
     A weight belongs to the module that reads it; to the deepest one above them, where several do. A weight that nobody
     reads any more belongs to who read it last.
-
-    Args:
-        model: The model, which goes on to change.
     """
 
     def __init__(self, model: ir.Model) -> None:
@@ -68,12 +65,7 @@ def _tensors(node: ir.Node) -> Iterator[tuple[str, ir.TensorProtocol]]:
 
 
 def changes_of(difference: Difference, saved: Counter[str]) -> dict[str, Change]:
-    """What a pass did to nodes and weights, by module.
-
-    Args:
-        difference: What it did to the graph, with the tags that came of it.
-        saved: Module → bytes by which its weights are fewer.
-    """
+    """What a pass did to nodes and weights, by module; ``saved`` has the bytes that the weights of each lost."""
     before, after = difference.before, difference.after
     in_place = set(difference.removed).intersection(difference.added)
     rewired = (

@@ -20,10 +20,6 @@ def barriers(graph: ir.Graph, values: Iterable[ir.Value]) -> Iterator[None]:
     """Insert an opaque node after some tensors, so that no pattern matches across them, and take it out again.
 
     It is taken out after an error too. Of another graph that was made of this one, `take_barriers` takes them.
-
-    Args:
-        graph: The graph of the tensors.
-        values: The tensors.
     """
     try:
         _put(graph, values)

@@ -34,13 +34,7 @@ class InlineBranches(ir.passes.InPlacePass):
 
 
 def inline_branch(model: ir.Model, graph: ir.Graph, node: ir.Node, name: str) -> bool:
-    """Put the nodes of a branch in the place of an ``If``.
-
-    Args:
-        model: The model; changed.
-        graph: The graph that the ``If`` is in.
-        node: The ``If``.
-        name: ``then_branch`` or ``else_branch``.
+    """Put the nodes of ``then_branch`` or ``else_branch`` in the place of an ``If``.
 
     Returns:
         Whether it was possible: not where the ``If`` makes a result of the graph, and the branch does not.

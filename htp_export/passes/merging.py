@@ -42,11 +42,7 @@ class _Seen:
 
 
 class Snapshot:
-    """A model's nodes at one time: what they read and made, and whose they were.
-
-    Args:
-        model: The model, which goes on to change.
-    """
+    """A model's nodes at one time: what they read and made, and whose they were."""
 
     def __init__(self, model: ir.Model) -> None:
         self.nodes: dict[ir.Node, _Seen] = {}

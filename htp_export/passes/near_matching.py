@@ -40,11 +40,7 @@ class _Part:
 
 @contextlib.contextmanager
 def near_matching(name: str) -> Iterator[None]:
-    """Let onnxscript's rules look for several results near a node only, while the context is open.
-
-    Args:
-        name: The pass that runs, as warnings call it.
-    """
+    """Let onnxscript's rules look for several results near a node only, while the context is open."""
     from onnxscript.rewriter import pattern
 
     matcher: Any = pattern.SimplePatternMatcher
@@ -85,10 +81,6 @@ def near(node: ir.Node, steps: int) -> list[ir.Node]:
     """The nearest nodes of the same graph that some tensors lead to, itself first, no more than `MOST`.
 
     Those that only read the same constants are not near.
-
-    Args:
-        node: The node.
-        steps: Over how many tensors.
 
     Examples:
         >>> x, one = ir.val("x"), ir.Value(name="one", const_value=ir.tensor(1.0))

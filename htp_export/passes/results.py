@@ -112,11 +112,7 @@ class Optimized(HoldsModel):
         return {path: others for report in self.passes for path, others in report.fused.items()}
 
     def below(self, path: str) -> dict[str, Change]:
-        """What each pass did to a module and everything below it.
-
-        Args:
-            path: The module; the root for the whole model.
-        """
+        """What each pass did to a module and everything below it; to the whole model for the root, ``""``."""
         return {
             name: sum((change for owner, change in found.items() if tags.is_under(owner, path)), Change())
             for name, found in self.attribution.items()

@@ -93,12 +93,7 @@ def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike
 
 
 def share_unchanged(model: ir.Model, source: ModelSource) -> None:
-    """Let weights of a result that are those of the model that the tool was given lie where they lie there.
-
-    Args:
-        model: The result.
-        source: The model; of its weights, only those in data files count.
-    """
+    """Refer to the data file of the original model for the weights that the tool left unchanged."""
     before = model_of(source).graph.initializers
     for name, value in model.graph.initializers.items():
         tensor, original = value.const_value, before[name].const_value if name in before else None

@@ -16,10 +16,6 @@ _FLOATS = frozenset((1, 10, 11, 16))  # FLOAT, FLOAT16, DOUBLE, BFLOAT16: one ma
 class Counterparts:
     """The counterpart of the tensors after a tool, to which `Alignment` adds what it finds.
 
-    Args:
-        before: The model that the tool was given.
-        after: What it made of it.
-
     Attributes:
         numbers: The numbers of the model before.
         counterpart: Value after → number before, or `NOTHING`.

@@ -26,9 +26,6 @@ def repeats(node: SummaryNode) -> bool:
 class Numbering:
     """The numbers of a model's tensors.
 
-    Args:
-        summary: The model.
-
     Attributes:
         number: Value → its number.
         idle: Node → whether it gives back what it was given.

@@ -46,12 +46,7 @@ def optimized_owners(
 
 
 def optimized_works(tagged: TaggedModel, optimized: ir.Model) -> dict[ir.Node, NodeCalls]:
-    """Whose work each node of an optimised graph does; see ``optimized_owners``.
-
-    Args:
-        tagged: The model as it was given, without functions.
-        optimized: What an optimiser made of it.
-    """
+    """Whose work each node of an optimised graph does; see ``optimized_owners``."""
     owned = _owned(tagged.model, optimized, tagged.work_of, tagged.calls)
     return {node: tagged.calls.work(one.paths, one.call) for node, one in owned.items()}
 

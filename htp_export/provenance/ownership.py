@@ -33,14 +33,7 @@ class Owned:
 def owners_after(
     before: GraphSummary, after: GraphSummary, works: Sequence[ReplacedNodes], tree: CallTree
 ) -> list[Owned]:
-    """The owners of every node after, in order; a node that touches nothing that is known has none.
-
-    Args:
-        before: The model before.
-        after: The model after.
-        works: The work of each node after.
-        tree: The calls of the modules.
-    """
+    """The owners of every node after, in order; a node that touches nothing that is known has none."""
     found: list[Owned | None] = [
         _by_work(before, node, work, tree) for node, work in zip(after.nodes, works, strict=True)
     ]

@@ -25,10 +25,6 @@ def render(comparison: Comparison, *, everything: bool = False) -> RenderableTyp
 
     Of alike modules, the numbers are those of the one that differs most. Names are drawn as they are.
 
-    Args:
-        comparison: What to draw.
-        everything: Draw every module.
-
     Examples:
         >>> from rich.console import Console
         >>> act = ModuleResult("act", "torch.nn.ReLU", "fused", "fused", reason="with 'fc'")

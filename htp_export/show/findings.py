@@ -58,22 +58,14 @@ def render_forensics(found: Forensics, *, depth: int | None = None) -> Renderabl
 
 
 def render_findings(found: Forensics) -> RenderableType:
-    """A table with a line for each finding; those of alike modules are one, with the nodes of the first.
-
-    Args:
-        found: What to draw.
-    """
+    """A table with a line for each finding; those of alike modules are one, with the nodes of the first."""
     alike = gathered(found.findings, lambda each: each.module, lambda each: (each.kind, each.fixed_by, each.why))
     table = flat_table(_FINDING, [replace(findings[0], module=name) for name, findings in alike], gap=2)
     return Group(table, Text(), *tag_note(found.tags))
 
 
 def render_fingerprint(found: Fingerprint) -> RenderableType:
-    """The family, the evidence, and a table of the repeated blocks.
-
-    Args:
-        found: What to draw.
-    """
+    """The family, the evidence, and a table of the repeated blocks."""
     parts: list[RenderableType] = [Text(found.family, style="bold"), *(Text(f"  {fact}") for fact in found.evidence)]
     if found.blocks:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)

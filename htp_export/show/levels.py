@@ -12,9 +12,6 @@ def parents(inventory: Inventory) -> dict[str, str | None]:
     """The modules that are levels, in order, each with the level above it; None for the root.
 
     A container, which holds what runs and never ran itself, is no level: its name stands before those of its children.
-
-    Args:
-        inventory: The model.
     """
     holding = tags.all_above(inventory.modules)
     levels = {

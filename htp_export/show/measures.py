@@ -133,10 +133,6 @@ def spread(measure: Measure, inventory: Inventory) -> list[float | None]:
     is divided among its other nodes in equal parts, so that the nodes of a module sum up to what the module has. Of
     any other measure, a node has the value of its owner.
 
-    Args:
-        measure: The measure.
-        inventory: The model.
-
     Returns:
         In the order of ``inventory.nodes``; None where nothing is known.
     """

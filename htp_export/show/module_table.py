@@ -163,13 +163,7 @@ def _run_name(run: Sequence[_Branch[M]]) -> str:
 
 
 def flat_table(columns: Sequence[Column[R]], rows: Iterable[R], gap: int = _GAP) -> Table:
-    """A table with a line for each row, in which words are folded and numbers are not.
-
-    Args:
-        columns: Its columns.
-        rows: Its rows.
-        gap: Spaces between columns.
-    """
+    """A table with a line for each row, in which words are folded and numbers are not."""
     from rich.table import Table
     from rich.text import Text
 

@@ -14,11 +14,7 @@ __all__ = ["render"]
 
 
 def render(nested: Nested) -> RenderableType:
-    """A table with a line for each function, and how many modules were left flat, by reason.
-
-    Args:
-        nested: What to draw.
-    """
+    """A table with a line for each function, and how many modules were left flat, by reason."""
     reasons = Counter(nested.skipped.values())
     notes = [Text(f"{count} left flat: {reason}", style="yellow") for reason, count in reasons.most_common()]
     return Group(flat_table(FUNCTION_COLUMNS, nested.functions.items()), *notes)

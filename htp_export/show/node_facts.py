@@ -96,11 +96,7 @@ class NodeEntry:
 
 
 class NodeReader:
-    """Reads the nodes of one model.
-
-    Args:
-        tagged: The model.
-    """
+    """Reads the nodes of one model."""
 
     def __init__(self, tagged: TaggedModel) -> None:
         self._tagged = tagged

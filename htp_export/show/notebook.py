@@ -18,9 +18,6 @@ _PAGE = f'<pre style="{_STYLE}">{{code}}</pre>'
 def in_notebook(result: object) -> str | None:
     """A result as HTML: what its command prints, colours included; None where no command prints it.
 
-    Args:
-        result: What ``profile``, ``cost``, ``verify`` or ``compare`` returned, or a module tree.
-
     Examples:
         >>> from htp_export.costs.module_tree import ModuleRow, ModuleTree
         >>> drawn = in_notebook(ModuleTree((ModuleRow("", "net.<b>", 1, "computed", nodes=1200),)))

@@ -67,9 +67,6 @@ def render_optimized(result: Optimized, *, attribution: bool = False, depth: int
 def render_optimized_models(results: OptimizedModels) -> RenderableType:
     """A table with a line for each pass and a column for each model: by how many nodes, and bytes, it has fewer.
 
-    Args:
-        results: What to draw.
-
     Examples:
         >>> from rich.console import Console
         >>> import onnx_ir as ir

@@ -92,12 +92,7 @@ class _Part:
 
 
 class _Parts:
-    """What became of the modules of one model.
-
-    Args:
-        model: The model.
-        options: Arguments of ``export``.
-    """
+    """What became of the modules of one model."""
 
     def __init__(self, model: torch.nn.Module, options: Mapping[str, Any]) -> None:
         self._model = model

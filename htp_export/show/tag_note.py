@@ -11,10 +11,6 @@ __all__ = ["tag_note"]
 
 
 def tag_note(*facts: TagFacts | None) -> list[Text]:
-    """The lines of ``tag_lines``, in yellow where something is to be done about the tags, and said as commands.
-
-    Args:
-        facts: What the file knows, or each of two files.
-    """
+    """The lines of ``tag_lines``, in yellow where something is to be done about the tags, and said as commands."""
     missing = any(each is not None and (each.advice or each.untagged) for each in facts)
     return [Text(in_commands(line), style="yellow" if missing else "dim") for line in tag_lines(*facts)]

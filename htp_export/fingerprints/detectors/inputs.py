@@ -52,9 +52,6 @@ class ModelInput:
 class ModelInputs:
     """The inputs of a model, and the inputs on which each value depends.
 
-    Args:
-        facts: The graph.
-
     Attributes:
         all: All inputs of the graph that are not weights.
     """

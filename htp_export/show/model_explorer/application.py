@@ -50,9 +50,6 @@ class MissingApplicationError(InputError):
 def application(prelude: str) -> dict[str, Any]:
     """The application as plain data: its scripts, its style and the files that it loads.
 
-    Args:
-        prelude: The script that runs before it.
-
     Raises:
         MissingApplicationError: If it is not there, or not as it was when this was written.
     """

@@ -18,12 +18,7 @@ _LAYER = "___group___"  # what Model Explorer puts after a namespace to name the
 
 
 def drawing(inventory: Inventory, measures: Sequence[Measure]) -> dict[str, Any]:
-    """What ``page/assets/graph.js`` reads.
-
-    Args:
-        inventory: The model.
-        measures: What is laid over the graph, and shown with its layers.
-    """
+    """What ``page/assets/graph.js`` reads."""
     spaces = {path: tags.namespace(path, inventory.called) for path in parents(inventory)}
     return {
         "graphs": {"graphs": [graph_of(inventory, measures, keep_layers=False)]},

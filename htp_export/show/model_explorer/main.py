@@ -28,12 +28,7 @@ class HtpExportAdapter(model_explorer.Adapter):  # type: ignore[misc]
     )
 
     def convert(self, model_path: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """The graph of a file, as Model Explorer's own classes.
-
-        Args:
-            model_path: The file; the server may have copied it away from its weights, which are not read.
-            settings: Passed over.
-        """
+        """The graph of a file, as Model Explorer's own classes."""
         return {"graphs": [as_graph(graph_of(take_inventory(read_flat(model_path))))]}
 
 

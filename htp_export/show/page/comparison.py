@@ -90,13 +90,7 @@ def comparison_page(
 
 
 def difference_page(found: ModelDifference, before: ModelSource, after: ModelSource) -> str:
-    """The page of what differs between two files, with what each knows about its tags.
-
-    Args:
-        found: What ``diff`` returned.
-        before: The first file.
-        after: The second.
-    """
+    """The page of what differs between two files, with what each knows about its tags."""
     names = [Path(each).name if isinstance(each, str | os.PathLike) else "model" for each in (before, after)]
     opened = [load(each) for each in (before, after)]
     files = [(name, tagged.tag_facts) for name, tagged in zip(names, opened, strict=True)]

@@ -69,11 +69,7 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         return f"http://{self.hosts[0]}{self.path}"
 
     def run(self, page: str) -> None:
-        """Answer requests with a page until the program is interrupted (Ctrl-C); requests that came before wait for it.
-
-        Args:
-            page: The page, as HTML.
-        """
+        """Answer requests with a page, HTML, until Ctrl-C; earlier requests wait for it."""
         self.page = page.encode()
         try:
             self.serve_forever()
