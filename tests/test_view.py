@@ -21,9 +21,9 @@ from htp_export.differences.equal_modules import call_signature
 from htp_export.errors import FileError, InputError
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.format.parameters import ModuleParameters, parameters_to_json
+from htp_export.model.drawn_levels import drawn_parents
 from htp_export.model.tagged import load
 from htp_export.show.inventory import take_inventory
-from htp_export.show.levels import parents
 from htp_export.show.measures import Measure, measures_of, spread
 from htp_export.show.model_explorer import application
 from htp_export.show.model_explorer.graphs import graph_of
@@ -112,9 +112,9 @@ def test_pages_advise_in_commands_and_in_python(tmp_path):
 
 
 def test_containers_are_no_levels():
-    assert parents(encoder())["layer.0"] == ""
-    assert parents(encoder())["layer.0.fc"] == "layer.0"
-    assert "layer" not in parents(encoder())
+    assert drawn_parents(encoder().modules)["layer.0"] == ""
+    assert drawn_parents(encoder().modules)["layer.0.fc"] == "layer.0"
+    assert "layer" not in drawn_parents(encoder().modules)
 
 
 def test_numbers_by_module_are_found_in_objects_and_in_json():

@@ -183,7 +183,7 @@ class ModelDifference:
         return [module for module in self.modules.values() if module.status != "same" and not self._implied(module)]
 
     def _implied(self, module: ModuleDifference) -> bool:
-        above = next((up for up in tags.ancestors(module.path) if up != module.path and up in self.modules), None)
+        above = tags.nearest_above(module.path, self.modules)
         if above is None or module.status == "changed" or self.modules[above].status != module.status:
             return False
         if module.status != "moved":

@@ -80,14 +80,14 @@ def _runs(regions: Iterable[Region]) -> int:
 
 def _group_around(region: Region, group_of: Mapping[str, Structure]) -> Structure | None:
     """The group of the nearest block that a module lies in."""
-    return next((group_of[up] for up in tags.ancestors(region.path) if up != region.path and up in group_of), None)
+    above = tags.nearest_above(region.path, group_of)
+    return None if above is None else group_of[above]
 
 
 def _is_part_of_each(regions: Sequence[Region], blocks: Sequence[Region]) -> bool:
     """Whether no block has several of these modules: they are parts of it, and no blocks of their own."""
     holders = {holder.path for holder in blocks}
-    inside = (any(up in holders for up in tags.ancestors(each.path) if up != each.path) for each in regions)
-    return sum(inside) <= len(holders)
+    return sum(tags.nearest_above(region.path, holders) is not None for region in regions) <= len(holders)
 
 
 def _block(regions: list[Region], count: int) -> Block:

@@ -258,14 +258,11 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         """
         if path in self._modules:
             return self._parents[path]
-        return self._nearest(path)
-
-    def _nearest(self, path: str) -> str | None:
-        return next((up for up in tags.ancestors(path) if up != path and up in self._modules), None)
+        return tags.nearest_above(path, self._modules)
 
     @cached_property
     def _parents(self) -> dict[str, str | None]:
-        return {path: self._nearest(path) for path in self}
+        return {path: tags.nearest_above(path, self._modules) for path in self}
 
     def children(self, path: str) -> tuple[str, ...]:
         """The modules right below one, in order.

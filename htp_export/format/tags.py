@@ -10,7 +10,7 @@ import difflib
 import fnmatch
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -83,6 +83,16 @@ def ancestors(path: str) -> Iterator[str]:
     while current is not None:
         yield current
         current = parent_path(current)
+
+
+def nearest_above(path: str, among: Container[str]) -> str | None:
+    """The nearest path above one that is among some; None where there is none.
+
+    Examples:
+        >>> nearest_above("a.b.c", {"", "a", "a.b.c"}), nearest_above("", {""})
+        ('a', None)
+    """
+    return next((up for up in ancestors(path) if up != path and up in among), None)
 
 
 def all_above(paths: Iterable[str]) -> set[str]:

@@ -21,6 +21,7 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.parameters import ModuleParameters, parameters_from_json
 from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.format.torch_scopes import scopes_of
+from htp_export.model.drawn_levels import drawn_parents
 from htp_export.model.regions import GraphIndex, Region, all_nodes
 from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.model.tables import html_table, html_tree
@@ -93,15 +94,11 @@ class TaggedModel:
         return html_tree(self._lines(), [str(self.tag_facts)])
 
     def _lines(self) -> Iterator[tuple[int, str, str, str]]:
-        """The lines of the tree. A container, which never ran itself, is none: its name stands before what it holds."""
-        holding = tags.all_above(self.hierarchy)
+        """The lines of the tree: level, name, path, and what is said of a module."""
         levels: dict[str, int] = {}
-        for path, module in self.hierarchy.items():
-            if path and not module.calls and path in holding and self[path].nodes:
-                continue
-            above = next((up for up in tags.ancestors(path) if up != path and up in levels), None)
+        for path, above in drawn_parents({path: self[path] for path in self}).items():
+            module, nodes = self.hierarchy[path], len(self[path].nodes)
             levels[path] = 0 if above is None else levels[above] + 1
-            nodes = len(self[path].nodes)
             said = [module.simple_class, f"{nodes} node{'s' * (nodes != 1)}"]
             said += [f"{module.calls} calls"] if module.calls > 1 else []
             said += [module.fate] if module.fate != "computed" else []

@@ -84,7 +84,7 @@ def _by_module(found: Forensics, modules: list[str]) -> Table:
     """A line for each module, alike ones once, without those that only hold another one with the same findings."""
 
     def above(path: str) -> str:
-        return next((up for up in tags.ancestors(path) if up != path and up in found.modules), "")
+        return tags.nearest_above(path, found.modules) or ""
 
     def told(path: str) -> str:
         kinds = sorted(found.modules[path].items(), key=lambda item: -item[1])

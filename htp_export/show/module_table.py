@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
-from htp_export.format import tags
 from htp_export.model.columns import Column
+from htp_export.model.drawn_levels import Drawn, drawn_parents
 from htp_export.show.folding import runs
 
 if TYPE_CHECKING:  # rich is imported to draw: the names of columns are needed to show help
@@ -23,15 +23,11 @@ _SHORTEST_WORDS = 20
 _MOST_GUIDES = 100  # what lies deeper has the number of levels in front of it
 
 
-class ModuleOf(Protocol):
+class ModuleOf(Drawn, Protocol):
     """What a module's line is drawn from."""
 
     @property
     def path(self) -> str: ...
-    @property
-    def calls(self) -> int: ...
-    @property
-    def nodes(self) -> int: ...
 
 
 M = TypeVar("M", bound=ModuleOf)
@@ -112,17 +108,14 @@ class TreeTable(Generic[M]):
 
     def _branches(self) -> list[_Branch[M]]:
         """The rows as trees; there is one, unless the rows have no root."""
-        every = {row.path for row in self.rows}
-        holding = tags.all_above(every)
-        # A container, which holds what runs and never ran, is no line: its name stands before those of its children.
-        rows = {row.path: row for row in self.rows if row.calls or not row.nodes or row.path not in holding}
-        above = {path: next((up for up in tags.ancestors(path) if up != path and up in rows), None) for path in rows}
-        below: dict[str | None, list[str]] = {None: [], **{path: [] for path in rows}}
+        rows = {row.path: row for row in self.rows}
+        above = drawn_parents(rows)
+        below: dict[str | None, list[str]] = {None: [], **{path: [] for path in above}}
         for path, parent in above.items():
             below[parent].append(path)
         grown: dict[str, _Branch[M]] = {}
         shapes: dict[Hashable, int] = {}
-        for path in sorted(rows, key=len, reverse=True):  # what lies below has a longer path
+        for path in sorted(above, key=len, reverse=True):  # what lies below has a longer path
             parent, folded = above[path], self._folded([grown[child] for child in below[path]])
             alike = None if self.alike is None else self.alike(rows[path])
             shape = (alike, tuple((run[0].name, len(run), run[0].shape) for run in folded))

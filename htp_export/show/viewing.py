@@ -14,11 +14,11 @@ from htp_export.errors import FileError, InputError
 from htp_export.files.json_file import read_json
 from htp_export.files.model_files import check_target
 from htp_export.model.columns import si
+from htp_export.model.drawn_levels import drawn_parents
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource
 from htp_export.show.inventory import Inventory, take_inventory
-from htp_export.show.levels import parents
 from htp_export.show.measures import Measure, measures_of
 from htp_export.show.model_explorer.application import MissingApplicationError, application, packed
 from htp_export.show.model_explorer.drawing import drawing
@@ -161,7 +161,7 @@ def view(
     if path is not None:
         write_text(path, page)
     failures = {path: module.failure for path, module in inventory.modules.items() if module.failure}
-    return View(page, path, len(inventory.nodes), len(parents(inventory)), missing, failures)
+    return View(page, path, len(inventory.nodes), len(drawn_parents(inventory.modules)), missing, failures)
 
 
 @names_model_faults("model")

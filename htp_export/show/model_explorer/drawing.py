@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from htp_export.format import tags
+from htp_export.model.drawn_levels import drawn_parents
 from htp_export.show.inventory import Inventory
-from htp_export.show.levels import parents
 from htp_export.show.measures import Measure
 from htp_export.show.model_explorer.graphs import GRAPH_ID, graph_of, layers_of, node_ids
 from htp_export.show.model_explorer.overlays import overlays_of
@@ -19,7 +19,7 @@ _LAYER = "___group___"  # what Model Explorer puts after a namespace to name the
 
 def drawing(inventory: Inventory, measures: Sequence[Measure]) -> dict[str, Any]:
     """What ``page/assets/graph.js`` reads."""
-    spaces = {path: tags.namespace(path, inventory.called) for path in parents(inventory)}
+    spaces = {path: tags.namespace(path, inventory.called) for path in drawn_parents(inventory.modules)}
     return {
         "graphs": {"graphs": [graph_of(inventory, measures, keep_layers=False)]},
         "overlays": overlays_of(inventory, measures),

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from htp_export.format import tags
+from htp_export.model.drawn_levels import drawn_parents
 from htp_export.model.tag_facts import evidence_of
 from htp_export.show.inventory import Inventory, ModuleEntry
-from htp_export.show.levels import parents
 from htp_export.show.measures import Measure
 from htp_export.show.node_facts import NodeEntry
 from htp_export.show.numbers import number_text
@@ -164,7 +164,7 @@ def _facts(inventory: Inventory) -> dict[str, str]:
         "model": inventory.name,
         "class": inventory.modules[""].class_name,
         "nodes": f"{len(inventory.nodes)}, and {ends} inputs and outputs",
-        "modules": f"{len(parents(inventory))}; those with nodes are layers, and so are containers",
+        "modules": f"{len(drawn_parents(inventory.modules))}; those with nodes are layers, and so are containers",
         "parameters": number_text(inventory.modules[""].parameters),
         "weights": number_text(inventory.modules[""].weight_bytes, "B"),
         "producer": inventory.producer,

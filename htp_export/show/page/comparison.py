@@ -109,9 +109,7 @@ def _repeats(rows: Sequence[DiffRow]) -> list[list[int]]:
     """Positions of siblings that are alike and changed alike; which tensors are wired how does not count."""
     by_path = {row.path: row for row in rows}
     place = {path: position for position, path in enumerate(by_path)}
-    parents = {
-        path: next((up for up in tags.ancestors(path) if up != path and up in by_path), None) for path in by_path
-    }
+    parents = {path: tags.nearest_above(path, by_path) for path in by_path}
 
     def side(given: object | None) -> object:
         said = _plain(given) or {}

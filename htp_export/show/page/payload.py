@@ -7,11 +7,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from htp_export.format import tags
+from htp_export.model.drawn_levels import drawn_parents
 from htp_export.model.tag_facts import Evidence, TagFacts, evidence_of
 from htp_export.show.command_words import in_both
 from htp_export.show.folding import likeness, repeats
 from htp_export.show.inventory import Inventory, ModuleEntry
-from htp_export.show.levels import parents
 from htp_export.show.measures import Measure, spread
 from htp_export.show.node_facts import NodeEntry, TensorEntry
 from htp_export.show.weight_statistics import WeightStatistics
@@ -29,7 +29,7 @@ def page_data(inventory: Inventory, measures: Sequence[Measure], missing_graph: 
         measures: The columns besides those that every page has.
         missing_graph: Why there is no interactive graph in it; ``""`` where there is one.
     """
-    above = parents(inventory)
+    above = drawn_parents(inventory.modules)
     place = {path: position for position, path in enumerate(above)}
     modules = [inventory.modules[path] for path in above]
     return {
