@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.neighbours import producer_of
 
 __all__ = ["AttentionSteps", "MaskUse", "attention_steps"]
 
@@ -123,7 +124,7 @@ def _leads_to_product(facts: GraphFacts, value: ir.Value, steps: int) -> bool:
 
 
 def _is_product(facts: GraphFacts, value: ir.Value) -> bool:
-    node = facts.maker(value, "MatMul", "Einsum")
+    node = producer_of(value, "MatMul", "Einsum")
     return node is not None and not any(facts.is_constant(operand) for operand in node.inputs)
 
 

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from htp_export.findings.attention_steps import attention_steps
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.groups import connected
+from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.operators import SIZES_ONLY, is_standard
 from htp_export.passes.declining import Declined
 
@@ -137,7 +138,7 @@ def _affine(facts: GraphFacts, node: ir.Node) -> Iterator[ir.Node]:
     """The ``Mul`` and ``Add`` of weights behind a node; there may be a ``Cast`` between."""
     casts: list[ir.Node] = []
     wanted = ["Mul", "Add"]
-    while wanted and (reader := facts.only_reader(node.outputs[0], "Cast", *wanted)) is not None:
+    while wanted and (reader := only_consumer(node.outputs[0], "Cast", *wanted)) is not None:
         node = reader
         if reader.op_type == "Cast":
             casts.append(reader)
@@ -152,7 +153,7 @@ def _affine(facts: GraphFacts, node: ir.Node) -> Iterator[ir.Node]:
 def _casts(facts: GraphFacts) -> Iterator[Declined]:
     """A ``Cast`` after another one."""
     for node in facts.nodes_of("Cast"):
-        first = facts.maker(node.inputs[0], "Cast")
+        first = producer_of(node.inputs[0], "Cast")
         if first is not None:
             source, between = facts.dtype(first.inputs[0]), facts.dtype(first.outputs[0])
             keeps = source is not None and between is not None and _holds(between, source)

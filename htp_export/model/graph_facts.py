@@ -1,4 +1,4 @@
-"""What patterns ask of a graph: shapes, small constants, who makes a value and who alone reads it."""
+"""What patterns ask of a graph: shapes, small constants, which are the same in every run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class GraphFacts:
         >>> from htp_export.model.tagged import load
         >>> relu = ir.node("Relu", [ir.val("x", ir.DataType.FLOAT, [2, 3])])
         >>> facts = GraphFacts(load(ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu]), ir_version=10)))
-        >>> facts.shape(relu.inputs[0]), facts.maker(relu.outputs[0], "Relu") is relu
+        >>> facts.shape(relu.inputs[0]), facts.nodes_of("Relu") == [relu]
         ((2, 3), True)
     """
 
@@ -103,18 +103,6 @@ class GraphFacts:
         if value.is_graph_input() and value.graph is self.tagged.model.graph:
             return False  # whoever runs the model may give another one
         return self.tagged.index.initializer(value) is not None or value in self.tagged.index.constant
-
-    def maker(self, value: ir.Value | None, *ops: str) -> ir.Node | None:
-        """The node that makes a value, if it computes one of some operators."""
-        node = None if value is None else value.producer()
-        return node if node is not None and is_standard(node, *ops) else None
-
-    def only_reader(self, value: ir.Value, *ops: str) -> ir.Node | None:
-        """The one node that reads a value, once, if it computes one of some operators."""
-        uses = tuple(value.uses())
-        if len(uses) != 1 or value.is_graph_output():
-            return None
-        return uses[0].node if is_standard(uses[0].node, *ops) else None
 
     def with_constant(self, node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
         """What a node of two inputs reads: the one that varies, then the constant; None where it is otherwise."""

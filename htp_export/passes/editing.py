@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from htp_export.model.neighbours import only_consumer
 from htp_export.model.operators import is_standard
 from htp_export.model.regions import subgraphs
 
@@ -23,7 +24,6 @@ __all__ = [
     "is_boundary",
     "is_constant",
     "multiple",
-    "only_reader",
     "register_constants",
     "release",
     "remove_unused",
@@ -93,12 +93,6 @@ def is_constant(value: ir.Value | None) -> bool:
     return value is not None and value.const_value is not None and not value.is_graph_input()
 
 
-def only_reader(value: ir.Value) -> ir.Node | None:
-    """The one node that reads a value, once; None where there are others, or where it leaves the graph."""
-    uses = tuple(value.uses())
-    return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
-
-
 def multiple(node: ir.Node | None) -> tuple[ir.Value, Array] | None:
     """What a node multiplies by one floating-point number, and the number; None where the rank could change.
 
@@ -121,7 +115,7 @@ def multiple(node: ir.Node | None) -> tuple[ir.Value, Array] | None:
 
 def scaled(value: ir.Value | None) -> tuple[ir.Value, Array] | None:
     """What a value is a multiple of by one number, if nothing else reads it and no module gives it."""
-    if value is None or only_reader(value) is None or is_boundary(value):
+    if value is None or only_consumer(value) is None or is_boundary(value):
         return None
     return multiple(value.producer())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.model.operators import is_standard
+from htp_export.model.neighbours import producer_of
 from htp_export.passes.editing import constant_array, is_boundary, stand_in
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
@@ -35,24 +35,21 @@ class EliminateNanGuards(NodePass):
 
 def _guarded(node: ir.Node) -> ir.Node | None:
     """The softmax of which a node takes everything but what is NaN."""
-    if node.inputs[0] is None or node.inputs[2] is None:
-        return None
-    test, softmax = node.inputs[0].producer(), node.inputs[2].producer()
-    if not is_standard(test, "IsNaN") or not is_standard(softmax, "Softmax") or test is None or softmax is None:
+    weights = node.inputs[2]
+    test, softmax = producer_of(node.inputs[0], "IsNaN"), producer_of(weights, "Softmax")
+    if test is None or softmax is None or weights is None:
         return None
     last = softmax.attributes.get_int("axis", -1)
-    rank = len(node.inputs[2].shape) if node.inputs[2].shape is not None else None
-    same = test.inputs[0] is node.inputs[2] and (last == -1 or (rank is not None and last == rank - 1))
+    rank = len(weights.shape) if weights.shape is not None else None
+    same = test.inputs[0] is weights and (last == -1 or (rank is not None and last == rank - 1))
     return softmax if same else None
 
 
 def _has_finite_rows(value: ir.Value | None) -> bool:
     """Whether each row of a tensor has an element that no mask has made infinite."""
-    node = value.producer() if value is not None else None
-    if is_standard(node, "MatMul"):
-        return True
-    if node is None or not is_standard(node, "Add", "Div", "Mul"):
-        return False
+    node = producer_of(value, "Add", "Div", "MatMul", "Mul")
+    if node is None or node.op_type == "MatMul":
+        return node is not None
     for place in (1, 0) if node.op_type != "Div" else (1,):
         numbers = constant_array(node.inputs[place], _LARGEST)
         if numbers is None:
@@ -68,11 +65,9 @@ def _has_finite_rows(value: ir.Value | None) -> bool:
 
 def is_product(value: ir.Value | None) -> bool:
     """Whether a value is a product of matrices, scaled by finite numbers or not."""
-    node = value.producer() if value is not None else None
-    if is_standard(node, "MatMul"):
-        return True
-    if node is None or not is_standard(node, "Div", "Mul"):
-        return False
+    node = producer_of(value, "Div", "MatMul", "Mul")
+    if node is None or node.op_type == "MatMul":
+        return node is not None
     for place in (1, 0) if node.op_type == "Mul" else (1,):
         numbers = constant_array(node.inputs[place], _LARGEST)
         if numbers is not None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export.model.operators import is_standard
+from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.shapes.symbolic import Symbolic
-from htp_export.passes.editing import is_boundary, multiple, only_reader, replace
+from htp_export.passes.editing import is_boundary, multiple, replace
 from htp_export.passes.eliminate_redundant_transposes import permutation
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
@@ -55,10 +55,9 @@ class _Attention:
 
 def _made_for(value: ir.Value | None, reader: ir.Node, *op_types: str) -> ir.Node | None:
     """The node of some type that makes a value for one reader alone, and not as what a module gives."""
-    node = value.producer() if value is not None else None
-    if value is None or not is_standard(node, *op_types) or is_boundary(value):
+    if value is None or is_boundary(value) or only_consumer(value) is not reader:
         return None
-    return node if only_reader(value) is reader else None
+    return producer_of(value, *op_types)
 
 
 def _match(last: ir.Node, softmax: ir.Node, known: Symbolic) -> _Attention | None:
@@ -79,11 +78,10 @@ def _match(last: ir.Node, softmax: ir.Node, known: Symbolic) -> _Attention | Non
         scores, scale, reader = factor[0], scale * float(factor[1]), scaling
     product = _made_for(scores, reader, "MatMul")
     queries = product.inputs[0] if product is not None else None
-    turning = product.inputs[1].producer() if product is not None and product.inputs[1] is not None else None
-    if product is None or queries is None or known.rank(queries) != 4 or not is_standard(turning, "Transpose"):
+    turning = producer_of(product.inputs[1], "Transpose") if product is not None else None
+    if product is None or queries is None or known.rank(queries) != 4 or turning is None:
         return None
-    perm = permutation(turning, known) if turning is not None else None
-    keys = turning.inputs[0] if turning is not None else None
+    perm, keys = permutation(turning, known), turning.inputs[0]
     if keys is None or perm not in ([0, 1, 3, 2], [0, 2, 3, 1]) or not _mask_fits(mask, product, known):
         return None
     return _Attention(queries, keys, values, mask, scale, turned=perm == [0, 2, 3, 1])
@@ -141,17 +139,13 @@ def _joined(last: ir.Node, found: _Attention, known: Symbolic) -> tuple[ir.Node,
         if shape[:2] != parts[:2] or shape[2] != parts[2] * parts[3]:
             return None
         inputs.append((whole, parts[2]))
-    turn = only_reader(last.outputs[0])
-    end = only_reader(turn.outputs[0]) if turn is not None else None
+    turn = only_consumer(last.outputs[0], "Transpose")
+    end = only_consumer(turn.outputs[0], "Reshape") if turn is not None else None
     heads = {count for _, count in inputs}
     number = next(iter(heads))
     if turn is None or end is None or len(heads) > 1 or not isinstance(number, int):
         return None
-    if (
-        not is_standard(turn, "Transpose")
-        or permutation(turn, known) != _HEADS_FIRST
-        or not is_standard(end, "Reshape")
-    ):
+    if permutation(turn, known) != _HEADS_FIRST:
         return None
     apart_shape, shape = known.shape(turn.outputs[0]), known.shape(end.outputs[0])
     if apart_shape is None or shape is None or len(shape) != 3 or shape[:2] != apart_shape[:2]:
@@ -163,7 +157,7 @@ def _joined(last: ir.Node, found: _Attention, known: Symbolic) -> tuple[ir.Node,
 
 def _past(value: ir.Value, op_type: str, known: Symbolic) -> ir.Value | None:
     """What a ``Reshape``, or a ``Transpose`` of lengths and heads, reads; None where a module gives its result."""
-    node = value.producer()
-    if node is None or not is_standard(node, op_type) or is_boundary(value):
+    node = producer_of(value, op_type)
+    if node is None or is_boundary(value):
         return None
     return node.inputs[0] if op_type == "Reshape" or permutation(node, known) == _HEADS_FIRST else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.model.operators import is_standard
+from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.passes.declining import decline
-from htp_export.passes.editing import add_initializer, is_constant, only_reader, replace
+from htp_export.passes.editing import add_initializer, is_constant, replace
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
@@ -24,8 +24,8 @@ class FuseConvBatchnorm(NodePass):
     operators = ("BatchNormalization",)
 
     def rewrite(self, node: ir.Node) -> bool:
-        conv = node.inputs[0].producer() if node.inputs[0] is not None else None
-        if conv is None or not is_standard(conv, "Conv"):
+        conv = producer_of(node.inputs[0], "Conv")
+        if conv is None:
             return False
         if why := _why_not(conv, node):
             decline("conv_batchnorm", [conv, node], why)
@@ -36,7 +36,7 @@ class FuseConvBatchnorm(NodePass):
 
 def _why_not(conv: ir.Node, norm: ir.Node) -> str:
     """Why the normalisation cannot be done by the weights; empty where it can."""
-    if only_reader(conv.outputs[0]) is None:
+    if only_consumer(conv.outputs[0]) is None:
         return "what the Conv gives is read elsewhere"
     if norm.attributes.get_int("training_mode", 0) or len(norm.outputs) > 1:
         return "the normalisation is in training mode"

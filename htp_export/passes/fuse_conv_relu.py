@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export.model.operators import is_standard
+from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.passes.declining import decline
-from htp_export.passes.editing import only_reader, replace
+from htp_export.passes.editing import replace
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
@@ -22,10 +22,10 @@ class FuseConvRelu(NodePass):
     operators = ("Relu",)
 
     def rewrite(self, node: ir.Node) -> bool:
-        conv = node.inputs[0].producer() if node.inputs[0] is not None else None
-        if conv is None or not is_standard(conv, "Conv"):
+        conv = producer_of(node.inputs[0], "Conv")
+        if conv is None:
             return False
-        if only_reader(conv.outputs[0]) is None:
+        if only_consumer(conv.outputs[0]) is None:
             decline("conv_relu", [conv, node], "what the Conv gives is read elsewhere")
             return False
         attributes = {**conv.attributes, "activation": ir.AttrString("activation", "Relu")}

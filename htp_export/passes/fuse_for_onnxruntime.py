@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.operators import is_standard
 from htp_export.model.shapes.sizes import product
 from htp_export.model.shapes.symbolic import Symbolic
-from htp_export.passes.editing import add_constant, only_reader, register_constants, remove_unused, replace
+from htp_export.passes.editing import add_constant, register_constants, remove_unused, replace
 from htp_export.passes.near_matching import near_matching
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
@@ -87,9 +88,8 @@ def _unflatten(model: ir.Model) -> None:
     for node in list(model.graph):
         if not is_standard(node, "Gemm") or len(node.inputs) < 3:
             continue
-        first = node.inputs[0].producer() if node.inputs[0] is not None else None
-        last = only_reader(node.outputs[0])
-        if first is None or last is None or not (is_standard(first, "Reshape") and is_standard(last, "Reshape")):
+        first, last = producer_of(node.inputs[0], "Reshape"), only_consumer(node.outputs[0], "Reshape")
+        if first is None or last is None:
             continue
         known = known or Symbolic(model.graph)
         _unflatten_one(model.graph, first, node, last, known)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export.model.operators import is_standard
+from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.shapes.sizes import Dim
 from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.declining import decline
-from htp_export.passes.editing import is_boundary, is_constant, only_reader, replace
+from htp_export.passes.editing import is_boundary, is_constant, replace
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
@@ -36,11 +36,11 @@ class FuseMatmulAdd(NodePass):
 def product_and_bias(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
     """The ``MatMul`` and the constant that an ``Add`` adds up, if nothing else reads the product."""
     for product, bias in (node.inputs, tuple(reversed(node.inputs))):
-        maker = product.producer() if product is not None else None
-        if product is None or bias is None or maker is None or not is_standard(maker, "MatMul"):
+        maker = producer_of(product, "MatMul")
+        if product is None or bias is None or maker is None:
             continue
         if is_constant(bias):
-            if only_reader(product) is not None and not is_boundary(product):
+            if only_consumer(product) is not None and not is_boundary(product):
                 return maker, bias
             ranks = [None if value is None or value.shape is None else len(value.shape) for value in maker.inputs]
             why = "a module gives the product" if is_boundary(product) else "the product without its bias is read, too"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.model.operators import is_standard
+from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.editing import (
     Array,
     add_constant,
     constant_array,
     is_boundary,
-    only_reader,
     replace,
 )
 from htp_export.passes.node_pass import NodePass
@@ -33,10 +32,8 @@ class FuseNormalizationScale(NodePass):
     def rewrite(self, node: ir.Node) -> bool:
         for place in (0, 1):
             value, numbers = node.inputs[place], constant_array(node.inputs[1 - place])
-            maker = value.producer() if value is not None else None
-            if numbers is None or maker is None or not is_standard(maker, *_NORMALIZATIONS):
-                continue
-            if _fuse(self.graph, maker, node, numbers, self.known):
+            norm = producer_of(value, *_NORMALIZATIONS)
+            if numbers is not None and norm is not None and _fuse(self.graph, norm, node, numbers, self.known):
                 return True
         return False
 
@@ -44,7 +41,7 @@ class FuseNormalizationScale(NodePass):
 def _fuse(graph: ir.Graph, norm: ir.Node, node: ir.Node, numbers: Array, known: Symbolic) -> bool:
     scale, bias = constant_array(norm.inputs[1]), constant_array(norm.inputs[2])
     rank, between = known.rank(norm.inputs[0]), norm.outputs[0]
-    if scale is None or bias is None or rank is None or only_reader(between) is None or is_boundary(between):
+    if scale is None or bias is None or rank is None or only_consumer(between) is None or is_boundary(between):
         return False
     training = norm.attributes.get_int("training_mode", 0)
     if training or any(output.uses() for output in norm.outputs[1:]):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export.model.operators import is_standard
+from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.shapes.symbolic import Symbolic
-from htp_export.passes.editing import constant_array, only_reader, replace
+from htp_export.passes.editing import constant_array, replace
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
@@ -20,10 +20,8 @@ class FusePadIntoConv(NodePass):
     operators = ("Conv",)
 
     def rewrite(self, node: ir.Node) -> bool:
-        pad = node.inputs[0].producer() if node.inputs[0] is not None else None
-        if pad is None or not is_standard(pad, "Pad") or only_reader(pad.outputs[0]) is None:
-            return False
-        return _fuse(pad, node, self.known)
+        pad = producer_of(node.inputs[0], "Pad")
+        return pad is not None and only_consumer(pad.outputs[0]) is not None and _fuse(pad, node, self.known)
 
 
 def _fuse(pad: ir.Node, conv: ir.Node, known: Symbolic) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.model.neighbours import only_consumer
 from htp_export.model.operators import is_standard
 from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.editing import (
@@ -12,7 +13,6 @@ from htp_export.passes.editing import (
     add_constant,
     constant_array,
     is_boundary,
-    only_reader,
     replace,
     stand_in,
 )
@@ -61,7 +61,7 @@ def _drop_zeros(node: ir.Node, value: ir.Value, numbers: Array, known: Symbolic)
 
 def _merge(graph: ir.Graph, node: ir.Node, between: ir.Value, numbers: Array) -> bool:
     inner = _summand(between.producer())
-    if inner is None or only_reader(between) is None or is_boundary(between):
+    if inner is None or only_consumer(between) is None or is_boundary(between):
         return False
     value, others = inner
     if others.dtype != numbers.dtype:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.model.operators import is_standard
+from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.shapes.sizes import Dim, product
 from htp_export.model.shapes.symbolic import Symbolic
-from htp_export.passes.editing import add_constant, is_boundary, only_reader, replace
+from htp_export.passes.editing import add_constant, is_boundary, replace
 from htp_export.passes.eliminate_redundant_transposes import permutation
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
@@ -33,9 +33,8 @@ class MergeLayoutOps(NodePass):
 
 
 def _between_reshapes(node: ir.Node, known: Symbolic) -> bool:
-    first = node.inputs[0].producer() if node.inputs[0] is not None else None
-    last = only_reader(node.outputs[0])
-    if first is None or last is None or not (is_standard(first, "Reshape") and is_standard(last, "Reshape")):
+    first, last = producer_of(node.inputs[0], "Reshape"), only_consumer(node.outputs[0], "Reshape")
+    if first is None or last is None:
         return False
     shapes = [known.shape(value) for value in (first.inputs[0], node.inputs[0], last.outputs[0])]
     perm = permutation(node, known)
@@ -80,8 +79,8 @@ def _moves_only_ones(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
     if node.inputs[0] is None or given is None or result is None or perm is None:
         return False
     moving = [axis for axis in perm if given[axis] != 1]
-    before, after = node.inputs[0].producer(), only_reader(node.outputs[0])
-    if moving != sorted(moving) or not (is_standard(before, "Reshape") or is_standard(after, "Reshape")):
+    before, after = producer_of(node.inputs[0], "Reshape"), only_consumer(node.outputs[0], "Reshape")
+    if moving != sorted(moving) or (before is None and after is None):
         return False
     target = reshape_target(given, result)
     if target is None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.model.operators import is_standard
+from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.shapes.known import axes_of, normalized
 from htp_export.model.shapes.symbolic import Symbolic
-from htp_export.passes.editing import add_constant, is_boundary, only_reader, replace
+from htp_export.passes.editing import add_constant, is_boundary, replace
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
@@ -22,10 +22,8 @@ class MergeReductions(NodePass):
     operators = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum")
 
     def rewrite(self, node: ir.Node) -> bool:
-        first = node.inputs[0].producer() if node.inputs[0] is not None else None
-        if first is None or not is_standard(first, node.op_type):
-            return False
-        return _merge(self.graph, first, node, self.known)
+        first = producer_of(node.inputs[0], node.op_type)
+        return first is not None and _merge(self.graph, first, node, self.known)
 
 
 def _merge(graph: ir.Graph, first: ir.Node, second: ir.Node, known: Symbolic) -> bool:
@@ -33,7 +31,7 @@ def _merge(graph: ir.Graph, first: ir.Node, second: ir.Node, known: Symbolic) ->
     one, other = _axes(first, known), _axes(second, known)
     if one is None or other is None or first.attributes.get_int("keepdims", 1) != keep:
         return False
-    if only_reader(between) is None or is_boundary(between):
+    if only_consumer(between) is None or is_boundary(between):
         return False
     rank = known.rank(first.inputs[0])
     left = [axis for axis in range(rank or 0) if keep or axis not in one]

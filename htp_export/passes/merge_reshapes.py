@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.model.neighbours import producer_of
 from htp_export.model.operators import RESHAPING, is_standard
 from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.declining import decline
@@ -23,10 +24,8 @@ class MergeReshapes(NodePass):
     operators = tuple(sorted(RESHAPING))
 
     def rewrite(self, node: ir.Node) -> bool:
-        first = node.inputs[0].producer() if node.inputs[0] is not None else None
-        if first is None or not is_standard(first, *RESHAPING) or first.inputs[0] is None:
-            return False
-        return _merge(self.graph, first, node, self.known)
+        first = producer_of(node.inputs[0], *RESHAPING)
+        return first is not None and _merge(self.graph, first, node, self.known)
 
 
 def _merge(graph: ir.Graph, first: ir.Node, second: ir.Node, known: Symbolic) -> bool:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.model.neighbours import only_consumer
 from htp_export.model.operators import is_standard
 from htp_export.model.shapes.known import normalized
 from htp_export.model.shapes.symbolic import Symbolic
-from htp_export.passes.editing import add_constant, is_boundary, only_reader, remove_unused, replace, stand_in
+from htp_export.passes.editing import add_constant, is_boundary, remove_unused, replace, stand_in
 from htp_export.passes.registry import register
 
 __all__ = ["MergeSlices"]
@@ -109,10 +110,9 @@ def _gather(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
     indices: list[int] = []
     sources: dict[ir.Value, None] = {}
     for value in node.inputs:
-        maker = value.producer() if value is not None else None
-        if value is None or maker is None or axis is None or only_reader(value) is None or is_boundary(value):
+        if value is None or axis is None or only_consumer(value) is None or is_boundary(value):
             return False
-        cut = _cut(maker, known)
+        cut = _cut(value.producer(), known)
         shape = known.shape(cut.source) if cut is not None else None
         whole = shape[axis] if shape is not None else None
         if cut is None or list(cut.bounds) != [axis] or not isinstance(whole, int):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.model.operators import is_standard
-from htp_export.passes.editing import add_constant, is_boundary, multiple, only_reader, replace, scaled
+from htp_export.model.neighbours import only_consumer, producer_of
+from htp_export.passes.editing import add_constant, is_boundary, multiple, replace, scaled
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
@@ -36,10 +36,10 @@ def _divide(node: ir.Node) -> bool:
     """Make a ``Div`` of a ``Mul`` by a ``Reciprocal`` that nothing else reads."""
     for place in (1, 0) if node.op_type == "Mul" else ():
         value, other = node.inputs[place], node.inputs[1 - place]
-        maker = value.producer() if value is not None else None
-        if value is None or maker is None or not is_standard(maker, "Reciprocal") or is_boundary(value):
+        reciprocal = producer_of(value, "Reciprocal")
+        if value is None or reciprocal is None or is_boundary(value):
             continue
-        if only_reader(value) is node:
-            replace(node, [ir.node("Div", [other, maker.inputs[0]])])
+        if only_consumer(value) is node:
+            replace(node, [ir.node("Div", [other, reciprocal.inputs[0]])])
             return True
     return False

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.operators import is_standard
 from htp_export.model.shapes.known import Contents
 from htp_export.model.shapes.sizes import Dim
 from htp_export.model.shapes.symbolic import Symbolic
-from htp_export.passes.editing import add_constant, only_reader, remove_unused, replace, stand_in
+from htp_export.passes.editing import add_constant, remove_unused, replace, stand_in
 from htp_export.passes.registry import register
 
 __all__ = ["SimplifyShapeChains"]
@@ -51,8 +52,8 @@ def _reuse(graph: ir.Graph, value: ir.Value, contents: Contents, known: Symbolic
 
 def _one_gather(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
     """Take one size as a vector at once, where it is taken as a number and made a vector."""
-    gather = node.inputs[0].producer() if is_standard(node, "Unsqueeze") and node.inputs[0] is not None else None
-    if gather is None or not is_standard(gather, "Gather") or only_reader(gather.outputs[0]) is None:
+    gather = producer_of(node.inputs[0], "Gather") if is_standard(node, "Unsqueeze") else None
+    if gather is None or only_consumer(gather.outputs[0]) is None:
         return False
     place = known.contents(gather.inputs[1])
     if place is None or place.ndim or known.rank(gather.inputs[0]) != 1:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.neighbours import producer_of
 
 __all__ = ["Router", "routers"]
 
@@ -70,9 +71,9 @@ def _weighed(facts: GraphFacts, value: ir.Value | None) -> bool:
     shared = False
     while value is not None:
         shared = shared or len(value.uses()) > 1
-        if facts.maker(value, "Softmax", "Sigmoid") is not None:
+        if producer_of(value, "Softmax", "Sigmoid") is not None:
             return shared
-        cast = facts.maker(value, "Cast", "Identity")
+        cast = producer_of(value, "Cast", "Identity")
         value = None if cast is None else cast.inputs[0]
     return False
 
@@ -81,7 +82,7 @@ def _weighs(facts: GraphFacts, node: ir.Node) -> bool:
     """Return whether the selected index also selects its probability from the result of a gate."""
     readers = (use.node for use in node.outputs[0].uses() if use.idx == 1)
     return any(
-        reader.op_type == "GatherElements" and facts.maker(reader.inputs[0], "Softmax", "Sigmoid") is not None
+        reader.op_type == "GatherElements" and producer_of(reader.inputs[0], "Softmax", "Sigmoid") is not None
         for reader in readers
     )
 
