@@ -57,7 +57,7 @@ def _chain(facts: GraphFacts, start: ir.Value) -> list[tuple[ir.Node, ...]]:
         if furthest <= k:  # no edge from before leads past this node
             pieces.append(tuple(nodes[first : k + 1]))
             first = k + 1
-        furthest = max(furthest, *(place[reader] for reader in _readers(node) if reader in place), k)
+        furthest = max(furthest, *(place[reader] for reader in node.successors() if reader in place), k)
     return [piece for piece in (*pieces, tuple(nodes[first:])) if piece]
 
 
@@ -70,13 +70,9 @@ def _between(facts: GraphFacts, start: ir.Value) -> list[ir.Node]:
     useful: set[ir.Node] = set()
     for node in reversed(ahead):
         leaves = any(value.is_graph_output() for value in node.outputs)
-        if leaves or any(reader in useful for reader in _readers(node)):
+        if leaves or any(reader in useful for reader in node.successors()):
             useful.add(node)
     return [node for node in ahead if node in useful]
-
-
-def _readers(node: ir.Node) -> Iterator[ir.Node]:
-    return (use.node for value in node.outputs for use in value.uses())
 
 
 def _runs(keys: Sequence[str], weights: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -296,21 +296,13 @@ def _place_strays(nodes: Sequence[ir.Node], order: Mapping[str, int], called: Co
     """Tag new nodes that replace none, last first: by those who read them, or else by whom they read."""
     for node in nodes:
         tags.tag_node(node.metadata_props, {})
-    for near in (_readers, _makers):
-        for node in nodes if near is _readers else reversed(nodes):
+    for neighbours, ordered in ((ir.Node.successors, nodes), (ir.Node.predecessors, nodes[::-1])):
+        for node in ordered:
             if tags.MODULE not in node.metadata_props:
-                around = [each.metadata_props for each in near(node)]
+                around = [neighbour.metadata_props for neighbour in neighbours(node)]
                 found = [(tags.owners_of(each), tags.encoded_calls(each)) for each in around if tags.MODULE in each]
                 if found:
                     every = dict.fromkeys(owner for owners, _ in found for owner in owners)
                     owners = sorted(every, key=lambda path: order.get(path, 0))
                     entry = tags.node_tags(owners, Reason.FLOW, called, calls.encode_merged_calls(tuple(owners), found))
                     tags.tag_node(node.metadata_props, entry)
-
-
-def _readers(node: ir.Node) -> Iterator[ir.Node]:
-    return (use.node for value in node.outputs for use in value.uses())
-
-
-def _makers(node: ir.Node) -> Iterator[ir.Node]:
-    return (maker for value in node.inputs if value is not None and (maker := value.producer()) is not None)
