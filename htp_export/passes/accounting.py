@@ -32,14 +32,14 @@ class WeightBook:
         before, self._weights = self._weights, self._look(model)
         saved: Counter[str] = Counter()
         for key in {**before, **self._weights}:
-            (was, module), (now, other) = before.get(key, (0, "")), self._weights.get(key, (0, ""))
+            (was, module), (now, new_module) = before.get(key, (0, "")), self._weights.get(key, (0, ""))
             if was != now:
-                saved[module if key in before else other] += was - now
+                saved[module if key in before else new_module] += was - now
         return saved
 
     def _look(self, model: ir.Model) -> dict[Hashable, tuple[int, str]]:
         """Each weight, with its bytes and its module."""
-        found: dict[Hashable, tuple[int, str]] = {}
+        weights: dict[Hashable, tuple[int, str]] = {}
         readers: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
         for node in all_nodes(model):
             module = node.metadata_props.get(tags.MODULE, "")
@@ -47,15 +47,15 @@ class WeightBook:
                 if value is not None and value.const_value is not None:
                     readers[value][module] = None
             for name, tensor in _tensors(node):
-                found[node, name] = bytes_of(tensor), module
+                weights[node, name] = bytes_of(tensor), module
         for graph in model.graphs():
             for value in graph.initializers.values():
                 if value.const_value is not None:
                     name = str(value.name)
                     if value in readers:
                         self._last[name] = tags.common_ancestor(readers[value])
-                    found[value] = bytes_of(value.const_value), self._last.get(name, "")
-        return found
+                    weights[value] = bytes_of(value.const_value), self._last.get(name, "")
+        return weights
 
 
 def _tensors(node: ir.Node) -> Iterator[tuple[str, ir.TensorProtocol]]:
@@ -76,11 +76,11 @@ def changes_of(difference: Difference, saved: Counter[str]) -> dict[str, Change]
     )
     added = Counter(_module(node) for node in difference.added if node not in in_place)
     changed = Counter(map(_module, {*in_place, *difference.merged, *rewired}))
-    found = {
+    changes = {
         path: Change(removed[path], changed[path], added[path], saved[path])
         for path in {**removed, **changed, **added, **saved}
     }
-    return {path: change for path, change in found.items() if change != Change()}
+    return {path: change for path, change in changes.items() if change != Change()}
 
 
 def _module(node: ir.Node) -> str:

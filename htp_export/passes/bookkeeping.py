@@ -156,17 +156,17 @@ class Bookkeeping:
             The first names of tensors of those modules that lost none: what such a module takes and itself makes, or
             gives and does not make; all of its tensors, if there are no such.
         """
-        found: set[str] = set()
+        tensors: set[str] = set()
         for path in paths:
             if path in self._lost:
                 continue
-            taken = {name for call in self._signatures[path] for name in call.taken}
-            given = {name for call in self._signatures[path] for name in call.given}
-            there = {name: value for name in taken | given if (value := self._where.get(name)) is not None}
-            inside = {name for name, value in there.items() if self._is_inside(value, path)}
-            across = ((taken - given) & inside) | ((given - taken - inside) & there.keys())
-            found |= across or there.keys()
-        return found
+            inputs = {name for call in self._signatures[path] for name in call.taken}
+            outputs = {name for call in self._signatures[path] for name in call.given}
+            present = {name: value for name in inputs | outputs if (value := self._where.get(name)) is not None}
+            inside = {name for name, value in present.items() if self._is_inside(value, path)}
+            across = ((inputs - outputs) & inside) | ((outputs - inputs - inside) & present.keys())
+            tensors |= across or present.keys()
+        return tensors
 
     def _is_inside(self, value: ir.Value, path: str) -> bool:
         """Whether a node in the region of a module makes a tensor, alone or with others."""
@@ -181,8 +181,8 @@ class Bookkeeping:
         return any(not work.parts or any(path not in part.modules for part in work.parts) for work in readers)
 
     def _work(self, node: ir.Node) -> NodeCalls:
-        said = node.metadata_props
-        return self._calls.work(tags.owners_of(said), tags.encoded_calls(said))
+        metadata = node.metadata_props
+        return self._calls.work(tags.owners_of(metadata), tags.encoded_calls(metadata))
 
     def _check(self) -> None:
         bare = [node for node in self._snapshot.nodes if tags.MODULE not in node.metadata_props]
@@ -205,11 +205,11 @@ class Bookkeeping:
                 seen.add(now)
                 now = difference.equal.get(now)
             before = difference.before.names.get(value, value.name)
-            found = now if now in here else values.get(before) if before else None
-            unread = name in self._unread
-            if found is None and value in difference.live_values and not unread:  # whatever is constant may come and go
+            counterpart = now if now in here else values.get(before) if before else None
+            is_needed = name not in self._unread and value in difference.live_values  # constants may come and go
+            if counterpart is None and is_needed:
                 lost[name] = value
-            self._where[name] = found
+            self._where[name] = counterpart
         self._note_boundary()
         if lost:
             self._note_lost(difference, lost)

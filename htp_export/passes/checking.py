@@ -54,25 +54,25 @@ class OutputCheck:
     def fault(self, model: ir.Model, level: Level) -> str:
         """Why a pass that just changed the model does not keep to its level; empty where it does."""
         try:
-            found = _outputs(model, self._inputs)
+            outputs = _outputs(model, self._inputs)
         except Exception as error:
             return f"it does not run any more: {str(error).splitlines()[0][:200]}"
         for name, expected in self._latest.items():
-            if name not in found or found[name].shape != expected.shape or found[name].dtype != expected.dtype:
+            if name not in outputs or outputs[name].shape != expected.shape or outputs[name].dtype != expected.dtype:
                 return f"output {name!r} has another shape or dtype"
-            off, scale = _distance(expected, found[name])
+            off, scale = _distance(expected, outputs[name])
             if not off <= TOLERANCE[level] * max(1.0, scale):
                 return f"output {name!r} is off by {off:.3g}, more than {level} allows"
-        self._latest = found
-        self.max_abs = max((_distance(array, found[name])[0] for name, array in self._expected.items()), default=0.0)
+        self._latest = outputs
+        self.max_abs = max((_distance(array, outputs[name])[0] for name, array in self._expected.items()), default=0.0)
         return ""
 
 
-def _distance(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> tuple[float, float]:
+def _distance(expected: np.ndarray[Any, Any], actual: np.ndarray[Any, Any]) -> tuple[float, float]:
     """The largest difference, infinite where only one of two numbers is finite; and the largest finite number."""
-    if one.dtype.kind in "biuSUO":
-        return (0.0 if np.array_equal(one, other) else float("inf")), 0.0
-    a, b = one.astype(np.float64), other.astype(np.float64)
+    if expected.dtype.kind in "biuSUO":
+        return (0.0 if np.array_equal(expected, actual) else float("inf")), 0.0
+    a, b = expected.astype(np.float64), actual.astype(np.float64)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
         off = np.where(same, 0.0, np.abs(a - b))

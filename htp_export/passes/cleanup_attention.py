@@ -30,8 +30,9 @@ def _scale_after(graph: ir.Graph, node: ir.Node) -> bool:
         if all(multiple(producer) is not None for producer in producers):
             decline("double_scaling", [*filter(None, producers), node], "what is scaled is read elsewhere")
         return False
-    (left, one), (right, other) = (side for side in sides if side is not None)
-    factor = add_constant(graph, np.asarray(one * other, dtype=one.dtype), f"{node.outputs[0].name}_scale")
+    (left, left_factor), (right, right_factor) = (side for side in sides if side is not None)
+    scale = np.asarray(left_factor * right_factor, dtype=left_factor.dtype)
+    factor = add_constant(graph, scale, f"{node.outputs[0].name}_scale")
     joint = ir.node("MatMul", [left, right])
     replace(node, [joint, ir.node("Mul", [joint.outputs[0], factor])])
     return True

@@ -70,10 +70,10 @@ def _reads(node: ir.Node) -> Iterator[ir.Value]:
 def _held_back(node: ir.Node) -> bool:
     """Whether a node is not computed beforehand although all it reads is constant."""
     nodes = (node, *(inner for body in subgraphs(node) for inner in body.all_nodes()))
-    if any(each.op_type in _UNPACKING for each in nodes):
+    if any(candidate.op_type in _UNPACKING for candidate in nodes):
         decline("unfolded_constants", [node], "it unpacks quantized weights")
         return True
-    return any(each.op_type in RANDOM or each.op_type.endswith("Dropout") for each in nodes)
+    return any(candidate.op_type in RANDOM or candidate.op_type.endswith("Dropout") for candidate in nodes)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def find_constant_nodes(
     """
     known: Symbolic | None = None
     sources: dict[ir.Value, frozenset[ir.Value]] = {}
-    found = []
+    constant_nodes = []
     for node in graph:
         read = list(_reads(node))
         if not all(value in sources or is_constant(value) for value in read) or node in left_out or _held_back(node):
@@ -127,12 +127,14 @@ def find_constant_nodes(
             continue  # once the tensors that it reads have been computed, its size may be known
         if all(size is None or size <= most for size in sizes):
             sources.update(dict.fromkeys(node.outputs, taken))
-            found.append(node)
+            constant_nodes.append(node)
         else:
-            alone = (value for value in taken if all(use.node is node or use.node in found for use in value.uses()))
+            alone = (
+                value for value in taken if all(use.node is node or use.node in constant_nodes for use in value.uses())
+            )
             grown = sum(filter(None, sizes)) - sum(bytes_of(value.const_value) for value in alone)
             decline("unfolded_constants", [node], f"the result is large: {grown:,} bytes more")
-    return [work for nodes in connected(found, reads=_reads) if (work := _work(nodes)).results]
+    return [work for nodes in connected(constant_nodes, reads=_reads) if (work := _work(nodes)).results]
 
 
 def _is_sequence(value: ir.Value) -> bool:
@@ -147,7 +149,7 @@ def _is_sequence(value: ir.Value) -> bool:
 
 
 def _work(nodes: Sequence[ir.Node]) -> ConstantNodes:
-    made = {value for node in nodes for value in node.outputs}
+    produced = {value for node in nodes for value in node.outputs}
     inside = {*nodes, *(inner for node in nodes for body in subgraphs(node) for inner in body.all_nodes())}
     results = [
         value
@@ -157,7 +159,7 @@ def _work(nodes: Sequence[ir.Node]) -> ConstantNodes:
         and (value.type is None or isinstance(value.type, ir.TensorType))
         and any(use.node not in inside for use in value.uses())
     ]
-    constants = dict.fromkeys(value for node in nodes for value in _reads(node) if value not in made)
+    constants = dict.fromkeys(value for node in nodes for value in _reads(node) if value not in produced)
     return ConstantNodes(tuple(nodes), tuple(results), tuple(constants))
 
 
@@ -223,10 +225,10 @@ def _tensor(array: Array) -> ir.TensorProtocol:
 
 def _run(model: ir.Model, nodes: Sequence[ir.Node], wanted: Sequence[ir.Value]) -> dict[ir.Value, Array]:
     """What nodes make that need no input, by ONNX Runtime without its own optimisations; tensors only."""
-    made = {value for node in nodes for value in node.outputs}
+    produced = {value for node in nodes for value in node.outputs}
     graph = onnx.GraphProto(name="constants")
     feeds: dict[str, Array] = {}
-    for value in dict.fromkeys(value for node in nodes for value in _reads(node) if value not in made):
+    for value in dict.fromkeys(value for node in nodes for value in _reads(node) if value not in produced):
         tensor = value.const_value
         assert tensor is not None
         array = tensor.numpy()

@@ -60,7 +60,7 @@ def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir
 def _unique(graph: ir.Graph, name: str) -> str:
     """A name that no initializer has: this one, or with a number."""
     numbered = (f"{name}_{count}" for count in itertools.count(1))
-    return next(each for each in itertools.chain([name], numbered) if each not in graph.initializers)
+    return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in graph.initializers)
 
 
 def register_constants(graph: ir.Graph) -> None:
@@ -106,7 +106,7 @@ def multiple(node: ir.Node | None) -> tuple[ir.Value, Array] | None:
         number, value = constant_array(node.inputs[place], 1), node.inputs[1 - place]  # type: ignore[union-attr]
         if number is None or value is None or number.dtype.kind != "f" or number.size != 1:
             continue
-        ranks = [None if each.shape is None else len(each.shape) for each in (value, node.outputs[0])]  # type: ignore[union-attr]
+        ranks = [None if tensor.shape is None else len(tensor.shape) for tensor in (value, node.outputs[0])]  # type: ignore[union-attr]
         if number.ndim == 0 or (ranks[0] == ranks[1] is not None):
             flat = number.reshape(())
             return value, np.asarray(flat if is_standard(node, "Mul") else 1 / flat, dtype=number.dtype)

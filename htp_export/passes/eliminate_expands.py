@@ -42,5 +42,5 @@ def _broadcasts(reader: ir.Node, expanded: ir.Value, source: ir.Value, known: Sy
         return False
     shapes = [known.shape(source if value is expanded else value) for value in reader.inputs]
     wanted = known.shape(reader.outputs[0])
-    found = [shape for shape in shapes if shape is not None]
-    return wanted is not None and len(found) == len(shapes) and tuple(broadcast(found)) == wanted
+    known_shapes = [shape for shape in shapes if shape is not None]
+    return wanted is not None and len(known_shapes) == len(shapes) and tuple(broadcast(known_shapes)) == wanted

@@ -50,16 +50,16 @@ def is_nothing(node: ir.Node, known: Symbolic) -> bool:
     """Whether a node gives back its first input."""
     if node.domain != "" or not node.inputs or node.inputs[0] is None:
         return False
-    given, result = node.inputs[0], node.outputs[0]
+    source, result = node.inputs[0], node.outputs[0]
     if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
         return False
     if node.op_type == "Identity" or (is_standard(node, "Concat", "Sum", "Max", "Min") and len(node.inputs) == 1):
         return True
     if node.op_type == "Cast":
-        return known.dtype(given) is not None and node.attributes["to"].as_int() == known.dtype(given)
+        return known.dtype(source) is not None and node.attributes["to"].as_int() == known.dtype(source)
     if node.op_type == "Dropout":
         return len(node.inputs) < 3 or node.inputs[2] is None
-    shape = known.shape(given)
+    shape = known.shape(source)
     if shape is None or shape != known.shape(result):
         return False
     if node.op_type in _IF_SHAPE_STAYS:
@@ -71,6 +71,6 @@ def is_nothing(node: ir.Node, known: Symbolic) -> bool:
         pads = known.constant(node.inputs[1]) if len(node.inputs) > 1 else None
         return pads is not None and not any(pads)
     if node.op_type in _NEUTRAL:
-        other = constant_array(node.inputs[1], 1)
-        return other is not None and bool(np.all(other == _NEUTRAL[node.op_type]))
+        constant = constant_array(node.inputs[1], 1)
+        return constant is not None and bool(np.all(constant == _NEUTRAL[node.op_type]))
     return False

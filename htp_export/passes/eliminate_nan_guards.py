@@ -56,8 +56,8 @@ def _has_finite_rows(value: ir.Value | None) -> bool:
             continue
         if np.isfinite(numbers).all():
             return _has_finite_rows(node.inputs[1 - place])
-        other = node.inputs[1 - place]
-        masked_once = node.op_type == "Add" and is_product(other)
+        operand = node.inputs[1 - place]
+        masked_once = node.op_type == "Add" and is_product(operand)
         rows = np.isfinite(numbers).any(axis=-1) if numbers.ndim else np.zeros(1, bool)
         return masked_once and not np.isnan(numbers).any() and not (numbers == np.inf).any() and bool(rows.all())
     return False

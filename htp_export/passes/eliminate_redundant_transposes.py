@@ -35,12 +35,12 @@ def permutation(node: ir.Node, known: Symbolic) -> list[int] | None:
 
 def _merge(node: ir.Node, known: Symbolic) -> bool:
     perm = permutation(node, known)
-    given = node.inputs[0]
-    if perm is None or given is None:
+    source = node.inputs[0]
+    if perm is None or source is None:
         return False
     if perm == sorted(perm):
-        return _leave_out("identity_transpose", [node], given)
-    first = given.producer()
+        return _leave_out("identity_transpose", [node], source)
+    first = source.producer()
     if first is None or not is_standard(first, "Transpose") or first.inputs[0] is None:
         return False
     before = permutation(first, known)
@@ -48,7 +48,7 @@ def _merge(node: ir.Node, known: Symbolic) -> bool:
         return False
     joint = [before[axis] for axis in perm]
     kind = "cancelling_transposes" if joint == sorted(joint) else "chained_transposes"
-    if is_boundary(given):
+    if is_boundary(source):
         decline(kind, [first, node], "a module takes or gives the tensor in between")
         return False
     if joint == sorted(joint):

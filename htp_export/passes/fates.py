@@ -78,7 +78,7 @@ class SignatureEvidence(Evidence[ir.Value]):
         """The modules beyond tensors that are gone, and those that a fused module was fused with before."""
         info = self._hierarchy[path]
         is_open = info.fate == Fate.FUSED or path in self._lost or self.strange(path) - {*self._excused.get(path, ())}
-        beyond = (other for other in self._lost.get(path, ()) if other in self._hierarchy)
+        beyond = (partner for partner in self._lost.get(path, ()) if partner in self._hierarchy)
         return [*info.fused_with, *beyond] if is_open else None
 
     def around(self, group: Sequence[str]) -> Iterator[list[str]]:

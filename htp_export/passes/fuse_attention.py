@@ -35,10 +35,10 @@ class FuseAttention(NodePass):
         if node.op_type == "Attention":
             return _join_heads(node, self.known)
         softmax = _made_for(node.inputs[0], node, "Softmax")
-        found = _match(node, softmax, self.known) if softmax is not None else None
-        if found is not None:
-            _fuse(node, found, self.known)
-        return found is not None
+        attention = _match(node, softmax, self.known) if softmax is not None else None
+        if attention is not None:
+            _fuse(node, attention, self.known)
+        return attention is not None
 
 
 @dataclass(frozen=True)
@@ -111,34 +111,34 @@ def _join_heads(node: ir.Node, known: Symbolic) -> bool:
     return True
 
 
-def _fuse(last: ir.Node, found: _Attention, known: Symbolic) -> None:
-    joined = _joined(last, found, known)
-    mask = [found.mask] if found.mask is not None else []
+def _fuse(last: ir.Node, attention: _Attention, known: Symbolic) -> None:
+    joined = _joined(last, attention, known)
+    mask = [attention.mask] if attention.mask is not None else []
     if joined is not None:
         end, inputs, heads = joined
-        attributes = {"scale": found.scale, "q_num_heads": heads, "kv_num_heads": heads}
+        attributes = {"scale": attention.scale, "q_num_heads": heads, "kv_num_heads": heads}
         replace(end, [ir.node("Attention", [*inputs, *mask], attributes)])
         return
-    nodes, keys = [], found.keys
-    if found.turned:
+    nodes, keys = [], attention.keys
+    if attention.turned:
         nodes.append(ir.node("Transpose", [keys], {"perm": _HEADS_FIRST}))
         keys = nodes[0].outputs[0]
-    inputs = [found.queries, keys, found.values]
-    replace(last, [*nodes, ir.node("Attention", [*inputs, *mask], {"scale": found.scale})])
+    inputs = [attention.queries, keys, attention.values]
+    replace(last, [*nodes, ir.node("Attention", [*inputs, *mask], {"scale": attention.scale})])
 
 
-def _joined(last: ir.Node, found: _Attention, known: Symbolic) -> tuple[ir.Node, Sequence[ir.Value], int] | None:
+def _joined(last: ir.Node, attention: _Attention, known: Symbolic) -> tuple[ir.Node, Sequence[ir.Value], int] | None:
     """The last node, the inputs and the number of heads of an attention whose heads lie side by side all around it."""
     inputs = []
-    for value, turned in ((found.queries, False), (found.keys, found.turned), (found.values, False)):
+    for value, turned in ((attention.queries, False), (attention.keys, attention.turned), (attention.values, False)):
         apart = value if turned else _past(value, "Transpose", known)
-        whole = _past(apart, "Reshape", known) if apart is not None else None
-        shape, parts = known.shape(whole), known.shape(apart)
-        if whole is None or shape is None or parts is None or len(shape) != 3 or len(parts) != 4:
+        joint = _past(apart, "Reshape", known) if apart is not None else None
+        shape, parts = known.shape(joint), known.shape(apart)
+        if joint is None or shape is None or parts is None or len(shape) != 3 or len(parts) != 4:
             return None
         if shape[:2] != parts[:2] or shape[2] != parts[2] * parts[3]:
             return None
-        inputs.append((whole, parts[2]))
+        inputs.append((joint, parts[2]))
     turn = only_consumer(last.outputs[0], "Transpose")
     end = only_consumer(turn.outputs[0], "Reshape") if turn is not None else None
     heads = {count for _, count in inputs}

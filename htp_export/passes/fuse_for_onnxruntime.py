@@ -49,7 +49,7 @@ def _normalizing(model: ir.Model) -> list[ir.Node]:
 def _growing(graph: ir.Graph) -> list[ir.Node]:
     """Nodes that make much of few constants: onnxscript computes what is constant before it looks how large it is."""
     known: Symbolic | None = None
-    found = []
+    growing = []
     for node in graph:
         read = [ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None]
         if node.domain or not all(tensor is not None for tensor in read):
@@ -59,8 +59,8 @@ def _growing(graph: ir.Graph) -> list[ir.Node]:
         sizes = [None if shape is None else product(shape) for shape in shapes]
         most = _LARGE + sum(tensor.size for tensor in read if tensor is not None)
         if not all(isinstance(size, int) and size <= most for size in sizes):
-            found.append(node)
-    return found
+            growing.append(node)
+    return growing
 
 
 @contextlib.contextmanager
@@ -104,15 +104,15 @@ def _unflatten_one(graph: ir.Graph, first: ir.Node, gemm: ir.Node, last: ir.Node
     if any(attributes.get_float(key, 1.0) != 1.0 for key in ("alpha", "beta")):
         return
     source = first.inputs[0]
-    given, matrix, result = known.shape(source), known.shape(gemm.inputs[1]), known.shape(last.outputs[0])
-    if source is None or given is None or matrix is None or result is None or len(result) < 3:
+    source_shape, matrix, result = known.shape(source), known.shape(gemm.inputs[1]), known.shape(last.outputs[0])
+    if source is None or source_shape is None or matrix is None or result is None or len(result) < 3:
         return
     if result[-1] != matrix[1] or known.rank(gemm.inputs[2]) != 1:
         return
     wanted = (*result[:-1], matrix[0])
-    target = reshape_target(given, wanted)
+    target = reshape_target(source_shape, wanted)
     nodes = []
-    if given != wanted:
+    if source_shape != wanted:
         if target is None:
             return
         shape = add_constant(graph, np.array(target, np.int64), f"{last.outputs[0].name}_rows")

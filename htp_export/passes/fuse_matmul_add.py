@@ -54,4 +54,4 @@ def _fits(known: Symbolic, product: ir.Node, bias: ir.Value) -> bool:
     if result is None or shape is None or len(shape) > 2:
         return False
     pairs: list[tuple[Dim, Dim]] = list(zip(reversed(shape), reversed(result), strict=False))
-    return all(mine == 1 or mine == whole for mine, whole in pairs)
+    return all(bias_dim == 1 or bias_dim == result_dim for bias_dim, result_dim in pairs)

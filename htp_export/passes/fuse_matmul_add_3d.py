@@ -33,8 +33,8 @@ class FuseMatmulAdd3d(NodePass):
 
 def _fuse(graph: ir.Graph, node: ir.Node, product: ir.Node, bias: ir.Value, known: Symbolic) -> bool:
     source, weight = product.inputs
-    given, matrix, result = known.shape(source), known.shape(weight), known.shape(node.outputs[0])
-    if given is None or matrix is None or result is None or len(given) < 3 or len(matrix) != 2:
+    source_shape, matrix, result = known.shape(source), known.shape(weight), known.shape(node.outputs[0])
+    if source_shape is None or matrix is None or result is None or len(source_shape) < 3 or len(matrix) != 2:
         return False
     if not is_constant(weight):
         decline("matmul_add_3d", [product, node], "the weight is computed")
@@ -42,7 +42,7 @@ def _fuse(graph: ir.Graph, node: ir.Node, product: ir.Node, bias: ir.Value, know
     if known.shape(bias) != matrix[-1:]:
         decline("matmul_add_3d", [product, node], "the bias does not fit the columns of the weight")
         return False
-    back = _back(given, result)
+    back = _back(source_shape, result)
     if back is None or not isinstance(matrix[0], int):
         decline("matmul_add_3d", [product, node], "more than one size of the result is not known beforehand")
         return False
@@ -54,7 +54,7 @@ def _fuse(graph: ir.Graph, node: ir.Node, product: ir.Node, bias: ir.Value, know
     return True
 
 
-def _back(given: tuple[object, ...], result: tuple[object, ...]) -> list[int] | None:
+def _back(source_shape: tuple[object, ...], result: tuple[object, ...]) -> list[int] | None:
     """The shape of the result in numbers, seen from rows alone: at most one size may be free."""
     target = reshape_target((), result)  # type: ignore[arg-type]
-    return target if target is not None and given[:-1] == result[:-1] else None
+    return target if target is not None and source_shape[:-1] == result[:-1] else None

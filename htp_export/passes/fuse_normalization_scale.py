@@ -46,13 +46,13 @@ def _fuse(graph: ir.Graph, norm: ir.Node, node: ir.Node, numbers: Array, known: 
     training = norm.attributes.get_int("training_mode", 0)
     if training or any(output.uses() for output in norm.outputs[1:]):
         return False
-    each = _per_channel(numbers, rank, len(scale))
-    if each is None or each.dtype != scale.dtype:
+    per_channel = _per_channel(numbers, rank, len(scale))
+    if per_channel is None or per_channel.dtype != scale.dtype:
         return False
     if node.op_type == "Mul":
-        scale, bias = scale * each, bias * each
+        scale, bias = scale * per_channel, bias * per_channel
     else:
-        bias = bias + each
+        bias = bias + per_channel
     name = str(node.outputs[0].name)
     parameters = [add_constant(graph, array, f"{name}_{what}") for array, what in ((scale, "scale"), (bias, "bias"))]
     replace(node, [ir.node(norm.op_type, [norm.inputs[0], *parameters, *norm.inputs[3:]], norm.attributes)])

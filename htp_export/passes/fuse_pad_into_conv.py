@@ -37,11 +37,11 @@ def _fuse(pad: ir.Node, conv: ir.Node, known: Symbolic) -> bool:
     if auto not in ("NOTSET", "VALID"):
         return False
     spatial = rank - 2
-    own = conv.attributes.get_ints("pads") if auto == "NOTSET" else None
-    own = own or [0] * (2 * spatial)
+    conv_pads = conv.attributes.get_ints("pads") if auto == "NOTSET" else None
+    conv_pads = conv_pads or [0] * (2 * spatial)
     extra = [*pads[2:rank], *pads[rank + 2 :]]
     attributes: dict[str, ir.Attr | list[int]] = {k: v for k, v in conv.attributes.items() if k != "auto_pad"}
-    attributes["pads"] = [a + b for a, b in zip(own, extra, strict=True)]
+    attributes["pads"] = [a + b for a, b in zip(conv_pads, extra, strict=True)]
     replace(conv, [ir.node("Conv", [pad.inputs[0], *conv.inputs[1:]], attributes)])
     return True
 

@@ -22,9 +22,9 @@ class InlineBranches(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
         for graph in list(model.graphs()):
-            found = [node for node in graph if is_standard(node, "If")]
-            known = Symbolic(graph, model.opset_imports) if found else None
-            for node in found:
+            conditionals = [node for node in graph if is_standard(node, "If")]
+            known = Symbolic(graph, model.opset_imports) if conditionals else None
+            for node in conditionals:
                 taken = known.constant(node.inputs[0]) if known is not None else None
                 if taken is not None and len(taken) == 1:
                     modified |= inline_branch(model, graph, node, "then_branch" if taken[0] else "else_branch")
@@ -67,6 +67,6 @@ def inline_branch(model: ir.Model, graph: ir.Graph, node: ir.Node, name: str) ->
 def _names(model: ir.Model, without: ir.Graph) -> UsedNames:
     """The names of all values of a model, but for those of one of its graphs."""
     graphs = [graph for graph in model.graphs() if graph is not without]
-    made = (value for graph in graphs for node in graph for value in node.outputs)
+    outputs = (value for graph in graphs for node in graph for value in node.outputs)
     held = (value for graph in graphs for value in (*graph.inputs, *graph.initializers.values()))
-    return UsedNames(value.name for value in itertools.chain(held, made) if value.name)
+    return UsedNames(value.name for value in itertools.chain(held, outputs) if value.name)

@@ -35,10 +35,10 @@ class MergeConstantSums(NodePass):
     operators = ("Add",)
 
     def rewrite(self, node: ir.Node) -> bool:
-        found = _summand(node)
-        if found is None:
+        summand = _summand(node)
+        if summand is None:
             return False
-        return _drop_zeros(node, *found, self.known) or _merge(self.graph, node, *found)
+        return _drop_zeros(node, *summand, self.known) or _merge(self.graph, node, *summand)
 
 
 def _summand(node: ir.Node | None) -> tuple[ir.Value, Array] | None:

@@ -38,22 +38,23 @@ def _between_reshapes(node: ir.Node, known: Symbolic) -> bool:
         return False
     shapes = [known.shape(value) for value in (first.inputs[0], node.inputs[0], last.outputs[0])]
     perm = permutation(node, known)
-    given, joined, result = shapes
-    if is_boundary(node.outputs[0]) or (node.inputs[0] is not None and is_boundary(node.inputs[0])):
+    source_shape, joined, result = shapes
+    between = (first.outputs[0], node.outputs[0])
+    if any(map(is_boundary, between)) or last.inputs[0] is not node.outputs[0]:
         return False
-    if given is None or joined is None or result is None or perm is None or last.inputs[0] is not node.outputs[0]:
+    if source_shape is None or joined is None or result is None or perm is None:
         return False
-    groups = grouped(given, joined)
+    groups = grouped(source_shape, joined)
     if groups is None:
         return False
     axes = [axis for place in perm for axis in groups[place]]
-    if tuple(given[axis] for axis in axes) != result:
+    if tuple(source_shape[axis] for axis in axes) != result:
         return False
     replace(last, [ir.node("Transpose", [first.inputs[0]], {"perm": axes})])
     return True
 
 
-def grouped(given: Sequence[Dim], joined: Sequence[Dim]) -> list[list[int]] | None:
+def grouped(apart: Sequence[Dim], joined: Sequence[Dim]) -> list[list[int]] | None:
     """Which neighbouring dimensions of one shape were put together to each of another; None where it was not so.
 
     Examples:
@@ -64,25 +65,25 @@ def grouped(given: Sequence[Dim], joined: Sequence[Dim]) -> list[list[int]] | No
     place = 0
     for size in joined:
         group: list[int] = []
-        while place < len(given) and (not group or product(given[axis] for axis in group) != size):
+        while place < len(apart) and (not group or product(apart[axis] for axis in group) != size):
             group.append(place)
             place += 1
-        if product(given[axis] for axis in group) != size:
+        if product(apart[axis] for axis in group) != size:
             return None
         groups.append(group)
-    return groups if place == len(given) else None
+    return groups if place == len(apart) else None
 
 
 def _moves_only_ones(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
     """A ``Transpose`` that is a ``Reshape`` in truth, where it can be merged with one."""
-    given, result, perm = known.shape(node.inputs[0]), known.shape(node.outputs[0]), permutation(node, known)
-    if node.inputs[0] is None or given is None or result is None or perm is None:
+    source_shape, result, perm = known.shape(node.inputs[0]), known.shape(node.outputs[0]), permutation(node, known)
+    if node.inputs[0] is None or source_shape is None or result is None or perm is None:
         return False
-    moving = [axis for axis in perm if given[axis] != 1]
+    moving = [axis for axis in perm if source_shape[axis] != 1]
     before, after = producer_of(node.inputs[0], "Reshape"), only_consumer(node.outputs[0], "Reshape")
     if moving != sorted(moving) or (before is None and after is None):
         return False
-    target = reshape_target(given, result)
+    target = reshape_target(source_shape, result)
     if target is None:
         return False
     shape = add_constant(graph, np.array(target, np.int64), f"{node.outputs[0].name}_shape")

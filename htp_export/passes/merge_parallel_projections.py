@@ -35,9 +35,9 @@ class MergeParallelProjections(ir.passes.InPlacePass):
             if parts is not None and _is_linear(*parts):
                 layers[parts[0].inputs[0]].append((node, *parts))
         modified = False
-        for found in layers.values():
-            if len(found) >= _FEWEST:
-                _merge(model.graph, found)
+        for parallel in layers.values():
+            if len(parallel) >= _FEWEST:
+                _merge(model.graph, parallel)
                 modified = True
         _decline(model.graph)
         if modified:
@@ -65,14 +65,14 @@ def _merge(graph: ir.Graph, layers: Sequence[_Layer]) -> None:
     weight = add_initializer(graph, _joined(weights, [height, sum(widths)]), f"{name}_joint_weight")
     bias = add_initializer(graph, _joined(biases, [sum(widths)]), f"{name}_joint_bias")
     product = ir.node("MatMul", [layers[0][1].inputs[0], weight], name=f"{first.name}_joint_MatMul")
-    whole = ir.node("Add", [product.outputs[0], bias], name=f"{first.name}_joint_Add")
+    joint = ir.node("Add", [product.outputs[0], bias], name=f"{first.name}_joint_Add")
     earliest = layers[0][1]
-    graph.insert_before(earliest, [product, whole])
+    graph.insert_before(earliest, [product, joint])
     axis = add_constant(graph, np.array([-1], np.int64), f"{name}_axis")
     start = 0
     for (node, _, _), width in zip(layers, widths, strict=True):
         bounds = [add_constant(graph, np.array([at], np.int64), f"{name}_bound") for at in (start, start + width)]
-        replace(node, [ir.node("Slice", [whole.outputs[0], *bounds, axis])])
+        replace(node, [ir.node("Slice", [joint.outputs[0], *bounds, axis])])
         start += width
 
 

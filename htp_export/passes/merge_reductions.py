@@ -28,14 +28,14 @@ class MergeReductions(NodePass):
 
 def _merge(graph: ir.Graph, first: ir.Node, second: ir.Node, known: Symbolic) -> bool:
     between, keep = first.outputs[0], second.attributes.get_int("keepdims", 1)
-    one, other = _axes(first, known), _axes(second, known)
-    if one is None or other is None or first.attributes.get_int("keepdims", 1) != keep:
+    first_axes, second_axes = _axes(first, known), _axes(second, known)
+    if first_axes is None or second_axes is None or first.attributes.get_int("keepdims", 1) != keep:
         return False
     if only_consumer(between) is None or is_boundary(between):
         return False
     rank = known.rank(first.inputs[0])
-    left = [axis for axis in range(rank or 0) if keep or axis not in one]
-    axes = sorted({*one, *(left[axis] for axis in other)})
+    left = [axis for axis in range(rank or 0) if keep or axis not in first_axes]
+    axes = sorted({*first_axes, *(left[axis] for axis in second_axes)})
     if "axes" in second.attributes:
         replace(second, [ir.node(second.op_type, [first.inputs[0]], {"axes": axes, "keepdims": keep})])
     else:

@@ -30,13 +30,13 @@ class MergeReshapes(NodePass):
 
 def _merge(graph: ir.Graph, first: ir.Node, second: ir.Node, known: Symbolic) -> bool:
     source = first.inputs[0]
-    given, result = known.shape(source), known.shape(second.outputs[0])
+    source_shape, result = known.shape(source), known.shape(second.outputs[0])
     if source is None:
         return False
     if why := _needed(first):
         decline("chained_reshapes", [first, second], why)
         return False
-    target = None if given is None or result is None else reshape_target(given, result)
+    target = None if source_shape is None or result is None else reshape_target(source_shape, result)
     if target is None:
         decline("chained_reshapes", [first, second], "more than one size of the result is not known beforehand")
         return False

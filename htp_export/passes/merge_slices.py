@@ -61,9 +61,9 @@ def _cut(node: ir.Node | None, known: Symbolic) -> _Cut | None:
     starts, ends = numbers[:2]
     if rank is None or starts is None or ends is None:
         return None
-    given = [value is not None for value in node.inputs[3:]]
-    axes = numbers[2] if given[:1] == [True] else list(range(len(starts)))
-    steps = numbers[3] if given[1:] == [True] else [1] * len(starts)
+    is_given = [value is not None for value in node.inputs[3:]]
+    axes = numbers[2] if is_given[:1] == [True] else list(range(len(starts)))
+    steps = numbers[3] if is_given[1:] == [True] else [1] * len(starts)
     if axes is None or steps is None:
         return None
     places = [normalized(axis, rank) for axis in axes]
@@ -114,11 +114,11 @@ def _gather(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
             return False
         cut = _cut(value.producer(), known)
         shape = known.shape(cut.source) if cut is not None else None
-        whole = shape[axis] if shape is not None else None
-        if cut is None or list(cut.bounds) != [axis] or not isinstance(whole, int):
+        size = shape[axis] if shape is not None else None
+        if cut is None or list(cut.bounds) != [axis] or not isinstance(size, int):
             return False
         sources[cut.source] = None
-        indices += range(whole)[slice(*_python_bounds(cut.bounds[axis]))]
+        indices += range(size)[slice(*_python_bounds(cut.bounds[axis]))]
     if len(sources) > 1 or not 0 < len(indices) <= _MOST_INDICES:
         return False
     places = add_constant(graph, np.array(indices, np.int64), f"{node.outputs[0].name}_indices")
@@ -140,13 +140,13 @@ def _split(graph: ir.Graph, known: Symbolic) -> bool:
         if cut is None or len(cut.bounds) != 1 or is_boundary(node.outputs[0]):
             continue
         (axis, (start, end, step)), shape = next(iter(cut.bounds.items())), known.shape(cut.source)
-        whole = shape[axis] if shape is not None else None
-        if step == 1 and isinstance(whole, int):
-            first, last, _ = slice(start, end).indices(whole)
+        size = shape[axis] if shape is not None else None
+        if step == 1 and isinstance(size, int):
+            first, last, _ = slice(start, end).indices(size)
             slices[cut.source, axis].append((first, last, node))
     modified = False
-    for (source, axis), found in slices.items():
-        parts = sorted(found, key=lambda part: part[:2])
+    for (source, axis), cuts in slices.items():
+        parts = sorted(cuts, key=lambda part: part[:2])
         edges = [0, *(last for _, last, _ in parts)]
         shape = known.shape(source)
         if len(parts) < 2 or shape is None or edges[-1] != shape[axis]:

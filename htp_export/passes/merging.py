@@ -142,12 +142,12 @@ class Difference:
             if was is not now and was is not None and now is not None:
                 self.equal[was] = now
 
-    def same(self, gone: ir.Node, kept: ir.Node) -> bool:
+    def same(self, gone: ir.Node, remaining: ir.Node) -> bool:
         """Whether a removed node did what a kept one does: the same operator, with equal values."""
-        one, other = self.before.nodes[gone], self.after.nodes[kept]
-        alike = (gone.domain, gone.op_type, len(one.inputs)) == (kept.domain, kept.op_type, len(other.inputs))
+        old, new = self.before.nodes[gone], self.after.nodes[remaining]
+        alike = (gone.domain, gone.op_type, len(old.inputs)) == (remaining.domain, remaining.op_type, len(new.inputs))
         return alike and all(
-            a is b or (a is not None and self.equal.get(a) is b) for a, b in zip(one.inputs, other.inputs, strict=True)
+            a is b or (a is not None and self.equal.get(a) is b) for a, b in zip(old.inputs, new.inputs, strict=True)
         )
 
     def replaced(self, value: ir.Value) -> tuple[list[ir.Node], set[ir.Value]]:
@@ -167,8 +167,8 @@ class Difference:
     @cached_property
     def live_values(self) -> frozenset[ir.Value]:
         """The values of old that depend on values of the model's inputs."""
-        found = dependence(self.before.steps, self.before.given)
-        return frozenset(value for value in found if value is not None)
+        dependent = dependence(self.before.steps, self.before.given)
+        return frozenset(value for value in dependent if value is not None)
 
     @cached_property
     def _removed(self) -> dict[ir.Node, _Seen]:
@@ -190,7 +190,7 @@ def _slice(
     stops: Collection[ir.Value],
 ) -> tuple[list[ir.Node], set[ir.Value]]:
     """Nodes that lie behind a value, and the values at which the way back ended."""
-    found: dict[ir.Node, None] = {}
+    behind: dict[ir.Node, None] = {}
     ends: set[ir.Value] = set()
     queue = [value]
     while queue:
@@ -198,10 +198,10 @@ def _slice(
         maker = makers.get(current)
         if maker not in nodes or maker is None or (current in stops and current is not value):
             ends.add(current)
-        elif maker not in found:
-            found[maker] = None
-            queue.extend(each for each in nodes[maker].inputs if each is not None)
-    return list(found), ends
+        elif maker not in behind:
+            behind[maker] = None
+            queue.extend(read for read in nodes[maker].inputs if read is not None)
+    return list(behind), ends
 
 
 class _MergedOwners:
@@ -239,17 +239,17 @@ def merge_tags(difference: Difference, order: Mapping[str, int], called: Collect
             for node in difference.replacing(new):
                 work[node].add(before.nodes[gone].metadata for gone in done)
         elif replaced and new not in ends:
-            for gone, kept in _twins(difference, old, new):
-                if gone not in difference.live and not difference.same(gone, kept):
+            for gone, remaining in _twins(difference, old, new):
+                if gone not in difference.live and not difference.same(gone, remaining):
                     continue  # sizes are taken from wherever they are known
-                if before.holds(gone, kept):
+                if before.holds(gone, remaining):
                     continue  # a branch was put in its node's place, which only passed on what the branch made
-                if tags.owners_of(before.nodes[gone].metadata) != tags.owners_of(kept.metadata_props):
-                    work[kept].add([kept.metadata_props])
-                    work[kept].add([before.nodes[gone].metadata])
-                    difference.merged[kept] = None
-    for node, found in work.items():
-        _write(node, found, order, called, calls)
+                if tags.owners_of(before.nodes[gone].metadata) != tags.owners_of(remaining.metadata_props):
+                    work[remaining].add([remaining.metadata_props])
+                    work[remaining].add([before.nodes[gone].metadata])
+                    difference.merged[remaining] = None
+    for node, merged in work.items():
+        _write(node, merged, order, called, calls)
     _place_strays([node for node in reversed(difference.added) if not work[node].groups], order, called, calls)
 
 
@@ -258,16 +258,16 @@ def _twins(difference: Difference, old: ir.Value, new: ir.Value) -> Iterator[tup
     queue, seen = [(old, new)], set[ir.Node]()
     while queue:
         was, now = queue.pop()
-        gone, kept = difference.before.makers.get(was), difference.after.makers.get(now)
-        if gone is None or kept is None or gone is kept or gone not in difference._removed or gone in seen:
+        gone, remaining = difference.before.makers.get(was), difference.after.makers.get(now)
+        if gone is None or remaining is None or gone is remaining or gone not in difference._removed or gone in seen:
             continue
         seen.add(gone)
-        yield gone, kept
-        one, other = difference.before.nodes[gone], difference.after.nodes[kept]
-        if (gone.domain, gone.op_type) == (kept.domain, kept.op_type) and gone.op_type not in SIZES_ONLY:
+        yield gone, remaining
+        seen_before, seen_after = difference.before.nodes[gone], difference.after.nodes[remaining]
+        if (gone.domain, gone.op_type) == (remaining.domain, remaining.op_type) and gone.op_type not in SIZES_ONLY:
             queue.extend(
                 (a, b)
-                for a, b in zip(one.inputs, other.inputs, strict=False)
+                for a, b in zip(seen_before.inputs, seen_after.inputs, strict=False)
                 if a is not None and b is not None and a is not b and a not in difference.equal
             )
 
@@ -280,15 +280,15 @@ def _write(
     groups = [dict.fromkeys(owner for entry in group for owner in tags.owners_of(entry)) for group in work.groups]
     owners = sorted(dict.fromkeys(owner for group in groups for owner in group), key=lambda path: order.get(path, 0))
     entries = [entry for group in work.groups for entry in group]
-    said = {(tags.owners_of(entry), tags.encoded_calls(entry)): None for entry in entries}
+    works = {(tags.owners_of(entry), tags.encoded_calls(entry)): None for entry in entries}
     reasons = {entry.get(tags.REASON, Reason.FLOW) for entry in entries}
     if len(owners) == 1:
         reason = reasons.pop() if len(reasons) == 1 else Reason.SCOPE if Reason.SCOPE in reasons else Reason.FLOW
-    elif len({owners for owners, _ in said}) == 1 and len(reasons) == 1:
+    elif len({owners for owners, _ in works}) == 1 and len(reasons) == 1:
         reason = reasons.pop()
     else:
         reason = Reason.SHARED if all(len(group) == 1 for group in groups) else Reason.FUSED
-    entry = tags.node_tags(owners, reason, called, calls.encode_merged_calls(tuple(owners), said))
+    entry = tags.node_tags(owners, reason, called, calls.encode_merged_calls(tuple(owners), works))
     tags.tag_node(node.metadata_props, entry)
 
 
@@ -300,9 +300,13 @@ def _place_strays(nodes: Sequence[ir.Node], order: Mapping[str, int], called: Co
         for node in ordered:
             if tags.MODULE not in node.metadata_props:
                 around = [neighbour.metadata_props for neighbour in neighbours(node)]
-                found = [(tags.owners_of(each), tags.encoded_calls(each)) for each in around if tags.MODULE in each]
-                if found:
-                    every = dict.fromkeys(owner for owners, _ in found for owner in owners)
+                works = [
+                    (tags.owners_of(metadata), tags.encoded_calls(metadata))
+                    for metadata in around
+                    if tags.MODULE in metadata
+                ]
+                if works:
+                    every = dict.fromkeys(owner for owners, _ in works for owner in owners)
                     owners = sorted(every, key=lambda path: order.get(path, 0))
-                    entry = tags.node_tags(owners, Reason.FLOW, called, calls.encode_merged_calls(tuple(owners), found))
+                    entry = tags.node_tags(owners, Reason.FLOW, called, calls.encode_merged_calls(tuple(owners), works))
                     tags.tag_node(node.metadata_props, entry)

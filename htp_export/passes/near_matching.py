@@ -44,7 +44,7 @@ def near_matching(name: str) -> Iterator[None]:
     from onnxscript.rewriter import pattern
 
     matcher: Any = pattern.SimplePatternMatcher
-    whole = matcher.match
+    original = matcher.match
 
     firsts: dict[Any, tuple[str, ...] | None] = {}
     crowded: dict[ir.Node, None] = {}
@@ -60,14 +60,14 @@ def near_matching(name: str) -> Iterator[None]:
             if len(nodes) == MOST:
                 crowded[node] = None
             graph = _Part(graph if isinstance(graph, ir.Graph) else graph.graph, nodes)
-        return whole(self, model, graph, node, **options)
+        return original(self, model, graph, node, **options)
 
     with _ONE_AT_A_TIME:
         matcher.match = match
         try:
             yield
         finally:
-            matcher.match = whole
+            matcher.match = original
     if crowded:
         more = f" and {len(crowded) - 1} others" if len(crowded) > 1 else ""
         _log.warning(
@@ -89,18 +89,18 @@ def near(node: ir.Node, steps: int) -> list[ir.Node]:
         >>> [each.op_type for each in near(first, 1)], [each.op_type for each in near(apart, 9)]
         (['Relu', 'Add'], ['Neg'])
     """
-    found = {node: None}
+    nearest = {node: None}
     edge = [node]
     for _ in range(steps):
-        beside, edge = (other for each in edge for other in _neighbours(each)), []
-        for other in beside:
-            if other.graph is not node.graph or other in found:
+        beside, edge = (neighbour for reached in edge for neighbour in _neighbours(reached)), []
+        for neighbour in beside:
+            if neighbour.graph is not node.graph or neighbour in nearest:
                 continue
-            if len(found) == MOST:
-                return list(found)
-            found[other] = None
-            edge.append(other)
-    return list(found)
+            if len(nearest) == MOST:
+                return list(nearest)
+            nearest[neighbour] = None
+            edge.append(neighbour)
+    return list(nearest)
 
 
 def _neighbours(node: ir.Node) -> Iterator[ir.Node]:

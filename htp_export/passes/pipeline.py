@@ -130,7 +130,7 @@ class Pipeline:
         except InputError:  # weights that cannot be read: no fault of the pass
             raise
         except Exception as error:
-            ran = [each.info.name for each in self._accounts if each.seen >= 0 and not each.rolled_back]
+            ran = [earlier.info.name for earlier in self._accounts if earlier.seen >= 0 and not earlier.rolled_back]
             raise PassError(account.info.name, ran, error) from error
 
     @property

@@ -189,7 +189,7 @@ def _default() -> list[PassInfo]:
     """The passes that run where none are named, in order."""
     every = available()
     further = [info for info in every.values() if info.after is not None]
-    return [info for name in DEFAULT for info in (every[name], *(each for each in further if each.after == name))]
+    return [info for name in DEFAULT for info in (every[name], *(extra for extra in further if extra.after == name))]
 
 
 def _allowed(info: PassInfo, level: Level) -> bool:

@@ -114,8 +114,8 @@ class Optimized(HoldsModel):
     def below(self, path: str) -> dict[str, Change]:
         """What each pass did to a module and everything below it; to the whole model for the root, ``""``."""
         return {
-            name: sum((change for owner, change in found.items() if tags.is_under(owner, path)), Change())
-            for name, found in self.attribution.items()
+            name: sum((change for owner, change in by_module.items() if tags.is_under(owner, path)), Change())
+            for name, by_module in self.attribution.items()
         }
 
     def at_depth(self, depth: int) -> dict[str, dict[str, Change]]:
@@ -131,14 +131,14 @@ class Optimized(HoldsModel):
         """
         if depth < 0:
             raise InputError(f"a depth is 0 or more, not {depth}")
-        found: dict[str, dict[str, Change]] = {}
+        by_pass: dict[str, dict[str, Change]] = {}
         for name, changes in self.attribution.items():
-            at = found.setdefault(name, {})
+            at = by_pass.setdefault(name, {})
             for path, change in changes.items():
                 above = [*tags.ancestors(path)][::-1]  # the root first
                 cut = above[min(depth, len(above) - 1)]
                 at[cut] = at.get(cut, Change()) + change
-        return found
+        return by_pass
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the model, as JSON has it."""
@@ -203,11 +203,11 @@ class OptimizedModels:
     @property
     def attribution(self) -> dict[str, dict[str, Change]]:
         """Pass → model → what the pass did to it; passes in the order in which they ran."""
-        found: dict[str, dict[str, Change]] = {}
+        by_pass: dict[str, dict[str, Change]] = {}
         for name, result in self.models.items():
             for report in result.passes:
-                found.setdefault(report.name, {})[name] = report.change
-        return found
+                by_pass.setdefault(report.name, {})[name] = report.change
+        return by_pass
 
     @property
     def total(self) -> dict[str, Change]:

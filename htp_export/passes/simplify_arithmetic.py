@@ -35,11 +35,11 @@ class SimplifyArithmetic(NodePass):
 def _divide(node: ir.Node) -> bool:
     """Make a ``Div`` of a ``Mul`` by a ``Reciprocal`` that nothing else reads."""
     for place in (1, 0) if node.op_type == "Mul" else ():
-        value, other = node.inputs[place], node.inputs[1 - place]
+        value, operand = node.inputs[place], node.inputs[1 - place]
         reciprocal = producer_of(value, "Reciprocal")
         if value is None or reciprocal is None or is_boundary(value):
             continue
         if only_consumer(value) is node:
-            replace(node, [ir.node("Div", [other, reciprocal.inputs[0]])])
+            replace(node, [ir.node("Div", [operand, reciprocal.inputs[0]])])
             return True
     return False

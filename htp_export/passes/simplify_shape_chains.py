@@ -86,17 +86,17 @@ def _constant_target(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
     """Give a ``Reshape`` or ``Expand`` a constant in place of a computed shape."""
     if not is_standard(node, "Reshape", "Expand") or node.inputs[1] is None or known.constant(node.inputs[1]):
         return False
-    given, result = known.shape(node.inputs[0]), known.shape(node.outputs[0])
-    if given is None or result is None:
+    source_shape, result = known.shape(node.inputs[0]), known.shape(node.outputs[0])
+    if source_shape is None or result is None:
         return False
-    target = reshape_target(given, result) if node.op_type == "Reshape" else _expand_target(given, result)
+    target = reshape_target(source_shape, result) if node.op_type == "Reshape" else _expand_target(source_shape, result)
     if target is None or (node.op_type == "Reshape" and node.attributes.get_int("allowzero", 0) == 1):
         return False
     node.replace_input_with(1, add_constant(graph, np.array(target, np.int64), f"{node.outputs[0].name}_shape"))
     return True
 
 
-def reshape_target(given: tuple[Dim, ...], result: tuple[Dim, ...]) -> list[int] | None:
+def reshape_target(source: tuple[Dim, ...], result: tuple[Dim, ...]) -> list[int] | None:
     """What a ``Reshape`` is to be told to get from one shape to another; None where numbers cannot say it.
 
     A size that stays in its place is 0, and one other that is not known -1.
@@ -115,7 +115,7 @@ def reshape_target(given: tuple[Dim, ...], result: tuple[Dim, ...]) -> list[int]
             if dim == 0:
                 return None
             target.append(dim)
-        elif place < len(given) and given[place] == dim:
+        elif place < len(source) and source[place] == dim:
             target.append(0)
         elif -1 in target:
             return None
@@ -124,8 +124,8 @@ def reshape_target(given: tuple[Dim, ...], result: tuple[Dim, ...]) -> list[int]
     return target
 
 
-def _expand_target(given: tuple[Dim, ...], result: tuple[Dim, ...]) -> list[int] | None:
+def _expand_target(source: tuple[Dim, ...], result: tuple[Dim, ...]) -> list[int] | None:
     """What an ``Expand`` is to be told; a size that the input has itself is 1."""
-    own: tuple[Dim, ...] = (1,) * (len(result) - len(given)) + given
-    target = [1 if dim == mine else dim for dim, mine in zip(result, own, strict=True)]
+    aligned: tuple[Dim, ...] = (1,) * (len(result) - len(source)) + source
+    target = [1 if dim == mine else dim for dim, mine in zip(result, aligned, strict=True)]
     return [dim for dim in target if isinstance(dim, int)] if all(isinstance(dim, int) for dim in target) else None

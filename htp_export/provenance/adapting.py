@@ -62,24 +62,24 @@ def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike
     before = tagged_model(model)
     names, notes = _name_nodes(before), _take_notes(before)
     with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
-        given, made = Path(folder) / "model.onnx", Path(folder) / "made.onnx"
-        write_model(before, given)
+        source, target = Path(folder) / "model.onnx", Path(folder) / "made.onnx"
+        write_model(before, source)
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                after = tool(given, made)
+                after = tool(source, target)
         except HtpExportError:
             raise
         except Exception as error:
             if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
                 raise InputError(f"{name}: {error}") from error
-            said = _plain(error, {given: _name_of(model), made: "its result"})
-            raise ToolError(name, f"failed on this model: {type(error).__name__}: {said}") from error
+            message = _plain(error, {source: _name_of(model), target: "its result"})
+            raise ToolError(name, f"failed on this model: {type(error).__name__}: {message}") from error
         try:
-            after = read_model(made) if after is None else after
+            after = read_model(target) if after is None else after
             after = model_from_proto(after) if isinstance(after, onnx.ModelProto) else after
         except Exception as error:
-            said = _plain(error, {made: "its result"})
-            raise ToolError(name, f"made a model of this one that is not valid: {said}") from error
+            message = _plain(error, {target: "its result"})
+            raise ToolError(name, f"made a model of this one that is not valid: {message}") from error
         result = carry_in_place(before, after)
         for node in result.model.graph.all_nodes():
             if node.name in names:

@@ -67,18 +67,18 @@ class Alignment(Counterparts):
             if value.kind == "node":
                 continue
             same = self.numbers.constant(value.content) if value.content else NOTHING
-            found = same
+            candidate = same
             if same == NOTHING:
-                found = before.find(value.name, value.scope)
-                if found != NOTHING and (before.values[found].content or not self.alike(index, found)):
-                    found = NOTHING  # the name is the same, and what it holds is not
-                found = NOTHING if found == NOTHING else self.numbers.number[found]
-            self.match(index, found, True)
+                candidate = before.find(value.name, value.scope)
+                if candidate != NOTHING and (before.values[candidate].content or not self.alike(index, candidate)):
+                    candidate = NOTHING  # the name is the same, and what it holds is not
+                candidate = NOTHING if candidate == NOTHING else self.numbers.number[candidate]
+            self.match(index, candidate, True)
         for ours, theirs in ((after.inputs, before.inputs), (after.outputs, before.outputs)):
             if len(ours) == len(theirs):
-                for index, other in zip(ours, theirs, strict=True):
+                for index, original in zip(ours, theirs, strict=True):
                     if self.counterpart[index] == NOTHING and self.after.values[index].kind != "initializer":
-                        self.match(index, self.numbers.number[other], self.alike(index, other))
+                        self.match(index, self.numbers.number[original], self.alike(index, original))
 
     def _by_values(self, equal: Mapping[int, Sequence[int]]) -> bool:
         """Take tensors for those that they equal in value; a name or a place that says another one is not believed.
@@ -86,24 +86,24 @@ class Alignment(Counterparts):
         Returns:
             Whether something is known now that was not.
         """
-        found = set[int]()
+        matched = set[int]()
         for value, candidates in equal.items():
             numbers = list(dict.fromkeys(self.numbers.number[candidate] for candidate in candidates))
             if self.numbers.current(self.counterpart[value]) in numbers:
                 self.exact[value] = self.exact[value] or len(numbers) == 1
             elif self.after.values[value].kind == "node":
                 self.match(value, numbers[0], len(numbers) == 1, Reason.VALUES)
-                found.add(numbers[0])
+                matched.add(numbers[0])
                 if len(numbers) > 1:
                     self.also[value] = tuple(c for c in candidates if self.numbers.number[c] != numbers[0])
-        self._deny(found - {self.counterpart[value] for value in self.also}, equal)
-        return bool(found)
+        self._deny(matched - {self.counterpart[value] for value in self.also}, equal)
+        return bool(matched)
 
-    def _deny(self, found: Set[int], equal: Mapping[int, Sequence[int]]) -> None:
+    def _deny(self, matched: Set[int], equal: Mapping[int, Sequence[int]]) -> None:
         """Where one tensor has the values of one before, another that has its name and other values is not that one."""
         fixed = {*self.after.inputs, *self.after.outputs}
         for value, number in enumerate(self.counterpart):
-            if number not in found or value in equal or value in fixed or not self.exact[value]:
+            if number not in matched or value in equal or value in fixed or not self.exact[value]:
                 continue
             if self.after.live[value] and self.after.values[value].kind == "node":
                 self.counterpart[value], self.exact[value], self.named[value] = NOTHING, False, ""
@@ -128,21 +128,24 @@ class Alignment(Counterparts):
         for place, value in enumerate(node.outputs):
             if value == NOTHING or value in self._settled:
                 continue
-            found = NOTHING
+            candidate = NOTHING
             if value not in self._denied:
-                found = self.before.find(self.after.values[value].name, node.scope)
+                candidate = self.before.find(self.after.values[value].name, node.scope)
             if same is not None and place < len(same.outputs) and same.outputs[place] != NOTHING:
-                alike = found != NOTHING and self.alike(value, found)
+                alike = candidate != NOTHING and self.alike(value, candidate)
                 exact = alike or all(self.exact[v] for v in node.inputs if v != NOTHING)  # else in its inputs' layout
                 self.match(
-                    value, self.numbers.number[same.outputs[place]], exact, Reason.TENSOR if found != NOTHING else ""
+                    value,
+                    self.numbers.number[same.outputs[place]],
+                    exact,
+                    Reason.TENSOR if candidate != NOTHING else "",
                 )
-            elif found != NOTHING:
-                self.match(value, self.numbers.number[found], self.alike(value, found), Reason.TENSOR)
+            elif candidate != NOTHING:
+                self.match(value, self.numbers.number[candidate], self.alike(value, candidate), Reason.TENSOR)
             elif place == 0 and not moves(node.op):
-                found = self._by_node_name(node, {number for number in reads if number != NOTHING})
-                if found != NOTHING:
-                    self.match(value, self.numbers.number[found], False, Reason.NODE)
+                candidate = self._by_node_name(node, {number for number in reads if number != NOTHING})
+                if candidate != NOTHING:
+                    self.match(value, self.numbers.number[candidate], False, Reason.NODE)
                 else:
                     self._by_weights(node, value)
 
@@ -150,13 +153,13 @@ class Alignment(Counterparts):
         """What a node makes by its name: that of a node before, or of a tensor, with what tools add to it."""
         name = node.name
         while name:
-            found = self.before.find(name)
-            if found == NOTHING and name in self._node_names:
+            candidate = self.before.find(name)
+            if candidate == NOTHING and name in self._node_names:
                 outputs = self.before.nodes[self._node_names[name]].outputs
-                found = outputs[0] if outputs else NOTHING
-            maker = self.before.maker[found] if found != NOTHING else NOTHING
+                candidate = outputs[0] if outputs else NOTHING
+            maker = self.before.maker[candidate] if candidate != NOTHING else NOTHING
             if maker != NOTHING and self.before.nodes[maker].scope == node.scope:
-                return self._followed(node, found, reads) if self._may_make(node, maker, reads) else NOTHING
+                return self._followed(node, candidate, reads) if self._may_make(node, maker, reads) else NOTHING
             name = name[: max(name.rfind("_"), name.rfind("/"), 0)]
         return NOTHING
 
@@ -174,7 +177,9 @@ class Alignment(Counterparts):
             seen.add(at)
             behind = (v for v in self.before.nodes[at].inputs if v != NOTHING and self.before.live[v])
             makers = (self.before.maker[v] for v in behind if self.numbers.number[v] not in reads)
-            queue += [each for each in makers if each != NOTHING and each not in seen and "::" in node.op]
+            queue += [
+                producer for producer in makers if producer != NOTHING and producer not in seen and "::" in node.op
+            ]
         return False
 
     def _by_weights(self, node: SummaryNode, value: int) -> None:
@@ -221,11 +226,11 @@ class Alignment(Counterparts):
 
     def _made_of(self, value: int) -> set[int]:
         """The numbers of the tensors right behind one, as far as a few nodes back."""
-        queue, found = [value], set[int]()
-        while queue and len(found) < LOOK_BACK:
+        queue, behind = [value], set[int]()
+        while queue and len(behind) < LOOK_BACK:
             maker = self.before.maker[queue.pop(0)]
             if maker != NOTHING:
                 sources = [v for v in self.before.nodes[maker].inputs if v != NOTHING and self.before.live[v]]
-                queue.extend(v for v in sources if self.numbers.number[v] not in found)
-                found.update(self.numbers.number[v] for v in sources)
-        return found
+                queue.extend(v for v in sources if self.numbers.number[v] not in behind)
+                behind.update(self.numbers.number[v] for v in sources)
+        return behind

@@ -117,9 +117,9 @@ class _Backwards:
 
     def _between(self, number: int, value: int) -> list[int] | None:
         """The nodes before that make a tensor out of another one; None if they do not, or are many."""
-        queue, found, reached = [value], list[int](), False
+        queue, between, reached = [value], list[int](), False
         seen: set[int] = set()
-        while queue and len(found) < LOOK_BACK:
+        while queue and len(between) < LOOK_BACK:
             at = queue.pop()
             if self.numbers.number[at] == number:
                 reached = True
@@ -128,19 +128,23 @@ class _Backwards:
             if maker == NOTHING or maker in seen or not self.before.live[at]:
                 continue
             seen.add(maker)
-            found.append(maker)
+            between.append(maker)
             queue.extend(v for v in self.before.nodes[maker].reads if v != NOTHING)
-        return found if reached and not queue else None
+        return between if reached and not queue else None
 
     def _confirmed(self, value: int, but: int) -> bool:
         """Whether another node that is still there reads the tensor under its name, as it did before."""
         mine = self.numbers.current(self.counterpart[value])
         for reader in self.after.readers[value]:
             node = self.after.nodes[reader]
-            made = [v for v in node.outputs if v != NOTHING and self.counterpart[v] != NOTHING]
-            if reader == but or not made:
+            known_outputs = [v for v in node.outputs if v != NOTHING and self.counterpart[v] != NOTHING]
+            if reader == but or not known_outputs:
                 continue
-            maker = self.before.maker[self._of.origin(made[0])] if self._of.origin(made[0]) != NOTHING else NOTHING
+            maker = (
+                self.before.maker[self._of.origin(known_outputs[0])]
+                if self._of.origin(known_outputs[0]) != NOTHING
+                else NOTHING
+            )
             if maker != NOTHING and any(
                 self.numbers.number[v] == mine for v in self.before.nodes[maker].inputs if v != NOTHING
             ):
@@ -149,15 +153,15 @@ class _Backwards:
 
     def _pair_movers(self, node: SummaryNode, old: SummaryNode) -> None:
         """Nodes that only move numbers read the same if it is made by the same operator, or in the same shape."""
-        value, other = node.inputs[0], old.inputs[0]
-        if NOTHING in (value, other) or self.counterpart[value] != NOTHING:
+        value, original = node.inputs[0], old.inputs[0]
+        if NOTHING in (value, original) or self.counterpart[value] != NOTHING:
             return
-        mine, theirs = self.after.maker[value], self.before.maker[other]
+        mine, theirs = self.after.maker[value], self.before.maker[original]
         if NOTHING in (mine, theirs):
             return
         op, known = self.after.nodes[mine].op, self.after.shape(value)[0] is not None
-        if op == self.before.nodes[theirs].op or (known and not moves(op) and self._of.alike(value, other)):
-            self._of.match(value, self.numbers.number[other], self._of.alike(value, other))
+        if op == self.before.nodes[theirs].op or (known and not moves(op) and self._of.alike(value, original)):
+            self._of.match(value, self.numbers.number[original], self._of.alike(value, original))
 
     def _through(self, node: SummaryNode, origin: int) -> None:
         """Who only moves numbers computes none: what computed before was done by the node behind.

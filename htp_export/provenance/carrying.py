@@ -209,8 +209,8 @@ class _Origin:
         summary: Its nodes and their owners.
         hierarchy: Its modules.
         signatures: What they took and gave.
-        kept: What else its metadata says that stays true whatever a tool does: what PyTorch's modules hold, and which
-            call ran in which.
+        lasting: Metadata that stays true whatever a tool does: the parameters of PyTorch's modules, and which call ran
+            in which.
         has_map: Whether it says all this itself, in its metadata.
         model: It itself; None where it is gone.
     """
@@ -218,7 +218,7 @@ class _Origin:
     summary: GraphSummary
     hierarchy: Hierarchy
     signatures: Mapping[str, Sequence[Signature]]
-    kept: Mapping[str, str]
+    lasting: Mapping[str, str]
     has_map: bool
     model: ir.Model | None = None
 
@@ -260,7 +260,7 @@ def _from_model(source: ModelSource) -> _Origin:
         _tagged_summary(tagged.model),
         tagged.hierarchy,
         tagged.signatures,
-        _kept(props),
+        _lasting(props),
         tags.MAP in props,
         tagged.model,
     )
@@ -277,12 +277,12 @@ def _from_map(model: ir.Model) -> _Origin:
     try:
         signatures = signatures_from_json(props[tags.SIGNATURES]) if tags.SIGNATURES in props else {}
         hierarchy = Hierarchy.from_json(props[tags.MODULES])
-        return _Origin(text_to_map(props[tags.MAP]), hierarchy, signatures, _kept(props), True)
+        return _Origin(text_to_map(props[tags.MAP]), hierarchy, signatures, _lasting(props), True)
     except ValueError as error:
         raise InputError(f"model {model.graph.name!r}: {error}") from error
 
 
-def _kept(props: Mapping[str, str]) -> dict[str, str]:
+def _lasting(props: Mapping[str, str]) -> dict[str, str]:
     return {key: props[key] for key in (tags.PARAMETERS, tags.CALLERS) if key in props}
 
 
@@ -300,24 +300,24 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
                 f"the second model was not made of the first, which has no {after.values[value].name!r} of that shape"
             )
     try:
-        calls = CallTree.from_json(origin.kept.get(tags.CALLERS), origin.hierarchy)
+        calls = CallTree.from_json(origin.lasting.get(tags.CALLERS), origin.hierarchy)
     except ValueError as error:
         raise InputError(f"the first model: {error}") from error
-    found = owners_after(origin.summary, after, replaced_nodes(alignment), calls)
-    owned = [one if one.paths else replace(one, paths=("",)) for one in found]
-    works = [calls.work(one.paths, one.call) for one in owned]
+    owners = owners_after(origin.summary, after, replaced_nodes(alignment), calls)
+    owned = [entry if entry.paths else replace(entry, paths=("",)) for entry in owners]
+    works = [calls.work(entry.paths, entry.call) for entry in owned]
     evidence = CarriedEvidence(alignment, origin.hierarchy, origin.signatures, works, calls)
     hierarchy, unknown = find_fates(origin.hierarchy, evidence)
     contamination = list(dict.fromkeys((path, after.values[value].name, leaves) for path, value, leaves in unknown))
     _write(model, nodes, owned, hierarchy, evidence.signatures(), contamination)
-    model.metadata_props.update(origin.kept)
+    model.metadata_props.update(origin.lasting)
     if origin.has_map:
         model.metadata_props[tags.MAP] = map_to_text(_tagged_summary(model))
     return Carried(
         model=model,
         nodes=len(nodes),
-        kept=sum(one.kept for one in owned),
-        recovered=dict(Counter(str(one.reason) for one in owned if not one.kept).most_common()),
+        kept=sum(entry.kept for entry in owned),
+        recovered=dict(Counter(str(entry.reason) for entry in owned if not entry.kept).most_common()),
         fates={path: info.fate for path, info in hierarchy.items() if info.fate != origin.hierarchy[path].fate},
         contamination=contamination,
     )
@@ -333,8 +333,8 @@ def _write(
 ) -> None:
     """Tags into a model."""
     entry = cache(lambda paths, reason, call: tags.node_tags(paths, reason, hierarchy.called, call))
-    for node, one in zip(nodes, owned, strict=True):
-        tags.tag_node(node.metadata_props, entry(one.paths, one.reason, one.call))
+    for node, owner in zip(nodes, owned, strict=True):
+        tags.tag_node(node.metadata_props, entry(owner.paths, owner.reason, owner.call))
     for key in tags.MODEL_KEYS:
         model.metadata_props.pop(key, None)
     write_model_metadata(model.metadata_props, hierarchy, signatures=signatures, contamination=contamination)

@@ -49,14 +49,14 @@ class Counterparts:
     @staticmethod
     def fit(after: Shape, before: Shape) -> bool:
         """Whether two shapes and element types can be those of one tensor."""
-        (one, kind), (other, before_kind) = after, before
+        (sizes_after, kind), (sizes_before, before_kind) = after, before
         if kind and before_kind and kind != before_kind and not {kind, before_kind} <= _FLOATS:
             return False
-        if one is None or other is None:
+        if sizes_after is None or sizes_before is None:
             return True
-        sizes = zip(one, other, strict=False)
+        sizes = zip(sizes_after, sizes_before, strict=False)
         fits = all(a == b or isinstance(a, str) or isinstance(b, str) for a, b in sizes)
-        return fits and len(one) == len(other)
+        return fits and len(sizes_after) == len(sizes_before)
 
     def origin(self, value: int) -> int:
         """The value before that a value after is: of those with its number, the one of its name, or the first."""

@@ -46,7 +46,7 @@ class CarriedEvidence(Evidence[int]):
         self._number = alignment.numbers.number
         before = [calls.work(node.owners, node.call) for node in alignment.before.nodes]
         self._before = _boundaries(alignment.before, before)
-        self._there = {
+        self._remaining = {
             number: value
             for value, number in reversed(list(enumerate(alignment.counterpart)))
             if number != NOTHING and alignment.exact[value]
@@ -58,7 +58,7 @@ class CarriedEvidence(Evidence[int]):
         return {path: [call.renamed(self._name) for call in calls] for path, calls in self._signatures.items()}
 
     def _name(self, name: str) -> str | None:
-        value = self._there.get(self._numbered(name), NOTHING)
+        value = self._remaining.get(self._numbered(name), NOTHING)
         return None if value == NOTHING else self._alignment.after.values[value].name
 
     def _numbered(self, name: str) -> int:
@@ -70,16 +70,16 @@ class CarriedEvidence(Evidence[int]):
     def _find_known(self, path: str) -> tuple[frozenset[int], frozenset[int]]:
         """The numbers of the tensors that may enter or leave a module, and of those that it has to make."""
         info = self._old.get(path)
-        given = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.taken}
-        made = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.given}
+        inputs = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.taken}
+        outputs = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.given}
         leaving = set[int]()
         if info is not None and (info.fate == Fate.COMPUTED or path not in self._signatures):
             for value, _, leaves in self._before.of([path]):
-                (leaving if leaves else given).add(self._number[value])
+                (leaving if leaves else inputs).add(self._number[value])
         if not path:
             leaving.update(self._number[value] for value in self._alignment.before.outputs)
-        known = (given | made | leaving) - {NOTHING}
-        return frozenset(known), frozenset(leaving - given - {NOTHING})
+        known = (inputs | outputs | leaving) - {NOTHING}
+        return frozenset(known), frozenset(leaving - inputs - {NOTHING})
 
     def counterpart(self, tensor: int) -> int:
         """The number before of a value after that is the very tensor."""
@@ -104,8 +104,10 @@ class CarriedEvidence(Evidence[int]):
     def without_work(self, path: str) -> Fate | None:
         """Whether the work of a module was folded away, or gave what it took."""
         before = self._alignment.before
-        made = (value for node in self._before.below[path] for value in before.nodes[node].outputs if value != NOTHING)
-        if not any(before.live[value] for value in made):
+        outputs = (
+            value for node in self._before.below[path] for value in before.nodes[node].outputs if value != NOTHING
+        )
+        if not any(before.live[value] for value in outputs):
             return Fate.CONSTANT
         entering = {self._number[value] for value, _, leaves in self._before.of([path]) if not leaves}
         return Fate.IDENTITY if self._known(path)[1] <= entering else None
@@ -115,24 +117,26 @@ class CarriedEvidence(Evidence[int]):
         info = self._old[path]
         if info.fate == Fate.COMPUTED and self.is_closed(path) and self._makes_all(path):
             return None
-        lost = {number for number in self.known(path) if number not in self._there}
+        lost = {number for number in self.known(path) if number not in self._remaining}
         return [*info.fused_with, *self._beyond(path, lost)] if lost or info.fate == Fate.FUSED else None
 
     def _makes_all(self, path: str) -> bool:
         nodes = self._alignment.after.nodes
-        made = {
+        produced = {
             self.counterpart(value)
             for node in self.boundaries.below[path]
             for value in nodes[node].outputs
             if value != NOTHING
         }
-        return self._known(path)[1] <= made
+        return self._known(path)[1] <= produced
 
     def _beyond(self, path: str, numbers: Collection[int]) -> dict[str, None]:
         """The owners of the nodes before on the other side of some of a module's boundary tensors, in order."""
         crossing = self._before.of([path])
-        found = sorted(other for value, other, _ in crossing if self._number[value] in numbers and other != OUTSIDE)
-        return dict.fromkeys(owner for other in found for owner in self._before.works[other].owners)
+        neighbours = sorted(
+            neighbour for value, neighbour, _ in crossing if self._number[value] in numbers and neighbour != OUTSIDE
+        )
+        return dict.fromkeys(owner for neighbour in neighbours for owner in self._before.works[neighbour].owners)
 
     def around(self, group: Sequence[str]) -> Iterator[list[str]]:
         """The owners of the nodes before on the other side of what modules took and gave."""

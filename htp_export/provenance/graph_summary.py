@@ -111,39 +111,39 @@ class GraphSummary:
 
     def shape(self, value: int) -> Shape:
         """Dimensions and element type of a tensor; None and 0 for what is not known."""
-        own = self.values[value]
-        if own.shape is None and self.infer is not None and not own.scope:
+        entry = self.values[value]
+        if entry.shape is None and self.infer is not None and not entry.scope:
             inferred, self.infer = self.infer(), None
-            for other in self.values:
-                if other.shape is None and not other.scope and other.name in inferred:
-                    other.shape, other.dtype = inferred[other.name]
-        return own.shape, own.dtype
+            for further in self.values:
+                if further.shape is None and not further.scope and further.name in inferred:
+                    further.shape, further.dtype = inferred[further.name]
+        return entry.shape, entry.dtype
 
     @cached_property
     def maker(self) -> list[int]:
         """Value → the node that makes it."""
-        found = [NOTHING] * len(self.values)
+        producers = [NOTHING] * len(self.values)
         for index, node in enumerate(self.nodes):
             for value in node.outputs:
                 if value != NOTHING:
-                    found[value] = index
-        return found
+                    producers[value] = index
+        return producers
 
     @cached_property
     def readers(self) -> list[list[int]]:
         """Value → the nodes that read it, each once."""
-        found: list[list[int]] = [[] for _ in self.values]
+        consumers: list[list[int]] = [[] for _ in self.values]
         for index, node in enumerate(self.nodes):
             for value in dict.fromkeys(node.reads):
                 if value != NOTHING:
-                    found[value].append(index)
-        return found
+                    consumers[value].append(index)
+        return consumers
 
     @cached_property
     def live(self) -> list[bool]:
         """Value → whether it depends on the values of the model's inputs; sizes of tensors do not count."""
-        found = dependence(self._steps(), self._given())
-        return [index in found for index in range(len(self.values))]
+        dependent = dependence(self._steps(), self._given())
+        return [index in dependent for index in range(len(self.values))]
 
     def _given(self) -> dict[int, int]:
         """The inputs of the main graph and of functions; those of subgraphs are given by the node that holds them."""
@@ -158,35 +158,35 @@ class GraphSummary:
         for index, value in enumerate(self.values):
             if value.kind == "input":
                 inputs[value.scope].append(index)
-        given: dict[int, dict[int, None]] = defaultdict(dict)  # holder → inputs of its subgraphs
+        body_inputs: dict[int, dict[int, None]] = defaultdict(dict)  # holder → inputs of its subgraphs
         for index in range(len(self.nodes) - 1, -1, -1):
             node = self.nodes[index]
             if node.holder != NOTHING:
-                given[node.holder].update(dict.fromkeys(inputs[node.scope]))
+                body_inputs[node.holder].update(dict.fromkeys(inputs[node.scope]))
                 (sizes if node.op in SIZES_ONLY else values)[node.holder].update(values_read(node.op, node.inputs))
                 sizes[node.holder] |= sizes[index]
                 values[node.holder] |= values[index]
         for index, node in enumerate(self.nodes):
             if node.op not in SIZES_ONLY:
                 captured = (value for value in node.captured if value in values[index] or value not in sizes[index])
-                made = (value for value in node.outputs if value != NOTHING)
-                yield (*values_read(node.op, node.inputs), *captured), (*made, *given[index])
+                outputs = (value for value in node.outputs if value != NOTHING)
+                yield (*values_read(node.op, node.inputs), *captured), (*outputs, *body_inputs[index])
 
     @cached_property
     def by_name(self) -> dict[str, list[int]]:
         """Name → the values that bear it: one, but for names that several subgraphs use."""
-        found: dict[str, list[int]] = {}
+        by_name: dict[str, list[int]] = {}
         for index, value in enumerate(self.values):
             if value.name:
-                found.setdefault(value.name, []).append(index)
-        return found
+                by_name.setdefault(value.name, []).append(index)
+        return by_name
 
     def find(self, name: str, scope: str = "") -> int:
         """The value of a name, in that scope if there are several; `NOTHING` where there is none or it is not told."""
-        found = self.by_name.get(name, ())
-        if len(found) > 1:
-            found = [value for value in found if self.values[value].scope == scope] or found
-        return found[0] if len(found) == 1 else NOTHING
+        matches = self.by_name.get(name, ())
+        if len(matches) > 1:
+            matches = [value for value in matches if self.values[value].scope == scope] or matches
+        return matches[0] if len(matches) == 1 else NOTHING
 
 
 def summarize(model: ir.Model, functions: Iterable[ir.Function] = ()) -> tuple[GraphSummary, list[ir.Node]]:
@@ -214,13 +214,13 @@ def summarize(model: ir.Model, functions: Iterable[ir.Function] = ()) -> tuple[G
 def _infer_shapes(model: ir.Model) -> dict[str, Shape]:
     """Name → dimensions and element type of what the nodes of the main graph make."""
     known = Symbolic(model.graph, functions=model.functions)
-    found = (known.described(value) for node in model.graph for value in node.outputs if value.name)
+    described = (known.described(value) for node in model.graph for value in node.outputs if value.name)
     return {
         str(value.name): (
             None if value.shape is None else tuple(map(_dimension, value.shape.dims)),
             int(value.dtype or 0),
         )
-        for value in found
+        for value in described
     }
 
 
@@ -253,8 +253,8 @@ class _Summarizer:
     def _read(self, value: ir.Value | None, scope: str) -> int:
         if value is None:
             return NOTHING
-        found = self.values.get(value)
-        return self._value(value, scope, "node") if found is None else found
+        index = self.values.get(value)
+        return self._value(value, scope, "node") if index is None else index
 
     def _node(self, node: ir.Node, scope: str, holder: int) -> None:
         metadata, bodies = node.metadata_props, list[tuple[str, ir.Graph]]()
@@ -290,10 +290,10 @@ class _Summarizer:
         self.graph(body, scope, holder)
         inside = self.summary.nodes[first:]
         reads = (value for node in inside for value in node.reads)
-        given = (self.values[value] for value in body.outputs if value in self.values)
-        captured = dict.fromkeys(value for value in (*reads, *given) if NOTHING < value < before)
-        own = self.summary.nodes[holder]
-        own.captured = tuple(dict.fromkeys((*own.captured, *captured)))
+        results = (self.values[value] for value in body.outputs if value in self.values)
+        captured = dict.fromkeys(value for value in (*reads, *results) if NOTHING < value < before)
+        holder_node = self.summary.nodes[holder]
+        holder_node.captured = tuple(dict.fromkeys((*holder_node.captured, *captured)))
 
 
 def _dimension(dimension: object) -> int | str:
@@ -346,5 +346,5 @@ def _content(tensor: ir.TensorProtocol | None) -> str:
     if tensor.nbytes > _SMALL_BYTES:
         return ""
     shape = ",".join(str(dimension) for dimension in tensor.shape)
-    said = f"{int(tensor.dtype)}:{shape}:{tensor.tobytes().hex()}"
-    return said if len(said) <= 40 else hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
+    text = f"{int(tensor.dtype)}:{shape}:{tensor.tobytes().hex()}"
+    return text if len(text) <= 40 else hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

@@ -93,20 +93,29 @@ def _summary(columns: dict[str, Any]) -> GraphSummary:
             _absolute(ins, index, len(values)),
             _absolute(outs, index, len(values)),
             _within(inner, len(values)),
-            _text(said),
-            tuple(map(_text, said_words)),
+            _text(node_attributes),
+            tuple(map(_text, node_words)),
             _text(scope),
             holder if NOTHING <= holder < index else NOTHING,
             bool(has_bodies),
             tuple(map(_text, owners)),
             _text(call),
         )
-        for index, (op, name, ins, outs, inner, said, said_words, scope, (holder, has_bodies), (owners, call)) in (
-            enumerate(rows)
-        )
+        for index, (
+            op,
+            name,
+            ins,
+            outs,
+            inner,
+            node_attributes,
+            node_words,
+            scope,
+            (holder, has_bodies),
+            (owners, call),
+        ) in (enumerate(rows))
     ]
-    given, made = (list(_within(columns[key], len(values))) for key in ("inputs", "outputs"))
-    return GraphSummary(nodes, values, given, made)
+    graph_inputs, graph_outputs = (list(_within(columns[key], len(values))) for key in ("inputs", "outputs"))
+    return GraphSummary(nodes, values, graph_inputs, graph_outputs)
 
 
 def _table(column: Iterable[T]) -> list[Any]:

@@ -66,8 +66,8 @@ class Numbering:
             return True
         if node.op not in _KEEPS_ORDER:
             return False
-        (shape, dtype), made = self.summary.shape(node.inputs[0]), self.summary.shape(node.outputs[0])
-        return shape is not None and dtype != 0 and "?" not in shape and (shape, dtype) == made
+        (shape, dtype), result = self.summary.shape(node.inputs[0]), self.summary.shape(node.outputs[0])
+        return shape is not None and dtype != 0 and "?" not in shape and (shape, dtype) == result
 
     @staticmethod
     def key(node: SummaryNode, numbers: list[int]) -> Key | None:
@@ -79,21 +79,21 @@ class Numbering:
     def made_by(self, node: SummaryNode, numbers: list[int]) -> SummaryNode | None:
         """The node of this model that makes what a node with these inputs makes."""
         key = self.key(node, numbers)
-        found = None if key is None else self._nodes.get(key)
-        return None if found is None else self.summary.nodes[found]
+        index = None if key is None else self._nodes.get(key)
+        return None if index is None else self.summary.nodes[index]
 
     def constant(self, content: str) -> int:
         """The number of a small constant; `NOTHING` where the model has none that is equal."""
-        found = self._constants.get(content)
-        return NOTHING if found is None else self.number[found]
+        value = self._constants.get(content)
+        return NOTHING if value is None else self.number[value]
 
-    def unite(self, one: int, other: int) -> None:
+    def unite(self, number: int, equal: int) -> None:
         """Two numbers turn out to be one tensor: from now on both are the first."""
         members = self.members
-        self._united[other] = one
-        for value in members.pop(other, ()):
-            self.number[value] = one
-            members.setdefault(one, []).append(value)
+        self._united[equal] = number
+        for value in members.pop(equal, ()):
+            self.number[value] = number
+            members.setdefault(number, []).append(value)
 
     def current(self, number: int) -> int:
         """A number that was handed out, as it is since it was united with others."""

@@ -42,13 +42,13 @@ def optimized_owners(
     """
     tree = CallTree(Hierarchy([ModuleInfo("", "")]))
     owned = _owned(original, optimized, lambda node: tree.work(owners_of(node)), tree)
-    return {node: one.paths for node, one in owned.items()}
+    return {node: entry.paths for node, entry in owned.items()}
 
 
 def optimized_works(tagged: TaggedModel, optimized: ir.Model) -> dict[ir.Node, NodeCalls]:
     """Whose work each node of an optimised graph does; see ``optimized_owners``."""
     owned = _owned(tagged.model, optimized, tagged.work_of, tagged.calls)
-    return {node: tagged.calls.work(one.paths, one.call) for node, one in owned.items()}
+    return {node: tagged.calls.work(entry.paths, entry.call) for node, entry in owned.items()}
 
 
 def _owned(

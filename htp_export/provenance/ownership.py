@@ -34,23 +34,25 @@ def owners_after(
     before: GraphSummary, after: GraphSummary, works: Sequence[ReplacedNodes], tree: CallTree
 ) -> list[Owned]:
     """The owners of every node after, in order; a node that touches nothing that is known has none."""
-    found: list[Owned | None] = [
+    results: list[Owned | None] = [
         _by_work(before, node, work, tree) for node, work in zip(after.nodes, works, strict=True)
     ]
     for index in range(len(after.nodes) - 1, -1, -1):
-        if found[index] is None:  # it was inserted, and serves those that read what it makes
+        if results[index] is None:  # it was inserted, and serves those that read what it makes
             readers = (
                 reader for value in after.nodes[index].outputs if value != NOTHING for reader in after.readers[value]
             )
-            found[index] = _together(tree, (found[reader] for reader in sorted(set(readers))))
+            results[index] = _together(tree, (results[reader] for reader in sorted(set(readers))))
     for index, node in enumerate(after.nodes):
-        if found[index] is None:  # nothing reads it, but perhaps the node whose subgraph it stands in
+        if results[index] is None:  # nothing reads it, but perhaps the node whose subgraph it stands in
             makers = (after.maker[value] for value in node.reads if value != NOTHING)
-            near = [found[maker] for maker in sorted(set(makers) - {NOTHING})]
-            calls = (found[other] for other, one in enumerate(after.nodes) if node.scope and one.op == node.scope)
-            held = [found[node.holder]] if node.holder != NOTHING else calls
-            found[index] = _together(tree, near) or _together(tree, held)
-    return [owned or Owned((), Reason.INSERTED) for owned in found]
+            near = [results[maker] for maker in sorted(set(makers) - {NOTHING})]
+            calls = (
+                results[place] for place, caller in enumerate(after.nodes) if node.scope and caller.op == node.scope
+            )
+            held = [results[node.holder]] if node.holder != NOTHING else calls
+            results[index] = _together(tree, near) or _together(tree, held)
+    return [owned or Owned((), Reason.INSERTED) for owned in results]
 
 
 def _by_work(before: GraphSummary, node: SummaryNode, work: ReplacedNodes, tree: CallTree) -> Owned | None:
@@ -71,8 +73,10 @@ def _by_work(before: GraphSummary, node: SummaryNode, work: ReplacedNodes, tree:
 
 
 def _together(tree: CallTree, near: Iterable[Owned | None]) -> Owned | None:
-    owned = [one for one in near if one is not None]
+    owned = [entry for entry in near if entry is not None]
     if not owned:
         return None
-    paths = tuple(dict.fromkeys(path for one in owned for path in one.paths))
-    return Owned(paths, Reason.INSERTED, tree.encode_merged_calls(paths, [(one.paths, one.call) for one in owned]))
+    paths = tuple(dict.fromkeys(path for entry in owned for path in entry.paths))
+    return Owned(
+        paths, Reason.INSERTED, tree.encode_merged_calls(paths, [(entry.paths, entry.call) for entry in owned])
+    )

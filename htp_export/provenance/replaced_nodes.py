@@ -57,13 +57,13 @@ class _Division:
 
     def _values_taken(self) -> set[int]:
         """Values before that are there under their name."""
-        found = set()
+        taken = set()
         for value, number in enumerate(self.known.counterpart):
             if number != NOTHING:
                 origin = self.known.origin(value)
                 if origin != NOTHING and self.before.values[origin].name == self.after.values[value].name:
-                    found.add(origin)
-        return found
+                    taken.add(origin)
+        return taken
 
     def _surroundings(self) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
         """For each node after: the numbers that it is made of, and the known values that are made of it."""
@@ -71,14 +71,14 @@ class _Division:
         behind, ahead = [_SHARED] * len(nodes), [_SHARED] * len(nodes)
         carried: dict[int, frozenset[int]] = {}
         for index, node in enumerate(nodes):
-            found = {counterpart[v] for v in node.reads if v != NOTHING} - {NOTHING}
-            behind[index] = frozenset(found.union(*(carried.get(v, _SHARED) for v in node.reads)))
+            nearest = {counterpart[v] for v in node.reads if v != NOTHING} - {NOTHING}
+            behind[index] = frozenset(nearest.union(*(carried.get(v, _SHARED) for v in node.reads)))
             carried.update((v, behind[index]) for v in node.outputs if v != NOTHING and counterpart[v] == NOTHING)
         carried = {}
         for index in range(len(nodes) - 1, -1, -1):
             outputs = [v for v in nodes[index].outputs if v != NOTHING]
-            found = {v for v in outputs if counterpart[v] != NOTHING}
-            ahead[index] = frozenset(found.union(*(carried.get(v, _SHARED) for v in outputs)))
+            nearest = {v for v in outputs if counterpart[v] != NOTHING}
+            ahead[index] = frozenset(nearest.union(*(carried.get(v, _SHARED) for v in outputs)))
             for value in nodes[index].reads:
                 if value != NOTHING and counterpart[value] == NOTHING:
                     carried[value] = carried.get(value, _SHARED) | ahead[index]
@@ -86,11 +86,11 @@ class _Division:
 
     def _claims(self) -> dict[tuple[frozenset[int], str], int]:
         """How many nodes after share the same known tensors ahead and have the same operator."""
-        found: dict[tuple[frozenset[int], str], int] = {}
+        claims: dict[tuple[frozenset[int], str], int] = {}
         for index, node in enumerate(self.after.nodes):
             key = (self._ahead[index], base_op(node.op))
-            found[key] = found.get(key, 0) + 1
-        return found
+            claims[key] = claims.get(key, 0) + 1
+        return claims
 
     # --- one node ---
 
@@ -120,8 +120,8 @@ class _Division:
         if not node.has_bodies and any(nodes[n].has_bodies for n in work.nodes):  # a branch that was dissolved
             work = replace(work, nodes=tuple(sorted({*work.nodes, *self._inside(work.nodes)})))
         if unknown:
-            told = done if work.coarse else done.union(work.nodes)
-            self._done.update(dict.fromkeys(unknown, told))
+            replaced = done if work.coarse else done.union(work.nodes)
+            self._done.update(dict.fromkeys(unknown, replaced))
         return work
 
     def _inside(self, holders: Iterable[int]) -> Iterator[int]:
@@ -192,21 +192,21 @@ class _Division:
         same = self._claimed[self._ahead[index], base_op(node.op)]
         if alike and len(alike) == same:
             alike = alike[:1]  # in order: those before it are done
-        for found, reason in ((named, Reason.NODE), (reading, Reason.INITIALIZER), (alike, Reason.REGION)):
-            if found:
-                return ReplacedNodes(self._up_to(found, part), reason)
+        for selected, reason in ((named, Reason.NODE), (reading, Reason.INITIALIZER), (alike, Reason.REGION)):
+            if selected:
+                return ReplacedNodes(self._up_to(selected, part), reason)
         return ReplacedNodes(part, Reason.REGION, coarse=True)
 
     def _up_to(self, ends: list[int], part: tuple[int, ...]) -> tuple[int, ...]:
         """Of a part, the nodes that these are made of, and these."""
-        inside, queue, found = set(part), list(ends), set(ends)
+        inside, queue, behind = set(part), list(ends), set(ends)
         while queue:
             for value in self.before.nodes[queue.pop()].reads:
                 maker = self.before.maker[value] if value != NOTHING else NOTHING
-                if maker in inside and maker not in found:
-                    found.add(maker)
+                if maker in inside and maker not in behind:
+                    behind.add(maker)
                     queue.append(maker)
-        return tuple(sorted(found))
+        return tuple(sorted(behind))
 
     # --- what lies between known tensors ---
 
@@ -214,13 +214,13 @@ class _Division:
         """The nodes before that make the values ``ahead`` out of the tensors ``behind``, in order."""
         key = ahead, behind
         if key not in self._slices:
-            found: set[int] = set()
+            between: set[int] = set()
             for value in ahead:
-                self._collect(value, behind, found)
-            self._slices[key] = tuple(sorted(found))
+                self._collect(value, behind, between)
+            self._slices[key] = tuple(sorted(between))
         return self._slices[key]
 
-    def _collect(self, value: int, behind: frozenset[int], found: set[int]) -> None:
+    def _collect(self, value: int, behind: frozenset[int], collected: set[int]) -> None:
         before, number = self.before, self.number
         starts = self._starts(value, behind)
         live = any(before.live[v] for v in starts)
@@ -240,10 +240,10 @@ class _Division:
                     continue
             seen.add(maker)
             if not self.known.numbers.idle[maker] or at in first:
-                found.add(maker)
+                collected.add(maker)
             queue.extend(v for v in before.nodes[maker].reads if v != NOTHING)
         for at in elsewhere:
-            found |= self._repeated(at, behind, live)
+            collected |= self._repeated(at, behind, live)
 
     def _starts(self, value: int, behind: frozenset[int]) -> list[int]:
         """The values before that a value after stands for: its own, and those of equal ones that are gone."""
@@ -251,10 +251,10 @@ class _Division:
         if origin == NOTHING:
             return []
         maker = self.before.maker[origin]
-        own = self.before.values[origin].name == self.after.values[value].name
+        same_name = self.before.values[origin].name == self.after.values[value].name
         idle = maker != NOTHING and known.numbers.idle[maker]
         if known.counterpart[value] in behind:  # it gives back what it reads
-            return [origin] if own and idle else []
+            return [origin] if same_name and idle else []
         equal = [
             member
             for member in known.numbers.members.get(known.counterpart[value], ())
@@ -262,23 +262,23 @@ class _Division:
             and not known.numbers.idle[self.before.maker[member]]
             and (member == origin or member not in self._taken)
         ]
-        also = [other for other in known.also.get(value, ()) if self.number[other] not in behind]
+        also = [further for further in known.also.get(value, ()) if self.number[further] not in behind]
         return (equal or [origin]) + also
 
     def _repeated(self, value: int, behind: frozenset[int], live: bool) -> set[int]:
         """Original nodes that another node replaces, too: only if all their inputs are available, and they are few."""
-        before, queue, found = self.before, [value], set[int]()
+        before, queue, repeated = self.before, [value], set[int]()
         while queue:
             at = queue.pop()
             maker = before.maker[at]
-            if self.number[at] in behind or maker in found or (live and not before.live[at]):
+            if self.number[at] in behind or maker in repeated or (live and not before.live[at]):
                 continue
             if maker == NOTHING:
                 if before.values[at].kind == "input":
                     return set()
                 continue
-            if len(found) == _REPEATED:
+            if len(repeated) == _REPEATED:
                 return set()
-            found.add(maker)
+            repeated.add(maker)
             queue.extend(v for v in before.nodes[maker].reads if v != NOTHING)
-        return {maker for maker in found if not self.known.numbers.idle[maker]}
+        return {maker for maker in repeated if not self.known.numbers.idle[maker]}

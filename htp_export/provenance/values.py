@@ -59,13 +59,13 @@ def equal_values(
         for index, array in _tensors(*before, feed.arrays, "the model before", portion_bytes):
             if _telling(array):
                 known.setdefault(_kind(array), _Known()).add(index, store.keep(array))
-        found = {}
+        matches = {}
         for index, array in _tensors(*after, again.arrays, "the model after", portion_bytes):
             same = known.get(_kind(array))
             equal = same.equal(array) if same is not None and _telling(array) else ()
             if equal:
-                found[index] = equal
-    return found
+                matches[index] = equal
+    return matches
 
 
 class _Known:
@@ -114,11 +114,11 @@ def _rounding(array: Array) -> float:
     return tolerance.relative * math.sqrt(float(np.square(finite).mean())) if finite.size else 0.0
 
 
-def _close(one: Array, other: Array, limit: float) -> Array:
+def _close(first: Array, second: Array, limit: float) -> Array:
     if not limit:
-        return np.asarray((one == other) | ((one != one) & (other != other)))
-    wide = np.complex128 if one.dtype.kind == "c" else np.float64
-    return np.isclose(one.astype(wide), other.astype(wide), rtol=0.0, atol=limit, equal_nan=True)
+        return np.asarray((first == second) | ((first != first) & (second != second)))
+    wide = np.complex128 if first.dtype.kind == "c" else np.float64
+    return np.isclose(first.astype(wide), second.astype(wide), rtol=0.0, atol=limit, equal_nan=True)
 
 
 def _tensors(
@@ -137,10 +137,12 @@ def _tensors(
             sizes[value.name] = bytes_of.get(value.name)
     largest = max((size for size in sizes.values() if size is not None), default=0)
     runner = Runner(model, name, SessionSettings())
-    for wanted in portions({each: largest if size is None else size for each, size in sizes.items()}, portion_bytes):
+    for wanted in portions(
+        {tensor: largest if size is None else size for tensor, size in sizes.items()}, portion_bytes
+    ):
         arrays = runner.run(feed, wanted)
-        for each in wanted:
-            yield summary.find(each), arrays.pop(each)
+        for tensor in wanted:
+            yield summary.find(tensor), arrays.pop(tensor)
 
 
 def _gives_tensors(op: str) -> bool:

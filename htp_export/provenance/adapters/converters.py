@@ -44,7 +44,7 @@ def version_converter(model: ModelSource, output: str | os.PathLike[str] | None 
     if not isinstance(opset, int) or not 1 <= opset <= latest:
         raise InputError(f"version_converter: opset {opset!r} is none of 1 to {latest}")
     tool = library("onnx.version_converter", None)
-    return adapted("version_converter", lambda given, _: tool.convert_version(onnx.load(given), opset), model, output)
+    return adapted("version_converter", lambda source, _: tool.convert_version(onnx.load(source), opset), model, output)
 
 
 def float16(model: ModelSource, output: str | os.PathLike[str] | None = None, **options: Any) -> Carried:
@@ -74,7 +74,7 @@ def float16(model: ModelSource, output: str | os.PathLike[str] | None = None, **
     """
     tool = library("onnxruntime.transformers.float16", None)
     return adapted(
-        "float16", lambda given, _: tool.convert_float_to_float16(onnx.load(given), **options), model, output
+        "float16", lambda source, _: tool.convert_float_to_float16(onnx.load(source), **options), model, output
     )
 
 
@@ -104,7 +104,7 @@ def symbolic_shape_infer(model: ModelSource, output: str | os.PathLike[str] | No
     """
     library("onnxruntime.tools.symbolic_shape_infer", None)
     return adapted(
-        "symbolic_shape_infer", lambda given, _: _infer_by_symbols(onnx.load(given), **options), model, output
+        "symbolic_shape_infer", lambda source, _: _infer_by_symbols(onnx.load(source), **options), model, output
     )
 
 
@@ -134,5 +134,5 @@ def _infer_by_symbols(
     if not complete:
         raise RuntimeError("Incomplete symbolic shape inference")
     inference._update_output_from_vi()
-    found: onnx.ModelProto = inference.out_mp_
-    return found
+    result: onnx.ModelProto = inference.out_mp_
+    return result

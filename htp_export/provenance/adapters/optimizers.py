@@ -45,7 +45,7 @@ def onnxslim(model: ModelSource, output: str | os.PathLike[str] | None = None, *
         ['0', '1']
     """
     tool = library("onnxslim")
-    return adapted("onnxslim", lambda given, _: tool.slim(onnx.load(given), **options), model, output)
+    return adapted("onnxslim", lambda source, _: tool.slim(onnx.load(source), **options), model, output)
 
 
 def onnxsim(model: ModelSource, output: str | os.PathLike[str] | None = None, **options: Any) -> Carried:
@@ -75,12 +75,12 @@ def onnxsim(model: ModelSource, output: str | os.PathLike[str] | None = None, **
     """
     tool = library("onnxsim")
 
-    def simplify(given: Path, _: Path) -> onnx.ModelProto:
-        simplified, same = tool.simplify(onnx.load(given), **options)
+    def simplify(source: Path, _: Path) -> onnx.ModelProto:
+        simplified, same = tool.simplify(onnx.load(source), **options)
         if not same:
             raise ToolError("onnxsim", "says that its result does not compute what the model did")
-        made: onnx.ModelProto = simplified
-        return made
+        result: onnx.ModelProto = simplified
+        return result
 
     return adapted("onnxsim", simplify, model, output)
 
@@ -120,7 +120,7 @@ def onnxoptimizer(
     wanted = list(passes) if passes is not None else tool.get_fuse_and_elimination_passes()
     return adapted(
         "onnxoptimizer",
-        lambda given, _: tool.optimize(onnx.load(given), wanted, fixed_point),
+        lambda source, _: tool.optimize(onnx.load(source), wanted, fixed_point),
         model,
         output,
     )
@@ -156,8 +156,8 @@ def onnxscript(
     """
     optimizer, rewriter = library("onnxscript.optimizer", None), library("onnxscript.rewriter", None)
 
-    def optimize(given: Path, _: Path) -> ir.Model:
-        loaded = ir.load(given)
+    def optimize(source: Path, _: Path) -> ir.Model:
+        loaded = ir.load(source)
         optimizer.optimize(loaded, **options)
         rewritten: ir.Model = rewriter.rewrite(loaded)
         if fusions:

@@ -57,7 +57,9 @@ def quantize_dynamic(model: ModelSource, output: str | os.PathLike[str] | None =
     """
     tool = library("onnxruntime.quantization", None)
     _warn_of_saturation(options)
-    return adapted("quantize_dynamic", lambda given, made: tool.quantize_dynamic(given, made, **options), model, output)
+    return adapted(
+        "quantize_dynamic", lambda source, target: tool.quantize_dynamic(source, target, **options), model, output
+    )
 
 
 def quantize_static(
@@ -100,7 +102,10 @@ def quantize_static(
             return next(runs, None)
 
     return adapted(
-        "quantize_static", lambda given, made: tool.quantize_static(given, made, Reader(), **options), model, output
+        "quantize_static",
+        lambda source, target: tool.quantize_static(source, target, Reader(), **options),
+        model,
+        output,
     )
 
 
@@ -169,10 +174,10 @@ def matmul_nbits(
         raise InputError(f"matmul_nbits: bits are {bits!r}, and can be {', '.join(map(str, _BITS))}")
     tool = library("onnxruntime.quantization.matmul_nbits_quantizer", None)
 
-    def quantize(given: Path, _: Path) -> onnx.ModelProto:
-        quantizer = tool.MatMulNBitsQuantizer(onnx.load(given), bits=bits, **options)
+    def quantize(source: Path, _: Path) -> onnx.ModelProto:
+        quantizer = tool.MatMulNBitsQuantizer(onnx.load(source), bits=bits, **options)
         quantizer.process()
-        made: onnx.ModelProto = quantizer.model.model
-        return made
+        result: onnx.ModelProto = quantizer.model.model
+        return result
 
     return adapted("matmul_nbits", quantize, model, output)

@@ -56,10 +56,10 @@ def onnxruntime(
     settings.check()
     tool = library("onnxruntime", None)
 
-    def optimize(given: Path, made: Path) -> None:
+    def optimize(source: Path, target: Path) -> None:
         chosen = getattr(tool.GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}")
-        changes = Changes({"graph_optimization_level": chosen, "optimized_model_filepath": os.fspath(made)})
-        Session(RunnableModel(given, "onnxruntime: the model"), settings, changes)
+        changes = Changes({"graph_optimization_level": chosen, "optimized_model_filepath": os.fspath(target)})
+        Session(RunnableModel(source, "onnxruntime: the model"), settings, changes)
 
     return adapted("onnxruntime", optimize, model, output)
 
@@ -94,10 +94,10 @@ def onnxruntime_transformers(
     """
     tool = library("onnxruntime.transformers.optimizer", None)
 
-    def optimize(given: Path, made: Path) -> None:
-        optimized = tool.optimize_model(os.fspath(given), model_type=model_type, **options)
+    def optimize(source: Path, target: Path) -> None:
+        optimized = tool.optimize_model(os.fspath(source), model_type=model_type, **options)
         optimized.save_model_to_file(
-            os.fspath(made), use_external_data_format=given.with_name("model.onnx.data").exists()
+            os.fspath(target), use_external_data_format=source.with_name("model.onnx.data").exists()
         )
 
     return adapted("onnxruntime_transformers", optimize, model, output)
