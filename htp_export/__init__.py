@@ -15,6 +15,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from htp_export.attention.decomposing import decomposed_attention
     from htp_export.costs.costing import cost
     from htp_export.costs.result import Cost
     from htp_export.costs.work import Work
@@ -78,6 +79,7 @@ __all__ = [
     "compare",
     "contamination",
     "cost",
+    "decomposed_attention",
     "diff",
     "embed_map",
     "export",
@@ -132,6 +134,7 @@ _HOMES = {
     "compare": "run.file_comparing",
     "contamination": "exporter.repair_report",
     "cost": "costs.costing",
+    "decomposed_attention": "attention.decomposing",
     "diff": "differences.differing",
     "embed_map": "provenance.carrying",
     "export": "exporter.exporting",

@@ -30,7 +30,7 @@ from htp_export.exporter.capture import (
     torchscript,
 )
 from htp_export.process import garbage_collection as garbage
-from htp_export.process import restoring
+from htp_export.process import restoring, shared_settings
 from htp_export.run import pytorch_calls
 
 # The modules of which every line counts, and single functions of others.
@@ -39,15 +39,9 @@ SINGLE = {
     modules: {"keep_training_modes", "put_back"},
     patches: {"translations_read_once", "make"},
     torch_internals: {
-        *(
-            "hold",
-            "_enter",
-            "_leave",
-            "turn_attention_fast_path_off",
-            "turn_compilation_off",
-        ),
-        *("keep_autocast_cache", "run_after_hooks", "last", "watch_bodies"),
+        *("turn_compilation_off", "keep_autocast_cache", "run_after_hooks", "last", "watch_bodies"),
     },
+    shared_settings: {"hold", "_enter", "_leave", "turn_attention_fast_path_off"},
     torchscript: {"trace", "returns"},
     dynamo_patches: {"_watch_bodies"},
     pytorch_calls: {"evaluating"},

@@ -46,6 +46,7 @@ PUBLIC = [
     "compare",
     "contamination",
     "cost",
+    "decomposed_attention",
     "diff",
     "embed_map",
     "export",

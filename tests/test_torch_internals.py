@@ -20,6 +20,7 @@ from htp_export.exporter.capture.patches import DYNAMO, TORCHSCRIPT
 from htp_export.exporter.capture.patching import Patch, Patches
 from htp_export.exporter.capture.running import script_capture
 from htp_export.files.protobuf_bytes import SerializedModel, Weight
+from htp_export.process import shared_settings
 from htp_export.process.restoring import restored, set_variable
 
 EVERY = [patch for group in patches.EVERY for patch in group.patches]
@@ -411,7 +412,7 @@ def test_a_graph_module_that_is_exported_is_interpreted_inside_a_wrapper() -> No
 def test_the_fast_path_of_attention_is_off_inside_and_as_it_was_after(enabled: bool) -> None:
     torch.backends.mha.set_fastpath_enabled(enabled)
     try:
-        with restored(torch_internals.turn_attention_fast_path_off):
+        with restored(shared_settings.turn_attention_fast_path_off):
             assert not torch.backends.mha.get_fastpath_enabled()
         assert torch.backends.mha.get_fastpath_enabled() is enabled
     finally:

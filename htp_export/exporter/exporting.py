@@ -29,6 +29,7 @@ from htp_export.files.protobuf_bytes import SerializedModel
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.process.garbage_collection import hold_collection
 from htp_export.process.restoring import Changes, set_variable
+from htp_export.process.shared_settings import turn_attention_fast_path_off
 
 __all__ = ["export", "tagging"]
 
@@ -355,7 +356,7 @@ class _TorchScript:
 
     def run(self, export: Callable[[], Any]) -> Any:
         """Export with the call that torch makes; once more, with the call as given, where torch refuses it."""
-        torch_internals.turn_attention_fast_path_off(self._changes)
+        turn_attention_fast_path_off(self._changes)
         keep_training_modes(self._changes, self.model)
         hold_collection(self._changes)
         try:

@@ -46,6 +46,7 @@ class ModuleInfo:
         fate: Its fate, one of ``FATES``.
         fused_with: For ``fused``: the paths of the modules with which it was merged.
         torch_name: Its name in ``named_modules()``, if that differs from the path; else None.
+        synthetic: Whether it is no module of the model but a step of one, as `decomposed_attention` makes them.
     """
 
     path: str
@@ -54,6 +55,7 @@ class ModuleInfo:
     fate: str = "uncalled"
     fused_with: tuple[str, ...] = ()
     torch_name: str | None = field(default=None, repr=False)
+    synthetic: bool = field(default=False, repr=False)
 
     @property
     def simple_class(self) -> str:
@@ -103,7 +105,12 @@ class Hierarchy(Mapping[str, ModuleInfo]):
             [('', 'torch.nn.modules.container.Sequential'), ('0', 'torch.nn.modules.activation.ReLU')]
         """
         return cls(
-            ModuleInfo(path, _class_name(child), torch_name=None if name == path else name)
+            ModuleInfo(
+                path,
+                _class_name(child),
+                torch_name=None if name == path else name,
+                synthetic=bool(getattr(type(child), "htp_synthetic", False)),
+            )
             for path, name, child in module_paths(module)
         )
 
@@ -160,6 +167,8 @@ class Hierarchy(Mapping[str, ModuleInfo]):
                 entries[module.path]["with"] = list(module.fused_with)
             if module.torch_name is not None:
                 entries[module.path]["name"] = module.torch_name
+            if module.synthetic:
+                entries[module.path]["synthetic"] = True
         return json.dumps(entries, separators=(",", ":"))
 
     def with_results(
@@ -287,7 +296,7 @@ def _module_from_json(path: str, entry: object) -> ModuleInfo:
     if not isinstance(entry, dict):
         raise ValueError(f"{tags.MODULES}: module {path!r} is not a JSON object")  # noqa: TRY004 - it is a bad value
     class_name, calls, fate = entry.get("class"), entry.get("calls"), entry.get("fate")
-    merged, torch_name = entry.get("with", []), entry.get("name")
+    merged, torch_name, synthetic = entry.get("with", []), entry.get("name"), entry.get("synthetic", False)
     if not isinstance(class_name, str):
         problem = f"'class' is not a string: {class_name!r}"
     elif not isinstance(calls, int) or isinstance(calls, bool) or calls < 0:
@@ -298,8 +307,11 @@ def _module_from_json(path: str, entry: object) -> ModuleInfo:
         problem = f"'with' is not a list of module paths: {merged!r}"
     elif not (torch_name is None or isinstance(torch_name, str)):
         problem = f"'name' is not a string: {torch_name!r}"
+    elif not isinstance(synthetic, bool):
+        problem = f"'synthetic' is neither true nor false: {synthetic!r}"
     else:
-        return ModuleInfo(path, class_name, calls, fate, tuple(merged) if fate == "fused" else (), torch_name)
+        partners = tuple(merged) if fate == "fused" else ()
+        return ModuleInfo(path, class_name, calls, fate, partners, torch_name, synthetic)
     raise ValueError(f"{tags.MODULES}: module {path!r}: {problem}")
 
 

@@ -9,13 +9,13 @@ import functools
 import itertools
 import operator
 import re
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import tensors_in
-from htp_export.process.restoring import Changes, locked
+from htp_export.process.restoring import Changes
+from htp_export.process.shared_settings import SharedSetting
 
 
 def bodies_run_in_place(module: Any) -> Iterator[Any]:
@@ -326,51 +326,6 @@ def usual_name(kind: str) -> str:
     return kind
 
 
-class _SharedSetting:
-    """A setting of torch that all threads share: it has another value while anyone needs it to.
-
-    Args:
-        read: Gets the setting.
-        write: Sets it.
-        needed: Gets the value that it has then.
-    """
-
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object], needed: Callable[[], Any]) -> None:
-        self._read, self._write, self._needed = read, write, needed
-        self._lock = threading.Lock()
-        self._users: set[object] = set()
-        self._before: Any = None
-
-    def hold(self, changes: Changes) -> None:
-        """Give it the value until the changes are taken back; the last user puts back what the first one found."""
-        user = object()
-        changes.will_undo(functools.partial(locked, self._lock, functools.partial(self._leave, user)))
-        locked(self._lock, functools.partial(self._enter, user))
-
-    def _enter(self, user: object) -> None:
-        if not self._users:
-            self._before = self._read()
-        self._users.add(user)
-        self._write(self._needed())
-
-    def _leave(self, user: object) -> None:
-        if self._users == {user}:
-            self._write(self._before)
-        self._users.discard(user)
-
-
-def _fast_path() -> bool:
-    from torch.backends import mha
-
-    return mha.get_fastpath_enabled()
-
-
-def _set_fast_path(enabled: bool) -> None:
-    from torch.backends import mha
-
-    mha.set_fastpath_enabled(enabled)
-
-
 def _stance() -> Any:
     from torch._dynamo import eval_frame
 
@@ -389,16 +344,7 @@ def _eager_stance() -> Any:
     return DynamoStance("force_eager")
 
 
-_FAST_PATH = _SharedSetting(_fast_path, _set_fast_path, lambda: False)
-_STANCE = _SharedSetting(_stance, _set_stance, _eager_stance)
-
-
-def turn_attention_fast_path_off(changes: Changes) -> None:
-    """Run ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` in their plain form, which ONNX can express.
-
-    Until the changes are taken back.
-    """
-    _FAST_PATH.hold(changes)
+_STANCE = SharedSetting(_stance, _set_stance, _eager_stance)
 
 
 def turn_compilation_off(changes: Changes) -> None:

@@ -1,0 +1,218 @@
+"""``nn.MultiheadAttention`` in steps: the same arguments, the same results.
+
+Source: ``torch.nn.functional.multi_head_attention_forward``, whose order of operations ``exact`` follows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from htp_export.attention.steps import Arithmetic, Context, PackedProjection, Projection, Scores, Softmax, Step
+from htp_export.errors import InputError
+
+__all__ = ["forward_in_steps", "steps_of"]
+
+
+def steps_of(attention: nn.MultiheadAttention, *, exact: bool) -> dict[str, Step]:
+    """Make the steps of an ``nn.MultiheadAttention``, by the names that they are registered under.
+
+    Args:
+        attention: The module; its ``out_proj`` is a step already.
+        exact: Whether query, key and value are projected in one product where the original does so.
+    """
+    width, weight, bias = attention.embed_dim, attention.in_proj_weight, attention.in_proj_bias
+    biases = [None if bias is None else bias[width * part : width * (part + 1)] for part in range(3)]
+    if weight is None:
+        weights = [attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight]
+    else:
+        weights = [weight[width * part : width * (part + 1)] for part in range(3)]
+    steps: dict[str, Step] = {}
+    if exact and weight is not None:
+        steps["in_proj"] = PackedProjection(weight[:], None if bias is None else bias[:])
+        steps["kv_proj"] = PackedProjection(weight[width:], None if bias is None else bias[width:])
+    for name, own_weight, own_bias in zip(("q_proj", "k_proj", "v_proj"), weights, biases, strict=True):
+        steps[name] = Projection(own_weight[:], own_bias)
+    return steps | {"scores": Scores(), "softmax": Softmax(), "context": Context()}
+
+
+class _Heads(NamedTuple):
+    """Query, key and value by head, ``(batch, heads, length, features)``; the two first as one for `BADDBMM`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def forward_in_steps(attention: nn.MultiheadAttention, path: str, *, exact: bool) -> Callable[..., Any]:
+    """Return what replaces the ``forward`` of a module that has its steps.
+
+    Args:
+        attention: The module, with the modules of `steps_of` registered.
+        path: Its path, for messages.
+        exact: Whether results are those of the slow path bit for bit.
+    """
+
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise InputError(
+                f"module {path!r}: attention in steps takes no nested tensors; pass padded ones and a mask"
+            )
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch says it
+        call = _Call(attention, exact, query.dim() == 3, need_weights)
+        heads = call.projected(query, key, value)
+        mask = call.mask(heads, attn_mask, key_padding_mask, is_causal)
+        context, weights = call.attended(heads, mask)
+        output = call.joined(context)
+        return output, call.returned(weights, average_attn_weights) if need_weights else None
+
+    return forward
+
+
+class _Call:
+    """One call of an attention.
+
+    Args:
+        attention: The module.
+        exact: As in `forward_in_steps`.
+        batched: Whether inputs have a batch dimension.
+        need_weights: Whether the weights are returned, which decides the order of operations.
+    """
+
+    def __init__(self, attention: Any, exact: bool, batched: bool, need_weights: bool) -> None:
+        self.attention, self.exact, self.batched, self.need_weights = attention, exact, batched, need_weights
+        # The original works on (length, batch, features); so does `exact`. Without a batch there is nothing to turn.
+        self.batch_first = attention.batch_first and batched and not exact
+
+    def projected(self, query: Tensor, key: Tensor, value: Tensor) -> _Heads:
+        attention = self.attention
+        same_key, same_value = query is key, key is value
+        query = self._oriented(query)
+        key = query if same_key else self._oriented(key)
+        value = key if same_value else self._oriented(value)
+        # Without a batch, the original does not see that the tensors are the same.
+        packed = self.exact and self.batched and attention.in_proj_weight is not None and same_value
+        if packed and same_key:
+            together = attention.in_proj(query, 3)
+            tensors = [attention.q_proj(together, 0), attention.k_proj(together, 1), attention.v_proj(together, 2)]
+        elif packed:
+            together = attention.kv_proj(key, 2)
+            tensors = [attention.q_proj(query), attention.k_proj(together, 0), attention.v_proj(together, 1)]
+        else:
+            tensors = [attention.q_proj(query), attention.k_proj(key), attention.v_proj(value)]
+        if attention.bias_k is not None:
+            tensors[1:] = [
+                self._longer(tensor, bias)
+                for tensor, bias in zip(tensors[1:], (attention.bias_k, attention.bias_v), strict=True)
+            ]
+        heads = [self._by_head(tensor) for tensor in tensors]
+        if attention.add_zero_attn:
+            heads[1:] = [torch.cat([each, torch.zeros_like(each[..., :1, :])], dim=-2) for each in heads[1:]]
+        return _Heads(*heads)
+
+    def mask(
+        self, heads: _Heads, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
+    ) -> Tensor | None:
+        """What is added to the scores, of a shape that fits theirs; None if nothing is."""
+        queries, keys = heads.query.shape[-2], heads.key.shape[-2]
+        batch, heads_count = heads.query.shape[:2]
+        if is_causal and key_padding_mask is None and not self.need_weights:
+            visible = torch.ones(queries, keys, dtype=torch.bool, device=heads.query.device).tril()
+            return torch.zeros_like(visible, dtype=heads.query.dtype).masked_fill(~visible, -math.inf)
+        mask = None
+        if attn_mask is not None:
+            mask = self._padded(_additive(attn_mask, heads.query.dtype))
+            mask = mask.view(batch, heads_count, queries, keys) if mask.dim() == 3 else mask
+        if key_padding_mask is not None:
+            padding = self._padded(_additive(key_padding_mask, heads.query.dtype)).view(batch, 1, 1, keys)
+            mask = padding if mask is None else mask + padding
+        return mask
+
+    def attended(self, heads: _Heads, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The context of each head, and the weights, ``(batch, heads, queries, ...)``."""
+        attention = self.attention
+        scale = math.sqrt(1.0 / float(attention.head_dim))
+        dropout = attention.dropout if attention.training else 0.0
+        arithmetic = Arithmetic.SHORT
+        if self.exact:
+            arithmetic = Arithmetic.BADDBMM if self.need_weights else Arithmetic.SDPA
+        query, key, value = heads
+        if arithmetic is Arithmetic.BADDBMM:
+            shape = (*query.shape[:2], query.shape[-2], key.shape[-2])
+            mask = mask if mask is None or mask.dim() == 2 else mask.expand(shape).flatten(0, 1)
+            query, key, value = (tensor.flatten(0, 1) for tensor in heads)
+        scores = attention.scores(query, key, mask, scale, arithmetic)
+        weights = attention.softmax(scores, dropout, mask is not None and not self.need_weights)
+        context = attention.context(weights, value)
+        if arithmetic is Arithmetic.BADDBMM:
+            weights, context = weights.view(shape), context.unflatten(0, shape[:2])
+        return context, weights
+
+    def joined(self, context: Tensor) -> Tensor:
+        """The output, of the layout of the query."""
+        attention = self.attention
+        if self.batch_first:
+            output: Tensor = attention.out_proj(context.transpose(1, 2).flatten(2))
+            return output
+        joined = context.permute(2, 0, 1, 3)
+        length, batch = joined.shape[:2]
+        if self.exact:  # the original multiplies a matrix
+            output = attention.out_proj(joined.reshape(length * batch, attention.embed_dim)).view(length, batch, -1)
+        else:
+            output = attention.out_proj(joined.flatten(2))
+        if not self.batched:
+            return output.squeeze(1)
+        return output.transpose(0, 1) if attention.batch_first else output
+
+    def returned(self, weights: Tensor, average: bool) -> Tensor:
+        weights = weights.mean(dim=1) if average else weights
+        return weights if self.batched else weights.squeeze(0)
+
+    def _oriented(self, tensor: Tensor) -> Tensor:
+        """``(batch, length, features)`` if `batch_first`, else ``(length, batch, features)``."""
+        if not self.batched:
+            return tensor.unsqueeze(1)
+        return tensor.transpose(0, 1) if self.attention.batch_first and not self.batch_first else tensor
+
+    def _longer(self, tensor: Tensor, bias: Tensor) -> Tensor:
+        """One key or value more, the same for all examples."""
+        dim = 1 if self.batch_first else 0
+        return torch.cat(
+            [tensor, bias.expand(*(1 if axis == dim else size for axis, size in enumerate(tensor.shape)))], dim
+        )
+
+    def _by_head(self, tensor: Tensor) -> Tensor:
+        heads, features = self.attention.num_heads, self.attention.head_dim
+        first, second = tensor.shape[:2]  # sizes and `view`: TorchScript makes six nodes of `unflatten`
+        if self.exact:
+            by_head = tensor.view(first, second * heads, features).transpose(0, 1)
+            return by_head.view(second, heads, first, features)
+        by_head = tensor.view(first, second, heads, features)
+        return by_head.transpose(1, 2) if self.batch_first else by_head.permute(1, 2, 0, 3)
+
+    def _padded(self, mask: Tensor) -> Tensor:
+        """The mask with the keys that the module adds, which all may see."""
+        added = (self.attention.bias_k is not None) + bool(self.attention.add_zero_attn)
+        return functional.pad(mask, (0, added)) if added else mask
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as numbers to add; in a mask of flags, True means hidden."""
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
+    return mask

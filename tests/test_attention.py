@@ -1,0 +1,268 @@
+"""Attention in named steps: the same results, modules of their own, and the model as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import htp_export
+from htp_export import decomposed_attention
+from htp_export.errors import InputError
+from htp_export.process.restoring import restored
+from htp_export.process.shared_settings import turn_attention_fast_path_off
+from tests.nets import EXPORTERS
+
+STEPS = ("q_proj", "k_proj", "v_proj", "scores", "softmax", "context", "out_proj")
+
+GRID = [
+    {"bias": bias, "batch_first": first, "add_bias_kv": bias_kv, "add_zero_attn": zero, "kinds": kinds}
+    for bias, first, bias_kv, zero, kinds in itertools.product(
+        (True, False), (True, False), (True, False), (True, False), ("self", "memory", "three", "sizes")
+    )
+]
+CALLS = [
+    {"batched": batched, "weights": weights, "average": average, "mask": mask, "padding": padding, "causal": causal}
+    for batched, weights, average, mask, padding, causal in itertools.product(
+        (True, False),
+        (True, False),
+        (True, False),
+        ("none", "bool 2", "float 2", "bool 3", "float 3"),
+        ("none", "bool", "float"),
+        (True, False),
+    )
+    if (weights or not average)
+    and ("bool" in mask) >= (padding == "bool" and mask != "none")
+    and ("float" in mask) >= (padding == "float" and mask != "none")
+    and (mask == "float 2" or not causal)
+]
+
+
+def varied(module: nn.Module, seed: int = 0) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return module
+
+
+def call_of(
+    options: dict[str, Any], call: dict[str, Any], seed: int
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A small attention and arguments for it; two heads of four features."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"kdim": 5, "vdim": 7} if options["kinds"] == "sizes" else {}
+    plain = {name: value for name, value in options.items() if name != "kinds"}
+    attention = varied(nn.MultiheadAttention(8, 2, **plain, **sizes).eval(), seed)
+    queries, keys = 4, 4 if options["kinds"] == "self" or call["causal"] else 6
+    batch = 3 if call["batched"] else 1
+
+    def tensor(length: int, width: int) -> torch.Tensor:
+        shape = (batch, length, width) if options["batch_first"] else (length, batch, width)
+        return torch.randn(shape if call["batched"] else (length, width), generator=generator)
+
+    query = tensor(queries, 8)
+    key = query if options["kinds"] == "self" else tensor(keys, sizes.get("kdim", 8))
+    value = tensor(keys, sizes.get("vdim", 8)) if options["kinds"] in ("three", "sizes") else key
+    kind, _, rank = call["mask"].partition(" ")
+    mask_shape = (queries, keys) if rank == "2" else (batch * 2, queries, keys)
+    mask = None if kind == "none" else torch.randn(mask_shape, generator=generator)
+    if call["causal"]:
+        mask = nn.Transformer.generate_square_subsequent_mask(queries)
+    padding_shape = (batch, keys) if call["batched"] else (keys,)
+    padding = None if call["padding"] == "none" else torch.randn(padding_shape, generator=generator)
+    kwargs = {
+        "attn_mask": mask > 0.3 if kind == "bool" and mask is not None else mask,
+        "key_padding_mask": padding > 0.3 if call["padding"] == "bool" and padding is not None else padding,
+        "need_weights": call["weights"],
+        "average_attn_weights": call["average"],
+        "is_causal": call["causal"],
+    }
+    return attention, (query, key, value), kwargs
+
+
+@pytest.mark.parametrize("options", GRID, ids=lambda options: "-".join(map(str, options.values())))
+def test_results_are_those_of_the_slow_path_over_all_arguments(options: dict[str, Any]) -> None:
+    for seed, call in enumerate(random.Random(str(options)).sample(CALLS, 12)):
+        attention, args, kwargs = call_of(options, call, seed)
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), restored(turn_attention_fast_path_off):
+            expected = attention(*args, **kwargs)
+            for exact in (True, False):
+                with decomposed_attention(attention, exact=exact):
+                    results = attention(*args, **kwargs)
+                for ours, torchs in zip(results, expected, strict=True):
+                    if torchs is None:
+                        assert ours is None
+                        continue
+                    tolerance = 0.0 if exact else 1e-5
+                    torch.testing.assert_close(ours, torchs, rtol=0, atol=tolerance, equal_nan=True, msg=str(call))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_training_has_the_same_dropout_and_gradients(exact: bool) -> None:
+    attention = varied(nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True)).train()
+    x = torch.randn(2, 5, 8)
+
+    def gradients() -> list[torch.Tensor]:
+        attention.zero_grad()
+        torch.manual_seed(3)
+        attention(x, x, x)[0].square().sum().backward()
+        return [parameter.grad.clone() for parameter in attention.parameters() if parameter.grad is not None]
+
+    expected = gradients()
+    with decomposed_attention(attention, exact=exact):
+        results = gradients()
+    assert len(results) == len(expected) == 4
+    for ours, torchs in zip(results, expected, strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_are_views_and_the_state_dict_and_the_model_are_as_before() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    before, names = set(model.state_dict()), [name for name, _ in model.named_modules()]
+    with contextlib.suppress(ZeroDivisionError), decomposed_attention(model):
+        assert set(model.state_dict()) == before
+        weight = model.self_attn.in_proj_weight
+        assert model.self_attn.q_proj.weight.data_ptr() == weight.data_ptr()
+        assert model.self_attn.v_proj.weight.data_ptr() == weight[16:].data_ptr()
+        model(torch.randn(1, 3, 8))
+        raise ZeroDivisionError
+    assert [name for name, _ in model.named_modules()] == names
+    assert "forward" not in vars(model.self_attn)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_nested_tensors_and_taken_names_are_refused_by_module() -> None:
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, batch_first=True)}).eval()
+    nested = torch.nested.as_nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
+    with decomposed_attention(model), pytest.raises(InputError, match=r"'attention'.*nested tensors"):
+        model["attention"](nested, nested, nested)
+    model["attention"].scores = nn.Identity()
+    with pytest.raises(InputError, match=r"'attention'.*'scores'"), decomposed_attention(model):
+        pass
+    assert list(dict(model["attention"].named_children())) == ["out_proj", "scores"]
+
+
+def test_an_attention_with_a_forward_of_its_own_stays_as_it_is() -> None:
+    class Own(nn.MultiheadAttention):
+        def forward(self, query, key, value):  # type: ignore[no-untyped-def,override]
+            return query + key + value
+
+    model = nn.Sequential(nn.Identity(), Own(8, 2))
+    with decomposed_attention(model):
+        assert [name for name, _ in model.named_modules()] == ["", "0", "1", "1.out_proj"]
+
+
+class Grouped(nn.Module):
+    """Calls `scaled_dot_product_attention` twice; has modules with the names of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.softmax = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.softmax(x).unflatten(-1, (4, 2)).transpose(1, 2)
+        key = heads[:, :2]
+        causal = F.scaled_dot_product_attention(heads, key, key, is_causal=True, scale=0.7, enable_gqa=True)
+        hidden = torch.ones(5, 5, dtype=torch.bool).tril(-1)
+        return F.scaled_dot_product_attention(causal, heads, heads, hidden).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_call_of_sdpa_in_any_module_runs_in_steps(exact: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), Grouped()).eval(), torch.randn(2, 5, 8)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        expected = model(x)
+        with decomposed_attention(model, exact=exact), decomposed_attention(model):
+            result = model(x)
+            names = [name for name, _ in model.named_modules()]
+    assert names == ["", "0", "1", "1.softmax", "1.sdpa_scores", "1.sdpa_softmax", "1.sdpa_context"]
+    torch.testing.assert_close(result, expected, rtol=0, atol=0 if exact else 1e-5)
+    assert not expected.isnan().any()  # the first query sees no key
+    assert [name for name, _ in model.named_modules()] == ["", "0", "1", "1.softmax"]
+
+
+class Vision(nn.Module):
+    """A ViT with the layout of torchvision's: ``encoder.layers.encoder_layer_0.self_attention``."""
+
+    def __init__(self, depth: int = 2, width: int = 16, heads: int = 2, size: int = 16, patch: int = 8) -> None:
+        super().__init__()
+        self.conv_proj = nn.Conv2d(3, width, patch, patch)
+        self.class_token = nn.Parameter(torch.randn(1, 1, width))
+        self.encoder = nn.Module()
+        self.encoder.pos_embedding = nn.Parameter(torch.randn(1, (size // patch) ** 2 + 1, width))
+        layers = {f"encoder_layer_{number}": Block(width, heads) for number in range(depth)}
+        self.encoder.layers = nn.Sequential()
+        for name, layer in layers.items():
+            self.encoder.layers.add_module(name, layer)
+        self.encoder.ln = nn.LayerNorm(width)
+        self.heads = nn.Sequential()
+        self.heads.add_module("head", nn.Linear(width, 10))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        patches = self.conv_proj(image).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.class_token.expand(image.shape[0], -1, -1), patches], dim=1)
+        hidden = self.encoder.ln(self.encoder.layers(tokens + self.encoder.pos_embedding))
+        return self.heads(hidden[:, 0])
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.self_attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        normed = self.ln_1(tokens)
+        tokens = tokens + self.self_attention(normed, normed, normed, need_weights=False)[0]
+        return tokens + self.mlp(self.ln_2(tokens))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_vision_transformer_exports_with_seven_steps_a_layer_and_no_more_nodes(exporter: str, tmp_path: Path) -> None:
+    model, image = varied(Vision().eval()), torch.randn(1, 3, 16, 16)
+    whole, steps = tmp_path / "whole.onnx", tmp_path / "steps.onnx"
+    options: dict[str, Any] = {"dynamo": exporter == "dynamo", "verbose": False}
+    htp_export.export(model, (image,), whole, **options)
+    with decomposed_attention(model):
+        htp_export.export(model, (image,), steps, **options)
+        assert htp_export.verify(model, steps, (image,)).ok
+    plain, tagged = htp_export.load(whole), htp_export.load(steps)
+    assert len(tagged[""].nodes) <= len(plain[""].nodes)
+    for layer in range(2):
+        path = f"encoder.layers.encoder_layer_{layer}.self_attention"
+        assert set(tagged[path].children) == {f"{path}.{step}" for step in STEPS}
+        synthetic = {name for name in STEPS if tagged.hierarchy[f"{path}.{name}"].synthetic}
+        assert synthetic == set(STEPS) - {"out_proj"}
+        kinds = {step: {node.op_type for node in tagged[f"{path}.{step}"].nodes} - {"Constant"} for step in STEPS}
+        assert kinds["softmax"] == {"Softmax"}
+        assert kinds["context"] == {"MatMul"}
+        assert kinds["q_proj"] == kinds["k_proj"] == kinds["v_proj"] == kinds["out_proj"] == {"MatMul", "Add"}
+        assert {"Mul", "MatMul"} <= kinds["scores"]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_transformers_attention_exports_in_steps(exporter: str, tmp_path: Path) -> None:
+    from htp_export.huggingface import example_inputs, load_model
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = load_model("bert", random_weights=True, overrides={**sizes, "vocab_size": 40}, attn_implementation="sdpa")
+    inputs, file = example_inputs(model), tmp_path / "bert.onnx"
+    with decomposed_attention(model):
+        htp_export.export(model, (), file, kwargs=inputs, dynamo=exporter == "dynamo", verbose=False)
+        assert htp_export.verify(model, file, kwargs=inputs).ok
+    path = "encoder.layer.0.attention.self"
+    children = htp_export.load(file)[path].children
+    assert {f"{path}.{step}" for step in ("scores", "softmax", "context")} <= set(children)
