@@ -127,9 +127,7 @@ def _task(tagged: TaggedModel, cutter: Cutter, paired: PairedCall) -> _Task:
     return _Task(paired, cut, inputs_of_module, outside)
 
 
-def _fused_task(
-    tagged: TaggedModel, cutter: Cutter, paired: PairedCall, calls: Sequence[PairedCall]
-) -> _Task | None:
+def _fused_task(tagged: TaggedModel, cutter: Cutter, paired: PairedCall, calls: Sequence[PairedCall]) -> _Task | None:
     """The modules with which one was merged, cut out together; None if the file does not have the module's result.
 
     What PyTorch gave to any of them, and what modules inside them returned, is known: only merged work runs.
