@@ -266,3 +266,31 @@ def test_transformers_attention_exports_in_steps(exporter: str, tmp_path: Path) 
     path = "encoder.layer.0.attention.self"
     children = htp_export.load(file)[path].children
     assert {f"{path}.{step}" for step in ("scores", "softmax", "context")} <= set(children)
+
+
+@pytest.mark.torch
+def test_a_kernel_that_is_kept_is_one_node_which_belongs_to_its_steps(tmp_path: Path) -> None:
+    model, image, file = varied(Vision().eval()), torch.randn(1, 3, 16, 16), tmp_path / "kept.onnx"
+    with torch.no_grad(), decomposed_attention(model, keep_kernel=True):
+        htp_export.export(model, (image,), file, opset_version=23, verbose=False)
+        assert htp_export.verify(model, file, (image,)).ok
+        result = model(image)
+    torch.testing.assert_close(result, model(image))
+    tagged = htp_export.load(file)
+    kernels = [node for node in tagged[""].nodes if node.op_type == "Attention"]
+    paths = [f"encoder.layers.encoder_layer_{layer}.self_attention" for layer in range(2)]
+    owners = [(f"{path}.scores", f"{path}.softmax", f"{path}.context") for path in paths]
+    assert [tagged.owners_of(node) for node in kernels] == owners
+    assert not htp_export.cost(file).uncounted
+
+
+def test_a_kept_kernel_takes_what_scaled_dot_product_attention_takes() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), Grouped()).eval(), torch.randn(2, 5, 8)
+    attention = varied(nn.MultiheadAttention(8, 2, batch_first=True).eval())
+    with torch.no_grad(), restored(turn_attention_fast_path_off):
+        expected, weighted = model(x), attention(x, x, x)
+        with decomposed_attention(model, keep_kernel=True), decomposed_attention(attention, keep_kernel=True):
+            torch.testing.assert_close(model(x), expected)
+            torch.testing.assert_close(attention(x, x, x), weighted)
+    with pytest.raises(InputError, match="exclude"), decomposed_attention(model, exact=True, keep_kernel=True):
+        pass

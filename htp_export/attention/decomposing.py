@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator
+from typing import TypeGuard
 
 from torch import nn
 
-from htp_export.attention.multihead import forward_in_steps, steps_of
+from htp_export.attention.multihead import forward_in_steps, projections_of
 from htp_export.attention.sdpa import StepsOfSdpa
+from htp_export.attention.steps import AttentionSteps, KernelSteps, SeparateSteps
 from htp_export.errors import InputError
 from htp_export.format.module_paths import module_paths
 from htp_export.process.restoring import Changes
@@ -20,7 +21,7 @@ __all__ = ["decomposed_attention"]
 
 
 @contextlib.contextmanager
-def decomposed_attention(model: nn.Module, *, exact: bool = False) -> Iterator[None]:
+def decomposed_attention(model: nn.Module, *, exact: bool = False, keep_kernel: bool = False) -> Iterator[None]:
     """Run the attention of a model as named steps, each a module with a path of its own.
 
     ==============================================  ============================================================
@@ -44,12 +45,15 @@ def decomposed_attention(model: nn.Module, *, exact: bool = False) -> Iterator[N
         exact: Whether query, key and value are projected in one product where the original does so (the step
             ``in_proj`` or ``kv_proj``, of which ``q_proj``, ``k_proj`` and ``v_proj`` take their parts), and everything
             is computed in the order of torch's slow path, so that results are equal bit for bit.
+        keep_kernel: Whether ``scores``, ``softmax`` and ``context`` are one call of ``scaled_dot_product_attention``,
+            whose operator belongs to all three: at opset 23, dynamo makes one ``Attention`` node of it.
 
     Returns:
         A context manager.
 
     Raises:
-        InputError: If a module has a submodule with the name of a step, or is given nested tensors.
+        InputError: If a module has a submodule with the name of a step, or is given nested tensors; if both options are
+            set, because kernels round in their own way.
 
     Examples:
         >>> import torch
@@ -61,11 +65,14 @@ def decomposed_attention(model: nn.Module, *, exact: bool = False) -> Iterator[N
         >>> [name for name, _ in attention.named_children()]
         ['out_proj']
     """
+    if exact and keep_kernel:
+        raise InputError("exact and keep_kernel exclude each other: a kernel rounds in its own way")
+    make_steps = KernelSteps if keep_kernel else functools.partial(SeparateSteps, exact)
     changes = Changes()
     try:
         try:
             turn_attention_fast_path_off(changes)
-            _install(changes, model, exact)
+            _install(changes, model, make_steps, exact)
             yield
         finally:
             changes.take_back()
@@ -73,19 +80,20 @@ def decomposed_attention(model: nn.Module, *, exact: bool = False) -> Iterator[N
         changes.take_back()
 
 
-def _install(changes: Changes, model: nn.Module, exact: bool) -> None:
+def _install(changes: Changes, model: nn.Module, make_steps: Callable[[], AttentionSteps], exact: bool) -> None:
     for path, _, attention in module_paths(model):
         if not _is_plain(attention):
             continue
-        steps: dict[str, Any] = dict(steps_of(attention, exact=exact))
-        taken = [name for name in steps if hasattr(attention, name)]
+        steps = make_steps()
+        modules = projections_of(attention, exact=exact) | steps.modules
+        taken = [name for name in modules if hasattr(attention, name)]
         if taken:
             raise InputError(f"module {path!r} has an attribute {taken[0]!r} already, the name of a step of attention")
-        changes.will_undo(functools.partial(_remove, attention, tuple(steps)))
-        for name, step in steps.items():
+        changes.will_undo(functools.partial(_remove, attention, tuple(modules)))
+        for name, step in modules.items():
             attention.add_module(name, step.train(attention.training))
-        attention.__dict__["forward"] = forward_in_steps(attention, path, exact=exact)
-    StepsOfSdpa(exact).hold(changes, model)
+        attention.__dict__["forward"] = forward_in_steps(attention, steps, path, exact=exact)
+    StepsOfSdpa(make_steps).hold(changes, model)
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from htp_export.attention.steps import Arithmetic, Context, PackedProjection, Projection, Scores, Softmax, Step
+from htp_export.attention.steps import AttentionSteps, PackedProjection, Projection, Step
 from htp_export.errors import InputError
 
-__all__ = ["forward_in_steps", "steps_of"]
+__all__ = ["forward_in_steps", "projections_of"]
 
 
-def steps_of(attention: nn.MultiheadAttention, *, exact: bool) -> dict[str, Step]:
-    """Make the steps of an ``nn.MultiheadAttention``, by the names that they are registered under.
+def projections_of(attention: nn.MultiheadAttention, *, exact: bool) -> dict[str, Step]:
+    """Make the projections of an ``nn.MultiheadAttention``, by the names that they are registered under.
 
     Args:
         attention: The module; its ``out_proj`` is a step already.
@@ -38,22 +38,25 @@ def steps_of(attention: nn.MultiheadAttention, *, exact: bool) -> dict[str, Step
         steps["kv_proj"] = PackedProjection(weight[width:], None if bias is None else bias[width:])
     for name, own_weight, own_bias in zip(("q_proj", "k_proj", "v_proj"), weights, biases, strict=True):
         steps[name] = Projection(own_weight[:], own_bias)
-    return steps | {"scores": Scores(), "softmax": Softmax(), "context": Context()}
+    return steps
 
 
 class _Heads(NamedTuple):
-    """Query, key and value by head, ``(batch, heads, length, features)``; the two first as one for `BADDBMM`."""
+    """Query, key and value by head, ``(batch, heads, length, features)``."""
 
     query: Tensor
     key: Tensor
     value: Tensor
 
 
-def forward_in_steps(attention: nn.MultiheadAttention, path: str, *, exact: bool) -> Callable[..., Any]:
+def forward_in_steps(
+    attention: nn.MultiheadAttention, steps: AttentionSteps, path: str, *, exact: bool
+) -> Callable[..., Any]:
     """Return what replaces the ``forward`` of a module that has its steps.
 
     Args:
-        attention: The module, with the modules of `steps_of` registered.
+        attention: The module, with the modules of `projections_of` and of ``steps`` registered.
+        steps: Compute scores, softmax and context.
         path: Its path, for messages.
         exact: Whether results are those of the slow path bit for bit.
     """
@@ -74,12 +77,13 @@ def forward_in_steps(attention: nn.MultiheadAttention, path: str, *, exact: bool
             )
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch says it
-        call = _Call(attention, exact, query.dim() == 3, need_weights)
+        call = _Call(attention, steps, exact, query.dim() == 3, need_weights)
         heads = call.projected(query, key, value)
-        mask = call.mask(heads, attn_mask, key_padding_mask, is_causal)
-        context, weights = call.attended(heads, mask)
+        causal = is_causal and key_padding_mask is None and not need_weights  # then the mask is only implied
+        mask = None if causal else call.mask(heads, attn_mask, key_padding_mask)
+        context, weights = call.attended(heads, mask, causal)
         output = call.joined(context)
-        return output, call.returned(weights, average_attn_weights) if need_weights else None
+        return output, None if weights is None else call.returned(weights, average_attn_weights)
 
     return forward
 
@@ -89,13 +93,15 @@ class _Call:
 
     Args:
         attention: The module.
-        exact: As in `forward_in_steps`.
+        steps: As in `forward_in_steps`.
+        exact: The same.
         batched: Whether inputs have a batch dimension.
         need_weights: Whether the weights are returned, which decides the order of operations.
     """
 
-    def __init__(self, attention: Any, exact: bool, batched: bool, need_weights: bool) -> None:
-        self.attention, self.exact, self.batched, self.need_weights = attention, exact, batched, need_weights
+    def __init__(self, attention: Any, steps: AttentionSteps, exact: bool, batched: bool, need_weights: bool) -> None:
+        self.attention, self.steps, self.exact = attention, steps, exact
+        self.batched, self.need_weights = batched, need_weights
         # The original works on (length, batch, features); so does `exact`. Without a batch there is nothing to turn.
         self.batch_first = attention.batch_first and batched and not exact
 
@@ -125,15 +131,10 @@ class _Call:
             heads[1:] = [torch.cat([each, torch.zeros_like(each[..., :1, :])], dim=-2) for each in heads[1:]]
         return _Heads(*heads)
 
-    def mask(
-        self, heads: _Heads, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
-    ) -> Tensor | None:
+    def mask(self, heads: _Heads, attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
         """What is added to the scores, of a shape that fits theirs; None if nothing is."""
         queries, keys = heads.query.shape[-2], heads.key.shape[-2]
         batch, heads_count = heads.query.shape[:2]
-        if is_causal and key_padding_mask is None and not self.need_weights:
-            visible = torch.ones(queries, keys, dtype=torch.bool, device=heads.query.device).tril()
-            return torch.zeros_like(visible, dtype=heads.query.dtype).masked_fill(~visible, -math.inf)
         mask = None
         if attn_mask is not None:
             mask = self._padded(_additive(attn_mask, heads.query.dtype))
@@ -143,25 +144,13 @@ class _Call:
             mask = padding if mask is None else mask + padding
         return mask
 
-    def attended(self, heads: _Heads, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def attended(self, heads: _Heads, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor | None]:
         """The context of each head, and the weights, ``(batch, heads, queries, ...)``."""
-        attention = self.attention
-        scale = math.sqrt(1.0 / float(attention.head_dim))
-        dropout = attention.dropout if attention.training else 0.0
-        arithmetic = Arithmetic.SHORT
-        if self.exact:
-            arithmetic = Arithmetic.BADDBMM if self.need_weights else Arithmetic.SDPA
-        query, key, value = heads
-        if arithmetic is Arithmetic.BADDBMM:
-            shape = (*query.shape[:2], query.shape[-2], key.shape[-2])
-            mask = mask if mask is None or mask.dim() == 2 else mask.expand(shape).flatten(0, 1)
-            query, key, value = (tensor.flatten(0, 1) for tensor in heads)
-        scores = attention.scores(query, key, mask, scale, arithmetic)
-        weights = attention.softmax(scores, dropout, mask is not None and not self.need_weights)
-        context = attention.context(weights, value)
-        if arithmetic is Arithmetic.BADDBMM:
-            weights, context = weights.view(shape), context.unflatten(0, shape[:2])
-        return context, weights
+        scale = math.sqrt(1.0 / float(self.attention.head_dim))
+        dropout = self.attention.dropout if self.attention.training else 0.0
+        if self.need_weights:
+            return self.steps.attend_with_weights(*heads, mask, scale, dropout)
+        return self.steps.attend(*heads, mask, scale=scale, dropout=dropout, causal=causal), None
 
     def joined(self, context: Tensor) -> Tensor:
         """The output, of the layout of the query."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from htp_export.attention.steps import Arithmetic, Context, Scores, Softmax, Step
+from htp_export.attention.steps import AttentionSteps, Step
 from htp_export.process.restoring import Changes
 
 __all__ = ["StepsOfSdpa"]
@@ -29,20 +27,20 @@ class StepsOfSdpa(TorchFunctionMode):
     """While it is held, a call of ``scaled_dot_product_attention`` runs steps in the innermost module that runs.
 
     Args:
-        exact: Whether operations have the order of torch's reference kernel.
+        make_steps: Makes the steps of a module.
     """
 
-    def __init__(self, exact: bool) -> None:
+    def __init__(self, make_steps: Callable[[], AttentionSteps]) -> None:
         super().__init__()
-        self._arithmetic = Arithmetic.SDPA if exact else Arithmetic.SHORT
+        self._make_steps = make_steps
         self._running = threading.local()
-        self._steps: dict[nn.Module, tuple[Step, Step, Step]] = {}
+        self._steps: dict[nn.Module, AttentionSteps] = {}
 
     def hold(self, changes: Changes, model: nn.Module) -> None:
         """Watch a model until the changes are taken back."""
         for module in list(model.modules()):
             if module in _WATCHED or isinstance(module, torch.jit.ScriptModule):
-                continue
+                continue  # in steps already, or not to be watched
             changes.will_undo(functools.partial(_WATCHED.discard, module))
             _WATCHED.add(module)
             handles: list[Any] = []
@@ -62,7 +60,7 @@ class StepsOfSdpa(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is functional.scaled_dot_product_attention and self._stack:
+        if func is functional.scaled_dot_product_attention and self._stack and not isinstance(self._stack[-1], Step):
             return self._attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -90,38 +88,25 @@ class StepsOfSdpa(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Source: the reference implementation in the documentation of ``scaled_dot_product_attention``."""
-        if is_causal and attn_mask is not None:
-            raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")  # as torch says it
-        scores, softmax, context = self._steps_in(self._stack[-1])
-        mask = attn_mask
-        if is_causal:
-            mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-        if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
-        if enable_gqa:
-            groups = query.shape[-3] // key.shape[-3]
-            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-        factor = 1 / math.sqrt(_fixed_size(query, -1)) if scale is None else scale
-        weights = softmax(scores(query, key, mask, factor, self._arithmetic), dropout_p, attn_mask is not None)
-        result: Tensor = context(weights, value)
-        return result
+        steps = self._steps_in(self._stack[-1])
+        return steps.attend(
+            query, key, value, attn_mask, scale=scale, dropout=dropout_p, causal=is_causal, grouped=enable_gqa
+        )
 
-    def _steps_in(self, module: nn.Module) -> tuple[Step, Step, Step]:
+    def _steps_in(self, module: nn.Module) -> AttentionSteps:
         """The steps of a module, made at its first call; with other names if it has modules of these names."""
         if module not in self._steps:
-            steps = (Scores(), Softmax(), Context())
-            names = ("scores", "softmax", "context")
+            steps = self._make_steps()
             prefixes = itertools.chain(["", "sdpa_"], (f"sdpa_{number}_" for number in itertools.count(2)))
-            prefix = next(each for each in prefixes if not any(hasattr(module, each + name) for name in names))
+            prefix = next(each for each in prefixes if not any(hasattr(module, each + name) for name in steps.modules))
             self._steps[module] = steps
-            for name, step in zip(names, steps, strict=True):
+            for name, step in steps.modules.items():
                 module.add_module(prefix + name, step.train(module.training))
         return self._steps[module]
 
     def _remove_steps(self) -> None:
         for module, steps in self._steps.items():
-            for name in [name for name, child in module._modules.items() if child in steps]:
+            for name in [name for name, child in module._modules.items() if child in steps.modules.values()]:
                 del module._modules[name]
         self._steps.clear()
 
@@ -129,10 +114,3 @@ class StepsOfSdpa(TorchFunctionMode):
 def _remove_all(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _fixed_size(tensor: Tensor, dim: int) -> int:
-    """A size that is the same for all inputs; while TorchScript traces, sizes are tensors."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
-        return int(tensor.shape[dim])

@@ -1,4 +1,4 @@
-"""The steps of an attention, each a module: projections, scores, softmax, context.
+"""The steps of an attention, each a module: projections, scores, softmax, context; or the last three as one kernel.
 
 They have no parameters of their own: a projection holds views of the original weights, as buffers that are in no state
 dict.
@@ -6,14 +6,18 @@ dict.
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
+from collections.abc import Callable
 from enum import Enum, auto
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["Arithmetic", "Context", "PackedProjection", "Projection", "Scores", "Softmax", "Step"]
+__all__ = ["AttentionSteps", "KernelSteps", "PackedProjection", "Projection", "SeparateSteps", "Step"]
 
 
 class Step(nn.Module):
@@ -22,7 +26,7 @@ class Step(nn.Module):
     htp_synthetic = True
 
 
-class Arithmetic(Enum):
+class _Arithmetic(Enum):
     """In which order scores are computed, which decides how they are rounded."""
 
     SHORT = auto()
@@ -73,11 +77,23 @@ class PackedProjection(Projection):
 class Scores(Step):
     """How well each query fits each key, ``(..., queries, features)`` → ``(..., queries, keys)``, and the mask."""
 
-    def forward(self, query: Tensor, key: Tensor, mask: Tensor | None, scale: float, arithmetic: Arithmetic) -> Tensor:
-        if arithmetic is Arithmetic.BADDBMM:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        arithmetic: _Arithmetic,
+        causal: bool = False,
+    ) -> Tensor:
+        if causal:
+            mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
+        if arithmetic is _Arithmetic.BADDBMM:
             scaled, turned = query * scale, key.transpose(-2, -1)
             return torch.bmm(scaled, turned) if mask is None else torch.baddbmm(mask, scaled, turned)
-        if arithmetic is Arithmetic.SDPA:
+        if arithmetic is _Arithmetic.SDPA:
             root = math.sqrt(abs(scale))
             scores = torch.matmul(query * math.copysign(root, scale), key.transpose(-2, -1) * root)
         else:
@@ -108,3 +124,144 @@ class Context(Step):
 
     def forward(self, weights: Tensor, value: Tensor) -> Tensor:
         return torch.matmul(weights, value)
+
+
+class AttentionSteps(Protocol):
+    """How scores, softmax and context are computed in a module."""
+
+    @property
+    def modules(self) -> dict[str, Step]:
+        """The modules, by the last part of their paths."""
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        scale: float | None,
+        dropout: float,
+        causal: bool,
+        grouped: bool = False,
+    ) -> Tensor:
+        """What ``scaled_dot_product_attention`` returns."""
+
+    def attend_with_weights(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float
+    ) -> tuple[Tensor, Tensor]:
+        """The same in the order of ``nn.MultiheadAttention``, and the weights; NaN for a query that may see no key."""
+
+
+class SeparateSteps:
+    """Each step computes its part.
+
+    Args:
+        exact: Whether operations have torch's order.
+    """
+
+    def __init__(self, exact: bool) -> None:
+        self._exact = exact
+        self.scores, self.softmax, self.context = Scores(), Softmax(), Context()
+
+    @property
+    def modules(self) -> dict[str, Step]:
+        return {"scores": self.scores, "softmax": self.softmax, "context": self.context}
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        scale: float | None,
+        dropout: float,
+        causal: bool,
+        grouped: bool = False,
+    ) -> Tensor:
+        """Source: the implementation in the documentation of ``scaled_dot_product_attention``."""
+        if causal and mask is not None:
+            raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")  # as torch says it
+        if grouped:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        factor = 1 / math.sqrt(_fixed_size(query, -1)) if scale is None else scale
+        arithmetic = _Arithmetic.SDPA if self._exact else _Arithmetic.SHORT
+        scores = self.scores(query, key, mask, factor, arithmetic, causal)
+        context: Tensor = self.context(self.softmax(scores, dropout, mask is not None), value)
+        return context
+
+    def attend_with_weights(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float
+    ) -> tuple[Tensor, Tensor]:
+        batch, heads, queries, keys = *query.shape[:-1], key.shape[-2]
+        if self._exact:  # one batch of matrices
+            mask = None if mask is None else mask.expand(batch, heads, queries, keys).flatten(0, 1)
+            query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
+        scores = self.scores(query, key, mask, scale, _Arithmetic.BADDBMM if self._exact else _Arithmetic.SHORT)
+        weights = self.softmax(scores, dropout, False)
+        context = self.context(weights, value)
+        return context.view(batch, heads, queries, -1), weights.view(batch, heads, queries, keys)
+
+
+class KernelPart(Step):
+    """A step that is computed together with others."""
+
+    def forward(self, kernel: Callable[[], Tensor]) -> Tensor:
+        return kernel()
+
+
+class KernelSteps:
+    """One call of ``scaled_dot_product_attention`` does the work of all three steps.
+
+    Each step runs inside the one before, and the last one runs the kernel: what a module computes that runs inside
+    another one, not below it, belongs to both.
+    """
+
+    def __init__(self) -> None:
+        self.modules: dict[str, Step] = {name: KernelPart() for name in ("scores", "softmax", "context")}
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        scale: float | None,
+        dropout: float,
+        causal: bool,
+        grouped: bool = False,
+    ) -> Tensor:
+        attention = functional.scaled_dot_product_attention
+        kernel: Callable[[], Tensor] = functools.partial(
+            attention, query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
+        )
+        for step in reversed(self.modules.values()):
+            kernel = functools.partial(step, kernel)
+        return kernel()
+
+    def attend_with_weights(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float
+    ) -> tuple[Tensor, Tensor]:
+        """The kernel returns no weights: what does the work of all steps is several operations."""
+        weights: list[Tensor] = []
+
+        def compute() -> Tensor:
+            scores = Scores().forward(query, key, mask, scale, _Arithmetic.SHORT)
+            weights.append(Softmax().forward(scores, dropout, False))
+            return torch.matmul(weights[-1], value)
+
+        kernel: Callable[[], Tensor] = compute
+        for step in reversed(self.modules.values()):
+            kernel = functools.partial(step, kernel)
+        context = kernel()
+        return context, weights[-1]
+
+
+def _fixed_size(tensor: Tensor, dim: int) -> int:
+    """A size that is the same for all inputs; while TorchScript traces, sizes are tensors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
+        return int(tensor.shape[dim])
