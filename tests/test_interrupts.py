@@ -20,6 +20,7 @@ from torch.onnx._internal.exporter import _core
 
 import htp_export
 from htp_export.exporter import exporting as exporter
+from htp_export.exporter import watched
 from htp_export.exporter.capture import (
     dynamo_patches,
     modules,
@@ -34,7 +35,7 @@ from htp_export.process import restoring, shared_settings
 from htp_export.run import pytorch_calls
 
 # The modules of which every line counts, and single functions of others.
-WHOLE = (restoring, garbage, running, patching, exporter)
+WHOLE = (restoring, garbage, running, patching, exporter, watched)
 SINGLE = {
     modules: {"keep_training_modes", "put_back"},
     patches: {"translations_read_once", "make"},
@@ -48,7 +49,13 @@ SINGLE = {
 }
 FUNCTIONS = {module.__file__: None for module in WHOLE} | {module.__file__: names for module, names in SINGLE.items()}
 PATCHED = [patch for group in patches.EVERY for patch in group.patches]
-VARIABLES = (running.exporter, running.dynamo_capture, running.script_capture, running.translations_read)
+VARIABLES = (
+    running.exporter,
+    running.dynamo_capture,
+    running.program_bodies,
+    running.script_capture,
+    running.translations_read,
+)
 
 
 def is_watched(code: CodeType) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,23 @@ def test_every_node_of_an_encoder_is_tagged(exporter: Any, tmp_path: Path) -> No
             assert found[f"encoder.layer.{layer}.{linear}"] > 0
         assert found[f"encoder.layer.{layer}.output.LayerNorm"] > 0
     assert set(found) <= set(tree_of(file))
+
+
+def test_the_file_of_an_encoder_has_signatures_parameters_and_fates_of_its_own(exporter: Any, tmp_path: Path) -> None:
+    model = bert()
+    with htp_export.tagging():
+        exported = exporter.export(model, ids(), exporters.OnnxConfig(dynamic=True))
+    [file] = saved(exported, tmp_path).values()
+    tree, said = (
+        tree_of(file),
+        {entry.key: json.loads(entry.value) for entry in file.metadata_props if "{" in entry.value},
+    )
+    assert list(tree) == [path for path, _ in model.named_modules()]
+    assert tree["embeddings.dropout"]["fate"] == "identity"
+    assert said["htp.parameters"]["encoder.layer.0.intermediate.dense"]["weight"] == [24, 16]
+    [[inputs, outputs]] = said["htp.signatures"]["encoder.layer.1.output.LayerNorm"]
+    assert list(inputs) == ["input"]
+    assert len(outputs) == 1
 
 
 @pytest.mark.slow

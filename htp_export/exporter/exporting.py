@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,26 +14,16 @@ from torch.onnx import OperatorExportTypes, TrainingMode
 
 from htp_export.errors import CaptureError, TorchChangedError
 from htp_export.exporter.capture import patches, running, torch_internals
-from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.guarded import export_untagged, seam
-from htp_export.exporter.capture.modules import ModuleNames, keep_training_modes
 from htp_export.exporter.capture.opsets import check_opset, other_opset
 from htp_export.exporter.capture.patching import Patches
-from htp_export.exporter.capture.root_call import first_line
 from htp_export.exporter.capture.running import Exporter
-from htp_export.exporter.capture.saving import check_writable, save_whole
-from htp_export.exporter.capture.torchscript import TorchScriptCapture
+from htp_export.exporter.capture.saving import check_writable
 from htp_export.exporter.module_functions import ModuleFunctions, ModulesAsFunctions
-from htp_export.exporter.owners.write import make_tags
-from htp_export.files.protobuf_bytes import SerializedModel
-from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.process.garbage_collection import hold_collection
+from htp_export.exporter.watched import Dynamo, Program, TorchScript
 from htp_export.process.restoring import Changes, set_variable
-from htp_export.process.shared_settings import turn_attention_fast_path_off
 
 __all__ = ["export", "tagging"]
-
-IR_VERSION = 10  # the first with metadata on nodes
 
 
 def export(
@@ -194,8 +184,8 @@ def tagging(*, strict: bool = True) -> Iterator[None]:
     Applies to the thread or task that enters it. Exports with tags in several threads run one after the other. May be
     nested; the innermost one applies. Torch is restored afterwards, also on errors.
 
-    ``torch.export.export`` inside it writes into the program which modules ran in branches and loop bodies, so that
-    an export of the program has them, later and elsewhere too.
+    ``torch.export.export`` is watched too, and what was captured is kept with the program that it makes: exporting that
+    program, inside or later, gives the tags that exporting the model gives.
 
     Args:
         strict: Whether an export fails if htp_export cannot follow it. If not, the model is exported without tags, and
@@ -241,6 +231,9 @@ def _watch(changes: Changes, entry: Patches, exporter: Exporter) -> None:
         export_untagged(fault)
 
 
+_Watched = Dynamo | Program | TorchScript
+
+
 class _Exporter:
     """What runs in place of torch's exporters while tags are wanted.
 
@@ -256,12 +249,15 @@ class _Exporter:
         self.ended = True
 
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
-        return self._run(export, functools.partial(_Dynamo, model))
+        return self._run(export, functools.partial(Dynamo, model))
+
+    def program(self, export: Callable[[], Any], model: Any) -> Any:
+        return self._run(export, functools.partial(Program, model))
 
     def torchscript(self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool) -> Any:
-        return self._run(export, functools.partial(_TorchScript, model, args, names_inputs))
+        return self._run(export, functools.partial(TorchScript, model, args, names_inputs))
 
-    def _run(self, export: Callable[[], Any], begin: Callable[[Changes], _Dynamo | _TorchScript]) -> Any:
+    def _run(self, export: Callable[[], Any], begin: Callable[[Changes], _Watched]) -> Any:
         changes = Changes()
         try:
             try:
@@ -276,14 +272,13 @@ class _Exporter:
         finally:
             changes.take_back()
 
-    def _begun(
-        self, begin: Callable[[Changes], _Dynamo | _TorchScript], changes: Changes
-    ) -> _Dynamo | _TorchScript | None:
+    def _begun(self, begin: Callable[[Changes], _Watched], changes: Changes) -> _Watched | None:
         """An export that is about to run, watched; None if it cannot be watched, and goes on without tags."""
         try:
             with seam("reading the names of the model's modules and parameters"):
                 watched = begin(changes)
-            watched.patches.hold(changes)
+            for places in watched.patches:
+                places.hold(changes)
         except (CaptureError, TorchChangedError) as fault:
             if self.strict:
                 raise
@@ -291,129 +286,3 @@ class _Exporter:
             return None
         watched.capture.strict = self.strict
         return watched
-
-
-class _Dynamo:
-    """One export under ``dynamo=True``."""
-
-    patches = patches.DYNAMO
-
-    def __init__(self, model: Any, changes: Changes) -> None:
-        self._changes, reading = changes, changes.inner()
-        hold_collection(reading, kept=True)
-        self.names = ModuleNames(model)
-        self.capture = DynamoCapture(self.names.path_now, self.names.aliases, self.names.by_id)
-        reading.take_back()
-
-    def run(self, export: Callable[[], Any]) -> Any:
-        capture = self.capture
-        capture.changes = self._changes.inner()
-        try:
-            set_variable(capture.changes, running.dynamo_capture, capture)
-            with _named_failure(capture):
-                program = export()
-        finally:
-            capture.changes.take_back()
-        hold_collection(self._changes, kept=True)
-        capture.step("tagging the nodes of the program", self._tag, program)
-        if capture.fault is not None:
-            capture.withdraw(program.model)
-            capture.give_up()
-        else:
-            save_whole(program)
-        return program
-
-    def _tag(self, program: Any) -> None:
-        capture, names = self.capture, self.names
-        with seam("matching the nodes of the ONNX graph with what the modules ran"):
-            record, nodes = capture.finish(program.model)
-        with seam("finding the owners of each node"):
-            seen = Hierarchy.from_classes(capture.classes)
-            made = make_tags(record, names.hierarchy or seen, names.parameters)
-        tagged = list(zip(nodes, made.nodes, strict=True))
-        for node, metadata in tagged:
-            node.metadata_props.update(metadata)
-        program.model.metadata_props.update(made.model)
-        program.model.graph.name = made.graph_name
-        program.model.ir_version = max(program.model.ir_version, IR_VERSION)
-
-
-class _TorchScript:
-    """One export under ``dynamo=False``."""
-
-    patches = patches.TORCHSCRIPT
-
-    def __init__(self, model: Any, args: Any, names_inputs: bool, changes: Changes) -> None:
-        self._changes = changes
-        self.model, self.args, self.names_inputs = model, args, names_inputs
-        self.capture = self._new_capture()
-
-    def _new_capture(self, refusal: str = "") -> TorchScriptCapture:
-        self.names = names = ModuleNames(self.model)
-        scopes, state = torch_internals.scope_names(names.paths), torch_internals.state_names(self.model)
-        paths = names.paths.values()
-        return TorchScriptCapture(names.path_now, paths, scopes, state, self.args, self.names_inputs, refusal)
-
-    def run(self, export: Callable[[], Any]) -> Any:
-        """Export with the call that torch makes; once more, with the call as given, where torch refuses it."""
-        turn_attention_fast_path_off(self._changes)
-        keep_training_modes(self._changes, self.model)
-        hold_collection(self._changes)
-        try:
-            return self._attempt(export)
-        except (Warning, CaptureError):  # a warning that the user made an error, or a fault of ours
-            raise
-        except Exception as error:
-            choice = self.capture.choice
-            if choice is None or choice.before is None:
-                raise
-            refusal, before = error, choice.before
-        before.put_back()
-        strict = self.capture.strict
-        self.capture = self._new_capture(first_line(refusal))
-        self.capture.strict = strict
-        try:
-            return self._attempt(export)
-        except CaptureError:
-            raise
-        except Exception as error:
-            refusal.add_note(f"htp_export: called as the arguments were given, it fails too: {first_line(error)}")
-            raise refusal from error
-
-    def _attempt(self, export: Callable[[], Any]) -> Any:
-        capture = self.capture
-        capture.tag, capture.changes = self._tagged, self._changes.inner()
-        try:
-            set_variable(capture.changes, running.script_capture, capture)
-            with _named_failure(capture):
-                return export()
-        finally:
-            capture.changes.take_back()
-            capture.tag = capture.whole = None  # they hold the weights, and each other
-
-    def _tagged(self, file: SerializedModel) -> Iterable[bytes | memoryview]:
-        with seam("matching the nodes of the ONNX graph with what the modules ran"):
-            record, nodes = self.capture.finish(file)
-        with seam("finding the owners of each node"):
-            made = make_tags(record, self.names.hierarchy or Hierarchy([ModuleInfo("", "")]), self.names.parameters)
-        for node, metadata in zip(nodes, made.nodes, strict=True):
-            for key, value in metadata.items():
-                node.metadata_props.add(key=key, value=value)
-        file.metadata = made.model
-        file.graph_name = made.graph_name or file.graph_name
-        file.ir_version = max(file.ir_version, IR_VERSION)
-        return file.chunks()
-
-
-@contextlib.contextmanager
-def _named_failure(capture: DynamoCapture | TorchScriptCapture) -> Iterator[None]:
-    """Add to an error which module was running."""
-    try:
-        yield
-    except CaptureError:
-        raise
-    except Exception as error:
-        called = capture.log.running if capture.fault is None else ()
-        if called:
-            error.add_note(f"htp_export: while module {called[-1] or '(the root)'!r} was running")
-        raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog
@@ -57,6 +57,13 @@ class Bodies:
         self._runs: list[Run] = []
         self._body_of_file: dict[str, int] = {}
         self._inside = False
+
+    def copy(self) -> Bodies:
+        """The same runs, none of them found yet."""
+        other = Bodies(self._path_by_id)
+        other._runs = [replace(run, found=False) for run in self._runs]
+        other._body_of_file = self._body_of_file.copy()
+        return other
 
     def clear(self) -> None:
         """Forget everything: a new attempt at tracing begins."""

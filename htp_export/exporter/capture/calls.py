@@ -63,6 +63,13 @@ class CallLog:
     _chains: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _owners: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
+    def copy(self) -> CallLog:
+        """The same calls, to which others can be added."""
+        tensors, returned = self.call_tensors.copy(), self.returned_inputs.copy()
+        other = CallLog(self.calls.copy(), self.stack.copy(), returned, tensors)
+        other._counts, other._first = self._counts.copy(), self._first.copy()
+        return other
+
     def enter(self, path: str) -> int:
         """Record the start of a call, and return its index."""
         index = self.add(path, self.stack[-1] if self.stack else NO_CALL)

@@ -15,8 +15,21 @@ from htp_export.exporter.capture.calls import NO_CALL
 from htp_export.exporter.capture.replays import Replays
 from htp_export.exporter.capture.torch_internals import ExecutedNode, outputs_of
 
-CALL = "htp.call"
-"""Key in an FX node's ``meta``: the call that it is of, where its scopes do not say that."""
+_captures = itertools.count()
+
+
+class Marks:
+    """Keys in the ``meta`` of FX nodes. Each capture has its own, so that none reads what another one wrote.
+
+    Attributes:
+        call: For the call that a node is of, where its scopes do not say that.
+        places: Numbers for the results of the nodes of the exported graph.
+    """
+
+    def __init__(self) -> None:
+        number = next(_captures)
+        self.call = f"htp.call.{number}"
+        self.places = Places(f"htp.traced.{number}")
 
 
 class Places:
@@ -58,7 +71,7 @@ class Decomposition:
     """The decomposition of one exported program, as it happens.
 
     Args:
-        places: Those of the program's graph.
+        marks: Those of the capture.
         call_of: A node of an FX graph → its call.
         common: Two calls → the innermost call around both.
 
@@ -67,11 +80,11 @@ class Decomposition:
         moved: Call → other calls to which its work was given, because nothing is left of what it did itself.
     """
 
-    def __init__(self, places: Places, call_of: Callable[[Any], int], common: Callable[[int, int], int]) -> None:
+    def __init__(self, marks: Marks, call_of: Callable[[Any], int], common: Callable[[int, int], int]) -> None:
         self.runs = False
-        self._places, self._decomposed = places, Places("htp.decomposed")
-        self._call_of = call_of
-        self._replays = Replays(self._decomposed.mark, call_of, common, _assign)
+        self._places, self._decomposed = marks.places, Places("htp.decomposed")
+        self._call_key, self._call_of = marks.call, call_of
+        self._replays = Replays(self._decomposed.mark, call_of, common, self._assign)
         self.moved: dict[int, set[int]] = {}
         self._outputs: list[Any] = []
         self._results: dict[int, dict[int, list[int]]] = {}  # place → changes → places in graphs that were traced
@@ -84,7 +97,7 @@ class Decomposition:
         for each in executed.made:  # a body's nodes come before the node that runs the body
             self._decomposed.mark(each)
             if call != NO_CALL:
-                each.meta.setdefault(CALL, call)
+                each.meta.setdefault(self._call_key, call)
         changed = self._replays.record(executed)
         if executed.node.op == "output":  # of a body, or of the whole, which comes last
             changes = {state.node: state.changes for state in executed.read}
@@ -142,7 +155,6 @@ class Decomposition:
     def _named(self, places: Iterable[int]) -> list[str]:
         return [self._names[place] for place in places if place in self._names]
 
-
-def _assign(node: Any, call: int) -> None:
-    if call != NO_CALL:
-        node.meta[CALL] = call
+    def _assign(self, node: Any, call: int) -> None:
+        if call != NO_CALL:
+            node.meta[self._call_key] = call

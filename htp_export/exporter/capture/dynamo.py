@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from htp_export.exporter.capture.bodies import Bodies
 from htp_export.exporter.capture.body_functions import bodies_of_node, every_node
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, arguments_by_name
-from htp_export.exporter.capture.decomposition import CALL, Decomposition, Places, Result
+from htp_export.exporter.capture.decomposition import Decomposition, Marks, Result
 from htp_export.exporter.capture.guarded import Guarded
-from htp_export.exporter.capture.record import Node, Operation, Record
+from htp_export.exporter.capture.onnx_graph import STAMP, copy_stamps, describe, reads_of, values_of
+from htp_export.exporter.capture.record import Operation, Record
 from htp_export.exporter.capture.reshapes import equal_tensors
 from htp_export.exporter.capture.torch_internals import (
     bodies_run_in_place,
@@ -30,13 +31,12 @@ from htp_export.exporter.capture.torch_internals import (
     without_export_root,
 )
 from htp_export.format.reasons import Reason
-from htp_export.model.operators import SIZES_ONLY, is_standard, operator_of, subgraphs, values_read
+from htp_export.model.operators import SIZES_ONLY, is_standard
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-_STAMP = "htp.stamp"
 _STACK_TRACE = "pkg.torch.onnx.stack_trace"  # torch's own metadata; bodies have no other trace of where they come from
 
 
@@ -69,7 +69,7 @@ class DynamoCapture(Guarded):
         self._needed: set[int] = set()
         self._parameters: frozenset[str] = frozenset()  # of the exported program, buffers included
         self._by_stack: dict[tuple[tuple[str, tuple[str, Any]], ...], int] = {}
-        self._places = Places("htp.traced")
+        self._marks = Marks()
         self.decomposition = self._new_decomposition()
         self._values: dict[str, Any] = {}  # FX node → its value in the first ONNX graph
         self._call_tensors: dict[int, CallTensors] = {}
@@ -129,7 +129,7 @@ class DynamoCapture(Guarded):
 
     def _result_of(self, tensor: Any, tracer: Any) -> Result | None:
         node = fx_node_of(tensor, tracer)
-        return None if node is None else Result(self._places.mark(node), changes_of(tensor))
+        return None if node is None else Result(self._marks.places.mark(node), changes_of(tensor))
 
     def _mark(self, tracer: Any) -> None:
         """Write the running call on the FX nodes made since a module last began or returned.
@@ -140,17 +140,36 @@ class DynamoCapture(Guarded):
         nodes = tracer.graph.nodes
         if self.log.stack:
             for node in itertools.islice(reversed(nodes), len(nodes) - self._marked):
-                node.meta[CALL] = self.log.stack[-1]
+                node.meta[self._marks.call] = self.log.stack[-1]
         self._marked = len(nodes)
 
     # --- the FX graph -----------------------------------------------------------------------------
+
+    def mark_bodies(self, program: Any) -> None:
+        """Write its call on each node of a branch or loop body of a program that was just made."""
+        for node, inner in nodes_in_bodies(program.graph_module).items():
+            holder = self._call_of(node)
+            known = self._bodies.calls(holder, [each.meta.get("stack_trace") for each in inner])
+            for each in inner:
+                if not each.meta.get("nn_module_stack"):
+                    call = known.get(each.meta.get("stack_trace") or "", NO_CALL)
+                    each.meta.setdefault(self._marks.call, holder if call == NO_CALL else call)
+
+    def resumed(self) -> DynamoCapture:
+        """A capture that goes on from here, once the program is made; any number can, and none holds the model."""
+        other = DynamoCapture(lambda _: None, self.aliases, self._path_by_id)
+        other.log, other._bodies, other._marks = self.log.copy(), self._bodies.copy(), self._marks
+        other.classes, other._scoped = self.classes.copy(), self._scoped.copy()
+        other._root_name, other._made_something = self._root_name, self._made_something.copy()
+        other.decomposition = other._new_decomposition()
+        return other
 
     def exported(self, program: Any) -> None:
         """Note which calls did something that the model's result needs, before anything is decomposed away."""
         self._parameters = frozenset(program.state_dict)
         modules = [program.graph_module, *bodies_run_in_place(program.graph_module)]
         graphs = [module.graph for module in modules]
-        if all(self._places.read(node) is None for graph in graphs for node in graph.nodes):
+        if all(self._marks.places.read(node) is None for graph in graphs for node in graph.nodes):
             self.log.call_tensors.clear()  # calls of a failed attempt at tracing
         for module in modules:
             inner = nodes_in_bodies(module)
@@ -163,7 +182,7 @@ class DynamoCapture(Guarded):
         self.decomposition.runs = True
 
     def _new_decomposition(self) -> Decomposition:
-        return Decomposition(self._places, self._call_of, lambda one, other: self.log.common(one, other))
+        return Decomposition(self._marks, self._call_of, lambda one, other: self.log.common(one, other))
 
     def _note_needed(self, graph: Any) -> None:
         wanted: set[Any] = set()
@@ -182,10 +201,9 @@ class DynamoCapture(Guarded):
         """Note the ONNX graph as it was translated, before anything changed it."""
         self._graph = model.graph
         self._first = [
-            Operation(
-                self._call_of(node.meta.get("node")), _reads(node), tuple(node.outputs), is_standard(node, *SIZES_ONLY)
-            )
+            Operation(call, reads_of(node), tuple(node.outputs), is_standard(node, *SIZES_ONLY))
             for node in every_node(model.graph)
+            for call in [self._call_of(node.meta.get("node"))]
         ]
         self._equal = equal_tensors(every_node(model.graph))
         self._inputs, self._outputs = list(model.graph.inputs), list(model.graph.outputs)
@@ -214,7 +232,7 @@ class DynamoCapture(Guarded):
                     if call == NO_CALL and inner.meta.get("node") is not None:  # constants belong to their consumers
                         call, evidence = holder, Reason.FLOW
                     if call != NO_CALL:
-                        inner.metadata_props[_STAMP] = f"{call} {evidence}"  # outlives inlining, which copies nodes
+                        inner.metadata_props[STAMP] = f"{call} {evidence}"  # outlives inlining, which copies nodes
 
     def _value_of(self, result: Result | None, *, read: bool = False) -> Any:
         """The value of the first ONNX graph that holds the result of a node of the traced FX graph, or None."""
@@ -225,7 +243,7 @@ class DynamoCapture(Guarded):
         """The call of an FX node, of whatever graph."""
         if fx_node is None:
             return NO_CALL
-        call = fx_node.meta.get(CALL)
+        call = fx_node.meta.get(self._marks.call)
         return self._call_of_stack(fx_node.meta.get("nn_module_stack")) if call is None else int(call)
 
     def _call_of_stack(self, stack: dict[str, tuple[str, Any]] | None) -> int:
@@ -271,12 +289,12 @@ class DynamoCapture(Guarded):
         """Note that the graph may have been read back from bytes: tensors are found again by name."""
         if self._graph is None or model.graph is self._graph:
             return
-        named = {value.name: value for value in _values(model.graph)}
+        named = {value.name: value for value in values_of(model.graph)}
         for value in self._captured():
             last = self._last(value, ())
             if last.name in named:
                 self.replaced(last, named[last.name])
-        _copy_stamps(self._graph, named)
+        copy_stamps(self._graph, named)
         self._graph = model.graph
 
     def _call_by_parameters(self, names: Iterable[str]) -> int:
@@ -312,7 +330,7 @@ class DynamoCapture(Guarded):
         """What is known of the exported model, and its nodes in the order of ``Record.nodes``."""
         self.converted(model)
         nodes, record = describe(model, Record(self.log))
-        alive = set(_values(model.graph))
+        alive = set(values_of(model.graph))
         record.operations = self._first
         record.call_tensors = self._call_tensors
         record.moved = self.decomposition.moved
@@ -329,7 +347,7 @@ class DynamoCapture(Guarded):
         for first, now in zip(self._outputs, model.graph.outputs, strict=True):
             record.final.setdefault(first, now)
         for node, described in zip(nodes, record.nodes, strict=True):
-            stamp = node.metadata_props.pop(_STAMP, None)
+            stamp = node.metadata_props.pop(STAMP, None)
             if stamp is not None:
                 call, _, evidence = stamp.partition(" ")
                 described.hint, described.evidence = int(call), Reason(evidence)
@@ -340,43 +358,4 @@ class DynamoCapture(Guarded):
         """Take out of a model what was written into it for `finish`."""
         for graph in (model.graph, *model.functions.values()):
             for node in every_node(graph):
-                node.metadata_props.pop(_STAMP, None)
-
-
-def _copy_stamps(graph: ir.Graph, named: Mapping[str | None, ir.Value]) -> None:
-    """Write the calls of a graph's nodes on the nodes that make tensors of the same names, which have no metadata."""
-    for node in every_node(graph):
-        if _STAMP in node.metadata_props:
-            for output in node.outputs:
-                value = named.get(output.name)
-                producer = None if value is None else value.producer()
-                if producer is not None:
-                    producer.metadata_props[_STAMP] = node.metadata_props[_STAMP]
-
-
-def describe(model: ir.Model, record: Record) -> tuple[list[ir.Node], Record]:
-    """Every node of a model, and the record with the exported graph filled in: nodes, inputs, outputs."""
-    nodes = list(every_node(model.graph))
-    for function in model.functions.values():
-        nodes.extend(every_node(function))
-    record.nodes = [
-        Node(_reads(node), tuple(node.outputs), shape_only=is_standard(node, *SIZES_ONLY)) for node in nodes
-    ]
-    record.graph_inputs = {value for value in model.graph.inputs if value.name not in model.graph.initializers}
-    record.graph_outputs = set(model.graph.outputs)
-    return nodes, record
-
-
-def _values(graph: ir.Graph) -> Iterator[ir.Value]:
-    yield from graph.inputs
-    yield from graph.initializers.values()
-    for node in every_node(graph):
-        yield from node.outputs
-
-
-def _reads(node: ir.Node) -> tuple[ir.Value, ...]:
-    """What a node reads; for one with bodies, also what its bodies return."""
-    reads = [value for value in values_read(operator_of(node), node.inputs) if value is not None]
-    for body in subgraphs(node):
-        reads.extend(body.outputs)
-    return tuple(reads)
+                node.metadata_props.pop(STAMP, None)

@@ -7,13 +7,13 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from htp_export.exporter.capture.program_bodies import ProgramBodies
 from htp_export.exporter.capture.running import dynamo_capture, program_bodies, translations_read, wanted
 from htp_export.exporter.capture.torch_internals import called_by_export, executed_since, fx_tracing, watch_bodies
-from htp_export.process.restoring import Changes, set_variable
+from htp_export.process.restoring import Changes
 
 if TYPE_CHECKING:
     from htp_export.exporter.capture.dynamo import DynamoCapture
+    from htp_export.exporter.capture.program_bodies import ProgramBodies
 
 _REPLACED = "following a value that the optimiser replaced"
 
@@ -32,24 +32,14 @@ def core_export(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def export_program(original: Callable[..., Any]) -> Callable[..., Any]:
-    """While tags are wanted, write into an ``ExportedProgram`` which modules ran in its branches and loop bodies."""
+    """While tags are wanted, capture the modules that run while ``torch.export`` makes a program."""
 
     @functools.wraps(original)
     def wrapper(mod: Any, *args: Any, **kwargs: Any) -> Any:
         active = wanted()
         if active is None or dynamo_capture.get() is not None or not hasattr(mod, "named_modules"):
             return original(mod, *args, **kwargs)
-        bodies, changes = ProgramBodies(), Changes()
-        bodies.strict = active.strict
-        bodies.step("reading the names of the model's modules", bodies.begin, mod)
-        try:
-            set_variable(changes, program_bodies, bodies)
-            program = original(mod, *args, **kwargs)
-        finally:
-            changes.take_back()
-        bodies.step("writing the modules of bodies into an exported program", bodies.write, program)
-        bodies.give_up()
-        return program
+        return active.program(lambda: original(mod, *args, **kwargs), mod)
 
     return wrapper
 
@@ -81,15 +71,17 @@ def call_operator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        watching: DynamoCapture | ProgramBodies | None = dynamo_capture.get() or program_bodies.get()
-        if watching is None:
-            return original(self, *args, **kwargs)
-        entered = watching.step("noting the bodies of an operator", watching.enter_operator, self, args)
+        watching: list[DynamoCapture | ProgramBodies] = [
+            each for each in (dynamo_capture.get(), program_bodies.get()) if each is not None
+        ]
+        entered = [
+            each for each in watching if each.step("noting the bodies of an operator", each.enter_operator, self, args)
+        ]
         try:
             return original(self, *args, **kwargs)
         finally:
-            if entered:
-                watching.step("noting that an operator with bodies returns", watching.leave_operator)
+            for each in entered:
+                each.step("noting that an operator with bodies returns", each.leave_operator)
 
     return wrapper
 

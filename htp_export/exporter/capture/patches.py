@@ -330,11 +330,14 @@ DYNAMO_ENTRY = Patches(
 )
 TORCHSCRIPT_ENTRY = Patches(Patch(_SCRIPT, "_export", _script_export))
 
+MODULE_CALLS = Patches(
+    Patch("torch.fx.experimental.proxy_tensor", "_ModuleStackTracer.call_module", dynamo_patches.call_module),
+)
+
 DYNAMO = Patches(
     Patch(_CORE, "_prepare_exported_program_for_export", dynamo_patches.prepare),
     Patch(_CORE, "_translate_fx_graph", dynamo_patches.translate_graph),
     Patch(_CORE, "_exported_program_to_onnx_program", dynamo_patches.translate),
-    Patch("torch.fx.experimental.proxy_tensor", "_ModuleStackTracer.call_module", dynamo_patches.call_module),
     Patch("torch.fx.interpreter", "Interpreter.run_node", dynamo_patches.run_node),
     Patch("torch.onnx", "ONNXProgram.optimize", dynamo_patches.optimize),
     Patch("onnx_ir", "Node.replace_input_with", dynamo_patches.replace_input_with),
@@ -360,7 +363,7 @@ TORCHSCRIPT = Patches(
     Patch("torch._C", "Node.blocks", _blocks),
 )
 
-EVERY = (DYNAMO_ENTRY, TORCHSCRIPT_ENTRY, DYNAMO, TRANSLATIONS, TORCHSCRIPT)
+EVERY = (DYNAMO_ENTRY, TORCHSCRIPT_ENTRY, MODULE_CALLS, DYNAMO, TRANSLATIONS, TORCHSCRIPT)
 
 
 def translations_read_once() -> contextlib.AbstractContextManager[None]:

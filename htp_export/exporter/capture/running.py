@@ -36,6 +36,9 @@ class Exporter(Protocol):
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
         """Run torch's dynamo exporter and tag its result."""
 
+    def program(self, export: Callable[[], Any], model: Any) -> Any:
+        """Run ``torch.export`` and keep what is captured with the program that it makes."""
+
     def torchscript(self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool) -> Any:
         """Run torch's TorchScript exporter and tag the file it writes."""
 

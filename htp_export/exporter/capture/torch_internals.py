@@ -28,6 +28,21 @@ def bodies_run_in_place(module: Any) -> Iterator[Any]:
                     yield from bodies_run_in_place(body)
 
 
+def graph_modules_in(module: Any) -> Iterator[Any]:
+    """A graph module and those inside it: the bodies of operators."""
+    import torch
+
+    return (each for each in module.modules() if isinstance(each, torch.fx.GraphModule))
+
+
+def has_module_stacks(model: Any) -> bool:
+    """Whether a model is a graph module whose operations have the module stacks of an earlier export."""
+    import torch
+
+    nodes = model.graph.nodes if isinstance(model, torch.fx.GraphModule) else ()
+    return any(node.op == "call_function" and node.meta.get("nn_module_stack") for node in nodes)
+
+
 class Scope(NamedTuple):
     """One module of those in which a node of a graph that Dynamo made runs.
 

@@ -1,0 +1,200 @@
+"""What runs in the place of torch's exporters while tags are wanted: the export itself, watched, then its tags."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from htp_export.errors import CaptureError
+from htp_export.exporter.capture import patches, running, torch_internals
+from htp_export.exporter.capture.dynamo import DynamoCapture
+from htp_export.exporter.capture.guarded import seam
+from htp_export.exporter.capture.modules import ModuleNames, keep_training_modes
+from htp_export.exporter.capture.program_bodies import ProgramBodies
+from htp_export.exporter.capture.programs import Captured, captured_with
+from htp_export.exporter.capture.root_call import first_line
+from htp_export.exporter.capture.saving import save_whole
+from htp_export.exporter.capture.torchscript import TorchScriptCapture
+from htp_export.exporter.owners.write import make_tags
+from htp_export.files.protobuf_bytes import SerializedModel
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.process.garbage_collection import hold_collection
+from htp_export.process.restoring import Changes, set_variable
+from htp_export.process.shared_settings import turn_attention_fast_path_off
+
+IR_VERSION = 10  # the first with metadata on nodes
+
+
+class Dynamo:
+    """One export under ``dynamo=True``."""
+
+    patches = (patches.MODULE_CALLS, patches.DYNAMO)
+
+    def __init__(self, model: Any, changes: Changes) -> None:
+        self._changes = changes
+        captured = captured_with(model) if isinstance(model, torch.export.ExportedProgram) else None
+        if captured is not None:
+            self.modules: ModuleNames | Captured = captured
+            self.capture = captured.capture.resumed()
+        else:
+            self.modules, self.capture = _new_capture(model, changes)
+
+    def run(self, export: Callable[[], Any]) -> Any:
+        capture = self.capture
+        capture.changes = self._changes.inner()
+        try:
+            set_variable(capture.changes, running.dynamo_capture, capture)
+            with _named_failure(capture):
+                program = export()
+        finally:
+            capture.changes.take_back()
+        hold_collection(self._changes, kept=True)
+        capture.step("tagging the nodes of the program", self._tag, program)
+        if capture.fault is not None:
+            capture.withdraw(program.model)
+            capture.give_up()
+        else:
+            save_whole(program)
+        return program
+
+    def _tag(self, program: Any) -> None:
+        capture, modules = self.capture, self.modules
+        with seam("matching the nodes of the ONNX graph with what the modules ran"):
+            record, nodes = capture.finish(program.model)
+        with seam("finding the owners of each node"):
+            seen = Hierarchy.from_classes(capture.classes)
+            made = make_tags(record, modules.hierarchy or seen, modules.parameters)
+        tagged = list(zip(nodes, made.nodes, strict=True))
+        for node, metadata in tagged:
+            node.metadata_props.update(metadata)
+        program.model.metadata_props.update(made.model)
+        program.model.graph.name = made.graph_name
+        program.model.ir_version = max(program.model.ir_version, IR_VERSION)
+
+
+class Program:
+    """One run of ``torch.export``: what is captured is kept with the program that it makes."""
+
+    patches = (patches.MODULE_CALLS,)
+
+    def __init__(self, model: Any, changes: Changes) -> None:
+        self._changes, self._model = changes, model
+        self.names, self.capture = _new_capture(model, changes)
+
+    def run(self, export: Callable[[], Any]) -> Any:
+        """Make the program."""
+        capture, bodies = self.capture, ProgramBodies()
+        capture.changes = self._changes.inner()
+        capture.step("reading the names of the modules in bodies", bodies.begin, self._model)
+        try:
+            set_variable(capture.changes, running.dynamo_capture, capture)
+            set_variable(capture.changes, running.program_bodies, bodies)
+            with _named_failure(capture):
+                program = export()
+        finally:
+            capture.changes.take_back()
+        capture.fault = capture.fault or bodies.fault
+        capture.step("keeping what was captured with the exported program", self._keep, program)
+        capture.step("writing the modules of bodies into an exported program", bodies.write, program)
+        capture.give_up()
+        return program
+
+    def _keep(self, program: Any) -> None:
+        if torch_internals.has_module_stacks(self._model):
+            return  # an exported graph calls no module: the stacks that its nodes have from the earlier export say more
+        self.capture.mark_bodies(program)
+        Captured(self.capture.resumed(), self.names.hierarchy, self.names.parameters).keep_with(program)
+
+
+def _new_capture(model: Any, changes: Changes) -> tuple[ModuleNames, DynamoCapture]:
+    """The names of a model's modules, and a capture that knows them."""
+    reading = changes.inner()
+    hold_collection(reading, kept=True)
+    names = ModuleNames(model)
+    capture = DynamoCapture(names.path_now, names.aliases, names.by_id)
+    reading.take_back()
+    return names, capture
+
+
+class TorchScript:
+    """One export under ``dynamo=False``."""
+
+    patches = (patches.TORCHSCRIPT,)
+
+    def __init__(self, model: Any, args: Any, names_inputs: bool, changes: Changes) -> None:
+        self._changes = changes
+        self.model, self.args, self.names_inputs = model, args, names_inputs
+        self.capture = self._new_capture()
+
+    def _new_capture(self, refusal: str = "") -> TorchScriptCapture:
+        self.names = names = ModuleNames(self.model)
+        scopes, state = torch_internals.scope_names(names.paths), torch_internals.state_names(self.model)
+        paths = names.paths.values()
+        return TorchScriptCapture(names.path_now, paths, scopes, state, self.args, self.names_inputs, refusal)
+
+    def run(self, export: Callable[[], Any]) -> Any:
+        """Export with the call that torch makes; once more, with the call as given, where torch refuses it."""
+        turn_attention_fast_path_off(self._changes)
+        keep_training_modes(self._changes, self.model)
+        hold_collection(self._changes)
+        try:
+            return self._attempt(export)
+        except (Warning, CaptureError):  # a warning that the user made an error, or a fault of ours
+            raise
+        except Exception as error:
+            choice = self.capture.choice
+            if choice is None or choice.before is None:
+                raise
+            refusal, before = error, choice.before
+        before.put_back()
+        strict = self.capture.strict
+        self.capture = self._new_capture(first_line(refusal))
+        self.capture.strict = strict
+        try:
+            return self._attempt(export)
+        except CaptureError:
+            raise
+        except Exception as error:
+            refusal.add_note(f"htp_export: called as the arguments were given, it fails too: {first_line(error)}")
+            raise refusal from error
+
+    def _attempt(self, export: Callable[[], Any]) -> Any:
+        capture = self.capture
+        capture.tag, capture.changes = self._tagged, self._changes.inner()
+        try:
+            set_variable(capture.changes, running.script_capture, capture)
+            with _named_failure(capture):
+                return export()
+        finally:
+            capture.changes.take_back()
+            capture.tag = capture.whole = None  # they hold the weights, and each other
+
+    def _tagged(self, file: SerializedModel) -> Iterable[bytes | memoryview]:
+        with seam("matching the nodes of the ONNX graph with what the modules ran"):
+            record, nodes = self.capture.finish(file)
+        with seam("finding the owners of each node"):
+            made = make_tags(record, self.names.hierarchy or Hierarchy([ModuleInfo("", "")]), self.names.parameters)
+        for node, metadata in zip(nodes, made.nodes, strict=True):
+            for key, value in metadata.items():
+                node.metadata_props.add(key=key, value=value)
+        file.metadata = made.model
+        file.graph_name = made.graph_name or file.graph_name
+        file.ir_version = max(file.ir_version, IR_VERSION)
+        return file.chunks()
+
+
+@contextlib.contextmanager
+def _named_failure(capture: DynamoCapture | TorchScriptCapture) -> Iterator[None]:
+    """Add to an error which module was running."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        called = capture.log.running if capture.fault is None else ()
+        if called:
+            error.add_note(f"htp_export: while module {called[-1] or '(the root)'!r} was running")
+        raise

@@ -1,0 +1,139 @@
+"""Programs that `torch.export` makes while tags are wanted: their files say what files of the models say."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.exporter.capture.programs import captured_with
+from tests.exporting import SharedFiles, exported, metadata
+from tests.nets import NETS
+from tests.truth import nodes_of, tree_of
+
+ENCODER = "transformer_encoder"
+
+
+def made(model: nn.Module, kwargs: dict[str, Any], **options: Any) -> Any:
+    """The program of a model, as a library makes it under `tagging`."""
+    with htp_export.tagging():
+        return torch.export.export(model, (), kwargs, strict=False, **options)
+
+
+def file_of(program: Any, folder: Path) -> onnx.ModelProto:
+    htp_export.export(program, (), folder / "model.onnx", verbose=False)
+    return onnx.load(folder / "model.onnx")
+
+
+def told(file: onnx.ModelProto) -> tuple[Any, ...]:
+    """All that a file says of modules."""
+    nodes = [(node.op_type, metadata(node)) for node in nodes_of(file)]
+    for _, entries in nodes:
+        for key in [key for key in entries if not key.startswith("htp.") and key != "namespace"]:
+            del entries[key]
+    return nodes, {entry.key: entry.value for entry in file.metadata_props}, file.graph.name
+
+
+FEW = (
+    *(
+        "siblings",
+        "called_twice",
+        "two_names",
+        "conv_bn_relu",
+        "mask_made_in_every_layer",
+        "dead_branch_and_unused_module",
+    ),
+    *("no_grad_inside", "modules_in_branches", "branches_inside_branches", "graph_module_as_the_model", ENCODER),
+)
+OTHERS = sorted(name for name, net in NETS.items() if "dynamo" not in net.skip and name not in FEW)
+
+
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_the_file_of_a_program_says_what_the_file_of_its_model_says(
+    name: str, shared_files: SharedFiles, tmp_path: Path
+) -> None:
+    model, kwargs = NETS[name].build()
+    program = made(model, kwargs, **NETS[name].export_options("dynamo"))
+    assert told(file_of(program, tmp_path)) == told(shared_files.read(name, "dynamo"))
+
+
+def test_a_program_made_elsewhere_has_neither_signatures_nor_parameters(tmp_path: Path) -> None:
+    model, kwargs = NETS["siblings"].build()
+    file = file_of(torch.export.export(model, (), kwargs, strict=False), tmp_path)
+    keys = {entry.key for entry in file.metadata_props}
+    assert "htp.modules" in keys
+    assert not {"htp.signatures", "htp.parameters"} & keys
+
+
+def test_every_export_of_one_program_says_the_same_also_once_the_model_is_gone(tmp_path: Path) -> None:
+    model, kwargs = NETS["siblings"].build()  # with branches, torch itself holds the model
+    whole = told(exported(model, kwargs, "dynamo", tmp_path))
+    program = made(model, kwargs)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert told(file_of(program, tmp_path)) == told(file_of(program, tmp_path)) == whole
+
+
+def test_copies_of_a_program_are_as_exact_as_the_program(tmp_path: Path) -> None:
+    model, kwargs = NETS["siblings"].build()
+    program = made(model, kwargs)
+    whole = told(exported(model, kwargs, "dynamo", tmp_path))
+    assert told(file_of(copy.copy(program), tmp_path)) == whole
+    module = copy.deepcopy(program.graph_module)
+    again = torch.export.ExportedProgram(
+        module,
+        module.graph,
+        program.graph_signature,
+        program.state_dict,
+        program.range_constraints,
+        program.module_call_graph,
+        program.example_inputs,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )
+    assert told(file_of(again, tmp_path)) == whole
+
+
+def test_what_was_captured_is_for_this_process_alone() -> None:
+    model, kwargs = NETS["siblings"].build()
+    captured = captured_with(made(model, kwargs))
+    assert captured is not None
+    assert pickle.loads(pickle.dumps(captured)) is None
+
+
+def test_programs_of_two_models_are_told_apart(tmp_path: Path) -> None:
+    wanted, programs = [], []
+    for name in ("siblings", "called_twice"):
+        model, kwargs = NETS[name].build()
+        wanted.append(told(exported(model, kwargs, "dynamo", tmp_path)))
+        programs.append(made(model, kwargs))
+    assert [told(file_of(program, tmp_path)) for program in programs] == wanted
+
+
+def test_an_exported_module_that_is_exported_again_keeps_the_modules_of_its_stacks(tmp_path: Path) -> None:
+    model, kwargs = NETS["siblings"].build()
+    with htp_export.tagging():
+        again = torch.export.export(made(model, kwargs).module(), (), kwargs, strict=False)
+    tree = tree_of(file_of(again, tmp_path))
+    assert {path for path, entry in tree.items() if entry["calls"]} >= {"first", "second"}
+
+
+def test_a_program_made_in_strict_mode_has_parameters(tmp_path: Path) -> None:
+    model, kwargs = NETS["siblings"].build()
+    with htp_export.tagging():
+        program = torch.export.export(model, (), kwargs, strict=True)
+    said = {entry.key: entry.value for entry in file_of(program, tmp_path).metadata_props}
+    whole = {entry.key: entry.value for entry in exported(model, kwargs, "dynamo", tmp_path).metadata_props}
+    assert said["htp.parameters"] == whole["htp.parameters"]
+    assert said["htp.modules"] == whole["htp.modules"]
