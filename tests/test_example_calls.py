@@ -28,7 +28,8 @@ MODELS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) fo
 def exported(request: pytest.FixtureRequest) -> Any:
     model = decoder(request.param)
     call = example_call(model)
-    program = htp_export.export(model, verbose=False, **call.options)
+    with call.exporting():
+        program = htp_export.export(model, verbose=False, **call.options)
     call.name_dimensions(program.model.graph)
     return model, call, program
 
@@ -96,4 +97,4 @@ def test_a_model_whose_cache_is_off_says_so() -> None:
 
     model = load_model("gpt2", task="text-generation", random_weights=True, overrides=DECODERS["gpt2"])
     with pytest.raises(htp_export.InputError, match="use_cache"):
-        example_call(model)
+        example_call(model, task="text-generation-with-past")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from htp_export.cli.outputs import report
-from htp_export.cli.terminal import CheckFailed
+from htp_export.cli.terminal import CheckFailed, print_json, show
 from htp_export.errors import InputError
 
 if TYPE_CHECKING:
-    from htp_export.run.results import Comparison
+    from htp_export.cli.sources import Call
+    from htp_export.run.results import Comparison, Verification
 
-__all__ = ["AllOption", "ToleranceOption", "parse_tolerances", "report_comparison"]
+__all__ = ["AllOption", "ToleranceOption", "parse_tolerances", "report_comparison", "report_runs", "verified_runs"]
 
 ToleranceOption = Annotated[
     list[str] | None,
@@ -34,6 +36,39 @@ def report_comparison(result: Comparison, *, everything: bool, as_json: bool) ->
     report(result, as_json, lambda: render(result, everything=everything))
     if not result.ok:
         raise CheckFailed(result.summary)
+
+
+def verified_runs(call: Call, file: Path, **options: Any) -> dict[str, Verification]:
+    """Run → what `verify` says of a file: in prefill and in decoding, or in its one run.
+
+    Args:
+        call: The call that the file was exported from.
+        file: The file.
+        **options: Of `verify`.
+    """
+    from htp_export.run.verifying import verify
+
+    with call.adapted():
+        return {run: verify(call.model, file, call.args, kwargs, **options) for run, kwargs in call.runs.items()}
+
+
+def report_runs(results: Mapping[str, Comparison], *, everything: bool, as_json: bool) -> None:
+    """Show the results of several runs of a file.
+
+    Raises:
+        CheckFailed: If a module differs in one of them.
+    """
+    from htp_export.show.comparison import render
+
+    failures = [f"{run}: {result.summary}" for run, result in results.items() if not result.ok]
+    if as_json:
+        runs = {run: result.to_dict() for run, result in results.items()}
+        print_json({"ok": not failures, "runs": runs})
+    for run, result in results.items() if not as_json else ():
+        show(f"{run}:")
+        show(render(result, everything=everything))
+    if failures:
+        raise CheckFailed("\n".join(failures))
 
 
 def parse_tolerances(settings: Sequence[str]) -> dict[str, tuple[float, float]]:

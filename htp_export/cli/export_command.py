@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,7 @@ import typer
 
 from htp_export.cli.file_options import JsonOption
 from htp_export.cli.model_options import ModelOptions
-from htp_export.cli.outputs import check_output, show_next, show_written, written_files
+from htp_export.cli.outputs import check_folder, check_output, show_next, show_written, written_files
 from htp_export.cli.sources import Call
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show, warning_line
 from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning
@@ -45,6 +45,8 @@ class _Options:
             options["opset_version"] = self.opset
         if self.functions:
             options["export_modules_as_functions"] = self.functions
+        if call.example is not None:
+            return options | {name: value for name, value in call.example.options.items() if name != "kwargs"}
         if not self.dynamo and len(call.inputs) == len(call.kwargs) and call.kwargs:
             options["input_names"] = list(call.inputs)
         if self.dynamic:
@@ -72,6 +74,12 @@ def export_command(
         list[str] | None,
         typer.Option(help="Modules that become ONNX functions: class:BertLayer, encoder.layer.*; ** for all."),
     ] = None,
+    two_files: Annotated[
+        bool, typer.Option("--two-files", help="A decoder without, and a decoder with a cache among its inputs.")
+    ] = False,
+    cache_names: Annotated[
+        str, typer.Option(help="Names of a cache's tensors: optimum's or transformers'.")
+    ] = "optimum",
     external_data: Annotated[bool, typer.Option(help="Weights in a file of their own, <output>.data.")] = True,
     stream_weights: Annotated[
         bool,
@@ -91,7 +99,7 @@ def export_command(
 ) -> None:
     """Export a model to ONNX with module tags, and show its tree."""
     model.check()
-    check_output(output)
+    _check_outputs(output, model)
     if opset is not None:
         from htp_export.exporter.capture.opsets import check_opset
 
@@ -101,27 +109,102 @@ def export_command(
     axes = tuple(axis.strip() for text in dynamic or () for axis in text.split(",") if axis.strip())
     steps = Steps(quiet, count=3 if verify else 2)
     with steps.step(f"loading {model.name}"):
-        # With one example, exporters take the batch for a constant.
-        call = model.call(batch=2 if "batch" in axes else 1, stream_weights=stream_weights)
+        calls = _calls(model, dynamo, axes, two_files, cache_names, stream_weights)
+    options = _Options(dynamo, opset, axes, external_data, tuple(functions or ()))
+    seed = model.seed if model.random else None
+    check = _Check(steps, verify=verify, as_json=as_json, quiet=quiet, strict=not allow_untagged, with_map=with_map)
+    failures, records = [], {}
+    for name, target in _targets(calls, output).items():
+        record, failure = _export_and_check(calls[name], target, options, seed, check)
+        records[name] = record
+        failures += [failure] if failure else []
+    if as_json and not quiet:
+        print_json(next(iter(records.values())) if len(records) == 1 else {"models": records})
+    if failures:
+        raise CheckFailed("\n".join(failures))
+
+
+@dataclass(frozen=True)
+class _Check:
+    """How each file is exported, shown and checked."""
+
+    steps: Steps
+    verify: bool
+    as_json: bool
+    quiet: bool
+    strict: bool
+    with_map: bool
+
+
+def _check_outputs(output: Path, model: ModelOptions) -> None:
+    """Refuse an output that cannot be written: a file, or, for a task, a folder."""
+    if output.is_dir() and model.has_task:
+        check_folder(output, output)
+    else:
+        check_output(output)
+
+
+def _calls(
+    model: ModelOptions,
+    dynamo: bool,
+    axes: tuple[str, ...],
+    two_files: bool,
+    cache_names: str,
+    stream_weights: bool,
+) -> dict[str, Call]:
+    """Name of each file → the call that it is exported from.
+
+    With ``--dynamic`` and with TorchScript, a task chooses the class alone.
+    """
+    from htp_export.huggingface.tasks import split_task
+
+    _, has_cache = split_task(model.task)
+    if has_cache and not dynamo:
+        raise InputError(f"--task {model.task}: TorchScript takes no cache; leave --torchscript away")
+    if has_cache and axes:
+        raise InputError(f"--task {model.task} says which axes vary; leave --dynamic away")
+    calls = {}
+    if dynamo and not axes:
+        calls = model.calls_by_task(two_files=two_files, cache_names=cache_names, stream_weights=stream_weights)
+    # With one example, exporters take the batch for a constant.
+    return calls or {"model": model.call(batch=2 if "batch" in axes else 1, stream_weights=stream_weights)}
+
+
+def _targets(calls: Mapping[str, Call], output: Path) -> dict[str, Path]:
+    """Name → the file to write: the output, or files in a folder."""
+    if output.is_dir():
+        return {name: output / f"{name}.onnx" for name in calls}
+    if len(calls) == 1:
+        return dict.fromkeys(calls, output)
+    if output.suffix == ".onnx":
+        files = ", ".join(f"{name}.onnx" for name in calls)
+        raise InputError(f"-o {output}: {len(calls)} files are written, {files}; name a folder")
+    output.mkdir()
+    return {name: output / f"{name}.onnx" for name in calls}
+
+
+def _export_and_check(
+    call: Call, output: Path, options: _Options, seed: int | None, check: _Check
+) -> tuple[dict[str, Any], str]:
+    """Write one file, show it, and check it: what JSON says of it, and what is wrong with it, or ``""``."""
     from htp_export.files.external_writers import readable
     from htp_export.model.inlining import read_flat
     from htp_export.model.tagged import load
 
-    options = _Options(dynamo, opset, axes, external_data, tuple(functions or ()))
     with readable(output) as file:
-        with steps.step("exporting"):
-            untagged = _export(call, file, options, strict=not allow_untagged, with_map=with_map)
+        with check.steps.step("exporting"):
+            untagged = _export(call, file, options, strict=check.strict, with_map=check.with_map)
             if untagged is not None:
                 warning_line(untagged)
             tagged = load(file)
             tree = _tree(call, read_flat(tagged))
-        exporter = "dynamo" if dynamo else "TorchScript"
-        facts = _facts(tagged, exporter, model.seed if model.random else None)
+        exporter = "dynamo" if options.dynamo else "TorchScript"
+        facts = _facts(tagged, exporter, seed)
+        if call.example is not None:
+            facts["task"] = call.example.task
         if untagged is not None:
             facts["untagged"] = untagged
-        failure = _report(call, file, output, tree, facts, steps, verify=verify, as_json=as_json, quiet=quiet)
-    if failure:
-        raise CheckFailed(failure)
+        return _report(call, file, output, tree, facts, check)
 
 
 def _facts(tagged: TaggedModel, exporter: str, seed: int | None) -> dict[str, Any]:
@@ -149,7 +232,13 @@ def _export(call: Call, output: Path, options: _Options, *, strict: bool, with_m
     with written_whole(output) as target, _said_untagged() as said:
         try:
             with tagging(strict=strict):
-                export(call.model, call.args, target, kwargs=call.kwargs or None, **arguments)
+                if call.example is None:
+                    export(call.model, call.args, target, kwargs=call.kwargs or None, **arguments)
+                else:
+                    with call.example.exporting():
+                        program: Any = export(call.model, kwargs=call.kwargs, **arguments)
+                    call.example.name_dimensions(program.model.graph)
+                    program.save(target, external_data=options.external_data)
             if call.checkpoint is not None:
                 call.checkpoint.check()
             _check_written(target, options.opset)
@@ -211,7 +300,7 @@ def _tree(call: Call, tagged: TaggedModel) -> ModuleTree:
     from htp_export.costs.module_tree import tree_rows
 
     names = {str(value.name) for value in tagged.model.graph.inputs}
-    given = {name: value for name, value in call.inputs.items() if name in names}
+    given = {name: value for name, value in call.named_inputs.items() if name in names}
     try:
         return tree_rows(tagged, cost=cost(tagged, given))
     except InputError as error:  # sizes that the inputs do not tell by name
@@ -219,43 +308,40 @@ def _tree(call: Call, tagged: TaggedModel) -> ModuleTree:
 
 
 def _report(
-    call: Call,
-    file: Path,
-    output: Path,
-    tree: ModuleTree,
-    facts: dict[str, Any],
-    steps: Steps,
-    *,
-    verify: bool,
-    as_json: bool,
-    quiet: bool,
-) -> str:
-    """Say what was written, and check it; what is wrong with it, or ``""``."""
-    if not (quiet or as_json):
+    call: Call, file: Path, output: Path, tree: ModuleTree, facts: dict[str, Any], check: _Check
+) -> tuple[dict[str, Any], str]:
+    """Say what was written, and check it: what JSON says of it, and what is wrong with it, or ``""``."""
+    shown = not (check.quiet or check.as_json)
+    if shown:
         from htp_export.show.tree import render
 
         show(render(tree))
         show_written(written_files(output))
         show(_facts_text(facts))
-    result = None
-    if verify:
-        from htp_export.run.verifying import verify as check
+    record = {"file": str(output), "files": written_files(output), **facts, **tree.to_dict()}
+    if check.verify:
+        from htp_export.cli.comparisons import verified_runs
 
-        with steps.step("verifying"):
+        with check.steps.step("verifying"):
             try:
-                result = check(call.model, file, call.args, call.kwargs)
+                results = verified_runs(call, file)
             except InputError as error:  # the file is written; what fails is the check
-                return str(error)
-    if as_json and not quiet:
-        checked = {"verify": result.to_dict()} if result is not None else {}
-        print_json({"file": str(output), "files": written_files(output), **facts, **tree.to_dict(), **checked})
-    if result is not None and not result.ok:
-        return "\n".join((result.summary, *result.misplaced))
-    if result is not None and not (quiet or as_json):
-        show(f"every module agrees with PyTorch: {result.score}{result.worst_in_brackets}")
-    if not (quiet or as_json):
+                return record, str(error)
+        plain = {run: result.to_dict() for run, result in results.items()}
+        record["verify"] = plain[""] if list(plain) == [""] else plain
+        wrong = [
+            "\n".join((f"{run}: {result.summary}" if run else result.summary, *result.misplaced))
+            for run, result in results.items()
+            if not result.ok
+        ]
+        if wrong:
+            return record, "\n".join(wrong)
+        for run, result in results.items() if shown else ():
+            when = f" in {run}" if run else ""
+            show(f"every module agrees with PyTorch{when}: {result.score}{result.worst_in_brackets}")
+    if shown:
         show_next("htp-export", "view", output)
-    return ""
+    return record, ""
 
 
 def _facts_text(facts: dict[str, Any]) -> str:
@@ -263,4 +349,5 @@ def _facts_text(facts: dict[str, Any]) -> str:
     inputs = ", ".join(f"{name} {said}" for name, said in facts["inputs"].items()) or "none"
     seed = "" if facts["seed"] is None else f"; seed {facts['seed']}"
     made = f"; functions: {', '.join(facts['functions'])}" if "functions" in facts else ""
-    return f"inputs: {inputs}; opset {facts['opset']}; {facts['exporter']} exporter{seed}{made}"
+    task = f"; task {facts['task']}" if "task" in facts else ""
+    return f"inputs: {inputs}; opset {facts['opset']}; {facts['exporter']} exporter{task}{seed}{made}"

@@ -7,14 +7,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from htp_export.cli.sources import Call, call_entry, parse_overrides, read_shapes
 from htp_export.errors import InputError
 
+if TYPE_CHECKING:
+    from htp_export.files.checkpoint import Checkpoint
+
 __all__ = ["Dtype", "ModelOptions"]
+
+_AUTO = "auto"
 
 
 class Dtype(enum.StrEnum):
@@ -23,6 +28,9 @@ class Dtype(enum.StrEnum):
     float32 = "float32"
     float16 = "float16"
     bfloat16 = "bfloat16"
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,9 @@ class ModelOptions:
     entry: Annotated[str | None, typer.Option(help="package.module:factory that returns (model, example inputs).")] = (
         None
     )
-    task: Annotated[str | None, typer.Option(help="As in transformers' pipelines: fill-mask, ...")] = None
+    task: Annotated[
+        str | None, typer.Option(help="fill-mask, text-generation-with-past, ...; auto: what the model is for.")
+    ] = None
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Build from the config alone.")] = False
     seed: Annotated[int, typer.Option(help="Of random weights and inputs: the same seed gives the same.")] = 0
     settings: Annotated[
@@ -57,8 +67,11 @@ class ModelOptions:
         """Whether the seed matters."""
         return self.random_weights or self.entry is not None
 
-    def check(self) -> None:
+    def check(self, stream_weights: bool = False) -> None:
         """Refuse options that do not go together.
+
+        Args:
+            stream_weights: Whether the weights are to stay in their safetensors files.
 
         Raises:
             InputError: If no model is named, or two are, or if there are options that a factory decides.
@@ -69,6 +82,8 @@ class ModelOptions:
             raise InputError("SOURCE is empty; name a folder, a hub id (owner/name) or a model type")
         if self.source is not None and re.fullmatch(r"[\w.]+:\w+", self.source):
             raise InputError(f"{self.source}: a factory is named with --entry {self.source}")
+        if stream_weights and (self.entry is not None or self.random_weights):
+            raise InputError("--stream-weights is for a SOURCE with weights in safetensors files")
         ours = {
             "--task": self.task,
             "--random-weights": self.random_weights,
@@ -92,17 +107,88 @@ class ModelOptions:
         Raises:
             InputError: If there is no such model, or it cannot be built as asked.
         """
-        self.check()
-        if stream_weights and (self.entry is not None or self.random_weights):
-            raise InputError("--stream-weights is for a SOURCE with weights in safetensors files")
+        self.check(stream_weights)
         if self.entry is not None:
             return call_entry(self.entry, self.seed)
-        from htp_export.huggingface import example_inputs, load_model
+        from htp_export.huggingface import example_inputs
         from htp_export.huggingface.inputs import named_parameters
 
-        model = load_model(
+        task = None if self.task == _AUTO else self.task
+        model = self._model(task, stream_weights)
+        taken = named_parameters(model)
+        fitting = {name: shape for name, shape in (shapes or {}).items() if name in taken}
+        wanted = {**fitting, **read_shapes(self.inputs)}
+        kwargs = example_inputs(model, task=task, shapes=wanted, batch=batch, seed=self.seed)
+        return Call(model, (), dict(kwargs), checkpoint=self._checkpoint(model, stream_weights))
+
+    def calls_by_task(
+        self,
+        *,
+        two_files: bool = False,
+        cache_names: str = "optimum",
+        sizes: Mapping[str, int] | None = None,
+        stream_weights: bool = False,
+    ) -> dict[str, Call]:
+        """The files of the task, and the call that each is exported from; empty where no task is given or guessed.
+
+        A task is guessed for folders and hub ids whose config names a class that generates.
+
+        Args:
+            two_files: Whether a decoder has one file for prefill and one for decoding.
+            cache_names: ``optimum`` or ``transformers``.
+            sizes: Name of a dimension → its size in the example.
+            stream_weights: Whether the weights stay in their safetensors files.
+
+        Raises:
+            InputError: If there is no such model, or it cannot do the task.
+        """
+        self.check(stream_weights)
+        if not self.has_task:
+            return {}
+        from htp_export.huggingface import example_calls
+
+        if cache_names not in ("optimum", "transformers"):
+            raise InputError(f"--cache-names {cache_names}: choose optimum or transformers")
+        model = self._model(self.task or _AUTO, stream_weights)
+        checkpoint = self._checkpoint(model, stream_weights)
+        task = None if self.task in (None, _AUTO) else self.task
+        found = example_calls(
+            model,
+            task=task,
+            two_files=two_files,
+            cache_names=cache_names,  # type: ignore[arg-type] # it is one of them
+            sizes=sizes,
+            shapes=read_shapes(self.inputs) or None,
+            seed=self.seed,
+        )
+        return {name: Call(each.model, (), each.kwargs, each, checkpoint) for name, each in found.items()}
+
+    @property
+    def has_task(self) -> bool:
+        """Whether a task is given, or guessed from the config of a folder or hub id.
+
+        Raises:
+            ModelSourceError: If there is no such model.
+        """
+        if self.task is not None or self.entry is not None:
+            return self.entry is None
+        from htp_export.huggingface.models import names_a_generating_class
+
+        overrides, revision = parse_overrides(self.settings or ()), self.revision
+        return names_a_generating_class(
             str(self.source),
-            task=self.task,
+            random_weights=self.random_weights,
+            overrides=overrides,
+            revision=revision,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    def _model(self, task: str | None, stream_weights: bool) -> Any:
+        from htp_export.huggingface import load_model
+
+        return load_model(
+            str(self.source),
+            task=task,
             random_weights=self.random_weights,
             overrides=parse_overrides(self.settings or ()),
             dtype=self.dtype.value if self.dtype else None,
@@ -112,14 +198,12 @@ class ModelOptions:
             seed=self.seed,
             stream_weights=stream_weights,
         )
-        checkpoint = None
-        if stream_weights:
-            from htp_export.huggingface.streaming import find_checkpoint
 
-            hub = {"revision": self.revision, "local_files_only": True}
-            checkpoint = find_checkpoint(str(self.source), model.config, hub)
-        taken = named_parameters(model)
-        fitting = {name: shape for name, shape in (shapes or {}).items() if name in taken}
-        wanted = {**fitting, **read_shapes(self.inputs)}
-        kwargs = example_inputs(model, task=self.task, shapes=wanted, batch=batch, seed=self.seed)
-        return Call(model, (), dict(kwargs), checkpoint)
+    def _checkpoint(self, model: Any, stream_weights: bool) -> Checkpoint | None:
+        """The files of the weights, if those stay in them."""
+        if not stream_weights:
+            return None
+        from htp_export.huggingface.streaming import find_checkpoint
+
+        hub = {"revision": self.revision, "local_files_only": True}
+        return find_checkpoint(str(self.source), model.config, hub)

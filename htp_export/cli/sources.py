@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from htp_export.files.checkpoint import Checkpoint
+    from htp_export.huggingface import ExampleCall
 
 __all__ = ["Call", "call_entry", "parse_overrides", "read_shapes"]
 
@@ -32,13 +34,30 @@ class Call:
         model: The model.
         args: Its positional arguments; empty where all could be given by keyword.
         kwargs: Its keyword arguments, in the order of ``forward``'s signature.
+        example: What the task says of the call: names, dynamic axes, and runs to verify; None without a task.
         checkpoint: The files of its weights, where the weights are read from them only when they are used.
     """
 
     model: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    example: ExampleCall | None = None
     checkpoint: Checkpoint | None = None
+
+    @property
+    def named_inputs(self) -> dict[str, Any]:
+        """The tensors under the names that the file has for them."""
+        return self.inputs if self.example is None else self.example.inputs
+
+    @property
+    def runs(self) -> dict[str, dict[str, Any]]:
+        """Name → keyword arguments of each run that a check of the file makes; the name is empty if there is one."""
+        runs = {} if self.example is None else dict(self.example.runs)
+        return runs if len(runs) > 1 else {"": self.kwargs}
+
+    def adapted(self) -> contextlib.AbstractContextManager[None]:
+        """The model with the arguments and results of the file, for a ``with`` block."""
+        return contextlib.nullcontext() if self.example is None else self.example.adapted()
 
     @property
     def inputs(self) -> dict[str, Any]:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 import typer
 
-from htp_export.cli.comparisons import AllOption, ToleranceOption, parse_tolerances, report_comparison
+from htp_export.cli.comparisons import (
+    AllOption,
+    ToleranceOption,
+    parse_tolerances,
+    report_comparison,
+    report_runs,
+    verified_runs,
+)
 from htp_export.cli.file_options import FeedDimsOption, FileArgument, JsonOption, SelectOption
 from htp_export.cli.model_options import ModelOptions
 from htp_export.cli.sizes import parse_dims
@@ -42,7 +49,6 @@ def verify_command(
     Exit status 1 where a module differs.
     """
     from htp_export.model.tagged import load
-    from htp_export.run.verifying import verify
 
     options.check()
     if options.entry is not None and dims:
@@ -50,21 +56,44 @@ def verify_command(
     sizes, tolerances = parse_dims(dims or []), parse_tolerances(tolerance or ())
     steps = Steps(quiet=as_json, count=2)
     tagged = load(file)
-    shapes = _shapes(tagged, sizes, read_shapes(options.inputs))
     with steps.step(f"loading {options.name}"):
-        call = options.call(shapes=shapes)
-    assumed = _assumed(tagged, call, sizes)
+        call = _call_by_task(tagged, options, sizes)
+        if call is None:
+            call = options.call(shapes=_shapes(tagged, sizes, read_shapes(options.inputs)))
+    assumed = _assumed(tagged, call, sizes) if call.example is None else ()
     with steps.step("verifying"):
-        result = verify(
-            call.model,
-            file,
-            call.args,
-            call.kwargs,
-            isolated=isolated,
-            select=select or None,
-            tolerances=tolerances,
-        )
+        results = verified_runs(call, file, isolated=isolated, select=select or None, tolerances=tolerances)
+    if len(results) > 1:
+        report_runs(results, everything=everything, as_json=as_json)
+        return
+    [result] = results.values()
     report_comparison(replace(result, assumed=assumed), everything=everything, as_json=as_json)
+
+
+def _call_by_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str, int]) -> Call | None:
+    """The call of the task that the file was exported from: the one whose inputs it has; None without a task.
+
+    Raises:
+        InputError: If the task has no file with these inputs.
+    """
+    from htp_export.huggingface.tasks import split_task
+
+    names = {str(value.name) for value in tagged.model.graph.inputs}
+    is_cached = any("past_key_values." in name for name in names) or "encoder_hidden_states" in names
+    if not (is_cached or split_task(options.task)[1] or (options.task is not None and not sizes)):
+        return None
+    cache_names = "transformers" if any(".layers." in name for name in names) else "optimum"
+    known: list[str] = []
+    for two_files in (False, True) if is_cached else (False,):
+        calls = options.calls_by_task(two_files=two_files, cache_names=cache_names, sizes=sizes)
+        inputs = {name: call.example.input_names for name, call in calls.items() if call.example is not None}
+        found = [calls[name] for name, given in inputs.items() if set(given) == names]
+        if found:
+            return found[0]
+        known += [f"{name} takes {', '.join(given)}" for name, given in inputs.items()]
+    if known and is_cached:
+        raise InputError(f"the file has the inputs of none of the task's files: {'; '.join(known)}")
+    return None
 
 
 def _shapes(tagged: TaggedModel, dims: Mapping[str, int], given: Mapping[str, Any]) -> dict[str, list[int | None]]:

@@ -4,9 +4,18 @@ Inputs are derived from the signature of ``forward`` and the config; there is no
 imported when a function of this package is called.
 """
 
-from htp_export.huggingface.example_calls import ExampleCall, example_call
+from htp_export.huggingface.example_calls import ExampleCall
+from htp_export.huggingface.files_by_task import example_call, example_calls
 from htp_export.huggingface.inputs import dynamic_shapes, example_inputs
 from htp_export.huggingface.models import load_model
 from htp_export.huggingface.streaming import map_weights
 
-__all__ = ["ExampleCall", "dynamic_shapes", "example_call", "example_inputs", "load_model", "map_weights"]
+__all__ = [
+    "ExampleCall",
+    "dynamic_shapes",
+    "example_call",
+    "example_calls",
+    "example_inputs",
+    "load_model",
+    "map_weights",
+]

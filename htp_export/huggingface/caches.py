@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import InputError
@@ -12,7 +14,15 @@ from htp_export.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["emptied", "empty_cache", "leaf_name", "let_torch_export_see_caches", "named_leaves_of", "translations"]
+__all__ = [
+    "emptied",
+    "empty_cache",
+    "leaf_name",
+    "let_torch_export_see_caches",
+    "named_leaves_of",
+    "tracing_as_transformers_does",
+    "translations",
+]
 
 _LEAF = re.compile(r"\w+\.(?:(self|cross)_attention_cache\.)?layers\.(\d+)\.(\w+)")
 _SINGULAR = {"keys": "key", "values": "value"}
@@ -34,17 +44,38 @@ def let_torch_export_see_caches(model: Any) -> None:
 def translations() -> dict[Any, Any]:
     """What transformers' exporters write for operators that torch has no ONNX for, such as those of experts.
 
-    Raises:
-        InputError: If the installed transformers has no ``transformers.exporters``.
+    Empty if the installed transformers has no ``transformers.exporters``.
     """
-    _check_exporters()
+    if not _has_exporters():
+        return {}
     from transformers.exporters import exporter_onnx
 
     return dict(getattr(exporter_onnx, "_ONNX_TRANSLATION_TABLE", {}))
 
 
+@contextlib.contextmanager
+def tracing_as_transformers_does(model: Any) -> Iterator[None]:
+    """What transformers' exporters replace in torch and in models that torch.export cannot trace, for a block.
+
+    Nothing if the installed transformers has no ``transformers.exporters``.
+    """
+    if not _has_exporters():
+        yield
+        return
+    from transformers.exporters import exporter_onnx  # noqa: F401 # registers its patches
+    from transformers.exporters.exporter_dynamo import reset_model_state
+    from transformers.exporters.utils import apply_patches
+
+    with apply_patches("onnx"), apply_patches("dynamo"), reset_model_state(model):
+        yield
+
+
+def _has_exporters() -> bool:
+    return importlib.util.find_spec("transformers.exporters") is not None
+
+
 def _check_exporters() -> None:
-    if importlib.util.find_spec("transformers.exporters") is None:
+    if not _has_exporters():
         import transformers
 
         problem = "inputs and names by task need transformers.exporters, which transformers 5.23 has"
@@ -86,13 +117,22 @@ def named_leaves_of(value: Any) -> dict[str, torch.Tensor]:
     Args:
         value: A dictionary of arguments, or what a model returns.
     """
-    from torch.utils._pytree import tree_leaves
+    import torch
+    from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+
+    if not _has_exporters():
+        listed = tree_flatten_with_path(value)[0]
+        return {_dotted(path): leaf for path, leaf in listed if isinstance(leaf, torch.Tensor)}
     from transformers.exporters.utils import get_leaf_tensors
 
     paths: dict[int, list[str]] = {}
     for path, tensor in get_leaf_tensors(value).items():
         paths.setdefault(id(tensor), []).append(path)
-    return {paths[id(leaf)].pop(0): leaf for leaf in tree_leaves(value) if id(leaf) in paths}
+    return {paths[id(leaf)].pop(0): leaf for leaf in tree_leaves(value) if paths.get(id(leaf))}
+
+
+def _dotted(path: Any) -> str:
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 
 
 def leaf_name(path: str, prefix: str) -> str:

@@ -1,42 +1,31 @@
-"""One call of a transformers model as an export needs it: inputs, their names, and what may vary, by task."""
+"""Calls of a transformers model as its files need them: inputs, names, and what may vary, by task."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import onnx_ir as ir
 
 from htp_export.errors import InputError
-from htp_export.huggingface.caches import (
-    emptied,
-    empty_cache,
-    leaf_name,
-    let_torch_export_see_caches,
-    named_leaves_of,
-    translations,
-)
-from htp_export.huggingface.inputs import example_inputs, named_parameters
-from htp_export.huggingface.models import split_task
+from htp_export.huggingface.caches import leaf_name, named_leaves_of, tracing_as_transformers_does, translations
+from htp_export.huggingface.task_names import Axes, input_axes, output_axes, wanted_outputs
+from htp_export.huggingface.tasks import split_task
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["CacheNames", "ExampleCall", "example_call"]
+__all__ = ["CacheNames", "ExampleCall", "described"]
 
 CacheNames = Literal["optimum", "transformers"]
+Adapt = Callable[[Callable[..., Any], dict[str, Any]], Any]
 
-_BATCH, _PAST, _NEW = 2, 5, 3  # all different, and none is 1: torch.export takes a size of 1 for a constant
-_TOTAL_AXIS = "past_sequence_length + sequence_length"
-_AXES = {
-    "input_ids": {0: "batch_size", 1: "sequence_length"},
-    "attention_mask": {0: "batch_size", 1: "sequence_length"},
-    "position_ids": {0: "batch_size", 1: "sequence_length"},
-    "logits": {0: "batch_size", 1: "sequence_length"},
-}
+_CACHE = "past_key_values."
 
 
 @dataclass(frozen=True)
@@ -52,7 +41,9 @@ class ExampleCall:
         output_names: The names of the graph's outputs.
         axes: Input or output → dimension → the name of the dimension.
         runs: Name → arguments of the same call, for a check of the file in each way in which it is used: ``prefill``
-            with an empty cache, ``decode`` with tokens in it. Without a cache, there is one, ``forward``.
+            with an empty cache, ``decode`` with tokens in it. A file that is used in one way has one.
+        adapt: Calls the model's own ``forward`` for a file with fewer outputs, or other arguments; None for a file
+            with those of the model. See ``adapted``.
     """
 
     task: str
@@ -63,14 +54,11 @@ class ExampleCall:
     output_names: tuple[str, ...]
     axes: Mapping[str, Mapping[int, str]]
     runs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    adapt: Adapt | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of ``htp_export.export``, without the model and the file.
-
-        Raises:
-            InputError: If transformers is too old; see `translations`.
-        """
+        """Arguments of ``htp_export.export``, without the model and the file."""
         return {
             "kwargs": self.kwargs,
             "dynamic_shapes": self.dynamic_shapes,
@@ -78,6 +66,26 @@ class ExampleCall:
             "output_names": list(self.output_names),
             "custom_translation_table": translations(),
         }
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """The tensors of ``kwargs``, those of a cache too, under the names that the file has for them."""
+        return dict(zip(self.input_names, named_leaves_of(self.kwargs).values(), strict=True))
+
+    @contextlib.contextmanager
+    def adapted(self) -> Iterator[None]:
+        """The model with the arguments and results of the file, as long as a ``with`` block runs; verify it inside.
+
+        Its modules, and their paths, are its own.
+        """
+        with adapted(self.model, self.adapt, self.kwargs):
+            yield
+
+    @contextlib.contextmanager
+    def exporting(self) -> Iterator[None]:
+        """The same, and what transformers' exporters replace while a model is traced; export it inside."""
+        with self.adapted(), tracing_as_transformers_does(self.model):
+            yield
 
     def name_dimensions(self, graph: ir.Graph) -> None:
         """Give the dimensions of a graph's inputs and outputs the names of ``axes``; fixed sizes stay.
@@ -97,109 +105,119 @@ class ExampleCall:
                 )
 
 
-def example_call(
-    model: nn.Module, *, task: str = "text-generation-with-past", cache_names: CacheNames = "optimum", seed: int = 0
-) -> ExampleCall:
-    """A call of a model that generates text, with the names and dynamic axes that optimum gives its files.
+@contextlib.contextmanager
+def adapted(model: nn.Module, adapt: Adapt | None, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Call a model's ``forward`` through a function, under the names of some arguments, as long as a block runs."""
+    if adapt is None:
+        yield
+        return
+    own, original = vars(model).get("forward"), model.forward
 
-    The same file serves for prefill (the cache is empty, ``past_sequence_length`` is 0) and for decoding.
+    def forward(**arguments: Any) -> Any:
+        return adapt(original, arguments)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind, default=None) for name in kwargs]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # inspect reads it
+    model.forward = forward  # of this object alone, until the block ends
+    try:
+        yield
+    finally:
+        if own is None:
+            del model.forward
+        else:
+            model.forward = own
+
+
+def described(
+    task: str,
+    model: nn.Module,
+    runs: Mapping[str, dict[str, Any]],
+    cache_names: CacheNames,
+    *,
+    adapt: Adapt | None = None,
+    axes: Mapping[str, Axes] | None = None,
+) -> ExampleCall:
+    """A call with the names of its inputs and of its outputs, as the model returns them.
 
     Args:
-        model: A model of transformers with a ``past_key_values`` argument; its ``config.use_cache`` must be true for a
-            task with ``-with-past``, and false for one without.
-        task: ``"text-generation-with-past"`` or ``"text-generation"``.
-        cache_names: Whose names the tensors of the cache have: optimum's (``past_key_values.0.key``,
-            ``present.0.key``) or those of ``transformers.exporters`` (``input.past_key_values.layers.0.keys``).
-        seed: Of the example tokens.
+        task: The task.
+        model: The module that is called.
+        runs: As for `ExampleCall`; the last one is exported.
+        cache_names: Whose names the tensors of a cache have.
+        adapt: As for `ExampleCall`.
+        axes: Input or output → dimension → name, where it is not optimum's of the task.
 
     Raises:
-        InputError: If the model cannot be called so, or transformers is too old for an export with a cache.
-
-    Examples:
-        >>> from htp_export.huggingface import load_model
-        >>> tiny = {"vocab_size": 32, "n_embd": 8, "n_layer": 1, "n_head": 2}
-        >>> model = load_model("gpt2", task="text-generation-with-past", random_weights=True, overrides=tiny)
-        >>> call = example_call(model)
-        >>> call.input_names
-        ('input_ids', 'past_key_values.0.key', 'past_key_values.0.value', 'attention_mask', 'position_ids')
-        >>> call.output_names
-        ('logits', 'present.0.key', 'present.0.value')
-        >>> call.axes["present.0.key"]
-        {0: 'batch_size', 2: 'past_sequence_length + sequence_length'}
+        InputError: If the model does not return the cache.
     """
-    _, has_cache = split_task(task)
-    if not has_cache:
-        kwargs = _text(model, _PAST + _NEW, seed)
-        return _described(task, model, kwargs, {"forward": kwargs}, cache_names)
-    let_torch_export_see_caches(model)
-    prefill, decode = _cached_calls(model, seed)
-    return _described(task, model, decode, {"prefill": prefill, "decode": decode}, cache_names)
+    kwargs, axes = list(runs.values())[-1], axes or {}
+    base = str(split_task(task)[0])
+    inputs = named_leaves_of(kwargs)
+    with adapted(model, adapt, kwargs):
+        returned = run(model, copy.deepcopy(kwargs))
+    if adapt is None and isinstance(returned, Mapping):
+        kept = wanted_outputs(base, {name: None for name in returned if name != "past_key_values"})
+        kept += [name for name in returned if name == "past_key_values"]
+        if len(kept) < len(returned):
+            adapt = _keeping(kept)
+            returned = {name: returned[name] for name in kept}
+    outputs = named_leaves_of(returned)
+    has_cache = any(path.startswith(_CACHE) for path in inputs)
+    if has_cache and not any(path.startswith(_CACHE) for path in outputs):
+        problem = "its config has use_cache=False, or it uses a cache of its own"
+        raise InputError(f"{type(model).__name__} returns no past_key_values: {problem}")
+    ins, outs = _names(inputs, outputs, cache_names)
+    known = {path: _axes_of(path, axes) or input_axes(base, path, tensor) for path, tensor in inputs.items()}
+    made = {path: _axes_of(f"present.{path}", axes) or axes.get(path) or output_axes(base, path) for path in outputs}
+    named = {ins[path]: dims for path, dims in known.items()} | {outs[path]: dims for path, dims in made.items()}
+    shapes = {name: _dynamic(name, value, known) for name, value in kwargs.items()}
+    return ExampleCall(task, model, kwargs, shapes, tuple(ins.values()), tuple(outs.values()), named, runs, adapt)
 
 
-def _cached_calls(model: nn.Module, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments with an empty cache, and arguments with a cache in which tokens are."""
-    if "past_key_values" not in named_parameters(model):
-        raise InputError(f"{type(model).__name__} takes no past_key_values; choose a task without -with-past")
-    whole = _text(model, _PAST + _NEW, seed)
-    first = {name: value[:, :_PAST] for name, value in whole.items()}
-    cache = empty_cache(model)
-    _run(model, _ordered(model, {**first, "past_key_values": cache}))
-    rest = {name: value if name == "attention_mask" else value[:, _PAST:] for name, value in whole.items()}
-    prefill = _ordered(model, {**first, "past_key_values": emptied(cache)})
-    return prefill, _ordered(model, {**rest, "past_key_values": cache})
+def _keeping(names: list[str]) -> Adapt:
+    """Let a model return these of its results alone."""
+
+    def adapt(forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        returned = forward(**arguments)
+        return {name: returned[name] for name in names}
+
+    return adapt
 
 
-def _text(model: nn.Module, length: int, seed: int) -> dict[str, Any]:
-    """Tokens, their mask and their positions, as far as the model takes them.
-
-    One token of the last text is masked. It is not the first: a token that may look at no token at all has no defined
-    result, and kernels differ in it.
-    """
-    import torch
-
-    taken = named_parameters(model)
-    ids = example_inputs(model, shapes={"input_ids": [_BATCH, length]}, seed=seed)["input_ids"]
-    mask = torch.ones_like(ids)
-    mask[-1, 1] = 0
-    positions = mask.cumsum(-1) - 1
-    made = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    return _ordered(model, {name: value for name, value in made.items() if name in taken})
-
-
-def _ordered(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: kwargs[name] for name in named_parameters(model) if name in kwargs}
-
-
-def _run(model: nn.Module, kwargs: dict[str, Any]) -> Any:
+def run(model: nn.Module, kwargs: dict[str, Any]) -> Any:
+    """Call a model without gradients."""
     import torch
 
     with torch.no_grad():
         return model(**kwargs)
 
 
-def _described(
-    task: str, model: nn.Module, kwargs: dict[str, Any], runs: Mapping[str, dict[str, Any]], cache_names: CacheNames
-) -> ExampleCall:
-    """A call with the names of its inputs and outputs, as the model returns them."""
-    inputs = named_leaves_of(kwargs)
-    outputs = named_leaves_of(_run(model, copy.deepcopy(kwargs)))
-    has_cache = "past_key_values" in kwargs
-    if has_cache and not any(path.startswith("past_key_values.") for path in outputs):
-        problem = "its config has use_cache=False, or it uses a cache of its own"
-        raise InputError(f"{type(model).__name__} returns no past_key_values: {problem}")
-    input_axes = {path: _input_axes(path, tensor, has_cache) for path, tensor in inputs.items()}
-    output_axes = {path: _output_axes(path, tensor) for path, tensor in outputs.items()}
-    ins, outs = _names(inputs, outputs, cache_names)
-    axes = {ins[path]: dims for path, dims in input_axes.items()}
-    axes |= {outs[path]: dims for path, dims in output_axes.items()}
-    shapes: dict[str, Any] = {name: input_axes.get(name) for name in kwargs}
-    if has_cache:
-        shapes["past_key_values"] = [dims for path, dims in input_axes.items() if path.startswith("past_key_values.")]
-    return ExampleCall(task, model, kwargs, shapes, tuple(ins.values()), tuple(outs.values()), axes, runs)
+def _axes_of(path: str, axes: Mapping[str, Axes]) -> Axes | None:
+    """The axes that are given for a path, or for all tensors of a cache."""
+    for prefix in (f"{_CACHE}cross", f"{_CACHE}", f"present.{_CACHE}cross", f"present.{_CACHE}"):
+        if path.startswith(prefix) and prefix in axes:
+            return axes[prefix]
+    return axes.get(path)
+
+
+def _dynamic(name: str, value: Any, axes: Mapping[str, Axes]) -> Any:
+    """What ``torch.export`` is to be told of an argument: a name where a size varies, and its own choice for images.
+
+    Many models take images of one size, and say so while they are traced.
+    """
+    import torch
+
+    if name in axes:
+        decided = {"height", "width", "num_channels"}
+        return {place: torch.export.Dim.AUTO if dim in decided else dim for place, dim in axes[name].items()}
+    if isinstance(value, torch.Tensor) or not named_leaves_of({name: value}):
+        return None
+    return [axes[path] for path in named_leaves_of({name: value})]
 
 
 def _names(
-    inputs: Mapping[str, Any], outputs: Mapping[str, Any], cache_names: CacheNames
+    inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor], cache_names: CacheNames
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Path → name, of inputs and of outputs."""
     if cache_names == "optimum":
@@ -209,17 +227,3 @@ def _names(
 
     named_in, named_out = disambiguate_io_names(list(inputs), list(outputs))
     return dict(zip(inputs, named_in, strict=True)), dict(zip(outputs, named_out, strict=True))
-
-
-def _input_axes(path: str, tensor: torch.Tensor, has_cache: bool) -> dict[int, str]:
-    if path.startswith("past_key_values."):
-        return {0: "batch_size", 2: "past_sequence_length"}
-    if path == "attention_mask" and has_cache:
-        return {0: "batch_size", 1: _TOTAL_AXIS}
-    return _AXES[path]
-
-
-def _output_axes(path: str, tensor: torch.Tensor) -> dict[int, str]:
-    if path.startswith("past_key_values."):
-        return {0: "batch_size", 2: _TOTAL_AXIS}
-    return _AXES.get(path, {0: "batch_size"})

@@ -253,7 +253,7 @@ class _Filler:
 
     def __init__(self, model: Any, generator: torch.Generator) -> None:
         config = model.config
-        self.generator = generator
+        self.generator, self.whole = generator, config
         self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.decoder = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
@@ -304,8 +304,9 @@ class _Filler:
 
     def _decoder_ids(self, shape: tuple[int, ...]) -> torch.Tensor:
         ids = self._random_ids(self.decoder, shape)
-        start = getattr(self.decoder, "decoder_start_token_id", None)
-        if isinstance(start, int):
+        starts = (getattr(each, "decoder_start_token_id", None) for each in (self.whole, self.decoder))
+        start = next((each for each in starts if isinstance(each, int)), None)
+        if start is not None and 0 <= start < (find(self.decoder, "vocab_size") or start + 1):
             ids[..., 0] = start
         return ids
 

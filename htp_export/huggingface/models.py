@@ -11,25 +11,17 @@ from htp_export.errors import ModelSourceError
 from htp_export.huggingface.configs import apply_overrides, nearest, with_cache, without_cache
 from htp_export.huggingface.reaching import why_unreachable
 from htp_export.huggingface.streaming import check_loaded, find_checkpoint, weights_in_files
+from htp_export.huggingface.tasks import AUTO, class_for_task, generates, split_task, task_hint
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["load_model", "split_task", "spread_parameters", "tasks"]
+__all__ = ["load_model", "names_a_generating_class", "spread_parameters"]
+
+_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 _log = logging.getLogger(__name__)
-
-_WITH_PAST = "-with-past"
-_MORE_TASKS = {
-    # Names in wide use that transformers' pipelines no longer have, or never had.
-    "summarization": ("AutoModelForSeq2SeqLM",),
-    "text2text-generation": ("AutoModelForSeq2SeqLM",),
-    "translation": ("AutoModelForSeq2SeqLM",),
-    "semantic-segmentation": ("AutoModelForSemanticSegmentation",),
-    "question-answering": ("AutoModelForQuestionAnswering",),
-    "visual-question-answering": ("AutoModelForVisualQuestionAnswering",),
-}
 
 
 def load_model(
@@ -52,11 +44,13 @@ def load_model(
             for in this order.
         task: What the model is for, named as in transformers' pipelines: ``"fill-mask"``; for models that generate,
             also with a cache: ``"text-generation-with-past"``. Without it, a model type gives the base model, and
-            anything else the class that its config names under ``architectures``.
+            anything else the class that its config names under ``architectures``; with ``"auto"`` too, and if that
+            class generates, it uses a cache.
         random_weights: Build the model from its config alone. Its parameters are spread apart, see
             ``spread_parameters``.
         overrides: Config key → value; dots lead into sub-configs: ``{"text_config.num_hidden_layers": 2}``.
-        dtype: Of the weights, ``"float16"`` or ``torch.float16``. Without it, as in the checkpoint, or float32.
+        dtype: Of the weights, ``"float16"``, ``"fp16"`` or ``torch.float16``. Without it, as in the checkpoint, or
+            float32.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run the Python code that comes with the model.
         attn_implementation: ``"eager"``, ``"sdpa"``; transformers' own choice where it is None.
@@ -73,12 +67,10 @@ def load_model(
         >>> type(model).__name__, len(model.encoder.layer), model.training
         ('BertModel', 1, False)
     """
-    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    offline = why_unreachable() if _is_hub_id(source, random_weights) else ""
-    if offline:  # what is in the cache of this machine can be had
-        hub["local_files_only"] = True
-    task, has_cache = split_task(task)
-    config = _config(source, overrides or {}, random_weights, hub, offline)
+    config, hub = _source_config(source, overrides, random_weights, revision, trust_remote_code)
+    has_cache = split_task(task)[1]
+    if task == AUTO:
+        task, has_cache = None, generates(config)
     config = with_cache(config) if has_cache else without_cache(config)
     options: dict[str, Any] = {"dtype": _dtype(source, dtype), "attn_implementation": attn_implementation}
     options = {name: value for name, value in options.items() if value is not None}
@@ -95,23 +87,43 @@ def load_model(
     return model.eval()
 
 
-def split_task(task: str | None) -> tuple[str | None, bool]:
-    """A task without its ``-with-past``, and whether it had one.
+def names_a_generating_class(
+    source: str,
+    *,
+    random_weights: bool = False,
+    overrides: Mapping[str, object] | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> bool:
+    """Whether the config of a folder or hub id names a class that generates tokens; false for a model type.
 
-    Examples:
-        >>> split_task("text-generation-with-past"), split_task("fill-mask")
-        (('text-generation', True), ('fill-mask', False))
+    Args:
+        source: As for `load_model`, like all that follow.
+        random_weights: Whether a model type may be named.
+        overrides: Config key → value.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Run the Python code that comes with the model.
+
+    Raises:
+        ModelSourceError: If there is no such model.
     """
-    return (task.removesuffix(_WITH_PAST), task.endswith(_WITH_PAST)) if task is not None else (None, False)
+    config, _ = _source_config(source, overrides, random_weights, revision, trust_remote_code)
+    return generates(config)
 
 
-def tasks() -> dict[str, tuple[str, ...]]:
-    """Task → names of the Auto classes that can make a model for it, best first."""
-    from transformers.pipelines import SUPPORTED_TASKS
-
-    entries: dict[str, Any] = SUPPORTED_TASKS
-    known = {name: tuple(auto.__name__ for auto in entry["pt"]) for name, entry in entries.items()}
-    return {**_MORE_TASKS, **known}
+def _source_config(
+    source: str,
+    overrides: Mapping[str, object] | None,
+    random_weights: bool,
+    revision: str | None,
+    trust_remote_code: bool,
+) -> tuple[Any, dict[str, Any]]:
+    """The config of a model, and the options with which its files are read from the hub."""
+    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    offline = why_unreachable() if _is_hub_id(source, random_weights) else ""
+    if offline:  # what is in the cache of this machine can be had
+        hub["local_files_only"] = True
+    return _config(source, overrides or {}, random_weights, hub, offline), hub
 
 
 def spread_parameters(model: nn.Module, generator: torch.Generator, scale: float = 0.02) -> None:
@@ -187,7 +199,7 @@ def _model_class(source: str, config: Any, task: str | None, hub: dict[str, Any]
     import transformers
 
     if task is not None:
-        return _class_for_task(source, config, task)
+        return class_for_task(source, config, task)
     for name in config.architectures or ():
         model_class = getattr(transformers, name, None)
         if model_class is not None:
@@ -196,34 +208,8 @@ def _model_class(source: str, config: Any, task: str | None, hub: dict[str, Any]
             raise ModelSourceError(source, f"transformers has no class {name!r}, which its config names; name a --task")
     auto_map = getattr(config, "auto_map", None) or {}
     if type(config) not in transformers.AutoModel._model_mapping and "AutoModel" not in auto_map:
-        raise ModelSourceError(source, f"there is no base model for {config.model_type!r}" + _task_hint(config))
+        raise ModelSourceError(source, f"there is no base model for {config.model_type!r}" + task_hint(config))
     return transformers.AutoModel
-
-
-def _class_for_task(source: str, config: Any, task: str) -> Any:
-    import transformers
-
-    known = tasks()
-    if task not in known:
-        raise ModelSourceError(source, f"unknown task {task!r}" + nearest(task, known, "tasks"))
-    for name in known[task]:
-        if _makes(name, config):
-            return getattr(transformers, name)
-    raise ModelSourceError(source, f"a {config.model_type!r} model cannot do {task!r}" + _task_hint(config))
-
-
-def _makes(auto_name: str, config: Any) -> bool:
-    """Whether an Auto class has a model for a config."""
-    import transformers
-
-    auto = getattr(transformers, auto_name, None)
-    in_code = auto_name in (getattr(config, "auto_map", None) or {})
-    return in_code or (auto is not None and type(config) in auto._model_mapping)
-
-
-def _task_hint(config: Any) -> str:
-    possible = sorted(task for task, names in tasks().items() if any(_makes(name, config) for name in names))
-    return f"; its tasks: {', '.join(possible)}" if possible else "; it has no task that htp-export knows"
 
 
 def _random(source: str, model_class: Any, config: Any, options: dict[str, Any], seed: int) -> Any:
@@ -269,7 +255,7 @@ def _streamed(source: str, model_class: Any, config: Any, options: dict[str, Any
 def _dtype(source: str, dtype: str | torch.dtype | None) -> torch.dtype | None:
     import torch
 
-    torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    torch_dtype = getattr(torch, _SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
     if dtype is None or (isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point):
         return torch_dtype
     raise ModelSourceError(source, f"no floating-point dtype: {dtype!r}; one of float32, float16, bfloat16")
