@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import htp_export
+from htp_export.cli.main import main
 from htp_export.deploy.export_metadata import write_export_metadata
 from htp_export.deploy.genai_files import check_genai, write_genai
 from htp_export.errors import FileError, InputError
@@ -118,3 +119,52 @@ def test_what_transformers_could_not_load_is_refused(file: Path) -> None:
     with pytest.raises(InputError, match=r"no name 'past_key_values\.0\.key'; export with --cache-names"):
         write_export_metadata(file, Model(), ids, object())
     assert not file.with_name("export.json").exists()
+
+
+# --- on the command line ----------------------------------------------------------------------------------
+
+TINY = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
+BERT = ["export", "bert", "--random-weights", *(f"--set={name}={value}" for name, value in TINY.items())]
+
+
+def files_in(folder: Path) -> set[str]:
+    return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_model_and_its_folder_for_transformers_js_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, folder = tmp_path / "bert.onnx", tmp_path / "js"
+    assert main([*BERT, "-o", str(output), "--transformers-js", str(folder), "--js-dtypes=q4", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)["files"]
+    assert files_in(folder) == {"config.json", "onnx/model_q4.onnx", "onnx/model_q4.onnx_data"}
+    assert set(written) == {
+        *(str(folder / name) for name in files_in(folder)),
+        str(output),
+        str(output.with_name("bert.onnx.data")),
+    }
+    assert json.loads((folder / "config.json").read_text())["vocab_size"] == 100
+
+
+def test_nothing_is_written_if_genai_cannot_run_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BERT, "-o", str(tmp_path / "bert.onnx"), "--genai"]) == 2
+    assert "runs decoders with a key-value cache, and the model takes none" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["export", "--entry", "examples.net:make", "--genai"], "are for a SOURCE"),
+        ([*BERT, "--genai"], "config.json: would be replaced"),
+        ([*BERT, "--transformers-js", "{}"], "which is replaced; export to another place"),
+        ([*BERT, "--transformers-js", "{}/js", "--js-dtypes", "fp8"], "has no type 'fp8' here"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_the_export(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('"of another model"')
+    assert main([*(word.format(tmp_path) for word in words), "-o", str(tmp_path / "made.onnx")]) == 2
+    assert message in capsys.readouterr().err
+    assert files_in(tmp_path) == {"config.json"}

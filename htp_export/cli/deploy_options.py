@@ -1,0 +1,128 @@
+"""Options of ``export`` for what other runtimes need besides the ONNX file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from htp_export.cli.model_options import ModelOptions
+from htp_export.cli.sources import Call
+from htp_export.errors import InputError
+from htp_export.files.filesystem import is_special
+
+__all__ = ["DeployOptions"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DeployOptions:
+    """What is written for other runtimes, beside the model or as a folder."""
+
+    genai: Annotated[
+        bool, typer.Option("--genai", help="Write genai_config.json, configs and tokenizer beside the model.")
+    ] = False
+    export_json: Annotated[
+        bool, typer.Option("--export-json", help="Write export.json and configs, for transformers.exporters.")
+    ] = False
+    transformers_js: Annotated[
+        Path | None, typer.Option(help="Write a folder for transformers.js, too.", show_default=False)
+    ] = None
+    js_dtypes: Annotated[
+        str, typer.Option(help="Types of weights in that folder, by comma: fp32, fp16, q8, int8, uint8, q4.")
+    ] = "fp32,q4"
+
+    def check(self, output: Path, model: ModelOptions) -> None:
+        """Refuse what cannot be written, before the model is loaded.
+
+        Args:
+            output: The ONNX file to write.
+            model: The model that is exported.
+
+        Raises:
+            InputError: If the model is none of transformers, or files would lie where others are.
+        """
+        if not self._any:
+            return
+        if model.source is None:
+            raise InputError("--genai, --export-json and --transformers-js are for a SOURCE, a model of transformers")
+        if is_special(output):
+            raise InputError(f"nothing can lie beside {output}; name a file")
+        from htp_export.deploy.genai_files import check_genai
+        from htp_export.deploy.transformers_js import check_transformers_js
+
+        if (self.genai or self.export_json) and not _is_same(Path(model.source), output.absolute().parent):
+            check_genai(output.absolute().parent)
+        if self.transformers_js is not None:
+            folder = self.transformers_js.absolute()
+            if output.absolute().is_relative_to(folder):
+                raise InputError(f"{output} lies in {self.transformers_js}, which is replaced; export to another place")
+            check_transformers_js(folder, self._dtypes)
+
+    def write_beside(self, model: ModelOptions, call: Call, file: Path, made: Any) -> None:
+        """Write the files that lie beside the model.
+
+        Args:
+            model: The options that name the model.
+            call: What was exported.
+            file: The exported model, where it lies now.
+            made: What the exporter returned.
+        """
+        if self.genai:
+            from htp_export.deploy.genai_files import write_genai
+
+            write_genai(file, call.model, companions=_companions(model))
+        if self.export_json:
+            from htp_export.deploy.export_metadata import write_export_metadata
+
+            write_export_metadata(file, call.model, call.kwargs, getattr(made, "exported_program", None))
+
+    def write_folder(self, files: Mapping[str, Path], model: ModelOptions, call: Call) -> dict[str, int]:
+        """Write the folder for transformers.js; its files with their sizes.
+
+        Args:
+            files: Name in the folder → exported file.
+            model: The options that name the model.
+            call: What was exported.
+        """
+        if self.transformers_js is None:
+            return {}
+        from htp_export.cli.outputs import written_folder
+        from htp_export.deploy.transformers_js import write_transformers_js
+
+        folder = write_transformers_js(
+            files, self.transformers_js, call.model, companions=_companions(model), dtypes=self._dtypes
+        )
+        return written_folder(folder)
+
+    def beside(self, output: Path) -> dict[str, int]:
+        """The files that were written beside a model, with their sizes."""
+        names = [*(["genai_config.json"] if self.genai else []), *(["export.json"] if self.export_json else [])]
+        return {str(output.with_name(name)): output.with_name(name).stat().st_size for name in names}
+
+    @property
+    def _any(self) -> bool:
+        return self.genai or self.export_json or self.transformers_js is not None
+
+    @property
+    def _dtypes(self) -> list[str]:
+        return [dtype.strip() for dtype in self.js_dtypes.split(",") if dtype.strip()]
+
+
+def _companions(model: ModelOptions) -> Path | None:
+    """The folder with the tokenizer of a model."""
+    from htp_export.huggingface.companions import source_folder
+
+    folder = source_folder(str(model.source), model.revision)
+    if folder is None:
+        _log.info("%s has no tokenizer; none is copied", model.name)
+    return folder
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return one.is_dir() and one.resolve() == other.resolve()
