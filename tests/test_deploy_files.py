@@ -18,7 +18,7 @@ from htp_export.deploy.genai_files import check_genai, write_genai
 from htp_export.errors import FileError, InputError
 from htp_export.files.model_files import write_model
 from htp_export.huggingface import example_call
-from tests.decoders import decoder
+from tests.decoders import decoder, generated, prompt
 
 # --- genai_config.json ------------------------------------------------------------------------------------
 
@@ -168,3 +168,57 @@ def test_what_cannot_be_written_is_refused_before_the_export(
     assert main([*(word.format(tmp_path) for word in words), "-o", str(tmp_path / "made.onnx")]) == 2
     assert message in capsys.readouterr().err
     assert files_in(tmp_path) == {"config.json"}
+
+
+def test_encoder_decoders_are_refused_before_the_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"num_layers": 1, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "vocab_size": 50}
+    words = ["export", "t5", "--random-weights", *(f"--set={name}={value}" for name, value in sizes.items())]
+    words += ["--task", "text2text-generation-with-past", "-o", str(tmp_path / "t5")]
+    assert main([*words, "--transformers-js", str(tmp_path / "js")]) == 2
+    assert "models of one file, and this one has 3: encoder_model, decoder_model" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "eos_token_id": 2,
+}
+
+
+@pytest.mark.slow
+def test_a_folder_with_a_decoder_and_its_tokenizer_becomes_one_for_genai(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23")
+    from tests.test_genai import generated_by_genai
+
+    model = decoder("llama")
+    source = tmp_path / "source"
+    model.save_pretrained(source)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).write_text("{}")
+    output = tmp_path / "genai" / "model.onnx"
+    output.parent.mkdir()
+    words = ["export", str(source), "--task", "text-generation-with-past", "-o", str(output), "--quiet", "--genai"]
+    assert main([*words, "--transformers-js", str(tmp_path / "js")]) == 0
+    names = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert files_in(output.parent) == {*names, "genai_config.json", "model.onnx", "model.onnx.data"}
+    models = {f"onnx/model{end}" for end in (".onnx", ".onnx_data", "_q4.onnx", "_q4.onnx_data")}
+    assert files_in(tmp_path / "js") == names | models
+    assert generated_by_genai(output.parent, prompt()) == generated(model, prompt())
+
+
+@pytest.mark.slow
+def test_a_decoder_with_export_json_is_loaded_by_transformers(tmp_path: Path) -> None:
+    exporters: Any = pytest.importorskip("transformers.exporters", reason="transformers older than 5.23")
+    words = ["export", "llama", "--random-weights", *(f"--set={name}={value}" for name, value in LLAMA.items())]
+    words += ["--task", "text-generation-with-past", "--cache-names", "transformers", "--export-json", "--quiet"]
+    assert main([*words, "-o", str(tmp_path / "model.onnx")]) == 0
+    loaded = exporters.ExportedModel.from_pretrained(tmp_path)
+    model = decoder("llama")
+    call = example_call(model)
+    found = loaded(**copy.deepcopy(call.runs["decode"]))
+    assert found.logits.shape == (2, 3, 64)

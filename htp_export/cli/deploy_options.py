@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,13 +56,30 @@ class DeployOptions:
         from htp_export.deploy.genai_files import check_genai
         from htp_export.deploy.transformers_js import check_transformers_js
 
-        if (self.genai or self.export_json) and not _is_same(Path(model.source), output.absolute().parent):
-            check_genai(output.absolute().parent)
+        beside = output.absolute() if output.is_dir() else output.absolute().parent
+        if (self.genai or self.export_json) and not _is_same(Path(model.source), beside):
+            check_genai(beside)
         if self.transformers_js is not None:
             folder = self.transformers_js.absolute()
             if output.absolute().is_relative_to(folder):
                 raise InputError(f"{output} lies in {self.transformers_js}, which is replaced; export to another place")
             check_transformers_js(folder, self._dtypes)
+
+    def check_files(self, names: Iterable[str]) -> None:
+        """Refuse a model whose files the other runtimes do not take, before it is exported.
+
+        Args:
+            names: The names of its files.
+
+        Raises:
+            InputError: If there are several.
+        """
+        listed = list(names)
+        if self._any and len(listed) > 1:
+            raise InputError(
+                f"--genai, --export-json and --transformers-js are for models of one file, and this one has "
+                f"{len(listed)}: {', '.join(listed)}"
+            )
 
     def write_beside(self, model: ModelOptions, call: Call, file: Path, made: Any) -> None:
         """Write the files that lie beside the model.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from htp_export.cli.deploy_options import DeployOptions
 from htp_export.cli.file_options import JsonOption
 from htp_export.cli.model_options import ModelOptions
 from htp_export.cli.outputs import check_folder, check_output, show_next, show_written, written_files
@@ -65,6 +67,7 @@ class _Options:
 def export_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="The ONNX file to write.", show_default=False)],
     model: ModelOptions,
+    deploy: DeployOptions,
     dynamo: Annotated[bool, typer.Option("--dynamo/--torchscript", help="Which of torch's exporters.")] = True,
     opset: Annotated[int | None, typer.Option(min=1, help="ONNX opset; torch's own choice without it.")] = None,
     dynamic: Annotated[
@@ -100,6 +103,7 @@ def export_command(
     """Export a model to ONNX with module tags, and show its tree."""
     model.check()
     _check_outputs(output, model)
+    deploy.check(output, model)
     if opset is not None:
         from htp_export.exporter.capture.opsets import check_opset
 
@@ -107,17 +111,25 @@ def export_command(
     if stream_weights and not dynamo:
         raise InputError("--stream-weights: the TorchScript exporter holds all weights in memory; leave --torchscript")
     axes = tuple(axis.strip() for text in dynamic or () for axis in text.split(",") if axis.strip())
-    steps = Steps(quiet, count=3 if verify else 2)
+    steps = Steps(quiet, count=2 + verify + (deploy.transformers_js is not None))
     with steps.step(f"loading {model.name}"):
         calls = _calls(model, dynamo, axes, two_files, cache_names, stream_weights)
+    deploy.check_files(calls)
     options = _Options(dynamo, opset, axes, external_data, tuple(functions or ()))
     seed = model.seed if model.random else None
-    check = _Check(steps, verify=verify, as_json=as_json, quiet=quiet, strict=not allow_untagged, with_map=with_map)
-    failures, records = [], {}
-    for name, target in _targets(calls, output).items():
+    beside = functools.partial(deploy.write_beside, model)
+    check = _Check(steps, deploy, beside, verify, as_json, quiet, strict=not allow_untagged, with_map=with_map)
+    failures, records, targets = [], dict[str, dict[str, Any]](), _targets(calls, output)
+    for name, target in targets.items():
         record, failure = _export_and_check(calls[name], target, options, seed, check)
         records[name] = record
         failures += [failure] if failure else []
+    if deploy.transformers_js is not None:
+        with steps.step("writing the folder for transformers.js"):
+            folder = deploy.write_folder(targets, model, next(iter(calls.values())))
+        next(iter(records.values()))["files"] |= folder
+        if not (quiet or as_json):
+            show_written(folder)
     if as_json and not quiet:
         print_json(next(iter(records.values())) if len(records) == 1 else {"models": records})
     if failures:
@@ -129,6 +141,8 @@ class _Check:
     """How each file is exported, shown and checked."""
 
     steps: Steps
+    deploy: DeployOptions
+    beside: Callable[[Call, Path, Any], None]
     verify: bool
     as_json: bool
     quiet: bool
@@ -193,7 +207,7 @@ def _export_and_check(
 
     with readable(output) as file:
         with check.steps.step("exporting"):
-            untagged = _export(call, file, options, strict=check.strict, with_map=check.with_map)
+            untagged = _export(call, file, options, check)
             if untagged is not None:
                 warning_line(untagged)
             tagged = load(file)
@@ -223,29 +237,31 @@ def _facts(tagged: TaggedModel, exporter: str, seed: int | None) -> dict[str, An
     return facts
 
 
-def _export(call: Call, output: Path, options: _Options, *, strict: bool, with_map: bool) -> str | None:
-    """Write the file; why it has no tags, where it has none."""
+def _export(call: Call, output: Path, options: _Options, check: _Check) -> str | None:
+    """Write the file, and what lies beside it; why it has no tags, where it has none."""
     from htp_export.exporter.exporting import export, tagging
     from htp_export.files.external_writers import written_whole
 
     arguments = options.for_torch(call)
     with written_whole(output) as target, _said_untagged() as said:
         try:
-            with tagging(strict=strict):
+            program: Any
+            with tagging(strict=check.strict):
                 if call.example is None:
-                    export(call.model, call.args, target, kwargs=call.kwargs or None, **arguments)
+                    program = export(call.model, call.args, target, kwargs=call.kwargs or None, **arguments)
                 else:
                     with call.example.exporting():
-                        program: Any = export(call.model, kwargs=call.kwargs, **arguments)
+                        program = export(call.model, kwargs=call.kwargs, **arguments)
                     call.example.name_dimensions(program.model.graph)
                     program.save(target, external_data=options.external_data)
             if call.checkpoint is not None:
                 call.checkpoint.check()
             _check_written(target, options.opset)
-            if with_map and not said:
+            if check.with_map and not said:
                 from htp_export.provenance.carrying import embed_map
 
                 embed_map(target, target)
+            check.beside(call, target, program)
         except (HtpExportError, CheckFailed):
             raise
         except Exception as error:  # torch's exporters raise what the model, the tracer or a translation raises
@@ -312,13 +328,14 @@ def _report(
 ) -> tuple[dict[str, Any], str]:
     """Say what was written, and check it: what JSON says of it, and what is wrong with it, or ``""``."""
     shown = not (check.quiet or check.as_json)
+    files = {**written_files(output), **check.deploy.beside(output)}
     if shown:
         from htp_export.show.tree import render
 
         show(render(tree))
-        show_written(written_files(output))
+        show_written(files)
         show(_facts_text(facts))
-    record = {"file": str(output), "files": written_files(output), **facts, **tree.to_dict()}
+    record = {"file": str(output), "files": files, **facts, **tree.to_dict()}
     if check.verify:
         from htp_export.cli.comparisons import verified_runs
 
