@@ -17,6 +17,7 @@ from htp_export.exporter.capture.torch_internals import turn_compilation_off
 from htp_export.format.module_paths import module_paths
 from htp_export.process.restoring import Changes
 from htp_export.process.shared_settings import turn_attention_fast_path_off
+from htp_export.run.stable_sorting import stable_sorting
 from htp_export.runtime.arrays import ArrayStore, StoredArray, from_torch
 
 if TYPE_CHECKING:
@@ -114,7 +115,8 @@ def record_calls(
         try:
             # New containers of the same tensors: a model adds to the cache that it is given.
             args, kwargs = tree_map(_itself, (tuple(args), dict(kwargs)))
-            model(*args, **kwargs)
+            with stable_sorting():
+                model(*args, **kwargs)
         except Exception as error:  # whatever the user's own code raises
             raise InputError(_failed(model, recorder.running, error)) from error
     finally:
