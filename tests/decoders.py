@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import GenerationConfig, GenerationMixin
 
 from htp_export.huggingface import load_model
 
@@ -21,6 +23,30 @@ DECODERS: dict[str, dict[str, Any]] = {
     "phi": TEXT,
     "mixtral": {**TEXT, "num_local_experts": 4},
 }
+
+
+WIDTHS = {"d_model": 32, "vocab_size": 64}
+HALVES = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+HALVES |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+ENCODER_DECODERS: dict[str, dict[str, Any]] = {
+    "t5": {**WIDTHS, "decoder_start_token_id": 0, "num_layers": 2, "d_kv": 8, "num_heads": 4, "d_ff": 48},
+    "bart": {**WIDTHS, **HALVES, "max_position_embeddings": 64, "decoder_start_token_id": 2},
+    "whisper": {
+        **WIDTHS,
+        **HALVES,
+        "max_source_positions": 20,
+        "max_target_positions": 40,
+        "num_mel_bins": 8,
+        "decoder_start_token_id": 3,
+    },
+}
+
+
+def encoder_decoder(name: str) -> Any:
+    base = "automatic-speech-recognition" if name == "whisper" else "text2text-generation"
+    overrides = ENCODER_DECODERS[name]
+    overrides = {key: value for key, value in overrides.items() if (name, key) != ("t5", "decoder_start_token_id")}
+    return load_model(name, task=f"{base}-with-past", random_weights=True, overrides=overrides)
 
 
 def decoder(name: str, **options: Any) -> Any:
@@ -46,7 +72,7 @@ def generated(model: Any, ids: npt.NDArray[np.int64], tokens: int = 20) -> list[
     return found[:, ids.shape[1] :].tolist()
 
 
-def greedy(session: Any, ids: npt.NDArray[np.int64], tokens: int = 20, end: int = 2) -> list[list[int]]:
+def greedy(session: Any, ids: npt.NDArray[np.int64], tokens: int = 20) -> list[list[int]]:
     """What a file with a cache appends: once all tokens with an empty cache, then one token at a time."""
     feed: dict[str, Any] = {
         value.name: np.zeros(
@@ -67,11 +93,62 @@ def greedy(session: Any, ids: npt.NDArray[np.int64], tokens: int = 20, end: int 
         feed["attention_mask"] = np.ones((ids.shape[0], length), np.int64)
         feed["position_ids"] = np.tile(np.arange(length - new.shape[1], length), (ids.shape[0], 1))
         found = dict(zip(outputs, session.run(outputs, {k: v for k, v in feed.items() if k in taken}), strict=True))
-        logits = found["logits"][:, -1].copy()
-        logits[:, end] = -np.inf  # generate is told to go on, too
-        new = logits.argmax(-1)[:, None]
+        new = next_tokens(found["logits"])
         made = np.concatenate([made, new], 1)
-        feed |= {
-            name.replace("present", "past_key_values"): value for name, value in found.items() if "present" in name
-        }
+        feed |= past_of(found)
     return made.tolist()
+
+
+def start_of(model: Any) -> int:
+    """The token with which a decoder begins: T5's configs do not have it."""
+    return int(ENCODER_DECODERS[model.config.model_type]["decoder_start_token_id"])
+
+
+def generated_from(model: Any, inputs: Mapping[str, torch.Tensor], tokens: int = 20) -> list[list[int]]:
+    """What PyTorch's ``generate`` writes for the inputs of an encoder, after the start token."""
+    config = GenerationConfig(
+        decoder_start_token_id=start_of(model),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        eos_token_id=2,
+        pad_token_id=0,
+        bos_token_id=1,
+    )
+    with torch.no_grad():
+        found = GenerationMixin.generate(model, **inputs, generation_config=config)
+    return found[:, 1:].tolist()
+
+
+def greedy_from(
+    encoder: Any, first: Any, following: Any, inputs: Mapping[str, npt.NDArray[Any]], start: int, tokens: int = 20
+) -> list[list[int]]:
+    """The same of the three files: the encoder once, the decoder for the first token, and the one with a cache."""
+    hidden = encoder.run(["last_hidden_state"], dict(inputs))[0]
+    feed: dict[str, Any] = {"encoder_hidden_states": hidden}
+    if "attention_mask" in inputs:
+        feed["encoder_attention_mask"] = inputs["attention_mask"]
+    new, made, session = np.full((hidden.shape[0], 1), start), [], first
+    for _ in range(tokens):
+        feed["input_ids"] = new
+        outputs = [value.name for value in session.get_outputs()]
+        taken = {value.name for value in session.get_inputs()}
+        found = dict(zip(outputs, session.run(outputs, {k: v for k, v in feed.items() if k in taken}), strict=True))
+        new = next_tokens(found["logits"])
+        made.append(new)
+        feed |= past_of(found)
+        session = following
+    return np.concatenate(made, 1).tolist()
+
+
+def next_tokens(logits: npt.NDArray[Any], end: int = 2) -> npt.NDArray[np.int64]:
+    """The most probable token; not the end of the text: ``generate`` is told to go on, too."""
+    last = logits[:, -1].astype(np.float32)
+    last[:, end] = -np.inf
+    return last.argmax(-1)[:, None]
+
+
+def past_of(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The cache that a run returns, as inputs of the next."""
+    cache = {name: value for name, value in outputs.items() if name.startswith("present.")}
+    return {name.replace("present", "past_key_values"): value for name, value in cache.items()}

@@ -1,0 +1,92 @@
+"""The three files of models with an encoder and a decoder: optimum's names, PyTorch's tokens, and exact modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnxruntime
+import pytest
+
+import htp_export
+from htp_export.huggingface import example_calls
+from tests.decoders import ENCODER_DECODERS, encoder_decoder, generated_from, greedy_from, start_of
+
+pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+
+QUICK = {"t5"}
+MODELS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ENCODER_DECODERS]
+KINDS = [f"{layer}.{kind}" for layer in range(2) for kind in ("key", "value")]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def exported(request: pytest.FixtureRequest) -> Any:
+    model = encoder_decoder(request.param)
+    files = {}
+    for name, call in example_calls(model).items():
+        with call.exporting():
+            program = htp_export.export(call.model, verbose=False, **call.options)
+        call.name_dimensions(program.model.graph)
+        files[name] = call, program
+    return model, files
+
+
+def shapes(values: Any) -> dict[str, list[Any]]:
+    return {value.name: [size if isinstance(size, int) else size.value for size in value.shape] for value in values}
+
+
+def test_names_are_those_of_optimum(exported: Any) -> None:
+    model, files = exported
+    assert list(files) == ["encoder_model", "decoder_model", "decoder_with_past_model"]
+    graphs = {name: program.model.graph for name, (_, program) in files.items()}
+    inputs = {name: set(shapes(graph.inputs)) for name, graph in graphs.items()}
+    outputs = {name: set(shapes(graph.outputs)) for name, graph in graphs.items()}
+    masks = {"attention_mask"} if model.main_input_name == "input_ids" else set()
+    encoder_masks = {f"encoder_{name}" for name in masks}
+    past = {f"past_key_values.{kind.replace('.', f'.{side}.')}" for kind in KINDS for side in ("decoder", "encoder")}
+    assert inputs["encoder_model"] == {model.main_input_name, *masks}
+    assert outputs["encoder_model"] == {"last_hidden_state"}
+    assert inputs["decoder_model"] == {"input_ids", "encoder_hidden_states", *encoder_masks}
+    assert outputs["decoder_model"] == {"logits"} | {name.replace("past_key_values", "present") for name in past}
+    assert inputs["decoder_with_past_model"] == {"input_ids", *encoder_masks, *past}
+    grown = {f"present.{kind.replace('.', '.decoder.')}" for kind in KINDS}
+    assert outputs["decoder_with_past_model"] == {"logits"} | grown
+
+
+def test_dimensions_are_named_as_optimum_names_them(exported: Any) -> None:
+    model, files = exported
+    if model.main_input_name != "input_ids":
+        pytest.skip("sounds have one length")
+    graph = files["decoder_with_past_model"][1].model.graph
+    heads = model.config.num_attention_heads
+    assert shapes(graph.inputs)["past_key_values.0.encoder.key"] == ["batch_size", heads, "encoder_sequence_length", 8]
+    assert shapes(graph.inputs)["past_key_values.1.decoder.value"][2] == "past_decoder_sequence_length"
+    assert shapes(graph.outputs)["present.0.decoder.key"][2] == "past_decoder_sequence_length + decoder_sequence_length"
+    assert shapes(files["encoder_model"][1].model.graph.inputs)["input_ids"] == [
+        "batch_size",
+        "encoder_sequence_length",
+    ]
+
+
+def test_onnxruntime_generates_what_pytorch_generates(exported: Any) -> None:
+    model, files = exported
+    sessions = [onnxruntime.InferenceSession(program.model_proto.SerializeToString()) for _, program in files.values()]
+    inputs = files["encoder_model"][0].kwargs
+    arrays = {name: value.numpy() for name, value in inputs.items()}
+    assert greedy_from(*sessions, arrays, start_of(model)) == generated_from(model, inputs)
+
+
+def test_every_module_of_every_file_agrees(exported: Any) -> None:
+    _, files = exported
+    for name, (call, program) in files.items():
+        with call.adapted():
+            for run, kwargs in call.runs.items():
+                result = htp_export.verify(call.model, program, kwargs=kwargs)
+                assert result.ok, f"{name}, {run}: {result.summary}"
+                assert len(result.modules[""].calls[0].outputs) == len(call.output_names)
+
+
+def test_the_model_is_as_it_was_afterwards(exported: Any) -> None:
+    model, files = exported
+    assert "forward" not in vars(model)
+    owners = {node.metadata_props["htp.module"] for node in files["decoder_model"][1].model.graph}
+    assert owners <= {name for name, _ in model.named_modules()}
