@@ -5,6 +5,7 @@ import json
 import logging
 
 import onnx
+import onnx.inliner
 import onnx_ir as ir
 import onnxruntime
 import pytest
@@ -192,6 +193,83 @@ def test_nets_with_every_module_a_function_compute_the_same(name, exporter, tmp_
     feeds = arrays(kwargs)
     assert [len(out) for out in run(nested, feeds)] == [len(out) for out in run(flat, feeds)]
     assert htp_export.verify(model, tmp_path / "model.onnx", kwargs=kwargs).ok
+
+
+# --- other tools ------------------------------------------------------------------------------------
+
+
+def optimised_by_onnx_runtime(file):
+    written_by_tool = file.with_name("ort.onnx")  # beside the weights
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(written_by_tool)
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    return onnx.load(written_by_tool)
+
+
+def by_path(model):
+    """Module path → the operators of its nodes, in the alphabet's order."""
+    tagged = htp_export.load(model)
+    return {path: sorted(op_types(tagged[path].nodes)) for path in tagged}
+
+
+def test_tags_come_back_after_a_tool_inlined_the_functions_as_for_the_flat_file(decoder):
+    results = [htp_export.carry(file, optimised_by_onnx_runtime(file)) for file in decoder.files]
+    assert by_path(results[1].model) == by_path(results[0].model)
+    verified = htp_export.verify(decoder.model, results[1].model, kwargs=decoder.kwargs)
+    assert (verified.ok, verified.misplaced) == (True, ())
+
+
+@pytest.mark.parametrize("select", ["**", "class:*Attention"])
+def test_tags_come_back_after_functions_in_functions_were_inlined(decoder, select, tmp_path):
+    for name in ("flat", "nested"):
+        (tmp_path / name).mkdir()
+    htp_export.load(decoder.files[0]).save(tmp_path / "flat" / "model.onnx")
+    htp_export.functions(decoder.files[0], select, tmp_path / "nested" / "model.onnx")
+    files = [tmp_path / name / "model.onnx" for name in ("flat", "nested")]
+    results = [htp_export.carry(file, optimised_by_onnx_runtime(file)) for file in files]
+    assert by_path(results[1].model) == by_path(results[0].model)
+
+
+def test_tags_come_back_after_onnx_inlined_the_functions(decoder):
+    inlined = onnx.inliner.inline_local_functions(decoder.nested)
+    result = htp_export.carry(decoder.files[1], inlined)
+    assert by_path(result.model) == by_path(decoder.flat)
+    assert htp_export.verify(decoder.model, result.model, kwargs=decoder.kwargs).ok
+
+
+def test_map_of_a_file_with_functions_is_that_of_the_flat_graph(decoder):
+    mapped = htp_export.embed_map(decoder.files[1])
+    text = mapped.metadata_props["htp.map"]
+    assert text == htp_export.embed_map(decoder.files[0]).metadata_props["htp.map"]
+    for node in (*mapped.graph, *(node for made in mapped.functions.values() for node in made)):
+        node.metadata_props.clear()
+    assert by_path(htp_export.carry(mapped).model) == by_path(decoder.flat)
+
+
+def test_tool_works_on_the_flat_graph(decoder):
+    results = [htp_export.tools.onnxruntime(file, level="basic") for file in decoder.files]
+    assert same_file(results[1].model, results[0].model)
+
+
+def test_functions_that_a_tool_left_stay_functions(decoder):
+    stripped = ir.from_proto(decoder.nested)
+    for node in (*stripped.graph, *(node for made in stripped.functions.values() for node in made)):
+        node.metadata_props.clear()
+    result = htp_export.carry(decoder.files[1], stripped)
+    assert [made.name for made in result.model.functions.values()] == [decoder.layer.__name__]
+    assert htp_export.verify(decoder.model, result.model, kwargs=decoder.kwargs).ok
+    assert by_path(htp_export.inline(result.model).model) == by_path(decoder.flat)
+
+
+def test_tags_of_a_flat_file_come_to_one_whose_modules_became_functions(decoder):
+    stripped = ir.from_proto(decoder.nested)
+    for node in (*stripped.graph, *(node for made in stripped.functions.values() for node in made)):
+        node.metadata_props.clear()
+    result = htp_export.carry(decoder.flat, stripped)
+    assert not result.model.functions
+    assert by_path(result.model) == by_path(decoder.flat)
 
 
 # --- programs, streams, folders ---------------------------------------------------------------------

@@ -24,7 +24,7 @@ from htp_export.model.rewiring import replace_inputs
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames, rename
 
-__all__ = ["Inlined", "dissolve", "inline", "read_flat"]
+__all__ = ["Inlined", "InlinedCall", "dissolve", "inline", "read_flat"]
 
 _log = logging.getLogger(__name__)
 
@@ -151,13 +151,16 @@ def _inlined(tagged: TaggedModel, *, others: bool) -> Inlined:
     return Inlined(model, counts, before, sum(1 for _ in all_nodes(model)))
 
 
-def dissolve(model: ir.Model, hierarchy: Hierarchy, calls: CallTree) -> dict[str, int]:
+def dissolve(
+    model: ir.Model, hierarchy: Hierarchy, calls: CallTree, inlined: list[InlinedCall] | None = None
+) -> dict[str, int]:
     """Inline the functions that ``functions`` made, in place.
 
     Args:
         model: The model.
         hierarchy: Its modules.
         calls: Which of their calls ran in which.
+        inlined: Gets an entry for each call, in the order in which they are inlined.
 
     Returns:
         Identifier of each function → how often it was called.
@@ -166,7 +169,7 @@ def dissolve(model: ir.Model, hierarchy: Hierarchy, calls: CallTree) -> dict[str
         InputError: If a function calls itself, or if what the model says of its functions cannot be read.
     """
     made = {key: function for key, function in model.functions.items() if function.domain == DOMAIN}
-    dissolver = _Dissolver(made, Expectations(hierarchy, calls), model.graph)
+    dissolver = _Dissolver(made, Expectations(hierarchy, calls), model.graph, inlined)
     try:
         written = Records.from_json(model.metadata_props.get(tags.FUNCTIONS, "{}"))
         for call in [node for node in model.graph.all_nodes() if node.op_identifier() in made]:
@@ -181,6 +184,19 @@ def dissolve(model: ir.Model, hierarchy: Hierarchy, calls: CallTree) -> dict[str
         for imports in (model.opset_imports, *(function.opset_imports for function in model.functions.values())):
             imports.pop(DOMAIN, None)
     return dissolver.counts
+
+
+@dataclass(frozen=True)
+class InlinedCall:
+    """One call of a function that was inlined.
+
+    Attributes:
+        function: The function.
+        values: Name in the body → the value in the flat graph; those of inner calls are replaced later.
+    """
+
+    function: ir.OperatorIdentifier
+    values: Mapping[str, ir.Value]
 
 
 _Call: TypeAlias = tuple[ir.Node, Record, Instance, tuple[ir.OperatorIdentifier, ...]]
@@ -200,9 +216,13 @@ class _Dissolver:
     """
 
     def __init__(
-        self, functions: Mapping[ir.OperatorIdentifier, ir.Function], expected: Expectations, graph: ir.Graph
+        self,
+        functions: Mapping[ir.OperatorIdentifier, ir.Function],
+        expected: Expectations,
+        graph: ir.Graph,
+        inlined: list[InlinedCall] | None,
     ) -> None:
-        self._functions, self._expected = functions, expected
+        self._functions, self._expected, self._inlined = functions, expected, inlined
         self.counts = {f"{domain}::{name}": 0 for domain, name, _ in functions}
         self._node_names = UsedNames(str(node.name) for node in graph.all_nodes())
         self._value_names = UsedNames(str(value.name) for value in _values(graph))
@@ -232,7 +252,9 @@ class _Dissolver:
         self.counts[f"{function.domain}::{function.name}"] += 1
         body = function.graph.clone()
         inner: list[_Call] = []
+        values: dict[str, ir.Value] = {}
         for shared, node in list(zip(function.all_nodes(), body.all_nodes(), strict=True)):
+            values |= {str(one.name): made for one, made in zip(shared.outputs, node.outputs, strict=True)}
             entry = entry_of(record, str(shared.name))
             restore(node, entry, self._expected.metadata(shared, instance))
             if node.op_identifier() in self._functions:
@@ -241,6 +263,8 @@ class _Dissolver:
             elif node.name:
                 node.name = self._node_names.unused(node.name)
         self._put_in_place(body, call, graph)
+        if self._inlined is not None:
+            self._inlined.append(InlinedCall(identifier, values))
         return inner
 
     def _put_in_place(self, body: ir.Graph, call: ir.Node, graph: ir.Graph) -> None:

@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from htp_export.errors import HtpExportError, InputError, ToolError
 from htp_export.files.model_files import check_target, model_from_proto, read_model, write_model
+from htp_export.model.inlining import read_flat
 from htp_export.model.tagged import ModelSource, model_of
 from htp_export.provenance.carrying import Carried, carry_in_place, tagged_model
 
@@ -59,7 +60,7 @@ def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike
         FileError: A file cannot be read or written.
     """
     check_target(output)
-    before = tagged_model(model)
+    before = read_flat(tagged_model(model), others=False).model  # tools rename what they inline
     names, notes = _name_nodes(before), _take_notes(before)
     with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
         source, target = Path(folder) / "model.onnx", Path(folder) / "made.onnx"

@@ -20,12 +20,15 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.model.fates import find_fates
+from htp_export.model.function_records import DOMAIN
+from htp_export.model.inlining import dissolve, read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load, model_of
 from htp_export.process.garbage_collection import no_collection
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.fates import CarriedEvidence
 from htp_export.provenance.graph_summary import NOTHING, GraphSummary, summarize
+from htp_export.provenance.inlined_names import flat_and_calls, restore_names
 from htp_export.provenance.maps import map_to_text, text_to_map
 from htp_export.provenance.ownership import Owned, owners_after
 from htp_export.provenance.replaced_nodes import replaced_nodes
@@ -157,7 +160,7 @@ def carry_in_place(
     if before is None and inputs is not None:
         raise InputError("to find tensors by their values, the model before has to run too: carry(before, after, ...)")
     check_target(output)
-    result = _carried(_from_map(after) if before is None else _from_model(before), after, inputs)
+    result = _carried(_from_map(after) if before is None else _from_model(before, after), after, inputs)
     if output is not None:
         write_model(after, output, share_weights=share_weights)
     return result
@@ -195,7 +198,7 @@ def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) 
     """
     check_target(output)
     mapped = tagged_model(model)
-    mapped.metadata_props[tags.MAP] = map_to_text(_tagged_summary(mapped))
+    mapped.metadata_props[tags.MAP] = _map_of(mapped)
     if output is not None:
         write_model(mapped, output)
     return mapped
@@ -253,8 +256,21 @@ def _tagged_summary(model: ir.Model) -> GraphSummary:
     return summary
 
 
-def _from_model(source: ModelSource) -> _Origin:
+def _map_of(model: ir.Model) -> str:
+    """The map of a tagged model: of its flat graph, as a tool may inline the functions that were made of modules."""
+    return map_to_text(_tagged_summary(read_flat(model, others=False).model))
+
+
+def _from_model(source: ModelSource, after: ir.Model) -> _Origin:
+    """From the model before; if the tool inlined functions that were made of modules, from its flat graph.
+
+    A node of such a function stands for one in each call. What a tool makes of it in one of them is that call's.
+    """
     tagged = _tagged(source)
+    if _module_functions(tagged.model) != _module_functions(after):
+        flat, inlined = flat_and_calls(tagged)
+        tagged = load(flat)
+        restore_names(after, inlined)
     props = tagged.model.metadata_props
     return _Origin(
         _tagged_summary(tagged.model),
@@ -282,11 +298,22 @@ def _from_map(model: ir.Model) -> _Origin:
         raise InputError(f"model {model.graph.name!r}: {error}") from error
 
 
+def _module_functions(model: ir.Model) -> set[ir.OperatorIdentifier]:
+    return {key for key in model.functions if key[0] == DOMAIN}
+
+
 def _lasting(props: Mapping[str, str]) -> dict[str, str]:
     return {key: props[key] for key in (tags.PARAMETERS, tags.CALLERS) if key in props}
 
 
 def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None) -> Carried:
+    try:
+        calls = CallTree.from_json(origin.lasting.get(tags.CALLERS), origin.hierarchy)
+    except ValueError as error:
+        raise InputError(f"the first model: {error}") from error
+    functions = _module_functions(model)
+    if functions and (origin.model is None or functions != _module_functions(origin.model)):
+        dissolve(model, origin.hierarchy, calls)
     after, nodes = summarize(model, model.functions.values())
     equal: Mapping[int, Sequence[int]] = {}
     if inputs is not None and origin.model is not None:
@@ -299,10 +326,6 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
             raise InputError(
                 f"the second model was not made of the first, which has no {after.values[value].name!r} of that shape"
             )
-    try:
-        calls = CallTree.from_json(origin.lasting.get(tags.CALLERS), origin.hierarchy)
-    except ValueError as error:
-        raise InputError(f"the first model: {error}") from error
     owners = owners_after(origin.summary, after, replaced_nodes(alignment), calls)
     owned = [entry if entry.paths else replace(entry, paths=("",)) for entry in owners]
     works = [calls.work(entry.paths, entry.call) for entry in owned]
@@ -312,7 +335,7 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
     _write(model, nodes, owned, hierarchy, evidence.signatures(), contamination)
     model.metadata_props.update(origin.lasting)
     if origin.has_map:
-        model.metadata_props[tags.MAP] = map_to_text(_tagged_summary(model))
+        model.metadata_props[tags.MAP] = _map_of(model)
     return Carried(
         model=model,
         nodes=len(nodes),
