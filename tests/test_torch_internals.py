@@ -385,6 +385,34 @@ def test_a_view_of_a_changed_tensor_is_made_again_and_changes_of_views_are_writt
     ]  # fmt: skip
 
 
+def test_a_compiled_module_calls_the_module_inside_by_a_method_that_was_bound_before() -> None:
+    class Own(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    inner = Own()
+    assert torch_internals.called_by_forward(torch.compile(inner, backend="eager")) is inner
+    assert torch_internals.called_by_forward(inner) is None
+    assert torch_internals.called_by_forward(nn.Sequential(inner)) is None
+    outer = nn.Module()
+    outer.forward = inner.__call__
+    assert torch_internals.called_by_forward(outer) is inner
+
+
+def test_compiled_modules_are_told_from_others() -> None:
+    inner = nn.Linear(2, 2)
+    assert torch_internals.is_compiled(torch.compile(inner, backend="eager"))
+    assert not torch_internals.is_compiled(inner)
+    inner.compile(backend="eager")
+    assert torch_internals.is_compiled(inner)
+
+
+def test_the_modules_of_a_traced_module_are_no_dictionary() -> None:
+    traced = torch.jit.trace(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))
+    assert not hasattr(traced._modules, "get")
+    assert torch_internals.called_by_export(traced) is traced
+
+
 def test_a_graph_module_that_is_exported_is_interpreted_inside_a_wrapper() -> None:
     inner = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU()))
     wrapper = nn.Module()

@@ -12,7 +12,7 @@ from htp_export.errors import CaptureError
 from htp_export.exporter.capture import patches, running, torch_internals
 from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.guarded import seam
-from htp_export.exporter.capture.modules import ModuleNames, keep_training_modes
+from htp_export.exporter.capture.modules import ModuleNames, keep_training_modes, refused_modules
 from htp_export.exporter.capture.program_bodies import ProgramBodies
 from htp_export.exporter.capture.programs import Captured, captured_with
 from htp_export.exporter.capture.root_call import first_line
@@ -34,7 +34,7 @@ class Dynamo:
     patches = (patches.MODULE_CALLS, patches.DYNAMO)
 
     def __init__(self, model: Any, changes: Changes) -> None:
-        self._changes = changes
+        self._changes, self._model = changes, model
         captured = captured_with(model) if isinstance(model, torch.export.ExportedProgram) else None
         if captured is not None:
             self.modules: ModuleNames | Captured = captured
@@ -47,7 +47,7 @@ class Dynamo:
         capture.changes = self._changes.inner()
         try:
             set_variable(capture.changes, running.dynamo_capture, capture)
-            with _named_failure(capture):
+            with _named_failure(capture, self._model):
                 program = export()
         finally:
             capture.changes.take_back()
@@ -92,7 +92,7 @@ class Program:
         try:
             set_variable(capture.changes, running.dynamo_capture, capture)
             set_variable(capture.changes, running.program_bodies, bodies)
-            with _named_failure(capture):
+            with _named_failure(capture, self._model):
                 program = export()
         finally:
             capture.changes.take_back()
@@ -166,7 +166,7 @@ class TorchScript:
         capture.tag, capture.changes = self._tagged, self._changes.inner()
         try:
             set_variable(capture.changes, running.script_capture, capture)
-            with _named_failure(capture):
+            with _named_failure(capture, self.model):
                 return export()
         finally:
             capture.changes.take_back()
@@ -187,8 +187,8 @@ class TorchScript:
 
 
 @contextlib.contextmanager
-def _named_failure(capture: DynamoCapture | TorchScriptCapture) -> Iterator[None]:
-    """Add to an error which module was running."""
+def _named_failure(capture: DynamoCapture | TorchScriptCapture, model: Any) -> Iterator[None]:
+    """Add to an error which module was running, and what to do about modules that torch refuses."""
     try:
         yield
     except CaptureError:
@@ -197,4 +197,6 @@ def _named_failure(capture: DynamoCapture | TorchScriptCapture) -> Iterator[None
         called = capture.log.running if capture.fault is None else ()
         if called:
             error.add_note(f"htp_export: while module {called[-1] or '(the root)'!r} was running")
+        for advice in refused_modules(model, dynamo=isinstance(capture, DynamoCapture)):
+            error.add_note(f"htp_export: {advice}")
         raise

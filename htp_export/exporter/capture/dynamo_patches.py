@@ -8,8 +8,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from htp_export.exporter.capture.running import dynamo_capture, program_bodies, translations_read, wanted
-from htp_export.exporter.capture.torch_internals import called_by_export, executed_since, fx_tracing, watch_bodies
-from htp_export.process.restoring import Changes
+from htp_export.exporter.capture.torch_internals import (
+    called_by_export,
+    called_by_forward,
+    executed_since,
+    fx_tracing,
+    watch_bodies,
+)
+from htp_export.process.restoring import Changes, set_variable
 
 if TYPE_CHECKING:
     from htp_export.exporter.capture.dynamo import DynamoCapture
@@ -57,9 +63,13 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
             name = self.path_of_module(called)
         except Exception:  # a module that was not in the model when the tracing began: torch has no scope for it
             name = None
-        entered = capture.step("noting that a module is called", capture.enter, self, called, name, args, kwargs)
+        calls = [(called, name)]
+        if (inner := called_by_forward(called)) is not None:
+            calls.append((inner, None))
+        step = "noting that a module is called"
+        entered = [each for each, scope in calls if capture.step(step, capture.enter, self, each, scope, args, kwargs)]
         result = original(self, module, forward, args, kwargs)
-        if entered:
+        for _ in entered:
             capture.step("noting that a module returns", capture.leave, self, result)
         return result
 

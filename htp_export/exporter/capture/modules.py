@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from htp_export.exporter.capture.torch_internals import is_compiled
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.module_paths import module_paths
 from htp_export.format.parameters import ModuleParameters, parameters_of
@@ -77,3 +78,24 @@ def keep_training_modes(changes: Changes, model: Any) -> None:
                 module.training = mode
 
     changes.will_undo(put_back)
+
+
+def refused_modules(model: Any, *, dynamo: bool) -> Iterator[str]:
+    """What to do about modules of kinds that torch's exporter refuses inside others, for an export that failed."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            yield (
+                f"module {path!r} is a ScriptModule, which torch exports only within one: put the original module in "
+                "its place, or export torch.jit.trace(model, inputs) with dynamo=False"
+            )
+            return
+        if not dynamo and is_compiled(module):
+            yield (
+                f"module {path or '(the root)'!r} is compiled, which TorchScript cannot trace: use dynamo=True, or "
+                "put the original module in its place"
+            )
+            return

@@ -6,6 +6,7 @@ The places that are patched stand in ``patches.py``. ``tests/test_torch_internal
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import operator
 import re
@@ -597,8 +598,29 @@ def called_by_export(module: Any) -> Any:
     """
     import torch
 
-    inner = getattr(module, "_modules", {}).get("_export_root")
+    inner = dict(module._modules.items()).get("_export_root")  # a traced module's is no dictionary
     return inner if isinstance(inner, torch.fx.GraphModule) else module
+
+
+def called_by_forward(module: Any) -> Any:
+    """The module whose bound ``__call__`` is the ``forward`` of another one, as `torch.compile` sets it; else None.
+
+    torch sees the calls of modules in a trace by replacing ``nn.Module.__call__``, and one that was bound before is
+    the one from before: torch opens no scope for its module.
+    """
+    import torch
+
+    forward = inspect.unwrap(module.forward)
+    inner = getattr(forward, "__self__", None)
+    is_call = getattr(forward, "__func__", None) is torch.nn.Module._wrapped_call_impl
+    return inner if is_call and inner is not module else None
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether `torch.compile` was applied to a module, or its own method ``compile``."""
+    from torch._dynamo import OptimizedModule
+
+    return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def without_export_root(name: str, root: str | None) -> str:

@@ -1,0 +1,261 @@
+"""Modules that were wrapped or rewritten: LoRA, parametrizations, compiled and scripted ones, and half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import htp_export
+from htp_export.errors import OnnxRuntimeError
+from tests.exporting import exported
+from tests.nets import EXPORTERS, spread, x
+from tests.truth import inexact, nodes_of, owners_of, tree_of
+
+BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
+Owners = list[tuple[str, tuple[str, ...]]]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act, self.out = nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.out(self.act(self.fc(x))) + x
+        return y
+
+
+class Two(nn.Module):
+    """One module after another."""
+
+    def __init__(self, one: nn.Module, two: nn.Module) -> None:
+        super().__init__()
+        self.one, self.two = one, two
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.two(torch.relu(self.one(x)))
+        return y
+
+
+class Symmetric(nn.Module):
+    """A parametrization: the upper triangle, and its mirror image."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+
+class LowRank(nn.Module):
+    """A linear layer with a low-rank addition, in the shape that PEFT gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(4, 4)
+        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(0.1)})
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 4, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = self.lora_A["default"](self.lora_dropout["default"](x))
+        y: torch.Tensor = self.base_layer(x) + self.lora_B["default"](low) * 0.5
+        return y
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(4, 4)
+
+
+def symmetric(layer: nn.Linear, mirror: nn.Module | None = None) -> nn.Linear:
+    parametrize.register_parametrization(layer, "weight", mirror or Symmetric())
+    return layer
+
+
+def sharing_a_parametrization() -> nn.Module:
+    mirror = Symmetric()
+    return Two(symmetric(linear(), mirror), symmetric(linear(), mirror))
+
+
+class WithCachedWeights(nn.Module):
+    """Calls a module twice with its parametrized weights computed once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = symmetric(linear())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with parametrize.cached():
+            y: torch.Tensor = self.inner(self.inner(x).tanh())
+        return y
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    made: nn.Module = torch.compile(module, backend="eager")  # type: ignore[assignment]
+    return made
+
+
+def compiled_in_place() -> nn.Module:
+    block = Block()
+    block.compile(backend="eager")
+    return Two(linear(), block)
+
+
+BUILT: dict[str, Callable[[], nn.Module]] = {
+    "low_rank": lambda: Two(LowRank(), LowRank()),
+    "parametrization": lambda: Two(symmetric(linear()), linear()),
+    "parametrization_twice": lambda: Two(symmetric(symmetric(linear())), linear()),
+    "shared_parametrization": sharing_a_parametrization,
+    "weight_norm": lambda: Two(parametrizations.weight_norm(linear()), linear()),
+    "pruned": lambda: Two(prune.random_unstructured(linear(), "weight", 0.3), linear()),  # type: ignore[no-untyped-call]
+    "spectral_norm_by_hook": lambda: Two(nn.utils.spectral_norm(linear()), linear()),
+}
+# TorchScript refuses these.
+UNDER_DYNAMO: dict[str, Callable[[], nn.Module]] = {
+    "spectral_norm": lambda: Two(parametrizations.spectral_norm(linear()), linear()),
+    "cached_parametrization": WithCachedWeights,
+    "compiled": lambda: Two(linear(), compiled(Block())),
+    "compiled_layer": lambda: Two(compiled(linear()), linear()),
+    "compiled_root": lambda: compiled(Two(linear(), Block())),
+    "compiled_in_place": compiled_in_place,
+    "traced": lambda: Two(linear(), torch.jit.trace(Block(), torch.ones(3, 4))),  # type: ignore[no-untyped-call]
+}
+CASES = [(name, exporter) for name in BUILT for exporter in EXPORTERS] + [(name, "dynamo") for name in UNDER_DYNAMO]
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return spread({**BUILT, **UNDER_DYNAMO}[name]()).eval()
+
+
+@pytest.mark.parametrize(("name", "exporter"), CASES)
+@pytest.mark.filterwarnings("ignore:The tensor attribute self:UserWarning")  # hooks that put a weight in place
+def test_a_wrapped_module_is_exact(name: str, exporter: str, tmp_path: Path) -> None:
+    model, kwargs = built(name), {"x": x(3, 4)}
+    assert inexact(model, kwargs, exported(model, kwargs, exporter, tmp_path)) == []
+
+
+def test_the_module_inside_a_compiled_one_runs_and_owns_its_nodes(tmp_path: Path) -> None:
+    file = exported(built("compiled"), {"x": x(3, 4)}, "dynamo", tmp_path)
+    assert owners(file) == [
+        ("Gemm", ("one",)),
+        ("Relu", ("",)),
+        ("Gemm", ("two._orig_mod.fc",)),
+        ("Gelu", ("two._orig_mod.act",)),
+        ("Gemm", ("two._orig_mod.out",)),
+        ("Add", ("two._orig_mod",)),
+    ]
+    assert {path: entry["fate"] for path, entry in tree_of(file).items() if "two" in path} == dict.fromkeys(
+        ("two", "two._orig_mod", "two._orig_mod.fc", "two._orig_mod.act", "two._orig_mod.out"), "computed"
+    )
+
+
+def test_the_nodes_of_a_traced_submodule_belong_to_it(tmp_path: Path) -> None:
+    file = exported(built("traced"), {"x": x(3, 4)}, "dynamo", tmp_path)
+    assert [found for _, found in owners(file)] == [("one",), ("",), ("two",), ("two",), ("two",), ("two",)]
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("compiled", "module 'two' is compiled, which TorchScript cannot trace: use dynamo=True"),
+        ("compiled_in_place", "module 'two' is compiled, which TorchScript cannot trace: use dynamo=True"),
+        ("compiled_root", "module '(the root)' is compiled, which TorchScript cannot trace: use dynamo=True"),
+        ("traced", "module 'two' is a ScriptModule, which torch exports only within one"),
+    ],
+)
+def test_an_error_of_torchscript_says_which_module_it_refuses(name: str, advice: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        exported(built(name), {"x": x(3, 4)}, "torchscript", tmp_path)
+    assert advice in "\n".join(caught.value.__notes__)
+
+
+@BOTH
+def test_an_error_about_a_scripted_submodule_says_what_to_do(exporter: str, tmp_path: Path) -> None:
+    model = Two(linear(), torch.jit.script(Block())).eval()
+    with pytest.raises(Exception, match=r"export|trace") as caught:
+        exported(model, {"x": x(3, 4)}, exporter, tmp_path)
+    assert "module 'two' is a ScriptModule" in "\n".join(caught.value.__notes__)
+    assert "export torch.jit.trace(model, inputs) with dynamo=False" in "\n".join(caught.value.__notes__)
+
+
+@pytest.mark.filterwarnings("ignore:no signature found:UserWarning")
+def test_a_scripted_submodule_is_tagged_where_the_whole_model_is_traced(tmp_path: Path) -> None:
+    inputs = x(3, 4)
+    model: Any = torch.jit.trace(Two(linear(), torch.jit.script(Block())).eval(), inputs)  # type: ignore[no-untyped-call]
+    htp_export.export(model, (inputs,), tmp_path / "model.onnx", dynamo=False, verbose=False)
+    assert owners(onnx.load(str(tmp_path / "model.onnx"))) == [
+        ("Gemm", ("one",)),
+        ("Relu", ("",)),
+        ("Gemm", ("two.fc",)),
+        ("Gelu", ("two.act",)),
+        ("Gemm", ("two.out",)),
+        ("Add", ("two",)),
+    ]
+
+
+# --- half precision ---------------------------------------------------
+
+
+def owners(file: onnx.ModelProto) -> Owners:
+    return [(node.op_type, owners_of(node)) for node in nodes_of(file)]
+
+
+def halved(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
+    return built(name).to(dtype), {"x": x(3, 4).to(dtype)}
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["low_rank", "parametrization"])
+def test_weights_of_half_precision_have_the_tags_of_full_precision(
+    name: str, dtype: torch.dtype, exporter: str, tmp_path: Path
+) -> None:
+    model, kwargs = halved(name, dtype)
+    file = exported(model, kwargs, exporter, tmp_path)
+    kind = {torch.float16: onnx.TensorProto.FLOAT16, torch.bfloat16: onnx.TensorProto.BFLOAT16}[dtype]
+    assert file.graph.output[0].type.tensor_type.elem_type == kind
+    full = exported(built(name), {"x": x(3, 4)}, exporter, tmp_path)
+    assert (owners(file), tree_of(file)) == (owners(full), tree_of(full))
+
+
+@BOTH
+def test_float16_agrees_module_by_module(exporter: str, tmp_path: Path) -> None:
+    model, kwargs = halved("low_rank", torch.float16)
+    exported(model, kwargs, exporter, tmp_path)
+    result = htp_export.verify(model, tmp_path / "model.onnx", kwargs=kwargs)
+    assert result.ok
+    assert result.modules["one.lora_B.default"].status == "agrees"
+
+
+@BOTH
+def test_onnxruntime_says_which_kernel_it_lacks_for_bfloat16(exporter: str, tmp_path: Path) -> None:
+    model, kwargs = halved("low_rank", torch.bfloat16)
+    exported(model, kwargs, exporter, tmp_path)
+    with pytest.raises(OnnxRuntimeError, match=r"Could not find an implementation for \w+\(\d+\) node"):
+        htp_export.verify(model, tmp_path / "model.onnx", kwargs=kwargs)
+
+
+# --- PEFT ---------------------------------------------------
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_every_module_of_a_lora_model_of_peft_is_exact(exporter: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="needs the package peft")
+    from htp_export.huggingface import example_inputs, load_model
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    bert = load_model("bert", random_weights=True, overrides={**sizes, "vocab_size": 30})
+    kwargs = dict(example_inputs(bert))
+    config = peft.LoraConfig(r=2, target_modules=["query", "dense"], init_lora_weights=False)
+    model = spread(peft.get_peft_model(bert, config)).eval()
+    file = exported(model, kwargs, exporter, tmp_path)
+    assert inexact(model, kwargs, file) == []
+    found = {owner for _, each in owners(file) for owner in each}
+    query = "base_model.model.encoder.layer.1.attention.self.query"
+    assert {f"{query}.{part}" for part in ("base_layer", "lora_A.default", "lora_B.default")} <= found
