@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import io
-import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,11 +22,11 @@ import htp_export
 from htp_export.exporter.capture import late_saving, patches
 from tests.exporting import SharedFiles, exported_net, metadata
 from tests.nets import EXPORTERS, NETS, x
+from tests.same_graph import assert_same_graph
 from tests.test_exactness import bert
 from tests.truth import inexact, nodes_of, owners_of, tree_of, untagged
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
-OURS = {"htp.module", "htp.owners", "htp.call", "htp.calls", "htp.reason", "namespace"}
 
 
 # --- the same signature ---------------------------------------------------
@@ -42,40 +41,6 @@ def test_the_signature_is_that_of_torch() -> None:
 
 
 # --- the same graph ---------------------------------------------------
-
-
-def bare(file: onnx.ModelProto) -> onnx.ModelProto:
-    """A file without what htp_export adds: torch's own namespace goes as well.
-
-    And without the numbers of code that torch makes up for `torch.cond`: it counts on from export to export.
-    """
-    plain = onnx.ModelProto()
-    plain.CopyFrom(file)
-    for node in nodes_of(plain):
-        for entry in node.metadata_props:
-            entry.value = re.sub(r"<eval_with_key>\.\d+", "<eval_with_key>", entry.value)
-        kept = [entry for entry in node.metadata_props if entry.key not in OURS]
-        del node.metadata_props[:]
-        node.metadata_props.extend(kept)
-    kept = [entry for entry in plain.metadata_props if not entry.key.startswith("htp.")]
-    del plain.metadata_props[:]
-    plain.metadata_props.extend(kept)
-    plain.ClearField("ir_version")
-    plain.graph.ClearField("name")
-    return plain
-
-
-def assert_same_graph(ours: onnx.ModelProto, torchs: onnx.ModelProto) -> None:
-    """Part by part first, for a message that can be read; then every byte."""
-    ours, torchs = bare(ours), bare(torchs)
-    assert [node.name for node in ours.graph.node] == [node.name for node in torchs.graph.node]
-    for one, other in zip(nodes_of(ours), nodes_of(torchs), strict=True):
-        assert one == other
-    for part in ("initializer", "input", "output", "value_info"):
-        assert list(getattr(ours.graph, part)) == list(getattr(torchs.graph, part))
-    assert list(ours.functions) == list(torchs.functions)
-    assert list(ours.opset_import) == list(torchs.opset_import)
-    assert ours.SerializeToString(deterministic=True) == torchs.SerializeToString(deterministic=True)
 
 
 @dataclass(frozen=True)

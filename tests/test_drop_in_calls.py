@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import htp_export
 from tests.nets import x
-from tests.test_drop_in import assert_same_graph
+from tests.same_graph import assert_same_graph
 from tests.truth import untagged
 
 ROOT_CALL = "htp_export.exporter.capture.root_call"

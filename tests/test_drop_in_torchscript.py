@@ -18,7 +18,7 @@ from torch.ao.nn.quantized import FloatFunctional
 import htp_export
 from tests import truth
 from tests.nets import spread, x
-from tests.test_drop_in import assert_same_graph
+from tests.same_graph import assert_same_graph
 from tests.truth import inexact, nodes_of, owners_of, tree_of, untagged
 
 Tensor = torch.Tensor

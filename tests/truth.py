@@ -251,9 +251,8 @@ class Opened:
 
     @classmethod
     def of(cls, model: onnx.ModelProto, given: list[Array]) -> Opened:
-        weights = {tensor.name for tensor in model.graph.initializer}
-        names = [entry.name for entry in model.graph.input if entry.name not in weights]
-        feeds = dict(zip(names, given, strict=True))
+        feeds = dict(zip(input_names(model), given, strict=True))
+        names = list(feeds)
         model = with_branches_taken(model, feeds)
         nodes = list(model.graph.node)
         outputs = {output.name for output in model.graph.output}
@@ -294,6 +293,17 @@ class Opened:
         return [self.values[name] for name in names if name in self.values]
 
 
+def input_names(model: onnx.ModelProto) -> list[str]:
+    weights = {tensor.name for tensor in model.graph.initializer}
+    return [entry.name for entry in model.graph.input if entry.name not in weights]
+
+
+def inputs_of(model: onnx.ModelProto, kwargs: dict[str, Any]) -> list[Array]:
+    """The inputs of a file, in its order; an exporter may have taken those away that nothing reads."""
+    given, names = leaves(kwargs), input_names(model)
+    return [copied(leaf) for leaf in (given if len(given) == len(names) else [kwargs[name] for name in names])]
+
+
 def inside(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
     for body in bodies(node):
         yield from every_node(body.node)
@@ -323,15 +333,18 @@ class Judge:
         model: The model, as it was exported.
         kwargs: The inputs that it was exported with, by keyword.
         file: The exported file, or the model read from it.
+        probes: Sets of inputs; one where a trace holds for the inputs alone that it was made with.
     """
 
-    def __init__(self, model: torch.nn.Module, kwargs: dict[str, Any], file: onnx.ModelProto | Path | str) -> None:
+    def __init__(
+        self, model: torch.nn.Module, kwargs: dict[str, Any], file: onnx.ModelProto | Path | str, probes: int = 2
+    ) -> None:
         self.model = model
         self.file = file if isinstance(file, onnx.ModelProto) else onnx.load(str(file))
         self.tree = tree_of(self.file)
-        self.inputs = [kwargs, another(kwargs)]
+        self.inputs = [kwargs, another(kwargs)][:probes]
         self.runs = [run_pytorch(model, inputs) for inputs in self.inputs]
-        self.opened = [Opened.of(self.file, [copied(leaf) for leaf in leaves(inputs)]) for inputs in self.inputs]
+        self.opened = [Opened.of(self.file, inputs_of(self.file, inputs)) for inputs in self.inputs]
 
     def faults(self) -> list[Fault]:
         """``(module, why)`` for every module that is not exact; empty for an exact file."""
@@ -380,7 +393,7 @@ class Judge:
 
     def _constant(self, path: str) -> Iterator[bool]:
         """For each output of each call, whether it is the same on both probes."""
-        one, other = (calls.get(path, []) for calls, _ in self.runs)
+        one, other = (self.runs[probe][0].get(path, []) for probe in (0, -1))
         for first, second in zip(one, other, strict=False):
             yield from (equal(a, b) for a, b in zip(first.returned, second.returned, strict=False))
 
@@ -445,7 +458,7 @@ class Judge:
 
     def _same_on_both(self, path: str, nth: int, place: int) -> bool:
         both = [calls.get(path, []) for calls, _ in self.runs]
-        if any(nth >= len(calls) or place >= len(calls[nth].returned) for calls in both):
+        if len(both) < 2 or any(nth >= len(calls) or place >= len(calls[nth].returned) for calls in both):
             return False
         one, other = both
         return equal(one[nth].returned[place], other[nth].returned[place])
