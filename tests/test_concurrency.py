@@ -232,6 +232,56 @@ def test_compilation_is_allowed_again_after_the_last_of_several_threads() -> Non
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
+class Waiting(nn.Module):
+    """Says that it runs, and waits for another thread to begin something."""
+
+    def __init__(self, runs: threading.Event, other: threading.Event) -> None:
+        super().__init__()
+        self.runs, self.other = runs, other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            self.runs.set()
+            self.other.wait(2)
+        return x.exp()
+
+
+class Branching(nn.Module):
+    def __init__(self, runs: threading.Event) -> None:
+        super().__init__()
+        self.high, self.low, self.runs = nn.Linear(4, 4), nn.Linear(4, 4), runs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs.set()
+        y: torch.Tensor = torch.cond(x.sum() > 0, lambda x: self.high(x).exp(), lambda x: self.low(x), (x,))
+        return y
+
+
+def test_an_export_with_branches_waits_until_verify_in_another_thread_has_run_the_model() -> None:
+    """While verify runs a model, nothing is compiled, and torch does not trace branches."""
+    x, verifying, exporting = torch.ones(2, 4), threading.Event(), threading.Event()
+    waiting = Waiting(threading.Event(), threading.Event()).eval()
+    tagged = htp_export.load(htp_export.export(waiting, (x,), verbose=False))
+    waiting.runs, waiting.other = verifying, exporting
+    began_early, owners = [], set()
+
+    def verify() -> None:
+        assert htp_export.verify(waiting, tagged, (x,)).ok
+
+    def export() -> None:
+        assert verifying.wait(60)
+        model = htp_export.export(Branching(exporting).eval(), (x,), verbose=False).model
+        owners.update(node.metadata_props.get("htp.module") for node in model.graph.all_nodes())
+
+    def watch() -> None:
+        assert verifying.wait(60)
+        began_early.append(exporting.wait(1.5))
+
+    assert in_threads(verify, export, watch) == []
+    assert began_early == [False]
+    assert owners == {"", "high", "low"}
+
+
 def of_model(model: ir.Model) -> str:
     """Nodes with their tags, and weights."""
     nodes = [(node.op_type, dict(node.metadata_props), [v and v.name for v in node.inputs]) for node in model.graph]

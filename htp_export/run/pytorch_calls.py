@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import InputError
+from htp_export.exporter.capture import running
 from htp_export.exporter.capture.calls import arguments_by_name, named_leaves, named_tensors_in
 from htp_export.exporter.capture.modules import keep_training_modes
 from htp_export.exporter.capture.torch_internals import turn_compilation_off
@@ -54,13 +55,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode without gradients, fused attention kernels and compilation; afterwards all is as it was.
 
     Without compilation, ``torch.cond`` and loops call the functions that they are given, so that hooks see the modules
-    in them.
+    in them. Compilation is a setting of the whole process, and exports compile branches: the block waits until no other
+    thread exports or evaluates, and others wait for it.
     """
     import torch
 
     changes = Changes()
     try:
         try:
+            running.wait_alone(changes)
             keep_training_modes(changes, model)
             turn_attention_fast_path_off(changes)
             changes.will_undo(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))

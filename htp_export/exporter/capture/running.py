@@ -59,7 +59,7 @@ def wanted() -> Exporter | None:
 
 
 class _OneAtATime:
-    """Lets one thread export at a time; that thread may begin exports inside exports."""
+    """Lets one thread export, or run a model for verify, at a time; that thread may begin exports inside exports."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,7 +70,7 @@ class _OneAtATime:
         """Begin an export as soon as no other thread is at one."""
         begin = functools.partial(self._begin, export)
         if not locked(self._lock, begin):
-            _log.info("waiting until the export in another thread is over")
+            _log.info("waiting until the export, or the model that verify runs, in another thread is over")
             while not locked(self._lock, begin):
                 time.sleep(_PAUSE)
 
@@ -90,7 +90,7 @@ _ONE_AT_A_TIME = _OneAtATime()
 
 
 def wait_alone(changes: Changes) -> None:
-    """Wait until no other thread exports with tags, and keep others waiting until the changes are taken back.
+    """Wait until no other thread exports with tags or runs a model for verify; others wait until the changes are undone.
 
     Torch's tracers change classes and variables of the whole process while they run (``Module.__call__``,
     ``torch.jit._trace._trace_module_map``): of two that run at once, each would see modules that the other one runs.
