@@ -90,7 +90,7 @@ _ONE_AT_A_TIME = _OneAtATime()
 
 
 def wait_alone(changes: Changes) -> None:
-    """Wait until no other thread exports with tags or runs a model for verify; others wait until the changes are undone.
+    """Wait until no other thread exports or runs a model for verify, and keep others waiting until changes are undone.
 
     Torch's tracers change classes and variables of the whole process while they run (``Module.__call__``,
     ``torch.jit._trace._trace_module_map``): of two that run at once, each would see modules that the other one runs.
