@@ -9,7 +9,10 @@ import onnx_ir as ir
 
 from htp_export.model.graph_facts import GraphFacts
 
-__all__ = ["Hasher"]
+__all__ = ["LATER", "Hasher"]
+
+LATER = "later"
+"""The text of an input whose producer follows: of a loop through a function, where no order is right."""
 
 _NUMBERS = 16  # constants of up to so many whole numbers are settings, and count with their values
 
@@ -103,7 +106,7 @@ class Hasher:
 
 def _outside(value: ir.Value | None, leaf: str, members: Collection[ir.Node]) -> str:
     if value is not None and value.producer() in members:
-        return "later"  # of a loop through a function: no order is right there
+        return LATER
     return leaf
 
 

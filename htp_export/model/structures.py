@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from functools import cached_property
+from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
 from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.region_digests import RegionDigests
 from htp_export.model.structural_hash import Hasher
 
 __all__ = ["Structure", "structures"]
@@ -19,9 +19,8 @@ _BITS = (1 << 64) - 1
 class Structure:
     """What a region computes: operators, wiring, attributes, shapes and types of weights.
 
-    Two structures are equal if their digests are. A digest takes time for every node of the region, and there are as
-    many pairs of a node and a region around it as nodes times levels. Most regions are told apart, or found equal, by
-    sums over their nodes and edges; these are made for all regions together.
+    Two structures are equal if their digests are. Most regions are told apart, or found equal, by sums over their nodes
+    and edges; only if these leave it open are digests computed, those of all regions together.
 
     Attributes:
         kinds: A sum over nodes by what they do and edges between such; equal digests have equal sums.
@@ -29,14 +28,14 @@ class Structure:
             sums, their nodes correspond one by one, and so do their edges.
     """
 
-    def __init__(self, path: str, nodes: Collection[ir.Node], hasher: Hasher, sums: tuple[int, int]) -> None:
+    def __init__(self, path: str, digests: RegionDigests, sums: tuple[int, int]) -> None:
         self.kinds, self.places = sums
-        self._path, self._nodes, self._hasher = path, nodes, hasher
+        self._path, self._digests = path, digests
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """The hash of the region: the same in every process."""
-        return self._hasher.part(self._nodes)
+        return self._digests[self._path]
 
     def __hash__(self) -> int:
         return hash(self.kinds)
@@ -62,12 +61,9 @@ def structures(facts: GraphFacts, paths: Iterable[str]) -> dict[str, Structure]:
         >>> found["0"] == found["1"], found["1"] == found["2"]
         (True, False)
     """
-    index, hasher = facts.tagged.index, Hasher(facts)
-    sums = _Sums(facts, hasher).by_path
-    return {
-        path: Structure(path, index.below.get(path, ()) if path else index.nodes, hasher, sums.get(path, (0, 0)))
-        for path in paths
-    }
+    hasher = Hasher(facts)
+    sums, digests = _Sums(facts, hasher).by_path, RegionDigests(facts, hasher)
+    return {path: Structure(path, digests, sums.get(path, (0, 0))) for path in paths}
 
 
 class _Sums:
