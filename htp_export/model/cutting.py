@@ -14,7 +14,6 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.format.signatures import Signature
 from htp_export.model.operators import SIZES_ONLY
 from htp_export.model.regions import Region
 from htp_export.model.tagged import TaggedModel
@@ -205,7 +204,7 @@ class Cutter:
     def _ends(self, region: Region, path: str, call: int) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
         """The tensors that the call was given and that it gave back, as the file tells or as the graph shows."""
         graph = self._tagged.model.graph
-        values, signature = self._tagged.values, self._signature(path, call)
+        values, signature = self._tagged.values, self._tagged.signature(path, call)
         if not path:
             names = {name: argument for argument, name in signature.inputs.items()} if signature else {}
             free = (value for value in graph.inputs if not value.is_initializer())
@@ -222,10 +221,6 @@ class Cutter:
         if not known or any(name not in values for name in known):  # a tool renamed or removed them
             return given, _named(one.outputs)
         return given, {name: values[name] for name in known}
-
-    def _signature(self, path: str, call: int) -> Signature | None:
-        calls = self._tagged.signatures.get(path, ())
-        return calls[call] if call < len(calls) else None
 
     def _initializers(self, nodes: Sequence[ir.Node], outputs: Iterable[ir.Value]) -> Iterator[ir.Value]:
         for node in nodes:

@@ -105,7 +105,7 @@ class TaggedModel:
             yield levels[path], path[len(above) + 1 if above else 0 :] or "(root)", path or "(root)", " · ".join(said)
 
     def __getitem__(self, path: str) -> Region:
-        self._require_tags()
+        self.require_tags()
         if path not in self.hierarchy:
             raise UnknownModuleError(path, self.hierarchy)
         if path not in self._regions:
@@ -165,6 +165,11 @@ class TaggedModel:
             return {} if written is None else signatures_from_json(written)
         except ValueError as error:
             raise InputError(f"model {self.model.graph.name!r}: {error}") from error
+
+    def signature(self, path: str, call: int = 0) -> Signature | None:
+        """What one call of a module took and gave in PyTorch; None where the file does not say."""
+        calls = self.signatures.get(path, ())
+        return calls[call] if call < len(calls) else None
 
     @cached_property
     def parameters(self) -> Mapping[str, ModuleParameters] | None:
@@ -236,7 +241,7 @@ class TaggedModel:
             SelectorError: If the selector cannot be read, or a part of it matches no module.
             UntaggedModelError: If the model has no tags.
         """
-        self._require_tags()
+        self.require_tags()
         return tags.select(patterns, self.hierarchy.classes)
 
     def save(
@@ -263,7 +268,12 @@ class TaggedModel:
         """What one pass over the model tells about every region of it."""
         return GraphIndex(self.model, self.work_of)
 
-    def _require_tags(self) -> None:
+    def require_tags(self) -> None:
+        """Refuse a model without tags.
+
+        Raises:
+            UntaggedModelError: If it has none; the message says what to do.
+        """
         if self.source != "none":
             return
         problem = "it has no module tags; export it with htp_export.export(...) in place of torch.onnx.export(...)"

@@ -9,16 +9,13 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from htp_export.errors import InputError
-from htp_export.model.tagged import TaggedModel
-from htp_export.process.progress import counted
+from htp_export.run.file_run import FileRun
 from htp_export.run.pairing import Pair, PairedCall
 from htp_export.run.results import TensorResult
 from htp_export.runtime.arrays import Array, StoredArray
 from htp_export.runtime.comparing import Difference, Tolerance, difference
-from htp_export.runtime.runner import Runner, portions
 
-__all__ = ["CheckedCall", "Tolerances", "check_calls", "excesses", "tensor_values"]
+__all__ = ["CheckedCall", "Tolerances", "check_calls", "excesses"]
 
 Tolerances = Callable[[str], Tolerance | None]
 """Module path → what may differ there; None for what ``TOLERANCES`` says."""
@@ -54,24 +51,14 @@ class CheckedCall:
 
 
 def check_calls(
-    tagged: TaggedModel,
-    calls: Sequence[PairedCall],
-    feed: Mapping[str, Array],
-    runner: Runner,
-    portion_bytes: int,
-    tolerances: Tolerances,
-    *,
-    across_dtypes: bool = False,
+    run: FileRun, calls: Sequence[PairedCall], tolerances: Tolerances, *, across_dtypes: bool = False
 ) -> list[CheckedCall]:
     """Run a file, and compare the tensors of calls.
 
     Args:
-        tagged: The file.
+        run: The file.
         calls: The calls, with the tensors of the file that belong to them.
-        feed: Input name → values.
-        runner: Runs the file; once for each portion of its tensors.
-        portion_bytes: How many bytes of tensors are taken out of one run.
-        tolerances: What may differ at a module.
+        tolerances: The tolerance of each module.
         across_dtypes: Whether floats of different widths may be compared.
 
     Raises:
@@ -90,7 +77,7 @@ def check_calls(
         for key in wanted[by_name[name]]:
             differences[key] = difference(key[0].array, array, key[2], across_dtypes=across_dtypes)
 
-    tensor_values(tagged, sizes, feed, runner, portion_bytes, compare)
+    run.fetch(sizes, compare)
 
     def best(pair: Pair, tolerance: Tolerance | None) -> tuple[ir.Value, TensorResult]:
         options = ((value, differences[pair.expected, value, tolerance]) for value in pair.candidates)
@@ -129,49 +116,6 @@ def _each_once(paired: PairedCall, tolerance: Tolerance | None, differences: Map
 
 def _rank(result: Difference) -> tuple[bool, float]:
     return bool(result.problem), math.inf if math.isnan(result.max_abs) else result.max_abs
-
-
-def tensor_values(
-    tagged: TaggedModel,
-    sizes: Mapping[str, int],
-    feed: Mapping[str, Array],
-    runner: Runner,
-    portion_bytes: int,
-    use: Callable[[str, Array], None],
-) -> None:
-    """Give the values of tensors of a file to a function, each once; they are let go of portion by portion.
-
-    Args:
-        tagged: The file.
-        sizes: Tensor name → its size in bytes, as far as it is known.
-        feed: Input name → values.
-        runner: Runs the file.
-        portion_bytes: How many bytes of tensors are taken out of one run.
-        use: What takes a name and the values.
-
-    Raises:
-        InputError: If ONNX Runtime cannot run the file.
-    """
-    computed = {}
-    for name, size in sizes.items():
-        value = tagged.values[name]
-        if name in feed and value.producer() is None:
-            use(name, feed[name])
-        elif value.is_initializer() and value.const_value is not None:
-            use(name, _constant(value))
-        else:
-            computed[name] = size
-    for names in counted(list(portions(computed, portion_bytes)), "portions of the tensors"):
-        arrays = runner.run(feed, names)
-        for name in names:
-            use(name, arrays.pop(name))
-
-
-def _constant(value: ir.Value) -> Array:
-    try:
-        return value.const_value.numpy()  # type: ignore[union-attr] # it has one: see above
-    except (OSError, ValueError) as error:
-        raise InputError(f"weight {value.name!r} cannot be read: {error}") from error
 
 
 def excesses(calls: Iterable[CheckedCall]) -> dict[ir.Value, float]:

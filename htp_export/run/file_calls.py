@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
-from htp_export.run.checking import tensor_values
-from htp_export.run.pairing import leaving_tensors, signature_of
+from htp_export.run.file_run import FileRun
+from htp_export.run.pairing import leaving_tensors
 from htp_export.run.pytorch_calls import ModuleCall
 from htp_export.runtime.arrays import Array, ArrayStore, StoredArray
 from htp_export.runtime.bound_shapes import infer_bound
-from htp_export.runtime.inputs import Feed
-from htp_export.runtime.runner import Runner
 
 __all__ = ["calls_in_file"]
 
 
-def calls_in_file(
-    tagged: TaggedModel, feed: Feed, runner: Runner, store: ArrayStore, portion_bytes: int
-) -> list[ModuleCall]:
-    """Every call of every module that a file knows of, with its tensors; in the order in which they end.
+def calls_in_file(run: FileRun, store: ArrayStore) -> list[ModuleCall]:
+    """Return every call of every module that a file knows of, with its tensors, in the order in which they end.
 
     Args:
-        tagged: The file.
-        feed: Its inputs.
-        runner: Runs it.
-        store: Where the values go.
-        portion_bytes: How many bytes of tensors are taken out of one run, as far as their sizes are known.
+        run: The file.
+        store: The store for the values.
 
     Raises:
         InputError: If ONNX Runtime cannot run the file.
     """
-    tensors = list(_tensors_of_calls(tagged))
-    sizes = _sizes(tagged, feed)
+    tensors = list(_tensors_of_calls(run.tagged))
+    known = infer_bound(run.tagged.model, {name: array.shape for name, array in run.feed.items()})
     wanted = dict.fromkeys(value for _, _, entered, back in tensors for value in (*entered.values(), *back) if value)
     held: dict[str, StoredArray] = {}
 
     def keep(name: str, array: Array) -> None:
         held[name] = store.keep(array)
 
-    names = {str(value.name): sizes(value) for value in wanted}
-    tensor_values(tagged, names, feed.arrays, runner, portion_bytes, keep)
+    run.fetch({str(value.name): known.bytes_of(value) or 0 for value in wanted}, keep)
     calls = []
     for path, number, entered, back in tensors:
         outputs = tuple(held[str(value.name)] if value is not None else None for value in back)
@@ -61,7 +53,7 @@ def _tensors_of_calls(tagged: TaggedModel) -> Iterator[_CallTensors]:
     calls: list[_CallTensors] = []
     for path, info in tagged.hierarchy.items():
         for number in range(max(len(tagged.signatures.get(path, ())), info.calls)):
-            signature = signature_of(tagged, path, number)
+            signature = tagged.signature(path, number)
             names = {} if signature is None else signature.inputs
             inputs = {
                 arg: tagged.values[name] for arg, name in names.items() if name is not None and name in tagged.values
@@ -75,7 +67,7 @@ def _tensors_of_calls(tagged: TaggedModel) -> Iterator[_CallTensors]:
 def _results(tagged: TaggedModel, path: str, number: int) -> list[ir.Value | None]:
     if not path:
         return list(tagged.model.graph.outputs)
-    signature = signature_of(tagged, path, number)
+    signature = tagged.signature(path, number)
     if signature is not None and all(name is None or name in tagged.values for name in signature.outputs):
         return [None if name is None else tagged.values[name] for name in signature.outputs]
     if tagged.source == "none":
@@ -86,9 +78,3 @@ def _results(tagged: TaggedModel, path: str, number: int) -> list[ir.Value | Non
     except InputError:
         return []
     return list(leaving_tensors(tagged, region))
-
-
-def _sizes(tagged: TaggedModel, feed: Feed) -> Callable[[ir.Value], int]:
-    """Bytes of a tensor, as far as its type and shape are known from those of the inputs."""
-    known = infer_bound(tagged.model, {name: array.shape for name, array in feed.arrays.items()})
-    return lambda value: known.bytes_of(value) or 0

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from htp_export.errors import InputError, UntaggedModelError
+from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
-from htp_export.run.checking import check_calls
+from htp_export.run.checking import CheckedCall, check_calls
 from htp_export.run.file_calls import calls_in_file
+from htp_export.run.file_run import FileRun, check_has_modules
 from htp_export.run.locating import blame_by_graph
-from htp_export.run.pairing import pair_call, signature_of
+from htp_export.run.pairing import pair_call
+from htp_export.run.pytorch_calls import ModuleCall
 from htp_export.run.reporting import module_results, tolerance_of
 from htp_export.run.results import NOT_COMPARED, Comparison, ModuleResult
 from htp_export.run.taken_branches import with_taken_branches
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
 from htp_export.runtime.inputs import Feed, Inputs
-from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings
 
 __all__ = ["compare"]
@@ -82,10 +83,7 @@ def compare(
     ours, theirs = read_flat(a), read_flat(b)
     first_name, second_name = name_of(a, "model a"), name_of(b, "model b")
     for tagged, name in ((ours, first_name), (theirs, second_name)):
-        if tagged.source == "none" and not tagged.signatures:
-            raise UntaggedModelError(
-                f"{name}: has no module tags; a tool took them off, or it was not exported by htp_export"
-            )
+        check_has_modules(tagged, name)
     _check_one_model(ours, theirs, first_name, second_name)
     allowed = tolerance_of(ours, tolerances or {})
     chosen = set(ours.paths if select is None else ours.select(select))
@@ -93,27 +91,18 @@ def compare(
     feed = known.random(dims, shapes, seed) if inputs is None else known.feed(inputs, dims)
     other_feed = _other_feed(ours, theirs, feed, second_name)
     settings = SessionSettings(tuple(providers), session_options)
-    facts = (ours.tag_facts, theirs.tag_facts)
-    ours = with_taken_branches(ours, feed.arrays, first_name, settings)
-    theirs = with_taken_branches(theirs, other_feed, second_name, settings)
+    first = with_taken_branches(FileRun(ours, first_name, feed.arrays, settings, portion_bytes))
+    second = with_taken_branches(FileRun(theirs, second_name, other_feed, settings, portion_bytes))
     with ArrayStore.opened(portion_bytes) as store:
-        calls = calls_in_file(ours, feed, Runner(ours.model, first_name, settings), store, portion_bytes)
-        wanted = [call for call in calls if call.path in chosen and call.path in theirs]
-        paired = [pair_call(theirs, call) for call in wanted]
-        runner = Runner(theirs.model, second_name, settings)
-        checked = check_calls(theirs, paired, other_feed, runner, portion_bytes, allowed, across_dtypes=True)
-    blame = blame_by_graph(theirs, checked)
-    results = module_results(ours, chosen, checked, blame, {}, isolated=False)
-    compared_paths = {call.path for call in checked if call.outputs}
-    paths_of_first = {call.path for call in calls if any(held is not None for held in call.outputs)}
-    lacking = {
-        path: _lacking(path, paths_of_first, theirs, first_name, second_name)
-        for path in results
-        if path not in compared_paths
-    }
-    modules = {path: _around(results, result, lacking.get(path, "")) for path, result in results.items()}
+        calls = calls_in_file(first, store)
+        wanted = [call for call in calls if call.path in chosen and call.path in second.tagged]
+        paired = [pair_call(second.tagged, call) for call in wanted]
+        checked = check_calls(second, paired, allowed, across_dtypes=True)
+    blame = blame_by_graph(second.tagged, checked)
+    results = module_results(first.tagged, chosen, checked, blame, {}, isolated=False)
+    modules = _with_reasons(results, calls, checked, first, second)
     wrong = tuple(path for path in blame.modules if path in modules)
-    return Comparison(modules, wrong, tags=facts, assumed=feed.notes)
+    return Comparison(modules, wrong, tags=(ours.tag_facts, theirs.tag_facts), assumed=feed.notes)
 
 
 def _check_one_model(ours: TaggedModel, theirs: TaggedModel, first_name: str, second_name: str) -> None:
@@ -131,7 +120,7 @@ def _check_one_model(ours: TaggedModel, theirs: TaggedModel, first_name: str, se
 
 def _other_feed(ours: TaggedModel, theirs: TaggedModel, feed: Feed, name: str) -> dict[str, Array]:
     """The same inputs under the names, and in the float types, that the other file has for them."""
-    signature, other_signature = signature_of(ours, "", 0), signature_of(theirs, "", 0)
+    signature, other_signature = ours.signature(""), theirs.signature("")
     renamed: dict[str, str] = {}
     if signature is not None and other_signature is not None:
         pairs = ((tensor, other_signature.inputs.get(argument)) for argument, tensor in signature.inputs.items())
@@ -144,11 +133,25 @@ def _other_feed(ours: TaggedModel, theirs: TaggedModel, feed: Feed, name: str) -
         raise InputError(f"{name}: {error}") from error
 
 
-def _lacking(path: str, paths_of_first: Collection[str], theirs: TaggedModel, first_name: str, second_name: str) -> str:
-    """Which of the files has no tensor of a module."""
-    if path not in theirs:
-        return f"{second_name} has no such module"
-    return f"{second_name if path in paths_of_first else first_name} has none of its tensors"
+def _with_reasons(
+    results: Mapping[str, ModuleResult],
+    calls: Iterable[ModuleCall],
+    checked: Iterable[CheckedCall],
+    first: FileRun,
+    second: FileRun,
+) -> dict[str, ModuleResult]:
+    """The results, with the reason for each module that was not compared: which file has no tensor of it."""
+    compared = {call.path for call in checked if call.outputs}
+    in_first = {call.path for call in calls if any(output is not None for output in call.outputs)}
+
+    def lacking(path: str) -> str:
+        if path in compared:
+            return ""
+        if path not in second.tagged:
+            return f"{second.name} has no such module"
+        return f"{second.name if path in in_first else first.name} has none of its tensors"
+
+    return {path: _around(results, result, lacking(path)) for path, result in results.items()}
 
 
 def _around(results: Mapping[str, ModuleResult], result: ModuleResult, lacking: str) -> ModuleResult:

@@ -13,12 +13,11 @@ from htp_export.model.cut_models import cut_model
 from htp_export.model.cutting import Cut, Cutter
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
-from htp_export.run.checking import CheckedCall, Tolerances, check_calls, tensor_values
-from htp_export.run.pairing import Pair, PairedCall, pair_call, signature_of
+from htp_export.run.checking import CheckedCall, Tolerances, check_calls
+from htp_export.run.file_run import FileRun
+from htp_export.run.pairing import Pair, PairedCall, pair_call
 from htp_export.run.pytorch_calls import ModuleCall
 from htp_export.runtime.arrays import Array, ArrayStore, StoredArray
-from htp_export.runtime.runner import Runner
-from htp_export.runtime.sessions import SessionSettings
 
 __all__ = ["check_isolated"]
 
@@ -33,40 +32,29 @@ class _Task:
     Attributes:
         paired: The call.
         cut: Its part of the graph.
-        given: Input of the cut → PyTorch's values.
-        outside: Inputs of the cut that PyTorch did not give to the module.
+        expected: Input of the cut → its values in PyTorch.
+        outside: Names of the tensors at the other inputs of the cut, which are not known from PyTorch.
     """
 
     paired: PairedCall
     cut: Cut
-    given: Mapping[str, StoredArray]
+    expected: Mapping[str, StoredArray]
     outside: tuple[str, ...]
 
 
 def check_isolated(
-    tagged: TaggedModel,
-    calls: Sequence[ModuleCall],
-    feed: Mapping[str, Array],
-    runner: Runner,
-    settings: SessionSettings,
-    store: ArrayStore,
-    portion_bytes: int,
-    tolerances: Tolerances,
+    run: FileRun, calls: Sequence[ModuleCall], store: ArrayStore, tolerances: Tolerances
 ) -> tuple[list[CheckedCall], dict[str, str]]:
-    """Run every call alone, and compare what it gives back.
+    """Run every call alone, and compare its results.
 
-    What a module needs and PyTorch did not give it, since it was computed outside for several modules at once, is taken
-    from a run of the whole file.
+    Tensors that a module needs and PyTorch did not give it, since they are computed outside for several modules at
+    once, are taken from a run of the whole file.
 
     Args:
-        tagged: The file.
+        run: The file.
         calls: The calls, in the order in which they ended.
-        feed: Inputs of the whole file.
-        runner: Runs the whole file.
-        settings: Where and how the parts run.
-        store: Where tensors of the run of the whole file go.
-        portion_bytes: How many bytes of them are taken out of one run.
-        tolerances: What may differ at a module.
+        store: The store for tensors of the whole file.
+        tolerances: The tolerance of each module.
 
     Returns:
         The calls that ran, in the same order, and why others did not: module path → reason.
@@ -74,36 +62,42 @@ def check_isolated(
     Raises:
         InputError: If the whole file is needed and cannot be run.
     """
-    cutter, reasons, tasks = Cutter(tagged), dict[str, str](), list[_Task]()
+    tasks, constant, reasons = _tasks(run.tagged, [pair_call(run.tagged, call) for call in calls])
+    outside: dict[str, StoredArray] = {}
+
+    def keep(name: str, array: Array) -> None:
+        outside[name] = store.keep(array)
+
+    run.fetch({name: 0 for task in tasks for name in task.outside}, keep)
+    checked = check_calls(run, constant, tolerances)
+    for task in counted(tasks, "modules"):
+        try:
+            checked.append(_check(run, task, outside, tolerances))
+        except InputError as error:
+            checked.append(CheckedCall(task.paired, (), (), str(error)))
+    ended = {id(call): place for place, call in enumerate(calls)}
+    return sorted(checked, key=lambda call: ended[id(call.paired.call)]), reasons
+
+
+def _tasks(tagged: TaggedModel, calls: Sequence[PairedCall]) -> tuple[list[_Task], list[PairedCall], dict[str, str]]:
+    """The calls that run alone, those whose results are constants, and why others do not run: module path → reason."""
+    cutter = Cutter(tagged)
+    tasks: list[_Task] = []
     constant: list[PairedCall] = []
-    everything = [pair_call(tagged, call) for call in calls]
-    for paired in everything:
-        call, fate = paired.call, tagged.hierarchy[paired.call.path].fate
+    reasons: dict[str, str] = {}
+    for paired in calls:
+        fate = tagged.hierarchy[paired.call.path].fate
         if paired.outputs and all(_is_constant(tagged, pair) for pair in paired.outputs):
             constant.append(paired)
         elif fate == "fused":
-            task = _fused_task(tagged, cutter, paired, everything)
+            task = _fused_task(tagged, cutter, paired, calls)
             tasks.extend([task] if task is not None else [])
         elif fate not in ("identity", "dead", "uncalled"):
             try:
                 tasks.append(_task(tagged, cutter, paired))
             except InputError as error:
-                reasons[call.path] = str(error)
-    outside = dict.fromkeys(name for task in tasks for name in task.outside)
-    values: dict[str, StoredArray] = {}
-
-    def keep(name: str, array: Array) -> None:
-        values[name] = store.keep(array)
-
-    tensor_values(tagged, dict.fromkeys(outside, 0), feed, runner, portion_bytes, keep)
-    checked = check_calls(tagged, constant, feed, runner, portion_bytes, tolerances)
-    for task in counted(tasks, "modules"):
-        try:
-            checked.append(_run(tagged, task, values, settings, tolerances))
-        except InputError as error:
-            checked.append(CheckedCall(task.paired, (), (), str(error)))
-    ended = {id(call): place for place, call in enumerate(calls)}
-    return sorted(checked, key=lambda each: ended[id(each.paired.call)]), reasons
+                reasons[paired.call.path] = str(error)
+    return tasks, constant, reasons
 
 
 def _is_constant(tagged: TaggedModel, pair: Pair) -> bool:
@@ -114,7 +108,7 @@ def _is_constant(tagged: TaggedModel, pair: Pair) -> bool:
 def _task(tagged: TaggedModel, cutter: Cutter, paired: PairedCall) -> _Task:
     call = paired.call
     cut = cutter.cut(call.path, call.number)
-    signature = signature_of(tagged, call.path, call.number)
+    signature = tagged.signature(call.path, call.number)
     inputs_of_module = {}
     for name, value in cut.inputs.items():
         known = signature is not None and signature.inputs.get(name) == value.name
@@ -141,36 +135,30 @@ def _fused_task(tagged: TaggedModel, cutter: Cutter, paired: PairedCall, calls: 
     for other in calls:
         if any(tags.is_under(other.call.path, each) for each in group):
             known = (pair for pair in (*other.inputs, *other.outputs) if len(pair.candidates) == 1)
-            expected = ((pair.candidates[0], pair.expected) for pair in known)
-            held.update((value, array) for value, array in expected if value not in outputs.values())
+            arrays = ((pair.candidates[0], pair.expected) for pair in known)
+            held.update((value, array) for value, array in arrays if value not in outputs.values())
     graph = tagged.model.graph
     members = {node for each in group for node in tagged.index.below.get(each, ()) if node.graph is graph}
     part = replace(cutter.cut_nodes(members, outputs, stops=held), path=path)
     if any(value in part.inputs.values() for value in outputs.values()):
         return None
-    given = {name: held[value] for name, value in part.inputs.items() if value in held}
-    return _Task(paired, part, given, tuple(name for name in part.inputs if name not in given))
+    expected = {name: held[value] for name, value in part.inputs.items() if value in held}
+    return _Task(paired, part, expected, tuple(name for name in part.inputs if name not in expected))
 
 
-def _run(
-    tagged: TaggedModel,
-    task: _Task,
-    values: Mapping[str, StoredArray],
-    settings: SessionSettings,
-    tolerances: Tolerances,
-) -> CheckedCall:
-    """Run one cut, and compare what leaves it with what the module gave back."""
-    path = task.paired.call.path
-    part = TaggedModel(cut_model(tagged, task.cut), tagged.hierarchy, tagged.source)
-    runner = Runner(part.model, f"module {path!r} alone", settings, use_up=True)
-    feed = {name: (task.given.get(name) or values[str(value.name)]).array for name, value in task.cut.inputs.items()}
+def _check(run: FileRun, task: _Task, outside: Mapping[str, StoredArray], tolerances: Tolerances) -> CheckedCall:
+    """Run one cut, and compare its outputs with the results of the module."""
+    whole, inputs = run.tagged, task.cut.inputs.items()
+    part = TaggedModel(cut_model(whole, task.cut), whole.hierarchy, whole.source)
+    feed = {name: (task.expected.get(name) or outside[str(value.name)]).array for name, value in inputs}
+    name = f"module {task.paired.call.path!r} alone"
     # The cut has the same tensors, perhaps under other names.
-    there = dict(zip(dict.fromkeys(task.cut.outputs.values()), part.model.graph.outputs, strict=True))
+    counterparts = dict(zip(dict.fromkeys(task.cut.outputs.values()), part.model.graph.outputs, strict=True))
     outputs = tuple(
-        replace(pair, candidates=tuple(there[value] for value in pair.candidates if value in there))
+        replace(pair, candidates=tuple(counterparts[value] for value in pair.candidates if value in counterparts))
         for pair in task.paired.outputs
-        if any(value in there for value in pair.candidates)
+        if any(value in counterparts for value in pair.candidates)
     )
     paired = replace(task.paired, outputs=outputs, inputs=())
-    (checked,) = check_calls(part, [paired], feed, runner, _ONE_RUN, tolerances)
+    (checked,) = check_calls(FileRun(part, name, feed, run.settings, _ONE_RUN, use_up=True), [paired], tolerances)
     return checked

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from htp_export.errors import InputError, UntaggedModelError
+from htp_export.errors import InputError
 from htp_export.model.columns import CLASS_NAME, Column, chosen, record
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
@@ -210,17 +210,12 @@ def profile(
     settings.check()
     original = load(model)
     tagged = read_flat(original)  # ONNX Runtime would inline functions under names of its own
-    if tagged.source == "none":
-        tagged.select("**")  # says what is missing
-        raise UntaggedModelError("the model has no module tags")
+    tagged.require_tags()
     wanted = Inputs.of(tagged.model)
     feed = wanted.random(dims, shapes) if inputs is None else wanted.feed(inputs, dims)
     with temporary_folder() as folder:
-        if isinstance(model, str | os.PathLike) and tagged.model is original.model:
-            runnable = RunnableModel.of_file(Path(model), tagged.model, folder)
-        else:
-            runnable = RunnableModel.of(tagged.model, tagged.hierarchy.root.simple_class or "model", folder)
-        session = ProfiledSession(runnable, settings, folder)
+        file = Path(model) if isinstance(model, str | os.PathLike) and tagged is original else None
+        session = ProfiledSession(_runnable(file, tagged, folder), settings, folder)
         session.run(feed, warmup)
         profiled = session.run(feed, runs)
         trace = session.end_profiling(runs)
@@ -228,20 +223,27 @@ def profile(
         kernels = attributed_kernels(trace, tagged, session.optimized)
     if trace.runs < runs:
         _log.warning("ONNX Runtime's profile is full: it has %d of %d runs; ask for fewer", trace.runs, runs)
-    none = tuple(kernel for kernel in kernels if not kernel.owners)
+    unattributed = tuple(kernel for kernel in kernels if not kernel.owners)
     return Profile(
         modules=_by_module(kernels, tagged),
         end_to_end_ms=statistics.median(plain),
         profiled_ms=statistics.median(profiled),
         kernels_ms=sum(kernel.ms for kernel in kernels),
-        unattributed_ms=sum(kernel.ms for kernel in none),
-        unattributed=none,
+        unattributed_ms=sum(kernel.ms for kernel in unattributed),
+        unattributed=unattributed,
         kernels=kernels,
         runs=runs,
         providers=session.providers,
         assumed=feed.notes,
         tags=tagged.tag_facts,
     )
+
+
+def _runnable(file: Path | None, tagged: TaggedModel, folder: Path) -> RunnableModel:
+    """The model as ONNX Runtime reads it: the file itself, if the model has no functions."""
+    if file is not None:
+        return RunnableModel.of_file(file, tagged.model, folder)
+    return RunnableModel.of(tagged.model, tagged.hierarchy.root.simple_class or "model", folder)
 
 
 def _by_module(kernels: Sequence[Kernel], tagged: TaggedModel) -> dict[str, ModuleLatency]:

@@ -16,7 +16,7 @@ from htp_export.run.pytorch_calls import ModuleCall
 from htp_export.runtime.arrays import StoredArray
 from htp_export.runtime.inputs import Inputs
 
-__all__ = ["Pair", "PairedCall", "input_arguments", "leaving_tensors", "pair_call", "signature_of", "unmatched_calls"]
+__all__ = ["Pair", "PairedCall", "input_arguments", "leaving_tensors", "pair_call", "unmatched_calls"]
 
 _Listed = TypeVar("_Listed")
 
@@ -55,15 +55,9 @@ class PairedCall:
     reason: str = ""
 
 
-def signature_of(tagged: TaggedModel, path: str, number: int) -> Signature | None:
-    """What the file says of one call of a module; None where it says nothing."""
-    calls = tagged.signatures.get(path, ())
-    return calls[number] if number < len(calls) else None
-
-
 def input_arguments(tagged: TaggedModel) -> dict[str, str]:
     """Input of a file → argument of the model's ``forward``; of the same name, where the file does not say which."""
-    signature = signature_of(tagged, "", 0)
+    signature = tagged.signature("")
     arguments = {} if signature is None else {tensor: argument for argument, tensor in signature.inputs.items()}
     return {each.name: arguments.get(each.name, each.name) for each in Inputs.of(tagged.model)}
 
@@ -79,7 +73,7 @@ def pair_call(tagged: TaggedModel, call: ModuleCall) -> PairedCall:
         tagged: The file.
         call: The call, as it ran.
     """
-    signature = signature_of(tagged, call.path, call.number)
+    signature = tagged.signature(call.path, call.number)
     inputs = () if signature is None else tuple(_inputs(tagged, call, signature))
     graph_outputs = list(tagged.model.graph.outputs)
     results = None if call.path else _of_tensors(call, graph_outputs)

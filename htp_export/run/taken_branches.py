@@ -11,27 +11,17 @@ import onnx_ir as ir
 from htp_export.model.operators import is_standard
 from htp_export.model.tagged import TaggedModel
 from htp_export.passes.inline_branches import inline_branch
-from htp_export.run.checking import tensor_values
+from htp_export.run.file_run import FileRun
 from htp_export.run.pytorch_calls import ModuleCall
 from htp_export.runtime.arrays import Array
-from htp_export.runtime.runner import Runner
-from htp_export.runtime.sessions import SessionSettings
 
 __all__ = ["numbered_as_in_file", "with_taken_branches"]
 
 
-def with_taken_branches(
-    tagged: TaggedModel, feed: Mapping[str, Array], name: str, settings: SessionSettings
-) -> TaggedModel:
-    """The file with each ``If`` replaced by the nodes of the branch that these inputs take.
+def with_taken_branches(run: FileRun) -> FileRun:
+    """Replace each ``If`` of a file by the nodes of the branch that its inputs take.
 
     The file runs once for each level of ``If`` inside ``If``. Branches in loop bodies stay as they are.
-
-    Args:
-        tagged: The file.
-        feed: Input name → values.
-        name: What to call the file in errors.
-        settings: Where and how it runs.
 
     Returns:
         A copy; the file itself if no ``If`` stands in its main graph.
@@ -39,31 +29,30 @@ def with_taken_branches(
     Raises:
         InputError: If ONNX Runtime cannot run the file.
     """
-    current, kept = tagged, set[str | None]()
+    current, not_inlined = run, set[str | None]()
     while True:
-        found = [node for node in current.model.graph if is_standard(node, "If") and node.name not in kept]
-        if not found:
+        model = current.tagged.model
+        branching = [node for node in model.graph if is_standard(node, "If") and node.name not in not_inlined]
+        if not branching:
             return current
-        if current is tagged:
-            current = TaggedModel(tagged.model.clone(), tagged.hierarchy, tagged.source)
+        if current is run:
+            current = replace(run, tagged=run.tagged.clone())
             continue
         conditions: dict[str, bool] = {}
 
         def keep(condition: str, array: Array, conditions: dict[str, bool] = conditions) -> None:
             conditions[condition] = bool(array.all())
 
-        names = {str(node.inputs[0].name): 1 for node in found if node.inputs[0] is not None}
-        tensor_values(current, names, feed, Runner(current.model, name, settings), len(names), keep)
-        model = current.model
-        for node in found:
-            taken = node.inputs[0] is not None and conditions[str(node.inputs[0].name)]
-            if not _inlined(model, node, "then_branch" if taken else "else_branch"):
-                kept.add(node.name)
-        current = TaggedModel(model, tagged.hierarchy, tagged.source)
+        current.fetch({str(node.inputs[0].name): 0 for node in branching if node.inputs[0] is not None}, keep)
+        for node in branching:
+            is_taken = node.inputs[0] is not None and conditions[str(node.inputs[0].name)]
+            if not _inline(model, node, "then_branch" if is_taken else "else_branch"):
+                not_inlined.add(node.name)
+        current = replace(current, tagged=TaggedModel(model, run.tagged.hierarchy, run.tagged.source))
 
 
-def _inlined(model: ir.Model, node: ir.Node, branch: str) -> bool:
-    """Inline a branch; what it gives back has the names that the outputs of the ``If`` had."""
+def _inline(model: ir.Model, node: ir.Node, branch: str) -> bool:
+    """Inline a branch, whose results get the names of the outputs of the ``If``; return whether that is possible."""
     graph = node.attributes[branch].as_graph()
     results = {value: old for old, value in zip(node.outputs, graph.outputs, strict=True) if value.graph is graph}
     names = {value: old.name for value, old in results.items()}

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from htp_export.errors import InputError, UntaggedModelError
+from htp_export.errors import InputError
 from htp_export.exporter.capture.calls import arguments_by_name, defaults_of, named_leaves
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
-from htp_export.run.checking import check_calls
+from htp_export.run.checking import CheckedCall, Tolerances, check_calls
 from htp_export.run.contradictions import with_contradictions
+from htp_export.run.file_run import FileRun, check_has_modules
 from htp_export.run.isolating import check_isolated
-from htp_export.run.locating import blame_by_graph, blame_by_nesting, with_missing_outputs
-from htp_export.run.pairing import input_arguments, pair_call, signature_of, unmatched_calls
+from htp_export.run.locating import Blame, blame_by_graph, blame_by_nesting, with_missing_outputs
+from htp_export.run.pairing import input_arguments, pair_call, unmatched_calls
 from htp_export.run.parameters import known_parameters, misplaced_parameters
-from htp_export.run.pytorch_calls import evaluating, record_calls, with_registered
+from htp_export.run.pytorch_calls import ModuleCall, evaluating, record_calls, with_registered
 from htp_export.run.readers import parameter_readers
 from htp_export.run.reporting import module_results, tolerance_of
 from htp_export.run.results import Verification
@@ -27,7 +28,6 @@ from htp_export.run.same_model import check_same_model, check_same_modules_ran
 from htp_export.run.taken_branches import numbered_as_in_file, with_taken_branches
 from htp_export.runtime.arrays import PORTION_BYTES, ArrayStore
 from htp_export.runtime.inputs import Inputs
-from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings
 
 if TYPE_CHECKING:
@@ -93,39 +93,23 @@ def verify(
     """
     kwargs = dict(kwargs or {})
     tagged, name = read_flat(onnx), name_of(onnx, "the ONNX model")
-    if tagged.source == "none" and not tagged.signatures:
-        raise UntaggedModelError(f"{name}: has no module tags; export it with htp_export.export(...)")
+    check_has_modules(tagged, name)
     exact = tagged.source != "torch"  # torch's own scopes name modules wrongly
     allowed = tolerance_of(tagged, tolerances or {})
     chosen = set(tagged.paths if select is None else tagged.select(select))
     check_same_model(tagged, model, name)
     feed = feed_of_call(tagged, model, args, kwargs, name)
-    settings = SessionSettings(tuple(providers), session_options)
+    run = FileRun(tagged, name, feed, SessionSettings(tuple(providers), session_options), portion_bytes)
     with ArrayStore.opened(portion_bytes) as store:
-
-        def wanted(path: str, number: int, argument: str) -> bool:
-            signature = signature_of(tagged, path, number)
-            return path in chosen and signature is not None and signature.inputs.get(argument) is not None
-
-        with evaluating(model), parameter_readers(model) as readers:
-            calls = record_calls(model, args, kwargs, store, wanted)
+        calls, readers = _run_pytorch(model, args, kwargs, store, tagged, chosen)
         ran = Counter(call.path for call in calls)
         if exact:
             check_same_modules_ran(tagged, model, ran, name)
-        taken = with_taken_branches(tagged, feed, name, settings)
-        calls, there = numbered_as_in_file(tagged, taken, calls)
-        unmatched = unmatched_calls(tagged, ran, there)
-        chosen_calls = [call for call in calls if call.path in chosen and call.path not in unmatched]
-        runner = Runner(taken.model, name, settings)
-        if isolated:
-            checked, reasons = check_isolated(
-                taken, chosen_calls, feed, runner, settings, store, portion_bytes, allowed
-            )
-            blame = blame_by_nesting(checked)
-        else:
-            paired = [pair_call(taken, call) for call in chosen_calls if call.path in taken]
-            checked, reasons = check_calls(taken, paired, feed, runner, portion_bytes, allowed), {}
-            blame = blame_by_graph(taken, checked)
+        taken = with_taken_branches(run)
+        calls, calls_taken = numbered_as_in_file(tagged, taken.tagged, calls)
+        unmatched = unmatched_calls(tagged, ran, calls_taken)
+        compared = [call for call in calls if call.path in chosen and call.path not in unmatched]
+        checked, blame, reasons = _check(taken, compared, store, allowed, isolated=isolated)
     blame = with_contradictions(tagged, with_missing_outputs(tagged, blame, calls[-1]), chosen)
     known = known_parameters(tagged, model) if exact else {}
     modules = module_results(tagged, chosen, checked, blame, {**reasons, **unmatched}, isolated=isolated)
@@ -137,6 +121,36 @@ def verify(
         parameters=len(known),
         misplaced=misplaced_parameters(tagged, known, readers, model),
     )
+
+
+def _run_pytorch(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    store: ArrayStore,
+    tagged: TaggedModel,
+    chosen: Collection[str],
+) -> tuple[list[ModuleCall], Mapping[str, frozenset[str]]]:
+    """The calls of a PyTorch model, with the arguments that the file has, and parameter → modules that read it."""
+
+    def wanted(path: str, number: int, argument: str) -> bool:
+        signature = tagged.signature(path, number)
+        return path in chosen and signature is not None and signature.inputs.get(argument) is not None
+
+    with evaluating(model), parameter_readers(model) as readers:
+        calls = record_calls(model, args, kwargs, store, wanted)
+    return calls, readers
+
+
+def _check(
+    run: FileRun, calls: Sequence[ModuleCall], store: ArrayStore, tolerances: Tolerances, *, isolated: bool
+) -> tuple[list[CheckedCall], Blame, dict[str, str]]:
+    """The compared calls, the modules that are wrong themselves, and why others were not compared: path → reason."""
+    if isolated:
+        checked, reasons = check_isolated(run, calls, store, tolerances)
+        return checked, blame_by_nesting(checked), reasons
+    checked = check_calls(run, [pair_call(run.tagged, call) for call in calls if call.path in run.tagged], tolerances)
+    return checked, blame_by_graph(run.tagged, checked), {}
 
 
 def feed_of_call(

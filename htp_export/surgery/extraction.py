@@ -108,7 +108,8 @@ def extract(
     tagged = read_flat(model, others=False)
     part = cut(tagged, path, call)
     made = cut_model(tagged, part)
-    arguments = tagged.signatures[path][call].inputs if call < len(tagged.signatures.get(path, ())) else ()
+    signature = tagged.signature(path, call)
+    arguments = signature.inputs if signature is not None else ()
     outside = tuple(name for name in part.inputs if name not in arguments) if path else ()
     if output is not None:
         write_model(made, output, True if has_external_data(made) else None)

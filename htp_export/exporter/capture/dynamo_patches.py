@@ -15,7 +15,7 @@ from htp_export.exporter.capture.torch_internals import (
     fx_tracing,
     watch_bodies,
 )
-from htp_export.process.restoring import Changes, set_variable
+from htp_export.process.restoring import Changes
 
 if TYPE_CHECKING:
     from htp_export.exporter.capture.dynamo import DynamoCapture
