@@ -6,7 +6,7 @@ import functools
 from collections.abc import Collection, Iterator, Sequence
 
 from htp_export.exporter.capture.record import Key, Record
-from htp_export.exporter.owners.boundaries import Boundary, exported_boundaries, true_boundaries
+from htp_export.exporter.owners.boundaries import CallBoundary, boundaries_of_calls, boundaries_of_nodes
 from htp_export.exporter.owners.flow import Flow, needed
 from htp_export.format.call_tree import NodeCalls
 from htp_export.format.hierarchy import Fate
@@ -23,9 +23,9 @@ class ExportEvidence(Evidence[Key]):
     """
 
     def __init__(self, record: Record, works: Sequence[NodeCalls], flow: Flow) -> None:
-        super().__init__(exported_boundaries(record, works))
+        super().__init__(boundaries_of_nodes(record, works))
         self._record = record
-        self._true = true_boundaries(record, flow)
+        self._passed = boundaries_of_calls(record, flow)
         self._useful = self._modules_that_count(flow.wanted)
         self._lost = functools.cache(self._beyond_lost)
 
@@ -61,7 +61,7 @@ class ExportEvidence(Evidence[Key]):
             return Outcome(Fate.IDENTITY if self._record.log.returned_inputs.get(path, True) else Fate.CONSTANT)
         if not self._useful[path] or ((self._lost(path) or not has_nodes) and path in self._measured):
             return Outcome(Fate.DEAD)
-        if not self._lost(path) and not self._true[path].outputs and self._returns_what_is_gone(path):
+        if not self._lost(path) and not self._passed[path].outputs and self._returns_what_is_gone(path):
             return Outcome(Fate.CONSTANT)
         return None
 
@@ -69,11 +69,11 @@ class ExportEvidence(Evidence[Key]):
         """Whether a module gave nothing that counts, or what it took."""
         if self._moved(path) or self._lost(path):
             return None
-        boundary, final = self._true[path], self._record.final
+        boundary, final = self._passed[path], self._record.final
         if not boundary.outputs:
             return Fate.CONSTANT
-        given = {final[key] for key in boundary.inputs}
-        return Fate.IDENTITY if all(final[key] in given for key in boundary.outputs) else None
+        inputs = {final[key] for key in boundary.inputs}
+        return Fate.IDENTITY if all(final[key] in inputs for key in boundary.outputs) else None
 
     def partners(self, path: str) -> Collection[str] | None:
         """The owners of a module's work that is no longer its own, or those beyond tensors that are gone."""
@@ -85,20 +85,21 @@ class ExportEvidence(Evidence[Key]):
 
     def known(self, path: str) -> Collection[Key]:
         """The tensors of the exported graph that passed in and out of a module's calls."""
-        final, true = self._record.final, self._true.get(path, Boundary())
-        known = {final[key] for key in (*true.inputs, *true.outputs) if key in final}
+        final, passed = self._record.final, self._passed.get(path, CallBoundary())
+        known = {final[key] for key in (*passed.inputs, *passed.outputs) if key in final}
         return known if path else known | self._record.graph_outputs
 
     def around(self, group: Sequence[str]) -> Iterator[list[str]]:
         """The owners of the operations that made what modules took, then of those that read what they gave."""
-        borders = [self._true[path] for path in group if path in self._true]
-        yield [path for border in borders for path in self._beyond(border, border.inputs)]
-        yield [path for border in borders for path in self._beyond(border, border.outputs)]
+        boundaries = [self._passed[path] for path in group if path in self._passed]
+        yield [path for boundary in boundaries for path in self._beyond(boundary, boundary.inputs)]
+        yield [path for boundary in boundaries for path in self._beyond(boundary, boundary.outputs)]
 
     def _moved(self, path: str) -> dict[str, None]:
         """Owners of the work of a module that is no longer its own, in order of execution."""
         log = self._record.log
-        calls = {now for call, given in self._record.moved.items() if log.calls[call].path == path for now in given}
+        moved = self._record.moved.items()
+        calls = {owner for call, owners in moved if log.calls[call].path == path for owner in owners}
         return dict.fromkeys(owner for call in sorted(calls) for owner in log.owners(call) if owner != path)
 
     def _returns_what_is_gone(self, path: str) -> bool:
@@ -109,11 +110,11 @@ class ExportEvidence(Evidence[Key]):
         return bool(returned) and not any(key in final for key in returned)
 
     def _beyond_lost(self, path: str) -> dict[str, None]:
-        boundary = self._true[path]
+        boundary = self._passed[path]
         lost = [key for key in (*boundary.inputs, *boundary.outputs) if key not in self._record.final]
         return self._beyond(boundary, lost)
 
-    def _beyond(self, boundary: Boundary, keys: Collection[Key]) -> dict[str, None]:
+    def _beyond(self, boundary: CallBoundary, keys: Collection[Key]) -> dict[str, None]:
         """Owners of the operations on the other side of tensors at a module's boundary, in order of execution."""
         calls = {call for key in keys for call in (*boundary.inputs.get(key, ()), *boundary.outputs.get(key, ()))}
         paths = (path for call in sorted(calls) for path in (self._record.log.owners(call) or ("",)))
