@@ -21,7 +21,7 @@ __all__ = ["Block", "CallTree", "Instance", "NodeCalls", "Part"]
 _log = logging.getLogger(__name__)
 
 _UNKNOWN = -1  # in place of a call's number
-_MOST = 1 << 16  # calls of one module that are looked at: a broken file may claim any number
+_MOST_CALLS = 1 << 16  # of one module, of which numbers are listed: a broken file may claim any number
 
 
 class Instance(NamedTuple):
@@ -241,7 +241,7 @@ class CallTree:
 
     def numbers(self, path: str, call: Instance) -> tuple[int, ...]:
         """Return the numbers of the calls of a module that ran in a call of another one; as in ``inside``."""
-        numbers = range(min(self._ran(path), _MOST))
+        numbers = range(min(self._ran(path), _MOST_CALLS))
         if not self._ran(call.path):  # it only holds others
             return tuple(numbers) if tags.is_under(path, call.path) else ()
         around = (call, Instance(call.path, _UNKNOWN))
@@ -376,7 +376,7 @@ class CallTree:
         around = {each.path for call in last for each in self.chain(call)}
         others = [owner for owner in owners if owner not in around]
         return [
-            *(Instance(each, number) for each in others for number in range(min(max(self._ran(each), 1), _MOST))),
+            *(Instance(each, number) for each in others for number in range(min(max(self._ran(each), 1), _MOST_CALLS))),
             *last,
         ]
 

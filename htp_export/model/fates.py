@@ -18,7 +18,8 @@ from htp_export.model.boundaries import Boundaries
 
 __all__ = ["Evidence", "Outcome", "fate_of", "find_fates", "fused_with"]
 
-_MOST = 12  # modules that are named as merged with one, one by one
+_MOST_PARTNERS = 12
+"""Modules that are taken along with a fused one, at most: a longer list says less than the module around them all."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -164,7 +165,7 @@ def fused_with(path: str, start: Iterable[str], evidence: Evidence[Key]) -> tupl
         evidence: What is known of the modules.
     """
     group = list(dict.fromkeys((path, *start)))
-    while len(group) <= _MOST:
+    while len(group) <= _MOST_PARTNERS:
         fresh = [other for other in dict.fromkeys(evidence.behind_unknown(group)) if other not in group]
         if not fresh and not any(map(evidence.has_nodes, group)):
             fresh = _beside(group, evidence)

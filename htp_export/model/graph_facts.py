@@ -20,8 +20,8 @@ __all__ = ["Array", "GraphFacts"]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-_SMALL = 1024
-"""Constants of more elements than this are not read: they are weights."""
+_MOST_ELEMENTS = 1024
+"""Constants of more elements are not read: they are weights, and no axes, scales or masks that a pattern looks at."""
 
 Shape: TypeAlias = tuple[int | str | None, ...]
 
@@ -129,7 +129,7 @@ class GraphFacts:
 
 
 def _small_array(tensor: ir.TensorProtocol | None) -> Array | None:
-    if tensor is None or tensor.size > _SMALL or tensor.dtype == ir.DataType.STRING:
+    if tensor is None or tensor.size > _MOST_ELEMENTS or tensor.dtype == ir.DataType.STRING:
         return None
     try:
         return np.asarray(tensor.numpy())

@@ -14,7 +14,8 @@ __all__ = ["LATER", "Hasher"]
 LATER = "later"
 """The text of an input whose producer follows: of a loop through a function, where no order is right."""
 
-_NUMBERS = 16  # constants of up to so many whole numbers are settings, and count with their values
+_MOST_NUMBERS = 16
+"""Constants of up to so many whole numbers are settings (axes, shapes, pads), and count with their values."""
 
 _MEASURED: Mapping[str, tuple[int, ...]] = {
     "QuantizeLinear": (1, 2), "DequantizeLinear": (1, 2), "MatMulInteger": (2, 3), "ConvInteger": (2, 3),
@@ -81,7 +82,7 @@ class Hasher:
         if source is None:
             return "constant" if self._facts.is_constant(value) else "in"
         array = None if _was_measured(value) else self._facts.array(value)
-        if array is not None and array.size <= _NUMBERS and (array.dtype.kind in "iub" or array.ndim == 0):
+        if array is not None and array.size <= _MOST_NUMBERS and (array.dtype.kind in "iub" or array.ndim == 0):
             return f"{array.dtype}{array.shape}{array.reshape(-1).tolist()}"
         return f"{self._facts.dtype(source)}{self._facts.shape(source)}"
 
@@ -94,7 +95,7 @@ class Hasher:
             return _digest(self._body(graph) for graph in attribute.as_graphs())
         if attribute.type == ir.AttributeType.TENSOR:
             tensor: ir.TensorProtocol = attribute.value  # as_tensor() looks at every method of it
-            small = tensor.size <= _NUMBERS and tensor.dtype != ir.DataType.STRING
+            small = tensor.size <= _MOST_NUMBERS and tensor.dtype != ir.DataType.STRING
             return f"{tensor.dtype}{tuple(tensor.shape.numpy())}{tensor.numpy().reshape(-1).tolist() if small else ''}"
         if attribute.type in (ir.AttributeType.TENSORS, ir.AttributeType.SPARSE_TENSOR):
             return str(attribute.type)

@@ -13,9 +13,9 @@ from htp_export.model.tag_facts import TagFacts, tag_lines
 
 __all__ = ["ModuleTable", "html_table", "html_tree"]
 
-_MOST_IN_TREE = 4000
+_MOST_IN_TREE = 4000  # modules of a tree in a notebook: more make it slow to scroll
 _OPEN_LEVELS = 2
-_MOST = 400  # lines of a table in a notebook
+_MOST_LINES = 400  # of a table in a notebook, which shows each as a row
 _NUMBER = re.compile(r"(?:[-+\d.,e]+|nan|-?inf)?")
 _STYLE = "font-family:monospace;white-space:pre"
 _SCROLLED = "max-height:480px;overflow:auto"
@@ -109,8 +109,8 @@ def html_table(header: Sequence[str], lines: Iterable[Sequence[str]], notes: Ite
     def row(kind: str, cells: Sequence[str]) -> str:
         return f"<tr>{''.join(_cell(kind, cell, at) for cell, at in zip(cells, right, strict=True))}</tr>"
 
-    cells = "".join(row("td", line) for line in listed[:_MOST])
-    more = [f"and {len(listed) - _MOST} more lines"] if len(listed) > _MOST else []
+    cells = "".join(row("td", line) for line in listed[:_MOST_LINES])
+    more = [f"and {len(listed) - _MOST_LINES} more lines"] if len(listed) > _MOST_LINES else []
     below = "".join(f"<p>{html.escape(note)}</p>" for note in (*more, *notes))
     table = f"<table><thead>{row('th', header)}</thead><tbody>{cells}</tbody></table>"
     return f'<div style="{_SCROLLED}">{table}</div>{below}'

@@ -22,7 +22,8 @@ from htp_export.run.pytorch_calls import ModuleCall
 
 __all__ = ["Blame", "blame_by_graph", "blame_by_nesting", "with_missing_outputs"]
 
-_SUDDEN = 4  # times: what a healthy module may make of the error that it is given
+_SUDDEN = 4
+"""How many times the error at its inputs a correct module may have at its output: sums of rounding errors grow."""
 
 
 @dataclass(frozen=True)

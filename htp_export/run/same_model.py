@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["check_same_model", "check_same_modules_ran"]
 
 
-_SAMPLE = 256  # elements of each parameter that are looked at
-_FEWEST = 3  # other values than the model's in so many parameters are no fault that somebody planted
+_SAMPLE = 256  # elements of each parameter that are compared: weights of another model differ from the first one on
+_FEWEST = 3  # parameters with other values: fewer are a fault of this file, which the comparison finds
 
 
 def check_same_model(tagged: TaggedModel, model: nn.Module, name: str) -> None:

@@ -14,7 +14,7 @@ from htp_export.model.shapes.sizes import Dim
 __all__ = ["CONTROL_FLOW_RULES"]
 
 _MOST_TRIPS = 2**31
-"""As often runs a loop that has no end but its condition."""
+"""A loop that only its condition ends has a trip count of so much or more, which says nothing of its results."""
 
 
 class _Walk(Known, Protocol):
@@ -39,27 +39,26 @@ def _if(walk: _Walk, operation: Operation) -> list[Fact]:
 
 def _loop(walk: _Walk, operation: Operation) -> list[Fact]:
     graph = operation.attributes["body"].as_graph()
-    most, condition = walk.contents(operation.inputs[0]), walk.constant(operation.inputs[1])
-    trips: Dim | None = None if most is None else most.reshape(-1)[0]
-    if condition is not None and not all(condition):
+    most, condition, *_ = (*operation.inputs, None, None)  # both may be left out
+    count, goes_on = walk.contents(most), walk.constant(condition)
+    trips: Dim | None = None if count is None else count.reshape(-1)[0]
+    if goes_on is not None and not all(goes_on):
         trips = 0
     elif isinstance(trips, int) and not 0 <= trips < _MOST_TRIPS:
         trips = None
-    counter, again = (
-        Fact(ir.TensorType(ir.DataType.INT64), ()),
-        Fact(ir.TensorType(ir.DataType.BOOL), (), objects(True)),
-    )
+    counter = Fact(ir.TensorType(ir.DataType.INT64), ())
+    runs = Fact(ir.TensorType(ir.DataType.BOOL), (), objects(True))
     state = [_forgetful(walk.fact(value)) for value in operation.inputs[2:]]
     times = trips if isinstance(trips, int) else None
     made: list[Fact] = []
 
     def run(state: list[Fact]) -> list[Fact]:
-        made[:] = walk.body("body", graph, (counter, again, *state), times)
+        made[:] = walk.body("body", graph, (counter, runs, *state), times)
         return made[1 : 1 + len(state)]
 
     state = walk.repeat(state, run)
-    goes_on = made[0].contents  # as the body runs only while its condition holds
-    trips = walk.trips(trips, trips == 0 or (goes_on is not None and goes_on.reshape(-1).tolist() == [True]))
+    again = made[0].contents  # as the body runs only while its condition holds
+    trips = walk.trips(trips, trips == 0 or (again is not None and again.reshape(-1).tolist() == [True]))
     return [*state, *(_stacked(fact, trips) for fact in made[1 + len(state) :])]
 
 

@@ -18,7 +18,7 @@ __all__ = ["Fact", "Facts", "constant_tensor", "small_array"]
 _WHOLE = frozenset((ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL))
 _NO_NUMBERS = frozenset((ir.DataType.STRING, ir.DataType.UNDEFINED))
 _MOST_FRACTIONS = 16
-"""Of constants of other types than integers, those of more elements are not read: they are weights."""
+"""Constants of other types than integers that have more elements are not read: they are weights."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

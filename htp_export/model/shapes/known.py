@@ -35,7 +35,7 @@ LARGEST_CONTENTS = 64
 MOST_ELEMENTS = 8192
 """Numbers of larger tensors are not kept: they are data, not shapes."""
 
-_MOST_DIMENSIONS = 64
+_MOST_DIMENSIONS = 64  # of a tensor whose sizes are not known; numpy has no more, and a file may claim any number
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Shape: TypeAlias = tuple[Dim, ...]

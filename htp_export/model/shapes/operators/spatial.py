@@ -10,8 +10,8 @@ from htp_export.model.shapes.known import Dims, Known, Operation
 from htp_export.model.shapes.registry import shape_rule
 from htp_export.model.shapes.sizes import Dim, divide
 
-_FINEST = 64
-"""Denominators of factors by which open sizes are multiplied."""
+_LARGEST_DENOMINATOR = 64
+"""Of a factor by which an open size is multiplied: others are numbers that were rounded, such as 1/3."""
 
 
 @shape_rule("Conv", "MaxPool", "AveragePool", "LpPool")
@@ -83,6 +83,6 @@ def _resize(node: Operation, known: Known) -> Sequence[Dims | None] | None:
             result[axis] = math.floor(size * float(factors[place]))
         else:
             factor = Fraction(float(factors[place]))
-            exact = factor.denominator <= _FINEST  # others are rounded, and sizes with them
+            exact = factor.denominator <= _LARGEST_DENOMINATOR  # others are rounded, and sizes with them
             result[axis] = divide(size * factor.numerator, factor.denominator) if exact else None
     return [result]

@@ -1,0 +1,194 @@
+"""Limits of the work on models: just inside of each the work is done, and just outside it ends as documented."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+import htp_export
+from htp_export.errors import InputError
+from htp_export.format import call_tree
+from htp_export.format.call_tree import CallTree, Instance
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.model import graph_facts, structural_hash, tables
+from htp_export.model.shapes import facts, inference, known, sizes
+from htp_export.model.shapes.control_flow import _MOST_TRIPS
+from htp_export.model.shapes.operators import spatial
+from htp_export.model.shapes.symbolic import Symbolic
+from htp_export.run import locating, same_model
+
+HEADER = '<ir_version: 10, opset_import: ["": 20, "my.own": 1]>'
+
+
+def model(text: str) -> ir.Model:
+    return ir.from_onnx_text(f"{HEADER} {text}")
+
+
+def inferred(model: ir.Model) -> tuple[Symbolic, dict[str | None, ir.Value]]:
+    symbolic = Symbolic(model.graph, functions=model.functions)
+    return symbolic, {value.name: value for node in model.graph for value in node.outputs}
+
+
+def constant(shape: tuple[int, ...], fill: float, dtype: type = np.int64) -> ir.Value:
+    return ir.Value(name="c", const_value=ir.tensor(np.full(shape, fill, dtype), name="c"))
+
+
+# --- shapes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_a_walk_into_functions_ends_after_a_number_of_nodes_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, beyond: int
+) -> None:
+    """The bodies of two calls have two nodes each, and the second call is only looked into while there is room."""
+    monkeypatch.setattr(inference, "_MOST_VISITS", 2 - beyond)
+    calls = model("""g (float[2] x) => (float[n] y) { h = my.own.Twice (x) y = my.own.Twice (h) }
+        <opset_import: ["": 20], domain: "my.own"> Twice (a) => (c) { b = Relu (a) c = Concat <axis = 0> (b, b) }""")
+    symbolic, values = inferred(calls)
+    assert symbolic.shape(values["h"]) == (4,)
+    assert symbolic.shape(values["y"]) == ((8,) if not beyond else (sizes.symbol("n"),))
+    assert ("more than a walk over the graph can look at" in symbolic._reasons.get(values["y"], "")) == bool(beyond)
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_a_sum_of_many_sizes_becomes_one_unknown_size(beyond: int) -> None:
+    names = [f"n{k}" for k in range(sizes._MOST_FACTORS // 2 + beyond)]  # a name and its factor each
+    total: sizes.Dim = 0
+    for name in names:
+        total = total + sizes.symbol(name)
+    assert isinstance(total, sizes.Size)
+    assert (total.names == set(names), sizes.is_unnamed(total)) == (not beyond, bool(beyond))
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_the_name_of_a_size_that_is_too_long_is_a_digest(beyond: int) -> None:
+    name = "n" * (sizes._LONGEST + beyond)
+    size = sizes.symbol(name)
+    assert (str(size) == name, sizes.is_unnamed(size)) == (not beyond, bool(beyond))
+    assert size == sizes.symbol(name)
+
+
+@pytest.mark.parametrize(("trips", "size"), [(_MOST_TRIPS - 1, 2**31 - 1), (_MOST_TRIPS, None)])
+def test_a_loop_without_an_end_of_its_own_has_results_of_unknown_size(trips: int, size: int | None) -> None:
+    loop = model(f"""g (float x) => (float[n] y) <int64 trips = {{{trips}}}> {{
+        y = Loop (trips) <body = b (int64 i, bool on) => (bool go, float[3] z) {{
+            go = Constant <value = bool {{1}}> () z = Constant <value = float[3] {{1, 2, 3}}> () }}> }}""")
+    symbolic, values = inferred(loop)
+    shape = symbolic.shape(values["y"])
+    assert shape is not None
+    assert (shape[0] if isinstance(shape[0], int) else None) == size
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_constants_are_read_up_to_a_size(beyond: int) -> None:
+    for dtype, most in ((np.float32, facts._MOST_FRACTIONS), (np.int64, known.MOST_ELEMENTS)):
+        array = facts.Facts().array(constant((most + beyond,), 3, dtype))
+        assert (array is None) == bool(beyond)
+    contents = facts.Facts().contents(constant((known.LARGEST_CONTENTS + beyond,), 3))
+    assert (contents is None) == bool(beyond)
+
+
+def test_a_rank_is_believed_up_to_the_most_dimensions() -> None:
+    most = known._MOST_DIMENSIONS
+    assert known.unknown_dims(most) == [None] * most
+    assert known.unknown_dims(most + 1) is None
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_an_open_size_is_multiplied_by_a_factor_that_is_exact(beyond: int) -> None:
+    factor = 1 + 1 / (spatial._LARGEST_DENOMINATOR << beyond)
+    resize = model(f"""g (float[1, 3, n, m] x) => (y) <float[4] factors = {{1, 1, {factor!r}, 1}}> {{
+        y = Resize (x, , factors) }}""")
+    symbolic, values = inferred(resize)
+    shape = symbolic.shape(values["y"])
+    assert shape is not None
+    assert str(shape[2]) == "(65*n)//64" if not beyond else sizes.is_unnamed(shape[2])
+
+
+# --- patterns, hashes, tables ---------------------------------------------------------------------------
+
+
+def added(shape: tuple[int, ...], fill: int) -> graph_facts.GraphFacts:
+    weight = constant(shape, fill)
+    node = ir.node("Add", [ir.val("x", ir.DataType.INT64, shape), weight], outputs=[ir.val("y")])
+    graph = ir.Graph(node.inputs[:1], node.outputs, nodes=[node], initializers=[weight], opset_imports={"": 20})
+    return graph_facts.GraphFacts(htp_export.load(ir.Model(graph, ir_version=10)))
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_patterns_look_into_constants_up_to_a_size(beyond: int) -> None:
+    looked = added((graph_facts._MOST_ELEMENTS + beyond,), 3)
+    array = looked.array(looked.nodes[0].inputs[1])
+    assert (array is None) == bool(beyond)
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_few_whole_numbers_count_with_their_values_in_a_hash_and_many_by_their_shape(beyond: int) -> None:
+    shape = (structural_hash._MOST_NUMBERS + beyond,)
+    hashes = {structural_hash.Hasher(each).part(each.nodes) for each in (added(shape, 3), added(shape, 4))}
+    assert len(hashes) == (1 if beyond else 2)
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_tables_in_notebooks_say_how_many_lines_they_leave_out(beyond: int) -> None:
+    table = tables.html_table(["module"], [["fc"]] * (tables._MOST_LINES + beyond))
+    tree = tables.html_tree([(0, "fc", "fc", "")] * (tables._MOST_IN_TREE + beyond))
+    assert (table.count("<td"), tree.count("<div title")) == (tables._MOST_LINES, tables._MOST_IN_TREE)
+    assert ("and 1 more lines" in table, "and 1 more" in tree) == (bool(beyond), bool(beyond))
+
+
+# --- calls ----------------------------------------------------------------------------------------------
+
+
+def test_calls_that_a_file_claims_are_listed_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = Hierarchy([ModuleInfo("", "Net", 1), ModuleInfo("fc", "Fc", 4)])
+    for most, listed in ((4, (0, 1, 2, 3)), (3, (0, 1, 2))):
+        monkeypatch.setattr(call_tree, "_MOST_CALLS", most)
+        assert CallTree(tree).numbers("fc", Instance("")) == listed
+        assert [call.call for call in CallTree(tree).work(("fc",)).calls] == [*listed]
+
+
+# --- comparison -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("growth", "origins"), [(1.01, {"own", "grown"}), (0.99, {"own"})])
+def test_an_error_that_grows_little_is_no_origin_if_another_is_sudden(growth: float, origins: set[str]) -> None:
+    """``grown`` is computed from a tensor that is just within its tolerance, ``own`` from one that is exact."""
+    chain = model(
+        "g (float[2] x, float[2] z) => (float[2] grown, float[2] own) "
+        "{ within = Relu (x) grown = Neg (within) own = Exp (z) }"
+    )
+    tagged = htp_export.load(chain)
+    within = 0.9
+    excess = {"within": within, "grown": growth * locating._SUDDEN * within, "own": 50.0, "z": 0.0}
+    found = locating._origins(tagged, {tagged.values[name]: size for name, size in excess.items()})
+    assert {value.name for value in found} == origins
+
+
+@pytest.mark.parametrize("changed", [same_model._FEWEST - 1, same_model._FEWEST])
+def test_other_values_in_a_few_parameters_are_a_fault_and_in_more_another_model(tmp_path: Path, changed: int) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    net, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).eval(), torch.randn(2, 4)
+    htp_export.export(net, (x,), tmp_path / "net.onnx", verbose=False)
+    with torch.no_grad():
+        for parameter in list(net.parameters())[:changed]:
+            parameter += 1.0
+    if changed < same_model._FEWEST:
+        assert not htp_export.verify(net, tmp_path / "net.onnx", (x,)).ok
+        return
+    with pytest.raises(InputError, match=re.escape("3 of 4 parameters have other values")):
+        htp_export.verify(net, tmp_path / "net.onnx", (x,))
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_parameters_are_told_apart_by_their_first_values(beyond: int) -> None:
+    values = np.zeros((2, same_model._SAMPLE + 1), np.float32)
+    other = values.copy()
+    other[0, same_model._SAMPLE - 1 + beyond] = 1.0
+    assert same_model._alike(same_model._sample(values), same_model._sample(other)) == bool(beyond)
