@@ -60,17 +60,17 @@ def bind(
     examples = {
         name: example if hasattr(example, "shape") else np.asarray(example) for name, example in (inputs or {}).items()
     }
-    given = {name: tuple(int(size) for size in example.shape) for name, example in examples.items()}
+    example_shapes = {name: tuple(int(size) for size in example.shape) for name, example in examples.items()}
     wanted = Inputs.of(model)
-    bound, notes = wanted.assume(wanted.bind(dims=dims, shapes={**given, **(shapes or {})}))
+    bound, notes = wanted.assume(wanted.bind(dims=dims, shapes={**example_shapes, **(shapes or {})}))
     bound.check()
-    found = {}
-    for each in wanted:
-        known = _small(examples[each.name]) if each.name in examples and each.type is not None else None
-        shape = bound.shapes[each.name]
+    tensors = {}
+    for declared in wanted:
+        known = _small(examples[declared.name]) if declared.name in examples and declared.type is not None else None
+        shape = bound.shapes[declared.name]
         sizes = None if shape is None else tuple(size for size in shape if size is not None)  # all are: see above
-        found[each.name] = Tensor(each.name, each.type, sizes, "input", known)
-    return Bindings(bound.sizes, found, notes)
+        tensors[declared.name] = Tensor(declared.name, declared.type, sizes, "input", known)
+    return Bindings(bound.sizes, tensors, notes)
 
 
 def _small(array: Any) -> Any:

@@ -91,12 +91,12 @@ def cost(
 def _nodes(run: Run, formulas: Formulas) -> tuple[list[NodeCost], dict[str, int]]:
     """Every run of a node; and operator → nodes that are not counted."""
     works = {id(step): work_of(step, formulas) for step in _every(run.steps)}
-    found = []
+    costs = []
     for step, times in _chosen(run.steps, works):
         work = works[id(step)]
         done = work or NOTHING
         read, written = traffic(step)
-        found.append(
+        costs.append(
             NodeCost(
                 name=step.node.name or "",
                 op_type=step.node.op_type,
@@ -112,7 +112,7 @@ def _nodes(run: Run, formulas: Formulas) -> tuple[list[NodeCost], dict[str, int]
                 modules=step.modules if "" in step.modules else step.modules | {""},
             )
         )
-    return found, dict(Counter(node.op_type for node in found if not node.counted))
+    return costs, dict(Counter(node.op_type for node in costs if not node.counted))
 
 
 def _every(steps: Sequence[Step]) -> Iterator[Step]:
@@ -138,28 +138,28 @@ def _sum(body: Body, works: Mapping[int, Work | None]) -> tuple[int, int]:
 
 
 def _modules(run: Run, nodes: Sequence[NodeCost], timeline: Timeline, contents: Contents) -> dict[str, ModuleCost]:
-    total, own, uncounted = _sums(nodes)
+    total, own_total, uncounted = _sums(nodes)
     peaks = _peaks(run, timeline)
-    found = {}
-    for path, here in contents.modules.items():
+    modules = {}
+    for path, module in contents.modules.items():
         internal = timeline.internal.get(path, ())
         sums: dict[str, Any] = {name: total[path][name] for name in _SUMMED}
-        sums |= {f"self_{name}": own[path][name] for name in _SUMMED}
-        found[path] = ModuleCost(
-            **vars(here.facts),
+        sums |= {f"self_{name}": own_total[path][name] for name in _SUMMED}
+        modules[path] = ModuleCost(
+            **vars(module.facts),
             uncounted=dict(uncounted[path]),
             peak_bytes=peaks.get(path, 0),
             fused_traffic_bytes=total[path]["traffic_bytes"] - timeline.traffic_of(internal),
             fused_peak_bytes=timeline.peak_without(internal),
             **sums,
         )
-    return found
+    return modules
 
 
 def _sums(nodes: Sequence[NodeCost]) -> tuple[_Sums, _Sums, _Sums]:
     """Module path → numbers of its region; of itself; and operator → nodes that are not counted."""
     total: _Sums = defaultdict(Counter)
-    own: _Sums = defaultdict(Counter)
+    own_total: _Sums = defaultdict(Counter)
     uncounted: _Sums = defaultdict(Counter)
     grouped: defaultdict[frozenset[str], Counter[str]] = defaultdict(Counter)
     for node in nodes:
@@ -172,21 +172,21 @@ def _sums(nodes: Sequence[NodeCost]) -> tuple[_Sums, _Sums, _Sums]:
         for name in _SUMMED:
             share, rest = divmod(getattr(node, name), len(owners))
             for position, owner in enumerate(owners):
-                own[owner][name] += share + (position < rest)
+                own_total[owner][name] += share + (position < rest)
     for modules, numbers in grouped.items():
         for path in modules:
-            here = total[path]
+            sums = total[path]
             for name in _SUMMED:
-                here[name] += numbers[name]
-    return total, own, uncounted
+                sums[name] += numbers[name]
+    return total, own_total, uncounted
 
 
 def _peaks(run: Run, timeline: Timeline) -> dict[str, int]:
-    found: dict[str, int] = {}
+    peaks: dict[str, int] = {}
     for step, live in zip(run.steps, timeline.live.tolist(), strict=True):
         for path in step.modules | {""}:
-            found[path] = max(live, found.get(path, 0))
-    return found
+            peaks[path] = max(live, peaks.get(path, 0))
+    return peaks
 
 
 def _peak(run: Run, timeline: Timeline) -> Peak:

@@ -22,10 +22,10 @@ _FOLDER = "htp_export.costs.formulas"
 
 @cache
 def _own_formulas() -> Formulas:
-    found: Formulas = {}
+    formulas: Formulas = {}
     for name in names_in(_FOLDER):
-        found = {**found, **importlib.import_module(f"{_FOLDER}.{name}").FORMULAS}
-    return found
+        formulas = {**formulas, **importlib.import_module(f"{_FOLDER}.{name}").FORMULAS}
+    return formulas
 
 
 def all_formulas(further: Formulas | None = None) -> Formulas:

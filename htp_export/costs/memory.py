@@ -107,12 +107,12 @@ class Timeline:
     @cached_property
     def internal(self) -> Mapping[str, Sequence[Life]]:
         """Module path → the activations that nothing outside its region makes or reads."""
-        found: defaultdict[str, list[Life]] = defaultdict(list)
+        lives: defaultdict[str, list[Life]] = defaultdict(list)
         for life in self.lives:
             if not life.leaves:
                 for path in frozenset.intersection(*(self._steps[t].modules | {""} for t in life.touched)):
-                    found[path].append(life)
-        return found
+                    lives[path].append(life)
+        return lives
 
     @cached_property
     def _before(self) -> _Bytes:
@@ -150,20 +150,20 @@ class Timeline:
         return sum(self._moved.get(life.tensor, 0) for life in lives)
 
 
-def _lives(steps: Sequence[Step], outputs: Sequence[Tensor], given: str = "") -> list[Life]:
+def _lives(steps: Sequence[Step], outputs: Sequence[Tensor], origin: str = "") -> list[Life]:
     """Activations of a graph, by the order in which they are first seen.
 
     Args:
         steps: What happens in it.
         outputs: What it gives back.
-        given: The origin of tensors that are its own though no step makes them; none, for a subgraph.
+        origin: The origin of tensors that are its own though no step makes them; none, for a subgraph.
     """
     touched: dict[Tensor, list[int]] = {}
     inputs: set[Tensor] = set()
     for t, step in enumerate(steps):
         for tensor in _reads(step):
             buffer = tensor.buffer
-            if buffer.origin == given and buffer not in touched:
+            if buffer.origin == origin and buffer not in touched:
                 touched[buffer] = [0]
                 inputs.add(buffer)
             if buffer in touched:
@@ -172,16 +172,16 @@ def _lives(steps: Sequence[Step], outputs: Sequence[Tensor], given: str = "") ->
             buffer = tensor.buffer
             if buffer.origin == "made":
                 touched.setdefault(buffer, []).append(t)
-    kept = {tensor.buffer for tensor in outputs}
+    returned = {tensor.buffer for tensor in outputs}
     last = len(steps) - 1
     return [
         Life(
             tensor,
             at[0],
-            last if tensor in kept else at[-1],
+            last if tensor in returned else at[-1],
             tensor.bytes,
             tuple(dict.fromkeys(at)),
-            tensor in kept or tensor in inputs,
+            tensor in returned or tensor in inputs,
         )
         for tensor, at in touched.items()
     ]
@@ -195,19 +195,19 @@ def _reads(step: Step) -> Iterator[Tensor]:
 
 
 def _captured(body: Body) -> Iterator[Tensor]:
-    made = set(body.inputs)
+    inside = set(body.inputs)
     for step in body.steps:
-        yield from (tensor for tensor in _reads(step) if tensor not in made)
-        made.update(step.outputs)
-    yield from (tensor for tensor in body.outputs if tensor not in made)
+        yield from (tensor for tensor in _reads(step) if tensor not in inside)
+        inside.update(step.outputs)
+    yield from (tensor for tensor in body.outputs if tensor not in inside)
 
 
 def _inside(step: Step) -> int:
     """What the subgraphs of a node take at their peak, besides what the node makes."""
     peak = 0
     for body in step.bodies:
-        given = {tensor.buffer for tensor in body.outputs}
-        lives = [life for life in _lives(body.steps, body.outputs) if life.tensor not in given]
+        returned = {tensor.buffer for tensor in body.outputs}
+        lives = [life for life in _lives(body.steps, body.outputs) if life.tensor not in returned]
         extra = np.array([_inside(inner) for inner in body.steps], dtype=np.int64)
         peak = max(peak, int((_occupied(lives, 0, len(body.steps)) + extra).max(initial=0)))
     return peak

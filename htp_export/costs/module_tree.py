@@ -94,8 +94,8 @@ class ModuleTree(ModuleTable):
     @property
     def summary(self) -> str:
         """How much the whole is, where its row is among them."""
-        whole = self.by_module.get("")
-        size = f", {whole.nodes:,} nodes, {whole.parameters:,} parameters" if whole is not None else ""
+        root = self.by_module.get("")
+        size = f", {root.nodes:,} nodes, {root.parameters:,} parameters" if root is not None else ""
         return f"{len(self.rows):,} modules{size}"
 
 

@@ -181,10 +181,9 @@ class Cost(ModuleTable):
     @property
     def summary(self) -> str:
         """The operations of the whole."""
-        whole = self.modules[""]
+        root = self.modules[""]
         return (
-            f"{whole.flops:,} FLOPs (2 for each multiply-add of matrix products), "
-            f"{whole.other_flops:,} other operations"
+            f"{root.flops:,} FLOPs (2 for each multiply-add of matrix products), {root.other_flops:,} other operations"
         )
 
     @property

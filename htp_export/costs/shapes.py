@@ -55,11 +55,11 @@ class _Runner(Inference):
         self._bodies: list[Body] = []
         self._trips_known = True
         for value in tagged.model.graph.inputs:
-            given = bindings.inputs.get(str(value.name))
-            if given is not None:
-                kind = None if given.dtype is None else ir.TensorType(given.dtype)
-                self.state(value, Fact(kind, given.shape, None, given.value))
-                self._tensors[value] = given
+            tensor = bindings.inputs.get(str(value.name))
+            if tensor is not None:
+                kind = None if tensor.dtype is None else ir.TensorType(tensor.dtype)
+                self.state(value, Fact(kind, tensor.shape, None, tensor.value))
+                self._tensors[value] = tensor
 
     def main(self) -> Run:
         graph = self._tagged.model.graph
@@ -95,23 +95,23 @@ class _Runner(Inference):
         self._tensors.update(zip(operation.outputs, map(self._tensor, function.outputs), strict=False))
         self._called = True
 
-    def body(self, name: str, graph: ir.Graph, given: Sequence[Fact], times: int | None) -> list[Fact]:
+    def body(self, name: str, graph: ir.Graph, facts: Sequence[Fact], times: int | None) -> list[Fact]:
         """Run a subgraph, and note its steps."""
-        for value, fact in zip(graph.inputs, given, strict=False):
+        for value, fact in zip(graph.inputs, facts, strict=False):
             self.state(value, fact)
-        tensors = [self._new(value, "made") for value in graph.inputs[: len(given)]]
+        tensors = [self._new(value, "made") for value in graph.inputs[: len(facts)]]
         self._tensors.update(zip(graph.inputs, tensors, strict=False))
         outer, self._steps = self._steps, []
-        made = super().body(name, graph, given, times)
+        results = super().body(name, graph, facts, times)
         steps, self._steps = self._steps, outer
         outputs = [self._tensor(value) for value in graph.outputs]
         self._bodies.append(Body(name, steps, 1 if times is None else times, tensors, outputs))
         self._trips_known = times is not None
-        return made
+        return results
 
-    def either(self, one: Fact, other: Fact) -> Fact:
+    def either(self, first: Fact, second: Fact) -> Fact:
         """The larger of what two branches give: the one that costs more."""
-        return max(one, other, key=lambda fact: -1 if fact.shape is None else _elements(fact.shape))
+        return max(first, second, key=lambda fact: -1 if fact.shape is None else _elements(fact.shape))
 
     def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
         """One run of the body stands for all."""
@@ -132,18 +132,18 @@ class _Runner(Inference):
         kind, shape = self.type(value), self.shape(value)
         sizes = None if shape is None else tuple(dim for dim in shape if isinstance(dim, int))
         dtype = kind.dtype if isinstance(kind, ir.TensorType) else None
-        whole = sizes if shape is not None and sizes is not None and len(sizes) == len(shape) else None
-        if whole is None and value.name and not self._first_unknown:
+        numbers = sizes if shape is not None and sizes is not None and len(sizes) == len(shape) else None
+        if numbers is None and value.name and not self._first_unknown:
             self._first_unknown = self.why(value) or f"tensor {value.name!r}: sizes that the inputs do not tell"
-        return Tensor(value.name or "", dtype, whole, origin, self.array(value), viewed)
+        return Tensor(value.name or "", dtype, numbers, origin, self.array(value), viewed)
 
     def _owners_of(self, node: ir.Node) -> tuple[str, ...]:
         """Owners in the call that runs: a node of a shared body names the modules of all calls."""
         owners = self._tagged.owners_of(node)
         if not self._around:
             return owners
-        here = tuple(owner for owner in owners if any(tags.is_under(owner, path) for path in self._around))
-        return here or owners or self._around
+        inside = tuple(owner for owner in owners if any(tags.is_under(owner, path) for path in self._around))
+        return inside or owners or self._around
 
     def _modules(self, node: ir.Node, owners: tuple[str, ...]) -> frozenset[str]:
         """The modules in whose regions a node is when it has these owners."""

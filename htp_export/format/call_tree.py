@@ -95,10 +95,10 @@ class NodeCalls:
         if len(self.parts) < 2:
             return ()
         apart = frozenset().union(*(part.modules for part in self.parts if part.modules.isdisjoint(paths)))
-        blocks: set[Block] = {each for each in apart if not any(tags.is_under(path, each) for path in paths)}
+        blocks: set[Block] = {block for block in apart if not any(tags.is_under(path, block) for path in paths)}
         if call is not None:
-            calls = (each for part in self.parts if call not in part.running for each in part.running)
-            blocks.update(each for each in calls if each.path == call.path)
+            calls = (block for part in self.parts if call not in part.running for block in part.running)
+            blocks.update(block for block in calls if block.path == call.path)
         return blocks
 
 
@@ -202,8 +202,8 @@ class CallTree:
         ran, around = self._ran(call.path), self._ran(near)
         if around == 1:
             return Instance(near)
-        each, rest = divmod(ran, around)
-        return Instance(near, call.call // each if call.call >= 0 and each and not rest else _UNKNOWN)
+        share, rest = divmod(ran, around)
+        return Instance(near, call.call // share if call.call >= 0 and share and not rest else _UNKNOWN)
 
     def chain(self, call: Instance) -> tuple[Instance, ...]:
         """Return the call and its callers, innermost first."""
@@ -218,9 +218,9 @@ class CallTree:
         if rest is None or not visited.keys().isdisjoint(rest):  # files come from anywhere: calls may go in circles
             self._running[call] = self._chain_in_a_circle(call)
             return self._running[call]
-        for each in reversed(visited):  # each call's chain is that of its caller, and itself
-            rest = (each, *rest)
-            self._running[each] = rest
+        for visited_call in reversed(visited):  # each call's chain is that of its caller, and itself
+            rest = (visited_call, *rest)
+            self._running[visited_call] = rest
         return rest
 
     def _chain_in_a_circle(self, call: Instance) -> tuple[Instance, ...]:
@@ -255,11 +255,12 @@ class CallTree:
         if self._ran(path) < 2 or path in self._warned:
             return
         self._warned.add(path)
-        below = [each for each in self._hierarchy if each != path and tags.is_under(each, path)]
-        guessed = [each for each in below if self._is_guessed(each)]
-        lost = [each for each in guessed if (caller := self.caller(Instance(each))) and caller.call == _UNKNOWN]
+        below = [module for module in self._hierarchy if module != path and tags.is_under(module, path)]
+        guessed = [module for module in below if self._is_guessed(module)]
+        lost = [module for module in guessed if (caller := self.caller(Instance(module))) and caller.call == _UNKNOWN]
+        even = [module for module in guessed if module not in lost]
         for paths, what in (
-            ([each for each in guessed if each not in lost], "each is taken to have run equally often in every call"),
+            (even, "each is taken to have run equally often in every call"),
             (lost, "their nodes are in no call of it"),
         ):
             if paths:
@@ -291,10 +292,10 @@ class CallTree:
             missing.append(current)
             current = tags.parent_path(current) or ""
         containers = self._held.get(current, frozenset())
-        for each in reversed(missing):
-            if not self._ran(above := tags.parent_path(each) or ""):
+        for module in reversed(missing):
+            if not self._ran(above := tags.parent_path(module) or ""):
                 containers |= {above}
-            self._held[each] = containers
+            self._held[module] = containers
         return containers
 
     # --- whose work a node does -----------------------------------------------------------------------------
@@ -352,7 +353,7 @@ class CallTree:
             owners: Its owners.
             nodes: Owners and encoded calls of each of these nodes.
         """
-        return self.encode_calls(owners, [call for each in dict.fromkeys(nodes) for call in self.work(*each).calls])
+        return self.encode_calls(owners, [call for node in dict.fromkeys(nodes) for call in self.work(*node).calls])
 
     def _same(self, first: NodeCalls, second: NodeCalls) -> bool:
         return {part.call for part in first.parts} == {part.call for part in second.parts}
@@ -360,10 +361,10 @@ class CallTree:
     def _part(self, call: Instance) -> Part:
         if call not in self._parts:
             chain = self.chain(call)
-            paths = [each.path for each in chain]
+            paths = [running.path for running in chain]
             inside = [path for path, inner in zip(paths[1:], paths, strict=False) if self._nearest(inner) != path]
-            held = map(self._never_ran, (call.path, *inside))  # what lies above the others lies above these, too
-            self._parts[call] = Part(call, frozenset(chain), frozenset(("", *paths)).union(*held))
+            containers = map(self._never_ran, (call.path, *inside))  # those above the others are above these, too
+            self._parts[call] = Part(call, frozenset(chain), frozenset(("", *paths)).union(*containers))
         return self._parts[call]
 
     def _calls_of(self, owners: tuple[str, ...], encoded: str) -> list[Instance]:
@@ -373,12 +374,9 @@ class CallTree:
         last: list[Instance] = []
         if encoded.isdecimal() and owners:
             last.append(Instance(owners[-1], int(encoded)))
-        around = {each.path for call in last for each in self.chain(call)}
-        others = [owner for owner in owners if owner not in around]
-        return [
-            *(Instance(each, number) for each in others for number in range(min(max(self._ran(each), 1), _MOST_CALLS))),
-            *last,
-        ]
+        running = {caller.path for call in last for caller in self.chain(call)}
+        counts = {owner: min(max(self._ran(owner), 1), _MOST_CALLS) for owner in owners if owner not in running}
+        return [*(Instance(owner, number) for owner, count in counts.items() for number in range(count)), *last]
 
 
 def renumbered(tree: CallTree, work: NodeCalls, number: Callable[[Instance], Instance | None]) -> list[Instance]:

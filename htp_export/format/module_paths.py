@@ -55,7 +55,7 @@ def module_paths(model: nn.Module) -> list[ModulePath]:
 def _unique(module: nn.Module, path: str, name: str, taken: set[str], seen: set[int]) -> Iterator[ModulePath]:
     """Iterate over a module and the modules inside it, in the order of ``named_modules()``."""
     free = itertools.chain([path], (f"{path}#{number}" for number in itertools.count(2)))
-    path = next(each for each in free if each not in taken)
+    path = next(candidate for candidate in free if candidate not in taken)
     taken.add(path)
     seen.add(id(module))
     yield ModulePath(path, name, module)

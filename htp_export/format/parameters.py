@@ -97,15 +97,15 @@ def parameters_from_json(text: str) -> dict[str, ModuleParameters]:
     shapes: dict[str, tuple[int, ...]] = {}
     parameters = {}
     for path, entry in listed.items():
-        own: dict[str, tuple[int, ...]] = {}
+        module_shapes: dict[str, tuple[int, ...]] = {}
         tied = {}
         for name, shape in entry.items():
             if isinstance(shape, str) and shape in shapes:
-                own[name], tied[name] = shapes[shape], shape
+                module_shapes[name], tied[name] = shapes[shape], shape
             elif isinstance(shape, list) and all(isinstance(size, int) and size >= 0 for size in shape):
-                own[name] = tuple(shape)
+                module_shapes[name] = tuple(shape)
             else:
                 raise ValueError(f"{tags.PARAMETERS}: {name!r} of module {path!r} has no shape: {shape!r}")
-            shapes[f"{path}.{name}" if path else name] = own[name]
-        parameters[path] = ModuleParameters(own, tied)
+            shapes[f"{path}.{name}" if path else name] = module_shapes[name]
+        parameters[path] = ModuleParameters(module_shapes, tied)
     return parameters

@@ -120,12 +120,12 @@ def common_ancestor(paths: Iterable[str]) -> str:
     """
     parts: list[str] | None = None
     for path in paths:
-        here = path.split(".") if path else []
+        names = path.split(".") if path else []
         if parts is None:
-            parts = here
+            parts = names
             continue
         keep = 0
-        while keep < min(len(parts), len(here)) and parts[keep] == here[keep]:
+        while keep < min(len(parts), len(names)) and parts[keep] == names[keep]:
             keep += 1
         parts = parts[:keep]
     return ".".join(parts or ())

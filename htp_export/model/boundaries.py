@@ -74,27 +74,27 @@ class Boundaries(Generic[Key]):
 
     def _edges_out(self, index: int, makes: Sequence[Key], results: Container[Key]) -> list[tuple[Key, int]]:
         """What a node gives to which others; not to those that are in the same regions anyway."""
-        found: list[tuple[Key, int]] = []
+        edges: list[tuple[Key, int]] = []
         for key in makes:
             if self._counts(key):
                 if key in results:
-                    found.append((key, OUTSIDE))
-                found += [(key, other) for other in self._readers.get(key, ()) if not self._together(index, other)]
-        return found
+                    edges.append((key, OUTSIDE))
+                edges += [(key, reader) for reader in self._readers.get(key, ()) if not self._together(index, reader)]
+        return edges
 
     def _edges_in(self, index: int, reads: Sequence[Key]) -> list[tuple[Key, Sequence[int]]]:
         """What a node takes, from which others."""
-        found: list[tuple[Key, Sequence[int]]] = []
+        edges: list[tuple[Key, Sequence[int]]] = []
         for key in reads:
             if self._counts(key):
                 makers = self._makers.get(key, (OUTSIDE,))
                 if not any(maker != OUTSIDE and self._together(index, maker) for maker in makers):
-                    found.append((key, makers))
-        return found
+                    edges.append((key, makers))
+        return edges
 
-    def _together(self, one: int, other: int) -> bool:
-        same = self.works[one] is self.works[other]
-        return same and (not self._holders or self._holders[one] == self._holders[other])
+    def _together(self, first: int, second: int) -> bool:
+        same = self.works[first] is self.works[second]
+        return same and (not self._holders or self._holders[first] == self._holders[second])
 
     def owners(self, node: int) -> tuple[str, ...]:
         """The modules that own a node; the root for what is outside, and for nodes that nobody owns."""
@@ -124,9 +124,9 @@ class Boundaries(Generic[Key]):
         for index in nodes:
             outwards = [edge for edge in self._leaving[index] if edge[1] not in region]
             others = self.works[index].others(paths, call) if outwards else ()
-            for key, other in outwards:
-                if not (others and self._is_for(other, others)):
-                    yield key, other, True
+            for key, reader in outwards:
+                if not (others and self._is_for(reader, others)):
+                    yield key, reader, True
             for key, makers in self._entering[index]:
                 if region.isdisjoint(makers):
                     yield key, makers[0], False

@@ -72,13 +72,13 @@ def write_part_metadata(
         signatures: What they took and gave.
         inside: Whether the parameters of a module are the part's.
     """
-    held = tagged.parameters
+    known = tagged.parameters
     write_model_metadata(
         model.metadata_props,
         hierarchy,
         calls=calls if tags.CALLERS in tagged.model.metadata_props else None,
         signatures=signatures,
-        parameters=None if held is None else {path: here for path, here in held.items() if inside(path)},
+        parameters=None if known is None else {path: known[path] for path in known if inside(path)},
     )
 
 
@@ -87,14 +87,14 @@ def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]
 
     Inputs are named as the cut says; outputs by ``output_name``.
     """
-    whole = tagged.model
+    model = tagged.model
     view = ir.GraphView(
         [*part.inputs.values(), *part.sizes],
         list(dict.fromkeys(part.outputs.values())),
         nodes=part.nodes,
         initializers=part.initializers,
-        opset_imports=dict(whole.graph.opset_imports),
-        name=tagged.hierarchy[part.path].simple_class or whole.graph.name,
+        opset_imports=dict(model.graph.opset_imports),
+        name=tagged.hierarchy[part.path].simple_class or model.graph.name,
     )
     graph = view.clone()
     for value in graph.inputs:
@@ -107,13 +107,13 @@ def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]
 
 def model_around(tagged: TaggedModel, graph: ir.Graph) -> ir.Model:
     """A model of a graph that was cut out: with the functions that it calls, and of the whole's versions."""
-    whole = tagged.model
+    source = tagged.model
     return ir.Model(
         graph,
-        ir_version=whole.ir_version,
-        producer_name=whole.producer_name,
-        producer_version=whole.producer_version,
-        functions=_functions_used(whole, graph),
+        ir_version=source.ir_version,
+        producer_name=source.producer_name,
+        producer_version=source.producer_version,
+        functions=_functions_used(source, graph),
         metadata_props={tags.FORMAT: tags.VERSION},
     )
 
@@ -132,29 +132,30 @@ def output_name(value: ir.Value) -> str:
 def _know_types(graph: ir.Graph, tagged: TaggedModel) -> None:
     """Say types and shapes of what enters and leaves, where the file did not."""
     for value in (*graph.inputs, *graph.outputs):
-        found = tagged.typed.get(str(value.name)) if value.dtype is None or value.shape is None else None
-        if found is not None:
-            value.type, value.shape = value.type or found.type, value.shape or found.shape
+        known = tagged.typed.get(str(value.name)) if value.dtype is None or value.shape is None else None
+        if known is not None:
+            value.type, value.shape = value.type or known.type, value.shape or known.shape
 
 
 def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
     """Put nodes that compute sizes from the inputs in the place of the inputs that stand for them."""
     count = len(part.inputs)
-    here = dict(zip((*part.inputs.values(), *part.sizes), graph.inputs, strict=True))
+    counterparts = dict(zip((*part.inputs.values(), *part.sizes), graph.inputs, strict=True))
     by_name = {value.name: value for value in graph.initializers.values()}
-    made: dict[ir.Value, ir.Value] = {}
+    computed: dict[ir.Value, ir.Value] = {}
     nodes: list[ir.Node] = []
     for node in part.size_nodes:
         places = None
         if node.op_type == "Shape" and node.inputs[0] not in part.inputs.values():
             places = same_dimensions(node, list(part.inputs.values()))
         if places is not None:
-            built = _read_dimensions(places, here, graph.opset_imports.get("", 1), str(node.outputs[0].name))
+            built = _read_dimensions(places, counterparts, graph.opset_imports.get("", 1), str(node.outputs[0].name))
             nodes.extend(built)
             result = [built[-1].outputs[0]]
         else:
             inputs = [
-                None if each is None else made.get(each) or here.get(each) or by_name[each.name] for each in node.inputs
+                None if value is None else computed.get(value) or counterparts.get(value) or by_name[value.name]
+                for value in node.inputs
             ]
             copy = ir.Node(
                 node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs)
@@ -163,9 +164,9 @@ def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
             result = list(copy.outputs)
         for old, new in zip(node.outputs, result, strict=True):
             new.name, new.type, new.shape = old.name, old.type, old.shape
-            made[old] = new
+            computed[old] = new
     for value in part.sizes:
-        here[value].replace_all_uses_with(made[value], replace_graph_outputs=True)
+        counterparts[value].replace_all_uses_with(computed[value], replace_graph_outputs=True)
     del graph.inputs[count:]
     for node in nodes:
         node.metadata_props.update(tags.node_tags((part.path,), Reason.FLOW, {part.path}))
@@ -175,7 +176,7 @@ def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
 
 
 def _read_dimensions(
-    places: Sequence[int | tuple[ir.Value, int]], here: Mapping[ir.Value, ir.Value], opset: int, name: str
+    places: Sequence[int | tuple[ir.Value, int]], counterparts: Mapping[ir.Value, ir.Value], opset: int, name: str
 ) -> list[ir.Node]:
     """Nodes whose last one gives the dimensions as a vector of int64."""
     nodes: list[ir.Node] = []
@@ -183,14 +184,14 @@ def _read_dimensions(
         if isinstance(place, int):
             nodes.append(ir.node("Constant", [], {"value": ir.tensor(np.array([place], dtype=np.int64))}))
         elif opset >= _FIRST_SHAPE_WITH_RANGE:
-            nodes.append(ir.node("Shape", [here[place[0]]], {"start": place[1], "end": place[1] + 1}))
+            nodes.append(ir.node("Shape", [counterparts[place[0]]], {"start": place[1], "end": place[1] + 1}))
         else:
-            shape = ir.node("Shape", [here[place[0]]])
+            shape = ir.node("Shape", [counterparts[place[0]]])
             axis = ir.node("Constant", [], {"value": ir.tensor(np.array([place[1]], dtype=np.int64))})
             nodes += [shape, axis, ir.node("Gather", [shape.outputs[0], axis.outputs[0]], {"axis": 0})]
             shape.outputs[0].name, axis.outputs[0].name = f"{name}.{len(nodes)}.shape", f"{name}.{len(nodes)}.axis"
         nodes[-1].outputs[0].name = f"{name}.{len(nodes)}"
-    ends = [node.outputs[0] for node in nodes if not any(node.outputs[0] in other.inputs for other in nodes)]
+    ends = [node.outputs[0] for node in nodes if not any(node.outputs[0] in reader.inputs for reader in nodes)]
     if len(ends) != 1:
         nodes.append(ir.node("Concat", ends, {"axis": 0}))
     return nodes
@@ -213,12 +214,12 @@ def _name_inputs(graph: ir.Graph, names: Sequence[str]) -> dict[str, str]:
     inputs, renamed = set(graph.inputs), {}
     taken = {value.name: value for value in _all_values(graph) if value not in inputs}
     for name in names:
-        other = taken.get(name)
-        if other is not None:
+        holder = taken.get(name)
+        if holder is not None:
             fresh = next(new for k in range(1, len(taken) + 2) if (new := f"{name}.{k}") not in taken)
             renamed[name] = fresh
-            rename(other, fresh)
-            taken[fresh] = other
+            rename(holder, fresh)
+            taken[fresh] = holder
     for value, name in zip(graph.inputs, names, strict=True):
         renamed[str(value.name)] = name
         rename(value, name)
@@ -227,20 +228,20 @@ def _name_inputs(graph: ir.Graph, names: Sequence[str]) -> dict[str, str]:
 
 def _all_values(graph: ir.Graph) -> list[ir.Value]:
     bodies = [graph, *graph.subgraphs()]
-    held = [value for body in bodies for value in (*body.inputs, *body.initializers.values())]
-    return list(dict.fromkeys((*held, *(value for node in graph.all_nodes() for value in node.outputs))))
+    formals = [value for body in bodies for value in (*body.inputs, *body.initializers.values())]
+    return list(dict.fromkeys((*formals, *(value for node in graph.all_nodes() for value in node.outputs))))
 
 
-def _functions_used(whole: ir.Model, graph: ir.Graph) -> list[ir.Function]:
+def _functions_used(model: ir.Model, graph: ir.Graph) -> list[ir.Function]:
     """Copies of the functions that the graph calls, and of those that they call."""
-    found: dict[ir.OperatorIdentifier, ir.Function] = {}
+    functions: dict[ir.OperatorIdentifier, ir.Function] = {}
     queue = [node.op_identifier() for node in graph.all_nodes()]
     while queue:
         identifier = queue.pop()
-        if identifier in whole.functions and identifier not in found:
-            found[identifier] = whole.functions[identifier].clone()
-            queue.extend(node.op_identifier() for node in found[identifier].all_nodes())
-    return list(found.values())
+        if identifier in model.functions and identifier not in functions:
+            functions[identifier] = model.functions[identifier].clone()
+            queue.extend(node.op_identifier() for node in functions[identifier].all_nodes())
+    return list(functions.values())
 
 
 # --- the module tree --------------------------------------------------------------------------------------
@@ -268,13 +269,13 @@ class _Calls:
         above = [ModuleInfo(up, tree[up].class_name) for up in reversed(holding)]
         infos = [*above, *(self._info(tree[path]) for path in below)]
         self.hierarchy = Hierarchy(infos if infos[0].path == "" else [tree.root, *infos])
-        here = (Instance(path, number) for path, numbers in self.numbers.items() for number in numbers)
-        self._calls = {call: Instance(call.path, self.numbers[call.path].index(call.call)) for call in here}
+        instances = (Instance(path, number) for path, numbers in self.numbers.items() for number in numbers)
+        self._calls = {call: Instance(call.path, self.numbers[call.path].index(call.call)) for call in instances}
         callers: dict[str, list[Instance | None]] = {}
         for path, numbers in self.numbers.items():
-            found = [self._caller(tagged.calls, Instance(path, number), top) for number in numbers]
-            if all(caller is None or caller.call >= 0 for caller in found):
-                callers[path] = found
+            callers_inside = [self._caller(tagged.calls, Instance(path, number), top) for number in numbers]
+            if all(caller is None or caller.call >= 0 for caller in callers_inside):
+                callers[path] = callers_inside
         self.tree = CallTree(self.hierarchy, callers)
 
     def number(self, call: Instance) -> Instance | None:
@@ -292,9 +293,9 @@ class _Calls:
         if call == top:
             return None
         around = tree.chain(call)[1:]
-        if any(each.call < 0 for each in around[: around.index(top) if top in around else None]):
+        if any(caller.call < 0 for caller in around[: around.index(top) if top in around else None]):
             return Instance(top.path, -1)
-        return next((self._calls[each] for each in around if each in self._calls), None)
+        return next((self._calls[caller] for caller in around if caller in self._calls), None)
 
 
 def narrow_owners(
@@ -315,15 +316,15 @@ def narrow_owners(
         calls: The calls of the part's modules; None where they are those of the whole.
         number: A call of the whole → what it is in the part; None where all keep their numbers.
     """
-    called, there = tagged.hierarchy.called, calls or tagged.calls
+    called, tree = tagged.hierarchy.called, calls or tagged.calls
     number = number or (lambda call: call if inside(call.path) else None)
     for node in all_nodes(model):
-        said, work = node.metadata_props, tagged.work_of(node)
-        mine = tuple(filter(inside, work.owners)) or (otherwise,)
-        calls_now = there.encode_calls(mine, renumbered(tagged.calls, work, number))
-        if mine != work.owners:
-            tags.tag_node(said, tags.node_tags(mine, said.get(tags.REASON, Reason.FLOW), called, calls_now))
-        tags.write_calls(said, calls_now)
+        metadata, work = node.metadata_props, tagged.work_of(node)
+        owners = tuple(filter(inside, work.owners)) or (otherwise,)
+        calls_now = tree.encode_calls(owners, renumbered(tagged.calls, work, number))
+        if owners != work.owners:
+            tags.tag_node(metadata, tags.node_tags(owners, metadata.get(tags.REASON, Reason.FLOW), called, calls_now))
+        tags.write_calls(metadata, calls_now)
 
 
 def _signatures(

@@ -122,8 +122,8 @@ class Cutter:
         if measuring:
             walk = _Walk(self, members - measuring, frozenset(), comes_along)
             walk.from_outputs(outputs.values())
-        given = {str(value.name): value for value in walk.entering if not self.is_size(value)}
-        return self._part("", 0, walk, given, outputs)
+        inputs = {str(value.name): value for value in walk.entering if not self.is_size(value)}
+        return self._part("", 0, walk, inputs, outputs)
 
     def _measuring_others(self, walk: _Walk) -> set[ir.Node]:
         """The ``Shape`` nodes of a walk that read an input of the model for its sizes alone, and may read another one.
@@ -148,19 +148,19 @@ class Cutter:
         return found
 
     def _part(
-        self, path: str, call: int, walk: _Walk, given: Mapping[str, ir.Value], wanted: Mapping[str, ir.Value]
+        self, path: str, call: int, walk: _Walk, inputs: Mapping[str, ir.Value], wanted: Mapping[str, ir.Value]
     ) -> Cut:
         """What a walk found, with the sizes that it met outside read from what is given."""
-        known = frozenset(given.values())
+        known = frozenset(inputs.values())
         needed, sizes, size_nodes = set(walk.entering), dict[ir.Value, None](), dict[ir.Node, None]()
         for value in walk.entering:
             if value not in known:
-                cone = self._size_cone(value, [*given.values()], walk.comes_along)
+                cone = self._size_cone(value, [*inputs.values()], walk.comes_along)
                 if cone is not None:
                     sizes[value] = None
                     size_nodes.update(dict.fromkeys(cone[0]))
                     needed.update(cone[1])
-        reached = {name: value for name, value in given.items() if value in needed}
+        reached = {name: value for name, value in inputs.items() if value in needed}
         outside = (value for value in walk.entering if value not in sizes and value not in known)
         reached.update((str(value.name), value) for value in outside)
         both = [node for node in size_nodes if node in walk.nodes]  # constants, read on both sides; they are made once
@@ -185,9 +185,9 @@ class Cutter:
                 f"take {self._whole_around(path)!r} instead"
             )
         if not region.nodes:
-            told = {"identity": "it gives back what it is given", "dead": "nothing that the model returns needs it"}
-            told |= {"constant": "it was folded into constants", "uncalled": "its forward did not run"}
-            raise InputError(f"module {path!r} has no nodes: {told.get(info.fate, 'the file gives it none')}")
+            reasons = {"identity": "it gives back what it is given", "dead": "nothing that the model returns needs it"}
+            reasons |= {"constant": "it was folded into constants", "uncalled": "its forward did not run"}
+            raise InputError(f"module {path!r} has no nodes: {reasons.get(info.fate, 'the file gives it none')}")
         if not any(node in self._order for node in region.nodes):
             *_, holder = self._index.scopes(region.nodes[0])
             raise InputError(
@@ -209,18 +209,18 @@ class Cutter:
             names = {name: argument for argument, name in signature.inputs.items()} if signature else {}
             free = (value for value in graph.inputs if not value.is_initializer())
             return {names.get(value.name, str(value.name)): value for value in free}, _named(graph.outputs)
-        one = region.call(call) if region.calls > 1 else region
+        call_region = region.call(call) if region.calls > 1 else region
         if signature is None:
-            return _named(one.inputs), _named(one.outputs)
-        given: dict[str, ir.Value] = {}
+            return _named(call_region.inputs), _named(call_region.outputs)
+        inputs: dict[str, ir.Value] = {}
         for argument, name in signature.inputs.items():
             value = values.get(name) if name is not None else None
-            if value is not None and value not in given.values() and value not in self._index.constant:
-                given[argument] = value
+            if value is not None and value not in inputs.values() and value not in self._index.constant:
+                inputs[argument] = value
         known = [name for name in signature.outputs if name is not None]
         if not known or any(name not in values for name in known):  # a tool renamed or removed them
-            return given, _named(one.outputs)
-        return given, {name: values[name] for name in known}
+            return inputs, _named(call_region.outputs)
+        return inputs, {name: values[name] for name in known}
 
     def _initializers(self, nodes: Sequence[ir.Node], outputs: Iterable[ir.Value]) -> Iterator[ir.Value]:
         for node in nodes:
@@ -261,7 +261,7 @@ class Cutter:
             elif node.op_type == "Size":
                 return None
             else:
-                queue.extend(each for each in node.inputs if each is not None)
+                queue.extend(operand for operand in node.inputs if operand is not None)
         return list(cone), used
 
     def _constant(self, value: ir.Value | None) -> bool:
@@ -284,12 +284,14 @@ class Cutter:
             elif node is None or node in self._index.bodies or node.graph is not self._tagged.model.graph:
                 self._only_sizes[stack.pop()] = False
             else:
-                inputs = [each for each in node.inputs if each is not None]
-                unknown = [each for each in inputs if each not in self._only_sizes]
+                inputs = [operand for operand in node.inputs if operand is not None]
+                unknown = [operand for operand in inputs if operand not in self._only_sizes]
                 if unknown:
                     stack.extend(unknown)
                 else:
-                    self._only_sizes[stack.pop()] = bool(inputs) and all(self._only_sizes[each] for each in inputs)
+                    self._only_sizes[stack.pop()] = bool(inputs) and all(
+                        self._only_sizes[operand] for operand in inputs
+                    )
         return self._only_sizes[value]
 
     def is_free(self, value: ir.Value) -> bool:
@@ -349,23 +351,23 @@ def same_dimensions(shape_node: ir.Node, inputs: Sequence[ir.Value]) -> list[int
     if source is None or source.shape is None:
         return None
     start, end = shape_node.attributes.get_int("start", 0), shape_node.attributes.get_int("end", None)
-    found: list[int | tuple[ir.Value, int]] = []
+    dimensions: list[int | tuple[ir.Value, int]] = []
     for dimension in list(source.shape)[start:end]:
         if isinstance(dimension, int):
-            found.append(dimension)
+            dimensions.append(dimension)
             continue
         places = (
             (value, axis)
             for value in inputs
             if value.shape is not None
-            for axis, other in enumerate(value.shape)
-            if dimension.value is not None and other == dimension
+            for axis, size in enumerate(value.shape)
+            if dimension.value is not None and size == dimension
         )
         place = next(places, None)
         if place is None:
             return None
-        found.append(place)
-    return found
+        dimensions.append(place)
+    return dimensions
 
 
 def _named(values: Iterable[ir.Value]) -> dict[str, ir.Value]:

@@ -41,15 +41,15 @@ def dependence(steps: Iterable[tuple[Iterable[_Key], Iterable[_Key]]], starts: M
         >>> dependence(steps, {"x": 1, "y": 2})
         {'x': 1, 'y': 2, 'h': 1, 'z': 3}
     """
-    found = dict(starts)
+    bits_of = dict(starts)
     for reads, results in steps:
         bits = 0
         for key in reads:
-            bits |= found.get(key, 0)
+            bits |= bits_of.get(key, 0)
         if bits:
             for key in results:
-                found[key] = bits
-    return found
+                bits_of[key] = bits
+    return bits_of
 
 
 def reads_and_results(nodes: Iterable[ir.Node]) -> Iterator[tuple[Sequence[ir.Value | None], Sequence[ir.Value]]]:

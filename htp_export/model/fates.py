@@ -92,7 +92,7 @@ class Evidence(ABC, Generic[Key]):
         known = [self.known(path) for path in group]
         for crossing in self.boundaries.of(group):
             tensor = self.counterpart(crossing[0])
-            if not any(tensor in each for each in known):
+            if not any(tensor in tensors for tensors in known):
                 yield crossing
 
     def is_closed(self, path: str) -> bool:
@@ -107,8 +107,8 @@ class Evidence(ABC, Generic[Key]):
 
         The root for the model's own inputs and outputs.
         """
-        for _, other, _ in self.unknown(group):
-            yield from self.boundaries.owners(other)
+        for _, node, _ in self.unknown(group):
+            yield from self.boundaries.owners(node)
 
 
 def fate_of(path: str, evidence: Evidence[Key]) -> Outcome:
@@ -136,16 +136,16 @@ def find_fates(hierarchy: Hierarchy, evidence: Evidence[Key]) -> tuple[Hierarchy
         The modules with their fates, and ``(module, tensor, whether it leaves)`` for tensors at the boundaries of
         computed modules that PyTorch does not know.
     """
-    found = {path: fate_of(path, evidence) for path in hierarchy}
+    outcomes = {path: fate_of(path, evidence) for path in hierarchy}
     contamination: dict[tuple[str, Key, bool], None] = {}
-    for path, outcome in found.items():
+    for path, outcome in outcomes.items():
         if outcome.fate == Fate.COMPUTED and not evidence.is_closed(path) and evidence.settled(path) is None:
             contamination.update(((path, key, leaves), None) for key, _, leaves in evidence.unknown([path]))
     tree = hierarchy.with_results(
-        fates={path: outcome.fate for path, outcome in found.items()},
+        fates={path: outcome.fate for path, outcome in outcomes.items()},
         fused_with={
             path: outcome.fused_with or (hierarchy.parent(path) or "",)
-            for path, outcome in found.items()
+            for path, outcome in outcomes.items()
             if outcome.fate == Fate.FUSED
         },
     )
@@ -166,7 +166,7 @@ def fused_with(path: str, start: Iterable[str], evidence: Evidence[Key]) -> tupl
     """
     group = list(dict.fromkeys((path, *start)))
     while len(group) <= _MOST_PARTNERS:
-        fresh = [other for other in dict.fromkeys(evidence.behind_unknown(group)) if other not in group]
+        fresh = [partner for partner in dict.fromkeys(evidence.behind_unknown(group)) if partner not in group]
         if not fresh and not any(map(evidence.has_nodes, group)):
             fresh = _beside(group, evidence)
         if not fresh:
@@ -179,9 +179,9 @@ def _beside(group: Sequence[str], evidence: Evidence[Key]) -> list[str]:
     """For modules without a node, the innermost one beside them that has nodes; all beside them if none has."""
     beside: list[str] = []
     for side in evidence.around(group):
-        found = [other for other in dict.fromkeys(side) if other not in group]
-        with_nodes = list(filter(evidence.has_nodes, found))
+        candidates = [owner for owner in dict.fromkeys(side) if owner not in group]
+        with_nodes = list(filter(evidence.has_nodes, candidates))
         if with_nodes:
             return [max(with_nodes, key=len)]
-        beside.extend(found)
+        beside.extend(candidates)
     return list(dict.fromkeys(beside))

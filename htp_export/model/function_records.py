@@ -133,10 +133,10 @@ class Expectations:
         call = tags.encoded_calls(metadata) if len(owners) == len(self._owners_of(shared)) else ""
         if len(owners) == 1 and not call:
             call = self._call(owners[0], instance)
-        found = tags.node_tags(owners, reason, self._hierarchy.called, call)
+        entry = tags.node_tags(owners, reason, self._hierarchy.called, call)
         if tags.NAMESPACE not in metadata:  # viewers need it, nothing else does
-            del found[tags.NAMESPACE]
-        tags.tag_node(metadata, found)
+            del entry[tags.NAMESPACE]
+        tags.tag_node(metadata, entry)
         return metadata
 
     def instance(self, shared: ir.Node, instance: Instance) -> Instance:
@@ -168,8 +168,8 @@ class Expectations:
         """Which call of a module it is, where that ran several times, and once in the one that is called."""
         if owner not in self._hierarchy or self._hierarchy[owner].calls < 2:
             return ""
-        here = self._calls.numbers(owner, instance)
-        return str(here[0]) if len(here) == 1 else ""
+        numbers = self._calls.numbers(owner, instance)
+        return str(numbers[0]) if len(numbers) == 1 else ""
 
 
 def restore(node: ir.Node, entry: Record, metadata: Mapping[str, str]) -> None:

@@ -34,9 +34,9 @@ class Groups(Generic[_Item]):
         """Put in an item, in a set of its own if it is new."""
         self._parent.setdefault(item, item)
 
-    def join(self, one: _Item, other: _Item) -> None:
+    def join(self, first: _Item, second: _Item) -> None:
         """Make one set of those of two items."""
-        self._parent[self._root(other)] = self._root(one)
+        self._parent[self._root(second)] = self._root(first)
 
     def __iter__(self) -> Iterator[tuple[_Item, ...]]:
         sets: dict[_Item, list[_Item]] = {}

@@ -168,19 +168,19 @@ def dissolve(
     Raises:
         InputError: If a function calls itself, or if what the model says of its functions cannot be read.
     """
-    made = {key: function for key, function in model.functions.items() if function.domain == DOMAIN}
-    dissolver = _Dissolver(made, Expectations(hierarchy, calls), model.graph, inlined)
+    functions = {key: function for key, function in model.functions.items() if function.domain == DOMAIN}
+    dissolver = _Dissolver(functions, Expectations(hierarchy, calls), model.graph, inlined)
     try:
         written = Records.from_json(model.metadata_props.get(tags.FUNCTIONS, "{}"))
-        for call in [node for node in model.graph.all_nodes() if node.op_identifier() in made]:
+        for call in [node for node in model.graph.all_nodes() if node.op_identifier() in functions]:
             dissolver.dissolve(call, entry_of(written.calls, str(call.name)))
     except ValueError as error:
         raise InputError(f"model {model.graph.name!r}: its functions cannot be inlined: {error}") from error
     _reorder(model.graph, written.order)
-    for key in made:
+    for key in functions:
         del model.functions[key]
     model.metadata_props.pop(tags.FUNCTIONS, None)
-    if made and all(node.domain != DOMAIN for node in all_nodes(model)):
+    if functions and all(node.domain != DOMAIN for node in all_nodes(model)):
         for imports in (model.opset_imports, *(function.opset_imports for function in model.functions.values())):
             imports.pop(DOMAIN, None)
     return dissolver.counts
@@ -273,9 +273,9 @@ class _Dissolver:
             if value.name and value not in returned and not value.is_graph_input():
                 rename(value, self._value_names.unused(value.name))
         arguments = dict(zip(body.inputs, call.inputs, strict=False))
-        given = {formal: arguments.get(formal) for formal in body.inputs}
+        replaced = {formal: arguments.get(formal) for formal in body.inputs}
         for node in dict.fromkeys(use.node for formal in body.inputs for use in formal.uses()):
-            replace_inputs(node, given)
+            replace_inputs(node, replaced)
         nodes, results = list(body), list(body.outputs)
         body.outputs.clear()
         body.remove(nodes)
@@ -294,14 +294,15 @@ def _reorder(graph: ir.Graph, order: Sequence[int]) -> None:
     nodes = list(graph)
     if sorted(order) != list(range(len(nodes))):
         return
-    ordered = [node for _, node in sorted(zip(order, nodes, strict=True), key=lambda placed: placed[0])]
-    made: set[ir.Node] = set()
+    ordered = [node for _, node in sorted(zip(order, nodes, strict=True), key=lambda pair: pair[0])]
+    placed: set[ir.Node] = set()
     for node in ordered:
-        for held in (node, *(inner for body in subgraphs(node) for inner in body.all_nodes())):
-            producers = (value.producer() for value in held.inputs if value is not None)
-            if any(one is not None and one.graph is graph and one not in made for one in producers):
+        for inner in (node, *(inner for body in subgraphs(node) for inner in body.all_nodes())):
+            producers = (value.producer() for value in inner.inputs if value is not None)
+            before = (producer for producer in producers if producer is not None and producer.graph is graph)
+            if any(producer not in placed for producer in before):
                 return
-        made.add(node)
+        placed.add(node)
     graph.remove(nodes)
     graph.extend(ordered)
 
@@ -317,8 +318,8 @@ def _inline_others(model: ir.Model) -> dict[str, int]:
     called = {f"{domain}::{name}": 0 for domain, name, _ in model.functions}
     for node in all_nodes(model):
         if node.op_identifier() in model.functions:
-            own = {key: node.metadata_props.pop(key) for key in tags.NODE_KEYS if key in node.metadata_props}
-            node.metadata_props[_CALLER] = json.dumps(own)
+            entry = {key: node.metadata_props.pop(key) for key in tags.NODE_KEYS if key in node.metadata_props}
+            node.metadata_props[_CALLER] = json.dumps(entry)
             called[f"{node.domain}::{node.op_type}"] += 1
     try:
         InlinePass()(model)

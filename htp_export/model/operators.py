@@ -99,15 +99,15 @@ def subgraphs(node: ir.Node) -> tuple[ir.Graph, ...]:
     """The graphs in a node's attributes: branches and loop bodies."""
     if not node.attributes:
         return ()
-    found: list[ir.Graph] = []
+    graphs: list[ir.Graph] = []
     for attribute in node.attributes.values():
         if attribute.is_ref():
             continue
         if attribute.type == ir.AttributeType.GRAPH:
-            found.append(attribute.as_graph())
+            graphs.append(attribute.as_graph())
         elif attribute.type == ir.AttributeType.GRAPHS:
-            found.extend(attribute.as_graphs())
-    return tuple(found)
+            graphs.extend(attribute.as_graphs())
+    return tuple(graphs)
 
 
 def values_read(op: str, inputs: Sequence[_Input]) -> Sequence[_Input]:
@@ -169,32 +169,32 @@ def _parts(op: str) -> tuple[str, ...]:
     The longest of ONNX's names counts: ``FusedMatMul`` is a MatMul and no Mul. ONNX's own operators have no other one
     in them, whatever they are called (``MaxPool``, ``ConvTranspose``), unless all else says how it is quantized.
     """
-    standard, whole = _standard(), base_op(op)
-    words = _WORD.findall(whole)
+    standard, name = _standard(), base_op(op)
+    words = _WORD.findall(name)
     parts, at = list[str](), 0
     while at < len(words):
         ends = (end for end in range(len(words), at, -1) if end - at < len(words))
         end = next((end for end in ends if "".join(words[at:end]) in standard), at + 1)
         parts.append("".join(words[at:end]))
         at = end
-    own = [part for part in parts if part in standard]
-    if whole in standard:
-        quantized = len(own) == 1 and all(part in _QUANTIZED for part in parts if part not in own)
-        return (whole, *own) if quantized and len(parts) > 1 else (whole,)
-    return tuple(each for part in parts for each in (_parts(part) if part in standard else (part,)))
+    known = [part for part in parts if part in standard]
+    if name in standard:
+        quantized = len(known) == 1 and all(part in _QUANTIZED for part in parts if part not in known)
+        return (name, *known) if quantized and len(parts) > 1 else (name,)
+    return tuple(inner for part in parts for inner in (_parts(part) if part in standard else (part,)))
 
 
-def ends_in(op: str, other: str) -> bool:
+def ends_in(op: str, last: str) -> bool:
     """Whether the last thing that an operator computes is what another one computes, by their names.
 
     Examples:
         >>> ends_in("com.microsoft::FusedConv", "Conv"), ends_in("MatMul", "Mul"), ends_in("QLinearConv", "Conv")
         (True, False, True)
     """
-    return base_op(other) in (base_op(op), _parts(op)[-1])
+    return base_op(last) in (base_op(op), _parts(op)[-1])
 
 
-def resembles(op: str, other: str) -> bool:
+def resembles(op: str, counterpart: str) -> bool:
     """Whether one of two operators may do the work of the other: they are the same, or one is made of the other.
 
     Examples:
@@ -203,5 +203,5 @@ def resembles(op: str, other: str) -> bool:
         >>> resembles("Gemm", "Add"), resembles("MaxPool", "Max"), resembles("Expand", "Exp")
         (True, False, False)
     """
-    one, two = base_op(op), base_op(other)
-    return one == two or two in (*_parts(op), *_COMPOSED.get(one, ())) or one in _parts(other)
+    name, wanted = base_op(op), base_op(counterpart)
+    return name == wanted or wanted in (*_parts(op), *_COMPOSED.get(name, ())) or name in _parts(counterpart)

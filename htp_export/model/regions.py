@@ -93,13 +93,13 @@ class GraphIndex:
     @cached_property
     def constant(self) -> frozenset[ir.Value]:
         """The values that nodes compute from initializers and constants alone, the same in every run."""
-        found: set[ir.Value] = set()
+        values: set[ir.Value] = set()
         for node in self.nodes:
             if node.op_type in RANDOM or node in self.bodies or node in self._called:
                 continue
-            if all(value is None or value in found or self.initializer(value) for value in node.inputs):
-                found.update(node.outputs)
-        return frozenset(found)
+            if all(value is None or value in values or self.initializer(value) for value in node.inputs):
+                values.update(node.outputs)
+        return frozenset(values)
 
     @cached_property
     def boundaries(self) -> Boundaries[ir.Value]:
@@ -302,8 +302,10 @@ class Region:
     def _closure(self) -> list[int]:
         """The places of the nodes and of all that their subgraphs hold, whoever owns that, in order."""
         index = self._index
-        held = (inner for node in self.nodes for body in index.bodies.get(node, ()) for inner in body.all_nodes())
-        return sorted({index.place[node] for node in (*self.nodes, *held)})
+        inner_nodes = (
+            inner for node in self.nodes for body in index.bodies.get(node, ()) for inner in body.all_nodes()
+        )
+        return sorted({index.place[node] for node in (*self.nodes, *inner_nodes)})
 
     @cached_property
     def _crossing(self) -> list[tuple[ir.Value, bool]]:

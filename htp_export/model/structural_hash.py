@@ -117,8 +117,8 @@ def _was_measured(value: ir.Value) -> bool:
         if use.idx in _MEASURED.get(use.node.op_type, ()):
             return True
         if use.node.op_type == "Mul":  # the scale of a weight and that of what is quantized while the model runs
-            others = [other for other in use.node.inputs if other is not None and other is not value]
-            makers = [(other.producer(), other.index()) for other in others]
+            others = [factor for factor in use.node.inputs if factor is not None and factor is not value]
+            makers = [(factor.producer(), factor.index()) for factor in others]
             if any(maker is not None and maker.op_type == "DynamicQuantizeLinear" and k == 1 for maker, k in makers):
                 return True
     return False

@@ -76,7 +76,7 @@ class _Sums:
     def __init__(self, facts: GraphFacts, hasher: Hasher) -> None:
         index = facts.tagged.index
         inside = {node: work.modules for node, work in index.works.items()}
-        found = (_Totals(), _Totals())  # of kinds, and of places
+        both_totals = (_Totals(), _Totals())  # of kinds, and of places
         ordinals: Counter[tuple[str, ...]] = Counter()
         named: dict[ir.Node, tuple[int, int]] = {}
         for node in index.nodes:
@@ -84,23 +84,23 @@ class _Sums:
             ordinals[owners] += 1
             kind = hash(hasher.node(node))
             named[node] = (kind, hash((kind, owners, ordinals[owners])))
-            for name, totals in zip(named[node], found, strict=True):
+            for name, totals in zip(named[node], both_totals, strict=True):
                 totals.add(inside[node], hash((name, len(node.outputs))))
         for node in index.nodes:
             for place, (value, leaf) in enumerate(hasher.inputs(node)):
                 producer = None if value is None else value.producer()
-                for side, (name, totals) in enumerate(zip(named[node], found, strict=True)):
+                for side, (name, totals) in enumerate(zip(named[node], both_totals, strict=True)):
                     outside = hash((leaf, place, name))
                     totals.add(inside[node], outside)
                     if value is not None and producer in named:
                         edge = hash((named[producer][side], value.index(), place, name))
                         totals.add(_both(inside[producer], inside[node]), edge - outside)
-        first, second = (totals.by_path() for totals in found)
+        first, second = (totals.by_path() for totals in both_totals)
         self.by_path: Mapping[str, tuple[int, int]] = {path: (first[path], second[path]) for path in first}
 
 
-def _both(one: frozenset[str], other: frozenset[str]) -> frozenset[str]:
-    return one if one is other else one & other
+def _both(first: frozenset[str], second: frozenset[str]) -> frozenset[str]:
+    return first if first is second else first & second
 
 
 class _Totals:
@@ -114,8 +114,8 @@ class _Totals:
 
     def by_path(self) -> dict[str, int]:
         """Module path → the sum of the numbers that count there."""
-        found: defaultdict[str, int] = defaultdict(int)
+        sums: defaultdict[str, int] = defaultdict(int)
         for regions, number in self._of.items():
             for path in {"", *regions}:
-                found[path] += number
-        return {path: number & _BITS for path, number in found.items()}
+                sums[path] += number
+        return {path: number & _BITS for path, number in sums.items()}

@@ -37,8 +37,8 @@ class ModuleTable:
     @property
     def by_module(self) -> Mapping[str, Any]:
         """Module path → its row."""
-        found: Mapping[str, Any] = vars(self)["modules"]
-        return found
+        rows: Mapping[str, Any] = vars(self)["modules"]
+        return rows
 
     @property
     def summary(self) -> str:
@@ -131,11 +131,11 @@ def html_tree(lines: Iterable[tuple[int, str, str, str]], notes: Iterable[str] =
     listed = list(lines)
     parts: list[str] = []
     open_levels: list[int] = []
-    for k, (level, name, path, said) in enumerate(listed[:_MOST_IN_TREE]):
+    for k, (level, name, path, remark) in enumerate(listed[:_MOST_IN_TREE]):
         while open_levels and open_levels[-1] >= level:
             open_levels.pop()
             parts.append("</details>")
-        text = f'{html.escape(name)} <span style="opacity:.6">{html.escape(said)}</span>'
+        text = f'{html.escape(name)} <span style="opacity:.6">{html.escape(remark)}</span>'
         style = f"margin-left:{1.2 if level else 0}em"
         if k + 1 < len(listed) and listed[k + 1][0] > level:
             opened = " open" if level < _OPEN_LEVELS else ""

@@ -54,8 +54,8 @@ def evidence_of(reasons: Mapping[str, int]) -> tuple[Evidence, ...]:
     alike: dict[str, list[str]] = {}
     for reason in reasons:
         alike.setdefault(_EVIDENCE.get(reason, reason), []).append(reason)
-    found = [Evidence(text, sum(reasons[word] for word in words), tuple(words)) for text, words in alike.items()]
-    return tuple(sorted(found, key=lambda each: -each.nodes))
+    evidence = [Evidence(text, sum(reasons[word] for word in words), tuple(words)) for text, words in alike.items()]
+    return tuple(sorted(evidence, key=lambda entry: -entry.nodes))
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,9 @@ def tag_lines(*facts: TagFacts | None, names: Sequence[str] = ("before", "after"
         >>> tag_lines(*[TagFacts("htp", {"scope": 3})] * 2), tag_lines(None)
         (('both: every node has a module: 3 captured at export',), ())
     """
-    told = [str(each) for each in facts if each is not None]
-    if len(told) < 2:
-        return tuple(told)
-    if len(set(told)) == 1:
-        return (f"both: {told[0]}",)
-    return tuple(f"{name}: {line}" for name, line in zip(names, told, strict=True))
+    texts = [str(fact) for fact in facts if fact is not None]
+    if len(texts) < 2:
+        return tuple(texts)
+    if len(set(texts)) == 1:
+        return (f"both: {texts[0]}",)
+    return tuple(f"{name}: {line}" for name, line in zip(names, texts, strict=True))

@@ -99,10 +99,11 @@ class TaggedModel:
         for path, above in drawn_parents({path: self[path] for path in self}).items():
             module, nodes = self.hierarchy[path], len(self[path].nodes)
             levels[path] = 0 if above is None else levels[above] + 1
-            said = [module.simple_class, f"{nodes} node{'s' * (nodes != 1)}"]
-            said += [f"{module.calls} calls"] if module.calls > 1 else []
-            said += [module.fate] if module.fate != "computed" else []
-            yield levels[path], path[len(above) + 1 if above else 0 :] or "(root)", path or "(root)", " · ".join(said)
+            remarks = [module.simple_class, f"{nodes} node{'s' * (nodes != 1)}"]
+            remarks += [f"{module.calls} calls"] if module.calls > 1 else []
+            remarks += [module.fate] if module.fate != "computed" else []
+            short = path[len(above) + 1 if above else 0 :]
+            yield levels[path], short or "(root)", path or "(root)", " · ".join(remarks)
 
     def __getitem__(self, path: str) -> Region:
         self.require_tags()
@@ -143,8 +144,8 @@ class TaggedModel:
     @property
     def reasons(self) -> Counter[str]:
         """How the owners are known: ``htp.reason`` → nodes."""
-        found = (node.metadata_props.get(tags.REASON) for node in all_nodes(self.model))
-        return Counter(reason for reason in found if reason is not None)
+        listed = (node.metadata_props.get(tags.REASON) for node in all_nodes(self.model))
+        return Counter(reason for reason in listed if reason is not None)
 
     @property
     def tag_facts(self) -> TagFacts:
@@ -192,8 +193,8 @@ class TaggedModel:
     def values(self) -> Mapping[str, ir.Value]:
         """The tensors of the main graph by name: inputs, initializers, and what its nodes make."""
         graph = self.model.graph
-        made = (value for node in graph for value in node.outputs)
-        return {value.name: value for value in (*graph.initializers.values(), *graph.inputs, *made) if value.name}
+        results = (value for node in graph for value in node.outputs)
+        return {value.name: value for value in (*graph.initializers.values(), *graph.inputs, *results) if value.name}
 
     @cached_property
     def inferred(self) -> Symbolic:
@@ -231,8 +232,8 @@ class TaggedModel:
 
     def work_of(self, node: ir.Node) -> NodeCalls:
         """Whose work a node does: its owners, in which of their calls, and in whose regions it is."""
-        said = tags.encoded_calls(node.metadata_props) if self.source == "htp" else ""
-        return self.calls.work(self.owners_of(node), said)
+        encoded = tags.encoded_calls(node.metadata_props) if self.source == "htp" else ""
+        return self.calls.work(self.owners_of(node), encoded)
 
     def select(self, patterns: str | Sequence[str]) -> list[str]:
         """The module paths that a selector names; see ``tags.select`` for the language.
@@ -387,7 +388,7 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
 
 def _newer_version(model: ir.Model) -> str:
     """That a model is of a later version of the file format than is known here; ``""`` where it is not."""
-    said = model.metadata_props.get(tags.FORMAT, tags.VERSION)
-    if said.isdecimal() and int(said) <= int(tags.VERSION):
+    version = model.metadata_props.get(tags.FORMAT, tags.VERSION)
+    if version.isdecimal() and int(version) <= int(tags.VERSION):
         return ""
-    return f"its tags are of version {said} of the file format, and this htp_export knows version {tags.VERSION}"
+    return f"its tags are of version {version} of the file format, and this htp_export knows version {tags.VERSION}"

@@ -1,4 +1,4 @@
-"""Every call of every module against the tensors of one run of a file, and where what differs comes from."""
+"""Comparison of the tensors of module calls with those of a run of a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from htp_export.runtime.comparing import Difference, Tolerance, difference
 __all__ = ["CheckedCall", "Tolerances", "check_calls", "excesses"]
 
 Tolerances = Callable[[str], Tolerance | None]
-"""Module path → what may differ there; None for what ``TOLERANCES`` says."""
+"""Module path → tolerance; None for the entry of ``TOLERANCES`` for the dtype."""
 
 _Key = tuple[StoredArray, ir.Value, Tolerance | None]
 
@@ -29,9 +29,9 @@ class CheckedCall:
 
     Attributes:
         paired: The call.
-        outputs: What it gave back: the tensor of the file, and how far it is from what it should be.
-        inputs: The same for what it was given.
-        failed: Why its part of the file cannot be run; ``""`` where it can.
+        outputs: Its outputs: the tensor of the file, and the difference from the expected values.
+        inputs: The same for its inputs.
+        failed: Why its part of the file cannot be run; ``""`` if it can.
     """
 
     paired: PairedCall
@@ -46,7 +46,7 @@ class CheckedCall:
 
     @property
     def wrong(self) -> bool:
-        """Whether something that it gave back differs, or it gave back nothing."""
+        """Whether an output differs, or its part of the file cannot be run."""
         return bool(self.failed) or any(not result.difference.agrees for _, result in self.outputs)
 
 
@@ -95,10 +95,10 @@ def check_calls(
 
 
 def _each_once(paired: PairedCall, tolerance: Tolerance | None, differences: Mapping[_Key, Difference]) -> PairedCall:
-    """Of a call whose tensors the file does not name: the nearest first, and each tensor for one output.
+    """For a call whose tensors the file does not name, match each tensor with one output, the nearest pairs first.
 
-    The file may have fewer than PyTorch gave back, as nothing reads the others. A tensor whose shape or dtype is known
-    only now that the file ran, and differs, is another tensor.
+    The file may have fewer tensors than PyTorch returned, because nothing reads the others. A tensor whose shape or
+    dtype differs, which may only be known after the run, is no match.
     """
     options = [
         (_rank(differences[pair.expected, value, tolerance]), pair.name, value)
@@ -119,7 +119,7 @@ def _rank(result: Difference) -> tuple[bool, float]:
 
 
 def excesses(calls: Iterable[CheckedCall]) -> dict[ir.Value, float]:
-    """Every tensor that was compared → how far off it is at least, in units of what may differ."""
+    """Return compared tensor → the smallest of its differences, in units of the tolerance."""
     largest: dict[ir.Value, float] = {}
     for call in calls:
         for value, result in (*call.outputs, *call.inputs):

@@ -1,7 +1,7 @@
-"""Tags that cannot be true, whatever values the tensors have: the file's graph contradicts them.
+"""Finds tags that contradict the graph of the file, whatever the values of the tensors.
 
-A tensor that has the right values in the file may still be computed by nodes of another module. The values do not show
-that. The graph does, with the names of the tensors that the module took and gave in PyTorch (``htp.signatures``).
+A tensor with the right values may still be computed by nodes of another module. The graph shows this, together with
+the names of the inputs and outputs of modules in PyTorch (``htp.signatures``).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["contradictions", "with_contradictions"]
 
 
 def with_contradictions(tagged: TaggedModel, blame: Blame, paths: Collection[str]) -> Blame:
-    """The same, with the modules whose tags contradict the graph, after those whose values are wrong.
+    """Add the modules whose tags contradict the graph, after those whose values are wrong.
 
     Args:
         tagged: The file.
-        blame: Who else is wrong.
-        paths: The modules to look at.
+        blame: The modules whose values are wrong.
+        paths: The modules to check.
     """
     known = blame.modules
     contradicting = {path: why for path, why in contradictions(tagged).items() if path in paths and path not in known}
@@ -35,13 +35,13 @@ def with_contradictions(tagged: TaggedModel, blame: Blame, paths: Collection[str
 
 
 def contradictions(tagged: TaggedModel) -> Mapping[str, str]:
-    """Module path → what the file says of the module that its graph shows to be wrong.
+    """Return module path → the contradiction between its tags and the graph.
 
-    - A module that is said to be constant, or dead, gives a tensor that the inputs change, and that leads to a result.
-    - A module that is computed gives a tensor that no node in its region computes.
-    - It takes a tensor in a call that nodes of this call compute, and that it does not give.
+    - A constant or dead module returns a tensor that depends on the inputs, or that a result depends on.
+    - A computed module returns a tensor that no node of its region computes.
+    - A call of it has an input that nodes of this call compute, and that is none of its outputs.
 
-    Modules whose border the export itself found to be another than in PyTorch (``htp.contamination``) are left out.
+    Modules whose boundary differs from PyTorch according to the export (``htp.contamination``) are left out.
 
     Args:
         tagged: The file.
@@ -55,7 +55,7 @@ def contradictions(tagged: TaggedModel) -> Mapping[str, str]:
 
 
 class _Facts:
-    """What the graph shows of the tensors of modules."""
+    """The tensors of modules in the graph."""
 
     def __init__(self, tagged: TaggedModel) -> None:
         self._tagged = tagged
@@ -63,12 +63,12 @@ class _Facts:
         self._useful = _useful(tagged)
 
     def reasons(self, path: str) -> Iterator[str]:
-        """What is wrong with a module."""
+        """The contradictions of a module."""
         fate = self._tagged.hierarchy[path].fate
         calls = self._tagged.signatures.get(path, ())
-        given = self._values([name for call in calls for name in call.outputs])
+        outputs = self._values([name for call in calls for name in call.outputs])
         taken = [self._values(list(call.inputs.values())) for call in calls]
-        new = [value for value in given if not any(value in each for each in taken)]
+        new = [value for value in outputs if not any(value in inputs_of_call for inputs_of_call in taken)]
         if fate in ("constant", "dead"):
             leads = "depends on the inputs" if fate == "constant" else "leads to a result"
             for value in new:
@@ -82,11 +82,11 @@ class _Facts:
             for number, values in enumerate(taken):
                 inside = Instance(path, number)
                 for value in values:
-                    if value not in given and all(inside in part.running for part in self._work(value).parts):
+                    if value not in outputs and all(inside in part.running for part in self._work(value).parts):
                         yield f"{value.name!r}, which it is given, is computed by its own nodes"
 
     def _values(self, names: Sequence[str | None]) -> list[ir.Value]:
-        """The tensors of these names that nodes compute from the inputs."""
+        """The tensors with these names that nodes compute from the inputs."""
         values = (self._tagged.values.get(name) for name in dict.fromkeys(names) if name is not None)
         return [value for value in values if value in self._varying and value is not None and self._work(value).parts]
 
@@ -96,7 +96,7 @@ class _Facts:
 
 
 def _useful(tagged: TaggedModel) -> set[ir.Value]:
-    """The tensors of the main graph whose values, and not their sizes alone, lead to a result of the model."""
+    """The tensors of the main graph on whose values, not only sizes, a result of the model depends."""
     useful = set(tagged.model.graph.outputs)
     for node in reversed(tagged.model.graph):
         if node.op_type not in SIZES_ONLY and any(value in useful for value in node.outputs):

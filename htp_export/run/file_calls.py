@@ -1,4 +1,4 @@
-"""What a file gives to every module and gets back, as one run of it tells."""
+"""The inputs and outputs of every call of every module in one run of a file."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def calls_in_file(run: FileRun, store: ArrayStore) -> list[ModuleCall]:
     tensors = list(_tensors_of_calls(run.tagged))
     known = infer_bound(run.tagged.model, {name: array.shape for name, array in run.feed.items()})
     wanted = dict.fromkeys(value for _, _, entered, back in tensors for value in (*entered.values(), *back) if value)
-    held: dict[str, StoredArray] = {}
+    arrays: dict[str, StoredArray] = {}
 
     def keep(name: str, array: Array) -> None:
-        held[name] = store.keep(array)
+        arrays[name] = store.keep(array)
 
     run.fetch({str(value.name): known.bytes_of(value) or 0 for value in wanted}, keep)
     calls = []
     for path, number, entered, back in tensors:
-        outputs = tuple(held[str(value.name)] if value is not None else None for value in back)
-        inputs = {argument: held[str(value.name)] for argument, value in entered.items()}
+        outputs = tuple(arrays[str(value.name)] if value is not None else None for value in back)
+        inputs = {argument: arrays[str(value.name)] for argument, value in entered.items()}
         calls.append(ModuleCall(path, number, inputs, outputs))
     return calls
 
@@ -48,7 +48,7 @@ _CallTensors = tuple[str, int, dict[str, ir.Value], list["ir.Value | None"]]
 
 
 def _tensors_of_calls(tagged: TaggedModel) -> Iterator[_CallTensors]:
-    """Path, number of the call, arguments and results of every call that a file knows of."""
+    """Path, number, arguments and results of every call that a file knows of, in the order in which they end."""
     order = {value: place for place, value in enumerate(tagged.values.values())}
     calls: list[_CallTensors] = []
     for path, info in tagged.hierarchy.items():

@@ -119,16 +119,16 @@ def _check_one_model(ours: TaggedModel, theirs: TaggedModel, first_name: str, se
 
 
 def _other_feed(ours: TaggedModel, theirs: TaggedModel, feed: Feed, name: str) -> dict[str, Array]:
-    """The same inputs under the names, and in the float types, that the other file has for them."""
+    """The same inputs under the names and in the precision of the other file."""
     signature, other_signature = ours.signature(""), theirs.signature("")
     renamed: dict[str, str] = {}
     if signature is not None and other_signature is not None:
         pairs = ((tensor, other_signature.inputs.get(argument)) for argument, tensor in signature.inputs.items())
-        renamed = {tensor: other for tensor, other in pairs if tensor is not None and other is not None}
+        renamed = {first: second for first, second in pairs if first is not None and second is not None}
     known = Inputs.of(theirs.model)
-    given = {each if each in known else renamed.get(each, each): array for each, array in feed.arrays.items()}
+    arrays = {key if key in known else renamed.get(key, key): array for key, array in feed.arrays.items()}
     try:
-        return dict(known.feed_again(given).arrays)
+        return dict(known.feed_again(arrays).arrays)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
 
@@ -155,7 +155,7 @@ def _with_reasons(
 
 
 def _around(results: Mapping[str, ModuleResult], result: ModuleResult, lacking: str) -> ModuleResult:
-    """A module without a tensor in one of the files, with the nearest one around it that has some in both."""
+    """For a module without a tensor in one of the files, add the nearest compared module around it."""
     if result.compared or result.status not in (NOT_COMPARED, "fused"):
         return result
     around = (up for up in tags.ancestors(result.path) if up != result.path and up in results and results[up].compared)

@@ -1,4 +1,4 @@
-"""Each module's part of a file run alone, on what PyTorch gave the module."""
+"""Runs the nodes of each module alone, on the inputs that PyTorch gave to the module."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _tasks(tagged: TaggedModel, calls: Sequence[PairedCall]) -> tuple[list[_Task
 
 
 def _is_constant(tagged: TaggedModel, pair: Pair) -> bool:
-    """Whether a tensor depends on nothing that the model is given."""
+    """Whether a tensor does not depend on the inputs of the model."""
     return all(value.is_initializer() or value in tagged.index.constant for value in pair.candidates)
 
 
@@ -127,29 +127,30 @@ def _fused_task(tagged: TaggedModel, cutter: Cutter, paired: PairedCall, calls: 
     What PyTorch gave to any of them, and what modules inside them returned, is known: only merged work runs.
     """
     path = paired.call.path
-    group = [each for each in (path, *tagged.hierarchy[path].fused_with) if each in tagged]
-    if not paired.outputs or any(tagged.hierarchy[each].calls > 1 for each in group):
+    group = [module for module in (path, *tagged.hierarchy[path].fused_with) if module in tagged]
+    if not paired.outputs or any(tagged.hierarchy[module].calls > 1 for module in group):
         return None
     outputs = {str(value.name): value for pair in paired.outputs for value in pair.candidates}
-    held: dict[ir.Value, StoredArray] = {}
-    for other in calls:
-        if any(tags.is_under(other.call.path, each) for each in group):
-            known = (pair for pair in (*other.inputs, *other.outputs) if len(pair.candidates) == 1)
-            arrays = ((pair.candidates[0], pair.expected) for pair in known)
-            held.update((value, array) for value, array in arrays if value not in outputs.values())
+    arrays: dict[ir.Value, StoredArray] = {}
+    for partner in calls:
+        if any(tags.is_under(partner.call.path, module) for module in group):
+            known = (pair for pair in (*partner.inputs, *partner.outputs) if len(pair.candidates) == 1)
+            arrays.update((pair.candidates[0], pair.expected) for pair in known)
+    for value in outputs.values():
+        arrays.pop(value, None)
     graph = tagged.model.graph
-    members = {node for each in group for node in tagged.index.below.get(each, ()) if node.graph is graph}
-    part = replace(cutter.cut_nodes(members, outputs, stops=held), path=path)
+    members = {node for module in group for node in tagged.index.below.get(module, ()) if node.graph is graph}
+    part = replace(cutter.cut_nodes(members, outputs, stops=arrays), path=path)
     if any(value in part.inputs.values() for value in outputs.values()):
         return None
-    expected = {name: held[value] for name, value in part.inputs.items() if value in held}
+    expected = {name: arrays[value] for name, value in part.inputs.items() if value in arrays}
     return _Task(paired, part, expected, tuple(name for name in part.inputs if name not in expected))
 
 
 def _check(run: FileRun, task: _Task, outside: Mapping[str, StoredArray], tolerances: Tolerances) -> CheckedCall:
     """Run one cut, and compare its outputs with the results of the module."""
-    whole, inputs = run.tagged, task.cut.inputs.items()
-    part = TaggedModel(cut_model(whole, task.cut), whole.hierarchy, whole.source)
+    tagged, inputs = run.tagged, task.cut.inputs.items()
+    part = TaggedModel(cut_model(tagged, task.cut), tagged.hierarchy, tagged.source)
     feed = {name: (task.expected.get(name) or outside[str(value.name)]).array for name, value in inputs}
     name = f"module {task.paired.call.path!r} alone"
     # The cut has the same tensors, perhaps under other names.

@@ -1,4 +1,4 @@
-"""The kernels of a profile, each with the modules whose work it does."""
+"""The kernels of a profile, each with its owners."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Kernel:
     """A node of the graph that ONNX Runtime runs.
 
     Attributes:
-        name: Its name; for a node without one, its operator and index.
+        name: Its name; for a node without a name, its operator and index.
         op_type: Its operator, after fusion.
         provider: The execution provider that ran it.
-        ms: Time in one run, all its launches together, without the kernels of its subgraphs; see ``Trace.typical``.
-        launches: How often it ran in one run, on average.
-        owners: The paths of the modules whose work it does, in the order of execution; empty where none is known.
-        around: For each owner, the modules in whose regions its share is.
+        ms: Time of all its launches in one run, without the kernels of its subgraphs; see ``Trace.typical``.
+        launches: Mean number of launches in one run.
+        owners: The paths of the modules whose work it does, in the order of execution; empty if none is known.
+        around: For each owner, the modules whose regions contain its share.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Kernel:
 
 
 def attributed_kernels(trace: Trace, tagged: TaggedModel, optimized: ir.Model | None) -> tuple[Kernel, ...]:
-    """The kernels of a profile, in the order in which they first ran.
+    """Return the kernels of a profile, in the order of their first launch.
 
     Args:
         trace: The profile.
-        tagged: The model as it was given, without functions.
-        optimized: The graph that ran; None where it is not known: then only kernels that kept their names have owners.
+        tagged: The model before optimisation, without functions.
+        optimized: The graph that ran; None if it is unknown: then only kernels that kept their names have owners.
     """
     graph = tagged.model if optimized is None else optimized
     works, nodes = optimized_works(tagged, graph), _nodes(trace.times, graph)
@@ -66,7 +66,7 @@ def attributed_kernels(trace: Trace, tagged: TaggedModel, optimized: ir.Model | 
 
 
 def _owned(works: Iterable[NodeCalls], calls: CallTree) -> dict[str, frozenset[str]]:
-    """Owner → the modules in whose regions its share of the work is."""
+    """Return owner → the modules whose regions contain its share of the work."""
     modules_by_owner: dict[str, frozenset[str]] = {}
     for work in works:
         for owner, modules in calls.around_owners(work).items():
@@ -75,7 +75,7 @@ def _owned(works: Iterable[NodeCalls], calls: CallTree) -> dict[str, frozenset[s
 
 
 def _nodes(keys: Iterable[KernelKey], model: ir.Model) -> dict[KernelKey, list[ir.Node]]:
-    """The nodes that each kernel may be; more than one only where equal names leave it open."""
+    """Return the nodes that may be the kernel's; more than one only if equal names are ambiguous."""
     groups: defaultdict[tuple[tuple[KernelKey, ...], str, str], list[KernelKey]] = defaultdict(list)
     nodes_of_kernel: dict[KernelKey, list[ir.Node]] = {}
     named: dict[ir.Graph, dict[tuple[str, str], list[ir.Node]]] = {}

@@ -1,4 +1,4 @@
-"""Latency by module: ONNX Runtime's own profiler, its kernels given to the modules whose work they do."""
+"""Latency by module, from the kernels of ONNX Runtime's profiler."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PROFILE_COLUMNS: tuple[Column[ModuleLatency], ...] = (
     Column("parameters", "parameters"),
     Column("weight_bytes", "weights", unit="B"),
 )
-"""What is known of each module."""
+"""The columns of a profile."""
 
 _DRAWN = ("class_name", "total_ms", "self_ms", "share")
 
@@ -135,7 +135,7 @@ class Profile(ModuleTable):
 
     @property
     def summary(self) -> str:
-        """The times of the whole."""
+        """The times of the model, in one line."""
         return (
             f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}; "
             f"{self.profiled_ms:.3f} ms under the profiler, {self.kernels_ms:.3f} ms of it in kernels"
@@ -247,24 +247,26 @@ def _runnable(file: Path | None, tagged: TaggedModel, folder: Path) -> RunnableM
 
 
 def _by_module(kernels: Sequence[Kernel], tagged: TaggedModel) -> dict[str, ModuleLatency]:
-    """Kernels summed up by module; each owner has an equal part."""
-    whole = sum(kernel.ms for kernel in kernels)
-    own: defaultdict[str, float] = defaultdict(float)
+    """Sum up kernels by module; each owner gets an equal part."""
+    model_ms = sum(kernel.ms for kernel in kernels)
+    self_ms: defaultdict[str, float] = defaultdict(float)
     below: defaultdict[str, list[tuple[Kernel, float]]] = defaultdict(list)
     for kernel in kernels:
         parts: defaultdict[str, int] = defaultdict(int)
         for owner in kernel.owners:
-            own[owner] += kernel.ms / len(kernel.owners)
+            self_ms[owner] += kernel.ms / len(kernel.owners)
         for modules in kernel.around:
             for path in modules:
                 parts[path] += 1
         for path, count in parts.items():
             below[path].append((kernel, count / len(kernel.owners)))
     contents = contents_of(tagged).modules
-    return {path: _module(here.facts, own[path], below[path], whole) for path, here in contents.items()}
+    return {path: _module(module.facts, self_ms[path], below[path], model_ms) for path, module in contents.items()}
 
 
-def _module(facts: ModuleFacts, self_ms: float, parts: Sequence[tuple[Kernel, float]], whole: float) -> ModuleLatency:
+def _module(
+    facts: ModuleFacts, self_ms: float, parts: Sequence[tuple[Kernel, float]], model_ms: float
+) -> ModuleLatency:
     by_op: defaultdict[str, float] = defaultdict(float)
     for kernel, part in parts:
         by_op[kernel.op_type] += kernel.ms * part
@@ -273,7 +275,7 @@ def _module(facts: ModuleFacts, self_ms: float, parts: Sequence[tuple[Kernel, fl
         **vars(facts),
         total_ms=total,
         self_ms=self_ms,
-        share=total / whole if whole else 0.0,
+        share=total / model_ms if model_ms else 0.0,
         fused_ms=math.fsum(kernel.ms * part for kernel, part in parts if part < 1),
         kernels=len(parts),
         launches=sum(kernel.launches for kernel, _ in parts),

@@ -1,11 +1,11 @@
-"""Where an error comes from: which of the modules whose outputs differ are wrong by themselves.
+"""Finds which of the modules whose outputs differ are wrong themselves.
 
-In one run of a whole file an error is seen where it arises and in everything after that. A tensor is an *origin* if it
-differs although everything that it is computed from, back to the next tensors that were compared, agrees. The module
-that gives the origin back is wrong by itself: the first one to end, which is the innermost.
+In one run of a whole file, an error is visible in all tensors after its cause. A tensor is an *origin* if it differs
+although all compared tensors from which it is computed agree. The module that returns the origin is wrong itself: the
+first one whose call ends, which is the innermost.
 
-Errors also fade and grow again on their way, around the line that tolerances draw. A tensor that is just beyond it, but
-computed from others that are just within, is no origin.
+Errors can fall below the tolerance and exceed it again later. A tensor slightly beyond its tolerance that is computed
+from tensors slightly within theirs is no origin.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _SUDDEN = 4
 
 @dataclass(frozen=True)
 class Blame:
-    """Who is wrong by itself.
+    """The modules that are wrong themselves.
 
     Attributes:
         calls: Indices of calls, in the order in which they ended.
-        modules: Paths of modules, likewise, with those that have no tensor of their own: path → what is wrong there.
+        modules: Module path → what is wrong, in the same order; also modules without a tensor of their own.
     """
 
     calls: tuple[int, ...]
@@ -40,7 +40,7 @@ class Blame:
 
 
 def blame_by_graph(tagged: TaggedModel, calls: Sequence[CheckedCall]) -> Blame:
-    """Follow errors back through the graph.
+    """Return the modules that return origins of errors.
 
     Args:
         tagged: The file.
@@ -52,15 +52,15 @@ def blame_by_graph(tagged: TaggedModel, calls: Sequence[CheckedCall]) -> Blame:
     modules: dict[str, str] = {}
     explained: set[ir.Value] = set()
     for index, call in enumerate(calls):
-        given = {value for value, _ in call.inputs}
+        inputs = {value for value, _ in call.inputs}
         for value, result in call.inputs:
             if value in origins - explained and not _is_given_back(value, calls):
                 modules.setdefault(_maker(tagged, value), f"makes {result.tensor!r}: {result.difference.problem}")
                 explained.add(value)
         for value, result in call.outputs:
-            own = value not in given and value in origins
-            other = excess[value] <= 1 and not result.difference.agrees  # it is the tensor of another
-            if (own and value not in explained) or other:
+            is_origin = value not in inputs and value in origins
+            is_another = excess[value] <= 1 and not result.difference.agrees  # it is the tensor of another
+            if (is_origin and value not in explained) or is_another:
                 explained.add(value)
                 blamed.append(index)
                 modules.setdefault(call.path, "")
@@ -70,19 +70,20 @@ def blame_by_graph(tagged: TaggedModel, calls: Sequence[CheckedCall]) -> Blame:
 def _is_given_back(value: ir.Value, calls: Sequence[CheckedCall]) -> bool:
     """Whether a module computes and returns a tensor."""
     return any(
-        value in (out for out, _ in call.outputs) and value not in (given for given, _ in call.inputs) for call in calls
+        value in (output for output, _ in call.outputs) and value not in (argument for argument, _ in call.inputs)
+        for call in calls
     )
 
 
 def _maker(tagged: TaggedModel, value: ir.Value) -> str:
-    """The module that computes a tensor, or the nearest that holds all who do."""
+    """The module that computes a tensor, or the nearest module around all of its owners."""
     producer = value.producer()
     owners = tagged.owners_of(producer) if producer is not None else ()
     return tags.common_ancestor(owners)
 
 
 def _origins(tagged: TaggedModel, excess: Mapping[ir.Value, float]) -> set[ir.Value]:
-    """The tensors that differ, and none of those that they are computed from."""
+    """The tensors that differ although the tensors from which they are computed agree."""
     worst_inputs = {value: _worst_read(tagged, value, excess) for value, size in excess.items() if size > 1}
     origins = {value for value, most in worst_inputs.items() if most <= 1}
     sudden = {value for value in origins if excess[value] > _SUDDEN * worst_inputs[value]}
@@ -90,7 +91,7 @@ def _origins(tagged: TaggedModel, excess: Mapping[ir.Value, float]) -> set[ir.Va
 
 
 def _worst_read(tagged: TaggedModel, value: ir.Value, excess: Mapping[ir.Value, float]) -> float:
-    """How far off the tensors are from which one is computed, back to the next ones that were compared."""
+    """The largest excess of the nearest compared tensors from which a tensor is computed."""
     worst, seen, queue = 0.0, {value}, list(_sources(tagged, value))
     while queue:
         current = queue.pop()
@@ -110,7 +111,7 @@ def _sources(tagged: TaggedModel, value: ir.Value) -> Iterator[ir.Value]:
 
 
 def blame_by_nesting(calls: Sequence[CheckedCall]) -> Blame:
-    """For calls that each ran on the right inputs: wrong by themselves are those in which no wrong one ran.
+    """Return the wrong calls inside of which no other call is wrong, for calls that each ran on the right inputs.
 
     Args:
         calls: The calls, in the order in which they ended.
@@ -127,12 +128,12 @@ def blame_by_nesting(calls: Sequence[CheckedCall]) -> Blame:
 
 
 def with_missing_outputs(tagged: TaggedModel, blame: Blame, root: ModuleCall) -> Blame:
-    """The same, with the root where the file gives back fewer tensors than it.
+    """Add the root if the file returns fewer tensors than the model.
 
     Args:
         tagged: The file.
-        blame: Who else is wrong.
-        root: The call of the model itself.
+        blame: The modules that are wrong themselves.
+        root: The call of the model.
     """
     missing = len(root.outputs) - len(tagged.model.graph.outputs)
     if missing <= 0:

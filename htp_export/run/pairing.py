@@ -1,4 +1,4 @@
-"""Which tensor of an ONNX file is which tensor of a module's call."""
+"""Matches the tensors of a module's call with those of an ONNX file."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _Listed = TypeVar("_Listed")
 
 @dataclass(frozen=True)
 class Pair:
-    """A tensor of a call and the tensors of the file that it may be.
+    """A tensor of a call and the tensors of the file that may match it.
 
     Attributes:
-        name: The argument, or the place among the outputs.
+        name: The argument, or the position among the outputs.
         expected: Its values.
-        candidates: One tensor where the file says which it is; where it does not, all that have its type and shape.
+        candidates: One tensor if the file names it; otherwise all tensors with its type and shape.
     """
 
     name: str
@@ -38,14 +38,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class PairedCall:
-    """A call with what the file has of it.
+    """A call with its tensors in the file.
 
     Attributes:
         call: The call.
-        outputs: What it gave back, as far as the file has it.
-        inputs: What it was given, as far as the file says.
-        missing: How many of its outputs the file does not have.
-        reason: How its tensors were found, or why there are none; ``""`` where the file says it.
+        outputs: Its outputs, as far as the file has them.
+        inputs: Its inputs, as far as the file names them.
+        missing: Number of outputs that the file does not have.
+        reason: How its tensors were found if the file does not name them, or why there are none; ``""`` otherwise.
     """
 
     call: ModuleCall
@@ -56,22 +56,22 @@ class PairedCall:
 
 
 def input_arguments(tagged: TaggedModel) -> dict[str, str]:
-    """Input of a file → argument of the model's ``forward``; of the same name, where the file does not say which."""
+    """Return input of a file → argument of ``forward``; the same name if the file does not say which."""
     signature = tagged.signature("")
     arguments = {} if signature is None else {tensor: argument for argument, tensor in signature.inputs.items()}
-    return {each.name: arguments.get(each.name, each.name) for each in Inputs.of(tagged.model)}
+    return {declared.name: arguments.get(declared.name, declared.name) for declared in Inputs.of(tagged.model)}
 
 
 def pair_call(tagged: TaggedModel, call: ModuleCall) -> PairedCall:
     """Find the tensors of one call in a file.
 
-    The model's own outputs are those of the graph, in order. For other modules the file's ``htp.signatures`` say it;
-    where a tool has renamed or removed those tensors, or there are no signatures, what leaves the module's region is
-    taken, as far as type and shape fit.
+    The outputs of the model are those of the graph, in order. Those of other modules are in ``htp.signatures``. If a
+    tool has renamed or removed these tensors, or there are no signatures, the outputs of the module's region are taken
+    whose type and shape match.
 
     Args:
         tagged: The file.
-        call: The call, as it ran.
+        call: The call.
     """
     signature = tagged.signature(call.path, call.number)
     inputs = () if signature is None else tuple(_inputs(tagged, call, signature))
@@ -88,32 +88,32 @@ def pair_call(tagged: TaggedModel, call: ModuleCall) -> PairedCall:
 
 
 def _of_tensors(call: ModuleCall, listed: Sequence[_Listed]) -> Sequence[_Listed] | None:
-    """The entries of a list of results that stand for a call's tensors; None if the list is of something else.
+    """The entries of a list of results that are tensors in PyTorch; None if the list has another length.
 
     It has an entry for each tensor, or for each tensor and each number: under TorchScript, sizes are tensors.
     """
     if len(listed) == len(call.outputs):
         return listed
     if len(listed) == len(call.tensors):
-        return [each for each, is_tensor in zip(listed, call.tensors, strict=True) if is_tensor]
+        return [entry for entry, is_tensor in zip(listed, call.tensors, strict=True) if is_tensor]
     return None
 
 
 def _in_order(call: ModuleCall, values: Sequence[ir.Value | None], inputs: tuple[Pair, ...]) -> PairedCall:
     known = zip(call.outputs, values, strict=True)
-    pairs = [Pair(str(k), held, (value,)) for k, (held, value) in enumerate(known) if held and value is not None]
+    pairs = [Pair(str(k), array, (value,)) for k, (array, value) in enumerate(known) if array and value is not None]
     return PairedCall(call, tuple(pairs), inputs, len(values) - len(pairs))
 
 
 def _inputs(tagged: TaggedModel, call: ModuleCall, signature: Signature) -> Iterable[Pair]:
-    for argument, held in call.inputs.items():
+    for argument, array in call.inputs.items():
         name = signature.inputs.get(argument)
         if name is not None and name in tagged.values:
-            yield Pair(argument, held, (tagged.values[name],))
+            yield Pair(argument, array, (tagged.values[name],))
 
 
 def _by_region(tagged: TaggedModel, call: ModuleCall, inputs: tuple[Pair, ...]) -> PairedCall:
-    """Pair outputs with what leaves the module's region."""
+    """Match outputs with the outputs of the module's region."""
     if tagged.source == "none" or call.path not in tagged:
         return PairedCall(call, (), inputs, len(call.outputs), "the file has no nodes of it")
     region = tagged[call.path]
@@ -123,12 +123,12 @@ def _by_region(tagged: TaggedModel, call: ModuleCall, inputs: tuple[Pair, ...]) 
         return PairedCall(call, (), inputs, len(call.outputs), str(error))
     leaving = leaving_tensors(tagged, region)
     pairs = []
-    for place, held in enumerate(call.outputs):
-        if held is None:
+    for place, array in enumerate(call.outputs):
+        if array is None:
             continue
-        fitting = tuple(value for value in leaving if _fits(tagged, value, held))  # in the order in which they are made
+        fitting = tuple(value for value in leaving if _fits(tagged, value, array))  # in the order of computation
         if fitting:
-            pairs.append(Pair(str(place), held, fitting))
+            pairs.append(Pair(str(place), array, fitting))
     reason = "its tensors are those that leave its nodes: the file does not name them"
     if not pairs:
         reason = _why_none(tagged, region)
@@ -142,54 +142,51 @@ def _why_none(tagged: TaggedModel, region: Region) -> str:
 
 
 def leaving_tensors(tagged: TaggedModel, region: Region) -> list[ir.Value]:
-    """What leaves a region in the main graph, without what was merged with the work of modules outside it."""
+    """Return the outputs of a region in the main graph, without those of nodes that other modules share by fusion."""
     values = (value for value in region.outputs if value.name and tagged.values.get(value.name) is value)
     return [value for value in values if not _is_of_others(tagged, region.path, value.producer())]
 
 
 def _is_of_others(tagged: TaggedModel, path: str, node: ir.Node | None) -> bool:
-    """Whether a node does work of other modules too; what is shared, each of its owners does alone."""
+    """Whether a node was fused from work of other modules, too; a shared node does the whole work of each owner."""
     if node is None or node.metadata_props.get(tags.REASON) == "shared":
         return False
     return not all(path in part.modules for part in tagged.work_of(node).parts)
 
 
-def _fits(tagged: TaggedModel, value: ir.Value, held: StoredArray) -> bool:
-    """Whether a tensor of a graph may hold an array, as far as its type and shape are known or can be inferred.
-
-    What inference does not find is compared with the array once the file has run.
-    """
+def _fits(tagged: TaggedModel, value: ir.Value, stored: StoredArray) -> bool:
+    """Whether the known or inferred type and shape of a tensor match an array; others are compared after the run."""
     if value.dtype is None or value.shape is None:
         value = tagged.typed.get(str(value.name), value)
-    if value.dtype is not None and value.dtype != ir.DataType.STRING and value.dtype.numpy() != held.array.dtype:
+    if value.dtype is not None and value.dtype != ir.DataType.STRING and value.dtype.numpy() != stored.array.dtype:
         return False
-    shape = held.array.shape
+    shape = stored.array.shape
     if value.shape is None:
         return True
     dims = zip(value.shape, shape, strict=False)
     return len(value.shape) == len(shape) and all(not isinstance(dim, int) or dim == size for dim, size in dims)
 
 
-def unmatched_calls(tagged: TaggedModel, ran: Mapping[str, int], there: Mapping[str, int]) -> dict[str, str]:
-    """Modules whose calls are others than in the export, with what is to be said of them.
+def unmatched_calls(tagged: TaggedModel, ran: Mapping[str, int], in_branches: Mapping[str, int]) -> dict[str, str]:
+    """Return the modules whose number of calls differs from that in the export, with the reason.
 
     Args:
         tagged: The file.
         ran: Module path → how often it ran now.
-        there: For modules with nodes in branches, how many of their calls are outside or in the branches taken now.
+        in_branches: Module with nodes in branches → how many of its calls are outside, or in branches taken now.
     """
     reasons = {}
     for path, info in tagged.hierarchy.items():
         now = ran.get(path, 0)
         known = len(tagged.signatures[path]) if path in tagged.signatures else info.calls
-        if path in there and not there[path] and known:
+        if path in in_branches and not in_branches[path] and known:
             reasons[path] = (
                 "it runs in a branch that PyTorch took now, and the file did not"
                 if now
                 else "the branch that it runs in was not taken"
             )
             continue
-        known = there.get(path, known)
+        known = in_branches.get(path, known)
         if not now and known and info.fate != "uncalled":
             reasons[path] = "its calls cannot be seen: it runs in a branch, or its forward is called directly"
         elif now != known and known and info.fate != "uncalled":

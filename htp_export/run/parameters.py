@@ -1,4 +1,4 @@
-"""Whether the parameters in a file are read by nodes of the modules that read them in PyTorch."""
+"""Checks that the parameters in a file are read by nodes of the modules that read them in PyTorch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["known_parameters", "misplaced_parameters"]
 
 
 def known_parameters(tagged: TaggedModel, model: nn.Module) -> dict[ir.Value, str]:
-    """Initializer → the parameter or buffer that it is: by name, and matrices also by value.
+    """Return initializer → name of the parameter or buffer with this name or, for matrices, with these values.
 
     Exporters fold the transposition of a Linear's weight into the weight, which loses its name. Of each matrix, the
-    first row and column are read, and the whole only where several parameters begin alike.
+    first row and column are read, and all values only if several parameters have the same ones.
 
     Args:
         tagged: The file.
@@ -50,7 +50,7 @@ def known_parameters(tagged: TaggedModel, model: nn.Module) -> dict[ir.Value, st
 
 
 def _matching(array: Array, weights: list[tuple[str, Array]]) -> str | None:
-    """The parameter that a matrix is, as it is or transposed."""
+    """The parameter with the values of a matrix or of its transpose."""
     begin_alike = [
         (name, turned) for name, weight in weights for turned in (weight, weight.T) if _begins_as(array, turned)
     ]
@@ -68,15 +68,15 @@ def _begins_as(first: Array, second: Array) -> bool:
 def misplaced_parameters(
     tagged: TaggedModel, known: Mapping[ir.Value, str], readers: Mapping[str, frozenset[str]], model: nn.Module
 ) -> tuple[str, ...]:
-    """The parameters that a node reads which belongs to no module that reads them in PyTorch.
+    """Return the parameters that are read by a node of a module that does not read them in PyTorch.
 
-    An initializer that is a parameter is right if every node that reads it has an owner at or below a module that holds
-    this tensor, or one that read it when PyTorch ran; tied parameters are one tensor.
+    Every node that reads a parameter must have an owner at or below a module that holds the tensor or that read it
+    when PyTorch ran; tied parameters are one tensor.
 
     Args:
         tagged: The file.
-        known: Initializer → parameter, as ``known_parameters`` tells.
-        readers: Parameter → the modules that hold or read it, as ``parameter_readers`` tells.
+        known: Initializer → parameter, from `known_parameters`.
+        readers: Parameter → the modules that hold or read it, from `parameter_readers`.
         model: The PyTorch model.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What PyTorch gives to every module and gets back, recorded in one run of the model."""
+"""Records the inputs and outputs of every call of every module in one run of a PyTorch model."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ __all__ = ["ModuleCall", "evaluating", "record_calls", "with_registered"]
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module, as it ran.
+    """One call of a module.
 
     Attributes:
         path: The module.
-        number: Which of its calls, from 0, in the order in which they began.
-        inputs: Argument of ``forward`` (``hidden_states``, ``states.1``) → its values at entry; those asked for.
-        outputs: What ``forward`` returned: its tensors in order; None for one that is not known.
-        began: When it began, among all calls: those that began later, and ended before it did, ran inside it.
-        tensors: For each tensor and each number that ``forward`` returned, in order, whether it is a tensor. The
-            TorchScript exporter sees sizes as tensors, and lists them among the results.
+        number: Number of the call, from 0, in the order in which they began.
+        inputs: Argument of ``forward`` (``hidden_states``, ``states.1``) → its values at entry; only wanted ones.
+        outputs: The tensors that ``forward`` returned, in order; None for an unknown one.
+        began: Position among all calls in the order in which they began. Calls that began later and ended earlier ran
+            inside this one.
+        tensors: For each tensor and number that ``forward`` returned, in order, whether it is a tensor. The TorchScript
+            exporter represents sizes by tensors, and lists them among the results.
     """
 
     path: str
@@ -52,11 +53,11 @@ class ModuleCall:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients, fused attention kernels and compilation; afterwards all is as it was.
+    """Use eval mode without gradients, fused attention kernels and compilation inside the block.
 
-    Without compilation, ``torch.cond`` and loops call the functions that they are given, so that hooks see the modules
-    in them. Compilation is a setting of the whole process, and exports compile branches: the block waits until no other
-    thread exports or evaluates, and others wait for it.
+    Without compilation, ``torch.cond`` and loops call their functions, so that hooks see the modules inside. Compilation
+    is a setting of the whole process, and exports compile branches: the block waits until no other thread exports or
+    evaluates, and others wait for it.
     """
     import torch
 
@@ -84,14 +85,14 @@ def record_calls(
     store: ArrayStore,
     wanted: Callable[[str, int, str], bool],
 ) -> list[ModuleCall]:
-    """Run a model once, and take down every call of every module.
+    """Run a model once, and record every call of every module.
 
     Args:
-        model: The model, in the mode that is wanted; its hooks are gone again afterwards.
+        model: The model, in the wanted mode; its hooks are removed afterwards.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        store: Where the values go. Values that several modules see are kept once.
-        wanted: Whether to keep an argument, by module path, number of the call, and name.
+        store: The store for the values. Values that several modules see are stored once.
+        wanted: Whether to record an argument, by module path, number of the call, and name.
 
     Returns:
         The calls, in the order in which they ended.
@@ -154,7 +155,7 @@ def with_registered(leaves: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, An
 
 
 class _Recorder:
-    """Takes down calls as hooks see them."""
+    """Records calls by hooks."""
 
     def __init__(self, store: ArrayStore, wanted: Callable[[str, int, str], bool]) -> None:
         self._store, self._wanted = store, wanted
@@ -170,7 +171,7 @@ class _Recorder:
         return [path for path, *_ in self._open]
 
     def watch(self, path: str, module: nn.Module) -> Iterator[Any]:
-        """Put hooks on a module; they come after those that it has."""
+        """Register hooks on a module, after its existing ones."""
         import torch
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -199,7 +200,7 @@ class _Recorder:
         yield module.register_forward_hook(leave, with_kwargs=True)
 
     def _hold(self, tensor: torch.Tensor) -> StoredArray:
-        """The values of a tensor as it is now; those of one that was seen before and not changed since, again."""
+        """Store the current values of a tensor, unless it was stored before and has not changed."""
         try:
             version = tensor._version
         except RuntimeError:  # made in inference mode: nobody counts its changes
@@ -207,6 +208,6 @@ class _Recorder:
         seen = self._known.get(id(tensor))
         if seen is not None and seen[0]() is tensor and seen[1] == version:
             return seen[2]
-        held = self._store.keep(from_torch(tensor))
-        self._known[id(tensor)] = (weakref.ref(tensor), version, held)
-        return held
+        stored = self._store.keep(from_torch(tensor))
+        self._known[id(tensor)] = (weakref.ref(tensor), version, stored)
+        return stored

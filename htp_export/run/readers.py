@@ -1,4 +1,4 @@
-"""Which modules read which parameters when a PyTorch model runs."""
+"""The modules that read each parameter when a PyTorch model runs."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def named_tensors(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[s
 
 @contextlib.contextmanager
 def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]]:
-    """Watch what runs inside the block; afterwards tell which modules each parameter and buffer belongs to.
+    """Record the modules to which each parameter and buffer belongs while a model runs inside the block.
 
-    A parameter belongs to the module that holds it, and to the one whose ``forward`` was the innermost that gave it to
-    an operation: ``nn.MultiheadAttention`` reads the weight of its ``out_proj``, which never runs. A tensor held under
-    several names belongs to the modules of all of them. A branch of ``torch.cond`` or a loop body that did not run in
-    the block runs once when it ends: torch does not let it change anything.
+    A parameter belongs to the module that holds it, and to the innermost running module that passes it to an operation:
+    ``nn.MultiheadAttention`` reads the weight of its ``out_proj``, which never runs. A tensor with several names
+    belongs to the modules of all of them. Branches of ``torch.cond`` and loop bodies that did not run in the block run
+    once at its end: torch does not allow them to have side effects.
 
     Args:
-        model: The model, which runs without compilation. Its hooks are gone again after the block.
+        model: The model, which runs without compilation. Its hooks are removed after the block.
 
     Yields:
-        Name of every parameter and buffer → module paths; complete once the block is left.
+        Name of every parameter and buffer → module paths; complete after the block.
 
     Examples:
         >>> import torch
@@ -78,12 +78,12 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
     readers.update({name: frozenset(readers_of[key]) for key, listed in names.items() for name in listed})
 
 
-def _watch(found: Mapping[int, set[str]], running: list[str]) -> Any:
-    """A context manager in which each operation that runs adds its module to the parameters that it reads.
+def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
+    """Return a context manager in which each operation adds its module to the parameters that it reads.
 
     Args:
-        found: ``id`` of a parameter → its modules; added to.
-        running: Paths of the modules that are running, outermost first.
+        readers_of: ``id`` of a parameter → its modules, which are extended.
+        running: Paths of the running modules, outermost first.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -94,15 +94,15 @@ def _watch(found: Mapping[int, set[str]], running: list[str]) -> Any:
     class Watch(TorchFunctionMode):
         def __init__(self) -> None:
             super().__init__()
-            self._others: list[tuple[list[str], Any, list[Any]]] = []  # running modules, body, what it would be given
+            self._others: list[tuple[list[str], Any, list[Any]]] = []  # running modules, body, its arguments
             self._each_once = False
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if has_bodies(func):
                 return self._run_bodies(func, args, kwargs or {})
             for tensor in _leaves((*args, *(kwargs or {}).values())):
-                if running and id(tensor) in found:
-                    found[id(tensor)].add(running[-1])
+                if running and id(tensor) in readers_of:
+                    readers_of[id(tensor)].add(running[-1])
             return func(*args, **(kwargs or {}))
 
         def _run_bodies(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -110,28 +110,28 @@ def _watch(found: Mapping[int, set[str]], running: list[str]) -> Any:
             ran: set[Any] = set()
 
             def watched(body: Any) -> Any:
-                def run(*given: Any) -> Any:
+                def run(*arguments: Any) -> Any:
                     ran.add(body)
                     with self:
-                        return body(*given)
+                        return body(*arguments)
 
                 return run
 
-            bodies = [each for each in args if is_body(each)]
-            given = [each for several in args if isinstance(several, list | tuple) for each in several]
+            bodies = [argument for argument in args if is_body(argument)]
+            arguments = [argument for several in args if isinstance(several, list | tuple) for argument in several]
             if self._each_once and gives_what_a_body_gives(func):
-                return [watched(body)(*given) for body in bodies][-1]
-            result = func(*(watched(each) if is_body(each) else each for each in args), **kwargs)
-            self._others += [(list(running), body, given) for body in bodies if body not in ran]
+                return [watched(body)(*arguments) for body in bodies][-1]
+            result = func(*(watched(argument) if is_body(argument) else argument for argument in args), **kwargs)
+            self._others += [(list(running), body, arguments) for body in bodies if body not in ran]
             return result
 
         def run_others(self) -> None:
             """Run the bodies that have not run; every body once, as loops in them may not end."""
             self._each_once = True
-            for modules, body, given in self._others:
+            for modules, body, arguments in self._others:
                 running[:] = modules
                 with contextlib.suppress(Exception), self:  # no other run has to succeed than the model's own
-                    body(*given)
+                    body(*arguments)
 
     return Watch()
 

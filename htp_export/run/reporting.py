@@ -1,4 +1,4 @@
-"""From what was found in calls to a result for every module."""
+"""Results of modules from those of their calls."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["module_results", "tolerance_of"]
 def tolerance_of(
     tagged: TaggedModel, tolerances: Mapping[str, tuple[float, float]]
 ) -> Callable[[str], Tolerance | None]:
-    """What may differ at a module; None where nothing is asked for.
+    """Return a function from a module to its tolerance; None for modules without one.
 
     Args:
         tagged: The file.
-        tolerances: Selector → absolute and relative tolerance; of several that fit, the last one holds.
+        tolerances: Selector → absolute and relative tolerance; the last selector that matches applies.
 
     Raises:
-        InputError: If one is negative or no number.
+        InputError: If a tolerance is negative or not a number.
         SelectorError: If a selector cannot be read, or matches nothing.
     """
     by_path: dict[str, Tolerance] = {}
@@ -45,13 +45,13 @@ def module_results(
     *,
     isolated: bool,
 ) -> dict[str, ModuleResult]:
-    """The result of every chosen module, in the order of the tree.
+    """Return the result of every chosen module, in the order of the module tree.
 
     Args:
         tagged: The file.
         chosen: The modules.
         calls: Their calls.
-        blame: Who is wrong by itself.
+        blame: The modules that are wrong themselves.
         reasons: Module path → why it was not compared.
         isolated: Whether every call ran alone.
     """
@@ -87,7 +87,7 @@ def _module_result(tagged: TaggedModel, path: str, calls: list[CallResult], reas
     info = tagged.hierarchy[path]
     calls = sorted(calls, key=lambda call: call.number)
     statuses = {call.status for call in calls}
-    status = next((each for each in (DIFFERS, INHERITS, AGREES) if each in statuses), None)
+    status = next((candidate for candidate in (DIFFERS, INHERITS, AGREES) if candidate in statuses), None)
     if path in blame.modules:
         status = DIFFERS
     missing = sum(call.missing for call in calls)

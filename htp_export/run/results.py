@@ -1,4 +1,4 @@
-"""What verifying a file against PyTorch, or comparing two files, says of every module."""
+"""Results by module of comparing a file with PyTorch, or two files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ COMPARED = (AGREES, DIFFERS, INHERITS)
 
 @dataclass(frozen=True)
 class TensorResult:
-    """One tensor that a module's call was given or gave back.
+    """One input or output of a call of a module.
 
     Attributes:
-        name: The argument of ``forward``, or the place among what it returned: ``"0"``.
+        name: The argument of ``forward``, or the position among its results: ``"0"``.
         tensor: Its name in the ONNX file.
-        difference: How far it is from what it should be.
+        difference: The difference from the expected values.
     """
 
     name: str
@@ -39,11 +39,11 @@ class CallResult:
     """One call of a module.
 
     Attributes:
-        number: Which call, from 0.
+        number: Number of the call, from 0.
         status: As for the module.
-        outputs: What it gave back, as far as the file has it.
-        inputs: The same for what it was given.
-        missing: How many of the tensors that it gave back the file does not have.
+        outputs: Its outputs, as far as the file has them.
+        inputs: Its inputs, as far as the file has them.
+        missing: Number of outputs that the file does not have.
     """
 
     number: int
@@ -60,13 +60,13 @@ class ModuleResult:
     Attributes:
         path: The module.
         class_name: Its fully qualified class.
-        fate: What became of it in the export.
-        status: ``agrees``; ``differs``, wrong by itself; ``inherits``, wrong by what it was given or by a module below
-            it; for a module without a tensor to compare its fate, or ``not compared``.
-        calls: Its calls, as far as they were compared.
-        reason: Why it was not compared, or what is to be known about how it was; ``""`` as a rule.
-        compared_at: For a module without a tensor of its own in one of two files, the nearest one around it that was
-            compared in its place; None otherwise.
+        fate: Its fate in the export.
+        status: ``agrees``; ``differs``: it is wrong itself; ``inherits``: its inputs or a module below it are wrong;
+            for a module without a tensor to compare its fate, or ``not compared``.
+        calls: Its compared calls.
+        reason: Why it was not compared, or a remark on how it was compared; usually ``""``.
+        compared_at: For a module without a tensor of its own in one of two files, the nearest module around it that
+            was compared in its place; None otherwise.
     """
 
     path: str
@@ -89,34 +89,34 @@ class ModuleResult:
 
     @property
     def max_abs(self) -> float | None:
-        """The largest difference between elements of its outputs; None where there is none to compare."""
-        return _largest(each.max_abs for each in self.differences)
+        """The largest difference between elements of its outputs; None if none was compared."""
+        return _largest(difference.max_abs for difference in self.differences)
 
     @property
     def mean_abs(self) -> float | None:
         """The largest mean difference of an output."""
-        return _largest(each.mean_abs for each in self.differences)
+        return _largest(difference.mean_abs for difference in self.differences)
 
     @property
     def max_rel(self) -> float | None:
         """The largest relative difference."""
-        return _largest(each.max_rel for each in self.differences)
+        return _largest(difference.max_rel for difference in self.differences)
 
     @property
     def mean_rel(self) -> float | None:
         """The largest mean relative difference of an output."""
-        return _largest(each.mean_rel for each in self.differences)
+        return _largest(difference.mean_rel for difference in self.differences)
 
     @property
     def cosine(self) -> float | None:
         """The smallest cosine of an output."""
-        largest = _largest(-each.cosine for each in self.differences)
+        largest = _largest(-difference.cosine for difference in self.differences)
         return None if largest is None else -largest
 
     @property
     def problem(self) -> str:
-        """What is wrong with the first output that differs."""
-        return next((each.problem for each in self.differences if each.problem), "")
+        """The problem of the first output that differs."""
+        return next((difference.problem for difference in self.differences if difference.problem), "")
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data."""
@@ -138,7 +138,7 @@ def _largest(values: Iterable[float]) -> float | None:
 
 
 def _known(name: str, value: Any) -> bool:
-    """Whether JSON says it: numbers are null where there are none, words are left out."""
+    """Whether JSON has the entry: missing numbers are null, and missing texts are left out."""
     return value is not None or name in _NUMBERS
 
 
@@ -150,11 +150,11 @@ def _plain(value: Any) -> Any:
 def _call_to_dict(call: CallResult) -> dict[str, Any]:
     def tensors(listed: Sequence[TensorResult]) -> list[dict[str, Any]]:
         rows = []
-        for each in listed:
-            numbers: dict[str, Any] = {name: _plain(getattr(each.difference, name)) for name in _NUMBERS}
-            remarks = {"problem": each.difference.problem, "note": each.difference.note}
+        for tensor in listed:
+            numbers: dict[str, Any] = {name: _plain(getattr(tensor.difference, name)) for name in _NUMBERS}
+            remarks = {"problem": tensor.difference.problem, "note": tensor.difference.note}
             rows.append(
-                {"name": each.name, "tensor": each.tensor, **numbers, **{k: v for k, v in remarks.items() if v}}
+                {"name": tensor.name, "tensor": tensor.tensor, **numbers, **{k: v for k, v in remarks.items() if v}}
             )
         return rows
 
@@ -192,7 +192,7 @@ COMPARISON_COLUMNS: tuple[Column[ModuleResult], ...] = (
     Column("reason", "reason", lambda module: module.reason or None, right=False),
     Column("compared_at", "compared at", right=False),
 )
-"""What is known of each module."""
+"""The columns of a comparison."""
 
 _DRAWN = ("class_name", "status", "max_abs", "mean_abs", "max_rel", "cosine")
 _SAID: Column[ModuleResult] = Column("said", "", lambda m: m.reason or m.problem, style="dim", right=False)
@@ -240,14 +240,14 @@ class Comparison(ModuleTable):
 
     @property
     def score(self) -> str:
-        """How many agree, of how many that could be compared: ``312 of 312``, and the worst."""
+        """How many of the compared modules agree: ``312 of 312``."""
         compared = [module for module in self.modules.values() if module.compared]
         agreeing = sum(module.status == AGREES for module in compared)
         return f"{agreeing} of {len(compared)}"
 
     @property
     def summary(self) -> str:
-        """What a person needs, in one line.
+        """The result in one line.
 
         Examples:
             >>> from htp_export.runtime.comparing import difference
@@ -278,7 +278,7 @@ class Comparison(ModuleTable):
 
     @property
     def worst_in_brackets(self) -> str:
-        """The largest difference and where, as it stands at the end of a line."""
+        """The largest difference and its module, in brackets."""
         worst = self.worst
         value = None if worst is None else self.modules[worst].max_abs
         return "" if worst is None or value is None else f" (worst {short_number(value)}, {_shown(worst)})"
@@ -299,7 +299,7 @@ class Comparison(ModuleTable):
             "wrong": list(self.wrong),
             "isolated": self.isolated,
             "assumed": list(self.assumed),
-            "tags": [each.to_dict() for each in self.tags],
+            "tags": [facts.to_dict() for facts in self.tags],
             "modules": {path: module.to_dict() for path, module in self.modules.items()},
         }
 
@@ -310,13 +310,13 @@ class Comparison(ModuleTable):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is to be known besides: how many modules were not compared, and why."""
+        """How many modules were not compared and why, and assumed sizes, a line each."""
         fates = Counter(module.status for module in self.modules.values() if not module.compared)
-        said = ", ".join(f"{count} {_FATE_WORDS.get(fate, fate)}" for fate, count in fates.items())
-        return (*([f"not compared: {said}"] if said else []), *self.assumed)
+        listed = ", ".join(f"{count} {_FATE_WORDS.get(fate, fate)}" for fate, count in fates.items())
+        return (*([f"not compared: {listed}"] if listed else []), *self.assumed)
 
     def tag_lines(self) -> tuple[str, ...]:
-        """What is known about tags, of both files where there are two."""
+        """The tags of the compared files, a line each."""
         return tag_lines(*self.tags, names=("right", "compared"))
 
 
@@ -342,7 +342,7 @@ class Verification(Comparison):
 
     @property
     def summary(self) -> str:
-        """What a person needs, in one line."""
+        """The result in one line."""
         if not self.misplaced:
             return super().summary
         wrong = f"owners of {len(self.misplaced)} of {self.parameters} parameters are wrong: {self.misplaced[0]}"
@@ -355,7 +355,7 @@ class Verification(Comparison):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The same, and the parameters that are read in the wrong place."""
+        """The same, and the parameters that nodes of other modules read."""
         return (*super().notes, *self.misplaced)
 
 

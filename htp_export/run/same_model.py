@@ -1,4 +1,4 @@
-"""Whether a file was exported from a model, as far as that can be told before anything is run."""
+"""Checks that a file was exported from a model, before anything is run."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ _FEWEST = 3  # parameters with other values: fewer are a fault of this file, whi
 
 
 def check_same_model(tagged: TaggedModel, model: nn.Module, name: str) -> None:
-    """Refuse a file of another model: other modules, classes, shapes of parameters, or other weights altogether.
+    """Refuse a file with other modules, classes or shapes of parameters, or in which most weights differ.
 
-    One weight that was changed is no reason: the comparison finds it.
+    A single changed weight is accepted: the comparison finds it.
 
     Args:
         tagged: The file.
         model: The model.
-        name: What to call the file in errors.
+        name: Name of the file in errors.
 
     Raises:
-        InputError: If it is a file of another model; the message says how that is known.
+        InputError: If it is a file of another model; the message has the difference.
     """
-    here = Hierarchy.from_module(model)
+    modules = Hierarchy.from_module(model)
     exact = tagged.source != "torch"  # torch's own scopes name modules wrongly, and do not tell what was fused
     for path, info in tagged.hierarchy.items() if exact else ():
-        if path not in here:
+        if path not in modules:
             _refuse(name, model, f"it has a module {path!r}, and the model has none")
-        ours = here[path]
+        ours = modules[path]
         if info.class_name and info.simple_class != ours.simple_class:
             _refuse(name, model, f"its module {path or '(root)'!r} is a {info.simple_class}, not a {ours.simple_class}")
     parameters = dict(named_tensors(model))
@@ -65,7 +65,7 @@ def check_same_modules_ran(tagged: TaggedModel, model: nn.Module, ran: Mapping[s
         tagged: The file.
         model: The model.
         ran: Module path → how often it ran.
-        name: What to call the file in errors.
+        name: Name of the file in errors.
 
     Raises:
         InputError: If there is one.

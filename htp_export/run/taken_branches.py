@@ -1,4 +1,4 @@
-"""A file in which the branches that one run takes stand in the main graph, where their tensors can be compared."""
+"""Moves the branches that one run takes into the main graph, where their tensors can be compared."""
 
 from __future__ import annotations
 
@@ -66,16 +66,16 @@ def _inline(model: ir.Model, node: ir.Node, branch: str) -> bool:
 def numbered_as_in_file(
     tagged: TaggedModel, taken: TaggedModel, calls: Sequence[ModuleCall]
 ) -> tuple[list[ModuleCall], Mapping[str, int]]:
-    """Give calls the numbers that they have in a file, in which a module's calls in all branches are counted.
+    """Renumber calls as in a file, which counts the calls of a module in all branches.
 
     Args:
         tagged: The file.
-        taken: The same as `with_taken_branches` gives it.
-        calls: The calls as PyTorch made them.
+        taken: The file with `with_taken_branches`.
+        calls: The calls in PyTorch.
 
     Returns:
-        The calls, and for each module that has nodes in branches how many of its calls are in the branches that were
-        taken or outside. Where these are not as many as PyTorch made, the numbers are left as they are.
+        The calls, and for each module with nodes in branches the number of its calls outside or in taken branches. If
+        this differs from the number of calls in PyTorch, its calls are not renumbered.
     """
     main = tagged.model.graph
     inside = dict.fromkeys(
@@ -83,13 +83,13 @@ def numbered_as_in_file(
     )
     if taken is tagged or not inside:
         return list(calls), {}
-    there = {path: _calls_with_nodes(taken, path) for path in inside if path in taken}
+    numbers_of = {path: _calls_with_nodes(taken, path) for path in inside if path in taken}
     ran = Counter(call.path for call in calls)
-    numbers = {path: known for path, known in there.items() if len(known) == ran[path]}
+    numbers = {path: known for path, known in numbers_of.items() if len(known) == ran[path]}
     renumbered = [
         replace(call, number=numbers[call.path][call.number]) if call.path in numbers else call for call in calls
     ]
-    return renumbered, {path: len(known) for path, known in there.items()}
+    return renumbered, {path: len(known) for path, known in numbers_of.items()}
 
 
 def _calls_with_nodes(tagged: TaggedModel, path: str) -> list[int]:

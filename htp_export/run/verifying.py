@@ -156,20 +156,20 @@ def _check(
 def feed_of_call(
     tagged: TaggedModel, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> dict[str, npt.NDArray[Any]]:
-    """The arguments of a call of the model, as inputs of the file.
+    """Return the arguments of a call of the model as inputs of the file.
 
-    The file says which input is which argument; where it does not, their names do, or else their order. A number is
-    an input where the exporter made it one (TorchScript's), also one that is a default of ``forward``.
+    They are matched by the signature in the file, otherwise by name, otherwise in order. A number, also a default of
+    ``forward``, is an input if the exporter made it one, as TorchScript's does.
 
     Args:
         tagged: The file.
         model: The model.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        name: What to call the file in errors.
+        name: Name of the file in errors.
 
     Raises:
-        InputError: If the call has not the inputs that the file takes, or they have other types or shapes.
+        InputError: If the call does not have the inputs of the file, or they have other types or shapes.
     """
     import torch
 

@@ -30,5 +30,5 @@ def infer_bound(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Symboli
         ((2, 4), 32)
     """
     sizes = Inputs.of(model).bind(shapes=shapes).sizes
-    whole = {name: tuple(map(int, shape)) for name, shape in shapes.items()}
-    return Symbolic(model.graph, functions=model.functions, sizes=sizes, shapes=whole)
+    numbers = {name: tuple(map(int, shape)) for name, shape in shapes.items()}
+    return Symbolic(model.graph, functions=model.functions, sizes=sizes, shapes=numbers)

@@ -191,10 +191,10 @@ class _Sums:
         self._one += float(np.square(size).sum())
         self._other += float(np.square(np.abs(actual_wide)).sum())
 
-    def _add_unusual(self, one: Array, other: Array) -> None:
+    def _add_unusual(self, expected: Array, actual: Array) -> None:
         """Add elements of which at least one is NaN or infinite."""
-        one_is_nan = np.isnan(one) != np.isnan(other)
-        unequal = ~one_is_nan & ~np.isnan(one) & (one != other)
+        one_is_nan = np.isnan(expected) != np.isnan(actual)
+        unequal = ~one_is_nan & ~np.isnan(expected) & (expected != actual)
         self._strays += int(np.count_nonzero(one_is_nan))
         if unequal.any():
             self._outside += int(np.count_nonzero(unequal))

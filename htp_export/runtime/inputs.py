@@ -1,4 +1,4 @@
-"""Inputs of a model: sizes for the dimensions that it leaves open, and arrays, as given or random, that fit."""
+"""Inputs of a model: sizes of its open dimensions, and given or random arrays."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class Input:
 
     Attributes:
         name: Its name.
-        type: Its element type; None where it is not known, or the input is no tensor.
-        shape: Sizes, names of sizes, or None for sizes without a name; None where even their number is not known.
+        type: Its element type; None if it is unknown, or the input is not a tensor.
+        shape: For each dimension a size, a name, or None for an open dimension without a name; None if the rank is
+            unknown.
         tensor: Whether it is a tensor.
     """
 
@@ -38,7 +39,7 @@ class Input:
 
     @classmethod
     def of(cls, value: ir.Value) -> Input:
-        """What a graph says of a value."""
+        """Create one from a value of a graph."""
         tensor = isinstance(value.type, ir.TensorType)
         known = tensor and value.dtype != ir.DataType.UNDEFINED
         shape = None
@@ -55,13 +56,13 @@ class Input:
 
 @dataclass(frozen=True)
 class Bound:
-    """The inputs of a model with numbers for the sizes that it leaves open, as far as these are given.
+    """The inputs of a model with sizes for its open dimensions, as far as they are given.
 
     Attributes:
-        sizes: Name of an open size → size.
-        shapes: Input name → shape, None in place of a size that stays open; None where the number of sizes does.
-        open: What stays open: names of sizes, ``x: 1`` for a size without a name, ``x: all`` for a whole shape.
-        conflicts: What contradicts the model, or itself.
+        sizes: Name of an open dimension → size.
+        shapes: Input name → shape, with None for a dimension that stays open; None if the rank is unknown.
+        open: The dimensions that stay open: names, ``x: 1`` for one without a name, ``x: all`` for a whole shape.
+        conflicts: Contradictions between the sizes, or with the model, a sentence each.
     """
 
     sizes: Mapping[str, int]
@@ -70,11 +71,11 @@ class Bound:
     conflicts: tuple[str, ...]
 
     def check(self) -> None:
-        """Refuse inputs whose sizes contradict each other, or are not all known.
+        """Refuse sizes that contradict each other, and open dimensions without a size.
 
         Raises:
             InputError: If there is a contradiction.
-            OpenDimensionError: If a size stays open.
+            OpenDimensionError: If a dimension stays open.
         """
         if self.conflicts:
             raise InputError(self.conflicts[0])
@@ -83,18 +84,18 @@ class Bound:
             example = (
                 f"dims ({', '.join(f'{name}=...' for name in named)})" if len(named) == len(self.open) else "shapes"
             )
-            said = f"sizes are open: {', '.join(map(repr, self.open))}; give {example}, or example inputs"
-            raise OpenDimensionError(self.open, said)
+            problem = f"sizes are open: {', '.join(map(repr, self.open))}; give {example}, or example inputs"
+            raise OpenDimensionError(self.open, problem)
 
 
 @dataclass(frozen=True)
 class Feed:
-    """Arrays for every input, and what was assumed to make them.
+    """An array for every input.
 
     Attributes:
         arrays: Input name → array.
-        types: Input name → ONNX element type, which numpy cannot always tell.
-        notes: What was assumed.
+        types: Input name → ONNX element type, as numpy does not have all of them.
+        notes: A line for each size that was assumed.
     """
 
     arrays: Mapping[str, Array]
@@ -103,7 +104,7 @@ class Feed:
 
 
 class Inputs:
-    """The inputs that a model must be given: those that have no value of their own.
+    """The inputs of a model without those that have a default value.
 
     Args:
         inputs: The inputs, in order.
@@ -121,7 +122,7 @@ class Inputs:
 
     def __init__(self, inputs: Iterable[Input]) -> None:
         self._inputs = tuple(inputs)
-        self._by_name = {each.name: each for each in self._inputs}
+        self._by_name = {declared.name: declared for declared in self._inputs}
 
     @classmethod
     def of(cls, model: ir.Model) -> Inputs:
@@ -140,18 +141,17 @@ class Inputs:
     def bind(
         self, *, dims: Mapping[str, int] | None = None, shapes: Mapping[str, Sequence[int]] | None = None
     ) -> Bound:
-        """Give numbers to the sizes that the model leaves open.
+        """Set the sizes of open dimensions.
 
         Args:
-            dims: Name of an open size → size.
-            shapes: Input name → its whole shape, as wanted or as an example has it. A name in its place in the model
-                has the size wherever it stands.
+            dims: Name of an open dimension → size.
+            shapes: Input name → shape. It sets the size of each named dimension of the input, for all inputs.
 
         Raises:
-            InputError: If the model has no such size or input, or a size is no whole number.
+            InputError: If the model has no such dimension or input, or a size is not a whole number.
         """
         sizes = dict(dims or {})
-        names = dict.fromkeys(dim for each in self for dim in each.shape or () if isinstance(dim, str))
+        names = dict.fromkeys(dim for declared in self for dim in declared.shape or () if isinstance(dim, str))
         for name, size in sizes.items():
             _check_name("open dimension", name, names)
             if not _is_size(size):
@@ -164,52 +164,53 @@ class Inputs:
         ]
         bound: dict[str, tuple[int | None, ...] | None] = {}
         open_sizes: dict[str, None] = {}
-        for each in self:
-            if each.name in given_shapes:
-                bound[each.name] = given_shapes[each.name]
-            elif each.shape is None:
-                bound[each.name] = None
-                open_sizes.update({f"{each.name}: all": None} if each.tensor else {})
+        for declared in self:
+            if declared.name in given_shapes:
+                bound[declared.name] = given_shapes[declared.name]
+            elif declared.shape is None:
+                bound[declared.name] = None
+                open_sizes.update({f"{declared.name}: all": None} if declared.tensor else {})
             else:
-                shape = tuple(sizes.get(dim) if isinstance(dim, str) else dim for dim in each.shape)
-                bound[each.name] = shape
-                stays = ((k, dim) for k, dim in enumerate(each.shape) if shape[k] is None)
-                open_sizes.update({dim if isinstance(dim, str) else f"{each.name}: {k}": None for k, dim in stays})
+                shape = tuple(sizes.get(dim) if isinstance(dim, str) else dim for dim in declared.shape)
+                bound[declared.name] = shape
+                stays = ((k, dim) for k, dim in enumerate(declared.shape) if shape[k] is None)
+                open_sizes.update({dim if isinstance(dim, str) else f"{declared.name}: {k}": None for k, dim in stays})
         return Bound(sizes, bound, tuple(open_sizes), tuple(conflicts))
 
     def feed(self, arrays_by_name: Mapping[str, Any], dims: Mapping[str, int] | None = None) -> Feed:
-        """The given inputs as arrays.
+        """Check given inputs, and convert them to arrays.
 
         Args:
             arrays_by_name: Input name → numpy array, torch tensor, or nested lists of numbers.
             dims: Name of an open dimension → the size that the inputs must have there.
 
         Raises:
-            InputError: If one is missing or unknown, or its type or shape is not the model's, or not that of ``dims``;
-                it says which, and what the model wants.
+            InputError: If an input is missing or unknown, or does not have the type and shape of the model, or the
+                sizes of ``dims``; the message has the input and the expected type and shape.
         """
         if not isinstance(arrays_by_name, Mapping):
             raise InputError(f"inputs are a dict of name → array, not {type(arrays_by_name).__name__}")
         for name in arrays_by_name:
             _check_name("input", name, self._by_name)
-        missing = [f"{name!r} ({each})" for name, each in self._by_name.items() if name not in arrays_by_name]
+        missing = [f"{name!r} ({declared})" for name, declared in self._by_name.items() if name not in arrays_by_name]
         if missing:
             raise InputError(f"no value for input {', '.join(missing)}")
-        arrays = {each.name: _array(each, arrays_by_name[each.name]) for each in self}
-        for each in self:
-            _check(each, arrays[each.name])
+        arrays = {declared.name: _array(declared, arrays_by_name[declared.name]) for declared in self}
+        for declared in self:
+            _check(declared, arrays[declared.name])
         if dims:
             self.bind(dims=dims, shapes={name: array.shape for name, array in arrays.items()}).check()
         return Feed(arrays, self._types)
 
     def feed_again(self, arrays_by_name: Mapping[str, Array]) -> Feed:
-        """What another file of a model is fed: the same arrays, in the width that its own floats have.
+        """Check the inputs of one file of a model for another file of it; floats are converted to its precision.
 
         Args:
-            arrays_by_name: Input name → array. Inputs of other names have those at their places, if there are as many.
+            arrays_by_name: Input name → array. If there are as many as inputs, they are matched by position where the
+                names differ.
 
         Raises:
-            InputError: If there is no array for an input, or not of its type or shape.
+            InputError: If there is no array for an input, or it has another type or shape.
 
         Examples:
             >>> x = Input("x_half", ir.DataType.FLOAT16, ("batch", 4))
@@ -218,12 +219,13 @@ class Inputs:
         """
         places = list(arrays_by_name.values()) if len(arrays_by_name) == len(self) else []
         feed = {}
-        for place, each in enumerate(self):
-            array = arrays_by_name.get(each.name, places[place] if places else None)
+        for place, declared in enumerate(self):
+            array = arrays_by_name.get(declared.name, places[place] if places else None)
             if array is None:
-                raise InputError(f"takes an input {each.name!r}, and the other file has none of that name")
-            wanted = each.type.numpy() if each.type is not None and each.type.is_floating_point() else array.dtype
-            feed[each.name] = array.astype(wanted) if array.dtype != wanted and _is_float(array) else array
+                raise InputError(f"takes an input {declared.name!r}, and the other file has none of that name")
+            kind = declared.type
+            wanted = kind.numpy() if kind is not None and kind.is_floating_point() else array.dtype
+            feed[declared.name] = array.astype(wanted) if array.dtype != wanted and _is_float(array) else array
         return self.feed(feed)
 
     def random(
@@ -235,19 +237,18 @@ class Inputs:
         open_sizes: Sequence[int] = (1,),
         true: float = 1.0,
     ) -> Feed:
-        """Random inputs: floats are normal, integers 0 or 1, which every vocabulary has.
+        """Create random inputs: floats are normally distributed, integers are 0 or 1, which every vocabulary has.
 
         Args:
-            dims: Name of a size that the model leaves open → size.
-            shapes: Input name → its whole shape.
-            seed: Of the values.
-            open_sizes: What sizes are that are not given, one after another; a note says so. Sizes of one name are
-                equal, and so are those without a name.
-            true: The part of booleans that is true.
+            dims: Name of an open dimension → size.
+            shapes: Input name → shape.
+            seed: Seed of the random numbers.
+            open_sizes: Sizes for further open dimensions, see `assume`.
+            true: Probability that a boolean is true.
 
         Raises:
-            InputError: If an input is no tensor of numbers or its number of dimensions is unknown, or if ``dims`` or
-                ``shapes`` do not fit the model.
+            InputError: If an input is not a tensor of numbers or has an unknown rank, or if ``dims`` or ``shapes`` do
+                not fit the model.
 
         Examples:
             >>> x = Inputs([Input("x", ir.DataType.FLOAT, ("batch", 4))])
@@ -259,26 +260,27 @@ class Inputs:
             bound.check()
         generator = np.random.default_rng(seed)
         arrays: dict[str, Array] = {}
-        for each in self:
-            shape = bound.shapes[each.name]
+        for declared in self:
+            shape = bound.shapes[declared.name]
             if shape is None:
-                raise InputError(f"input {each.name!r}: no random value can be made of {each}; give inputs")
-            arrays[each.name] = _random(each, [size for size in shape if size is not None], generator, true)
-            _check(each, arrays[each.name])
+                raise InputError(f"input {declared.name!r}: no random value can be made of {declared}; give inputs")
+            arrays[declared.name] = _random(declared, [size for size in shape if size is not None], generator, true)
+            _check(declared, arrays[declared.name])
         return Feed(arrays, self._types, notes)
 
     def assume(self, bound: Bound, open_sizes: Sequence[int] = (1,)) -> tuple[Bound, tuple[str, ...]]:
-        """Give numbers to the sizes that stay open.
+        """Assume sizes for the dimensions that stay open.
 
         Args:
-            bound: What is known.
-            open_sizes: The numbers, one after another. Sizes of one name are equal, and so are those without a name.
+            bound: The sizes so far.
+            open_sizes: The sizes to assume, one after another. Dimensions with the same name have the same size, and
+                so have those without a name.
 
         Returns:
-            The inputs with every size known, and a note for each size that was assumed.
+            The inputs with all sizes, and a note for each size that was assumed.
 
         Raises:
-            InputError: If the number of dimensions of a tensor is not known.
+            InputError: If the rank of a tensor is unknown.
 
         Examples:
             >>> x = Inputs([Input("x", ir.DataType.FLOAT, ("batch", 4))])
@@ -289,28 +291,28 @@ class Inputs:
         numbers, assumed = itertools.cycle(open_sizes), dict[str, int]()
         notes: dict[str, None] = {}
         shapes: dict[str, tuple[int | None, ...] | None] = {}
-        for each in self:
-            known = bound.shapes[each.name]
-            if known is None and each.tensor:
-                said = f"input {each.name!r}: the model does not tell its shape; give inputs, or its shape"
-                raise OpenDimensionError([f"{each.name}: all"], said)
+        for declared in self:
+            known = bound.shapes[declared.name]
+            if known is None and declared.tensor:
+                problem = f"input {declared.name!r}: the model does not tell its shape; give inputs, or its shape"
+                raise OpenDimensionError([f"{declared.name}: all"], problem)
             shape = []
             for place, size in enumerate(known or ()):
                 if size is None:
-                    name = each.shape[place] if each.shape is not None else None
+                    name = declared.shape[place] if declared.shape is not None else None
                     key = name if isinstance(name, str) else ""
                     size = assumed[key] if key in assumed else assumed.setdefault(key, next(numbers))
                     notes.setdefault(
-                        f"size {name!r} is {size}" if key else f"size {place} of input {each.name!r} is {size}"
+                        f"size {name!r} is {size}" if key else f"size {place} of input {declared.name!r} is {size}"
                     )
                 shape.append(size)
-            shapes[each.name] = None if known is None else tuple(shape)
+            shapes[declared.name] = None if known is None else tuple(shape)
         sizes = {**bound.sizes, **{name: size for name, size in assumed.items() if name}}
         return Bound(sizes, shapes, (), bound.conflicts), tuple(notes)
 
     @property
     def _types(self) -> dict[str, ir.DataType]:
-        return {each.name: each.type for each in self if each.type is not None}
+        return {declared.name: declared.type for declared in self if declared.type is not None}
 
     def _given_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         _check_name("input", name, self._by_name)
@@ -336,7 +338,7 @@ def _is_size(size: object) -> bool:
 
 
 def _match(wanted: Input, shape: tuple[int, ...], sizes: dict[str, int], dims: Mapping[str, int]) -> Iterator[str]:
-    """What of a shape contradicts the model, or sizes that are known; sizes that were not known are added."""
+    """Iterate over the contradictions of a shape with the model and with known sizes; add sizes that were unknown."""
     if wanted.shape is None:
         return
     if len(wanted.shape) != len(shape):

@@ -28,12 +28,12 @@ class ProfiledSession:
 
     Args:
         model: The model.
-        settings: Where and how it runs.
-        temporary: A folder of one's own, for what ONNX Runtime writes.
+        settings: Execution providers and options.
+        temporary: A folder for the files that ONNX Runtime writes.
 
     Attributes:
-        optimized: The graph that it runs, without the values of weights; None where ONNX Runtime cannot write it, as
-            some execution providers compile their parts.
+        optimized: The optimised graph, without the values of weights; None if ONNX Runtime cannot write it, because an
+            execution provider compiles parts of it.
 
     Raises:
         OnnxRuntimeError: If ONNX Runtime cannot load the model.
@@ -49,13 +49,13 @@ class ProfiledSession:
         return self._session.providers
 
     def run(self, feed: Feed, runs: int) -> list[float]:
-        """Run several times.
+        """Run the model several times.
 
         Returns:
-            How long each run took, in ms.
+            The time of each run, in ms.
 
         Raises:
-            OnnxRuntimeError: If ONNX Runtime cannot run it on this.
+            OnnxRuntimeError: If ONNX Runtime cannot run the model on these inputs.
         """
         values = self._session.values(feed.arrays, feed.types)
         times = []
@@ -66,15 +66,15 @@ class ProfiledSession:
         return times
 
     def end_profiling(self, runs: int) -> Trace:
-        """Switch the profiler off, and read what it saw of the last runs."""
+        """Stop the profiler, and read its trace of the last runs."""
         return read_trace(self._session.end_profiling(), runs)
 
 
 def _open(model: RunnableModel, settings: SessionSettings, folder: Path) -> tuple[Session, Path | None]:
-    """The session, and the file with its graph.
+    """Return the session and the file of its optimised graph; None if ONNX Runtime cannot write one.
 
-    The graph comes with those weights that are not in a file already. Where they are too many for a message, they go
-    into a file of their own, which costs time; and where ONNX Runtime cannot write the graph, there is none.
+    ONNX Runtime writes weights that are not in a file into the graph, or, which takes longer, into a file beside it if
+    they are too large for a protobuf message.
     """
     attempts: Sequence[str] = ["within", "beside", "none"] if model.size < LARGE_BYTES else ["beside", "none"]
     first: OnnxRuntimeError | None = None

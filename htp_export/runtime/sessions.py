@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions: the one place that makes them, and that says which node and module an error is about."""
+"""Sessions of ONNX Runtime. Only this module creates them; its errors name the node and the modules at fault."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ _NODE_AT_FAULT = re.compile(r"""Name:'([^']*)'|Node \(([^)]*)\) Op|In Node, \("(
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """Where a model runs, and how.
+    """Execution providers and options of a session.
 
     Attributes:
-        providers: Execution providers, in order of preference, as ``onnxruntime.InferenceSession`` takes them.
-        options: An ``onnxruntime.SessionOptions`` of the user, put back as it was; None for ONNX Runtime's defaults.
+        providers: Execution providers, in order of preference, as for ``onnxruntime.InferenceSession``.
+        options: An ``onnxruntime.SessionOptions`` of the user, restored afterwards; None for ONNX Runtime's defaults.
     """
 
     providers: Sequence[Any] = ("CPUExecutionProvider",)
     options: Any = None
 
     def check(self) -> None:
-        """Refuse execution providers that are not available: ONNX Runtime would silently use the CPU instead.
+        """Refuse execution providers that are not available; ONNX Runtime would silently use the CPU instead.
 
         Raises:
             InputError: If one is not available.
@@ -74,7 +74,7 @@ class SessionSettings:
 
 @dataclass(frozen=True)
 class Changes:
-    """What one session needs that the user's options do not say.
+    """Changes of the user's options that one session needs.
 
     Attributes:
         attributes: Attribute of ``SessionOptions`` → value.
@@ -86,10 +86,10 @@ class Changes:
 
 
 def as_written(*, threads: int | None = None) -> Changes:
-    """Changes for a session that runs the nodes as the file has them, once or a few times.
+    """Return the changes for a session that runs the nodes of the file without optimisation, once or a few times.
 
     Args:
-        threads: How many threads a kernel may use; None leaves it as it is. With one, sums have one order.
+        threads: Threads of a kernel; None leaves the option unchanged. With one thread, sums have a fixed order.
     """
     import onnxruntime
 
@@ -103,14 +103,14 @@ def as_written(*, threads: int | None = None) -> Changes:
 
 @dataclass(frozen=True)
 class RunnableModel:
-    """A model as ONNX Runtime takes it.
+    """A model in a form that ONNX Runtime loads.
 
     Attributes:
         source: A file, or the bytes of one.
-        name: What to call it in errors.
-        folder: For bytes, where the weights are that are not among them.
-        weights: ``OrtValue``s for initializers, by name, which the source has only the types and shapes of. They share
-            memory; a user's ``SessionOptions`` would keep them, so that they are for sessions without one.
+        name: Its name in errors.
+        folder: The folder of external weights, if the source is bytes.
+        weights: Name → ``OrtValue`` of initializers of which the source only has types and shapes. They share memory.
+            A user's ``SessionOptions`` would keep references to them: they are for sessions without one.
         model: The same model; errors name modules by the tags of its nodes.
     """
 
@@ -122,18 +122,18 @@ class RunnableModel:
 
     @classmethod
     def of(cls, model: ir.Model, name: str, temporary: Path) -> RunnableModel:
-        """A model in memory. Its external weights are read from where they are, and nothing is written if it is small.
+        """Create one from a model in memory. External weights are read from their files.
 
         Args:
-            model: The model, which stays as it is.
-            name: What to call it in errors.
-            temporary: A folder to write it to if it has more weights in memory than a message may have, or external
-                ones in several folders.
+            model: The model; not changed.
+            name: Its name in errors.
+            temporary: A folder. The model is written there if it has more weights in memory than a protobuf message
+                may have, or external weights in several folders.
         """
         tensors = [slot.tensor for slot in slots(model)]
         check_data(tensors)
-        folders = {os.fspath(each.base_dir) for each in tensors if isinstance(each, ir.ExternalTensor)}
-        size = sum(each.nbytes for each in tensors if not isinstance(each, ir.ExternalTensor))
+        folders = {os.fspath(tensor.base_dir) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
+        size = sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, ir.ExternalTensor))
         if len(folders) > 1 or size > LARGE_BYTES:
             write_model(model, temporary / "model.onnx")
             return cls(temporary / "model.onnx", name, model=model)
@@ -142,19 +142,19 @@ class RunnableModel:
 
     @classmethod
     def of_file(cls, file: Path, model: ir.Model, temporary: Path) -> RunnableModel:
-        """A file, which ONNX Runtime reads itself if it finds the weights where the file says that they are.
+        """Create one from a file, which ONNX Runtime reads itself if the weights are in the folder of the file.
 
         Args:
             file: The ONNX file.
-            model: What `htp_export.files.model_files.read_model` read of it.
-            temporary: As above.
+            model: The model that `htp_export.files.model_files.read_model` read from it.
+            temporary: As for `of`.
 
         Raises:
             FileError: If weights are missing.
         """
         external = [slot.tensor for slot in slots(model) if isinstance(slot.tensor, ir.ExternalTensor)]
         check_data(external)
-        if all(Path(each.base_dir) == file.parent.absolute() for each in external):
+        if all(Path(tensor.base_dir) == file.parent.absolute() for tensor in external):
             return cls(file, os.fspath(file), model=model)
         return cls.of(model, os.fspath(file), temporary)
 
@@ -164,11 +164,11 @@ class RunnableModel:
         return len(self.source) if isinstance(self.source, bytes) else self.source.stat().st_size
 
     def failure(self, action: str, error: Exception) -> OnnxRuntimeError:
-        """An error of ONNX Runtime as one of ours, with the node at fault and its modules.
+        """Return the `OnnxRuntimeError` for an error of ONNX Runtime, with the node at fault and its modules.
 
         Args:
             action: ``load`` or ``run``.
-            error: What ONNX Runtime raised.
+            error: The error of ONNX Runtime.
         """
         text = " ".join(str(error).split())
         if isinstance(self.source, Path):
@@ -187,8 +187,8 @@ class Session:
 
     Args:
         model: The model.
-        settings: Where and how it runs.
-        changes: What is changed in the options while the session is made.
+        settings: Execution providers and options.
+        changes: Changes of the options for this session.
 
     Attributes:
         model: The model.
@@ -208,10 +208,12 @@ class Session:
             self._session = _load(model, settings or SessionSettings(), changes or Changes())
         except Exception as error:  # ONNX Runtime's errors share no base but this
             raise model.failure("load", error) from error
-        self.inputs = tuple(each.name for each in self._session.get_inputs())
-        self.outputs = tuple(each.name for each in self._session.get_outputs())
+        self.inputs = tuple(argument.name for argument in self._session.get_inputs())
+        self.outputs = tuple(argument.name for argument in self._session.get_outputs())
         self.providers: tuple[str, ...] = tuple(self._session.get_providers())
-        self._tensors = {each.name for each in self._session.get_outputs() if each.type.startswith("tensor(")}
+        self._tensors = {
+            argument.name for argument in self._session.get_outputs() if argument.type.startswith("tensor(")
+        }
 
     def run(
         self,
@@ -226,8 +228,8 @@ class Session:
         Args:
             arrays: Input name → array.
             outputs: Names of the outputs to compute; None for all.
-            types: Input name → ONNX element type, for those that numpy has not.
-            longest: Seconds after which the run ends in an error; None lets it take as long as it takes.
+            types: Input name → ONNX element type, for types that numpy does not have.
+            longest: Seconds after which the run ends in an error; None for no limit.
 
         Returns:
             Output name → array; a list of arrays for a sequence, and None for an optional without value.
@@ -246,11 +248,11 @@ class Session:
         return {name: from_ort(value) for name, value in zip(names, values, strict=True)}
 
     def values(self, arrays: Mapping[str, Array], types: Mapping[str, ir.DataType] | None = None) -> dict[str, Any]:
-        """Arrays as ``OrtValue``s.
+        """Convert arrays to ``OrtValue``s.
 
         Args:
             arrays: Input name → array.
-            types: As above.
+            types: As for `run`.
 
         Raises:
             OnnxRuntimeError: If ONNX Runtime has no such type.
@@ -263,15 +265,15 @@ class Session:
     def run_values(
         self, values: Mapping[str, Any], outputs: Sequence[str] | None = None, *, longest: float | None = None
     ) -> list[Any]:
-        """Run the model once, on and with ONNX Runtime's own values.
+        """Run the model once on ``OrtValue``s.
 
         Args:
             values: Input name → ``OrtValue``.
             outputs: Names of the outputs to compute; None for all.
-            longest: As above.
+            longest: As for `run`.
 
         Returns:
-            An ``OrtValue`` for each.
+            An ``OrtValue`` for each output.
 
         Raises:
             OnnxRuntimeError: If ONNX Runtime cannot run the model.
@@ -284,13 +286,13 @@ class Session:
             raise self.model.failure("run", error) from error
 
     def end_profiling(self) -> Path:
-        """Switch the profiler off that ``enable_profiling`` switched on; its file."""
+        """Stop the profiler that ``enable_profiling`` started, and return its file."""
         return Path(self._session.end_profiling())
 
 
 @contextlib.contextmanager
 def _stopped_after(seconds: float | None) -> Iterator[Any]:
-    """Options with which a run ends in an error after some seconds; None where it may take as long as it takes."""
+    """Yield options with which a run ends in an error after some seconds; None for no limit."""
     if seconds is None:
         yield None
         return
@@ -319,14 +321,14 @@ def _load(model: RunnableModel, settings: SessionSettings, changes: Changes) -> 
     entries = {_WEIGHTS_FOLDER: os.fspath(model.folder)} if model.folder is not None else {}
     changes = Changes({**quiet, **changes.attributes}, {**entries, **changes.entries})
     source = model.source if isinstance(model.source, bytes) else os.fspath(model.source)
-    with _put_back(options, changes) if settings.options is not None else contextlib.nullcontext():
+    with _restored(options, changes) if settings.options is not None else contextlib.nullcontext():
         _set(options, changes.attributes, changes.entries)
         return onnxruntime.InferenceSession(source, options, providers=list(settings.providers))
 
 
 @contextlib.contextmanager
-def _put_back(options: Any, changes: Changes) -> Iterator[None]:
-    """Session options that are as they were afterwards. ONNX Runtime warns of each entry that is set again."""
+def _restored(options: Any, changes: Changes) -> Iterator[None]:
+    """Restore session options after the block. ONNX Runtime logs a warning for each entry that is set again."""
     before = {name: getattr(options, name) for name in changes.attributes}
     entries = {name: _entry(options, name) for name in changes.entries}
     try:
@@ -336,7 +338,7 @@ def _put_back(options: Any, changes: Changes) -> Iterator[None]:
 
 
 def _entry(options: Any, name: str) -> str:
-    """A configuration entry; its default where it was not set."""
+    """Return a configuration entry, or its default if it was not set."""
     try:
         return str(options.get_session_config_entry(name))
     except RuntimeError:
@@ -352,6 +354,6 @@ def _set(options: Any, attributes: Mapping[str, Any], entries: Mapping[str, str]
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that is gone afterwards, also where a weight in it is still mapped."""
+    """Create a folder for the duration of a ``with`` block; it is removed even if a file in it is still mapped."""
     with tempfile.TemporaryDirectory(prefix="htp_export_", ignore_cleanup_errors=True) as folder:
         yield Path(folder)

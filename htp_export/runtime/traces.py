@@ -1,4 +1,4 @@
-"""ONNX Runtime's profile of a session, read: how long each kernel took in each run, without what ran inside it."""
+"""The trace of ONNX Runtime's profiler: the time of each kernel in each run, without the kernels inside it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _EXECUTE = "Executor::Execute"
 
 @dataclass(frozen=True)
 class KernelKey:
-    """A kernel, as the profile names it.
+    """A kernel, as it is identified in the trace.
 
     Attributes:
         label: The node's name; for a node without a name, its operator and index.
         op_type: The operator.
         index: The node's index in its graph.
         provider: The execution provider that ran it.
-        holders: The kernels whose subgraphs it lies in, the outermost first.
+        holders: The kernels whose subgraphs contain it, the outermost first.
     """
 
     label: str
@@ -41,12 +41,12 @@ class KernelKey:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a profile holds of some runs.
+    """Times of kernels in several runs.
 
     Attributes:
-        runs: How many there are.
-        times: Kernel → its own time in each run, in ms; kernels in the order in which they first ran.
-        launches: Kernel → how often it ran, in all runs together.
+        runs: Number of runs.
+        times: Kernel → its own time in each run, in ms; kernels in the order of their first launch.
+        launches: Kernel → number of launches in all runs.
     """
 
     runs: int
@@ -54,10 +54,10 @@ class Trace:
     launches: Mapping[KernelKey, int]
 
     def typical(self, key: KernelKey) -> float:
-        """What a kernel takes, in ms: the mean over the middle half of the runs, by the time of all their kernels.
+        """Return the time of a kernel in ms: the mean over the middle half of the runs, sorted by their total time.
 
-        Runs with a hiccup are left out, as a median would, but these times add up to that of a middle run. Medians of
-        kernels do not: on a busy machine each run is held up somewhere else, and their sum is a third of any run.
+        Like a median, this ignores runs with interruptions, but the times of all kernels add up to the time of a run.
+        Medians of kernels do not: on a busy machine each run is interrupted elsewhere, and their sum is a third of it.
         """
         return statistics.fmean(self.times[key][run] for run in self._middle)
 
@@ -71,7 +71,7 @@ class Trace:
 
 @dataclass
 class _Event:
-    """A kernel, or the execution of a graph, with what ran inside it."""
+    """The event of a kernel or of the execution of a graph, with the events inside it."""
 
     key: KernelKey | None
     start: int
@@ -79,7 +79,7 @@ class _Event:
     inside: list[_Event]
 
     def kernels(self, holders: tuple[KernelKey, ...] = ()) -> Iterator[tuple[KernelKey, int, int]]:
-        """The kernels from here on: key, start, and duration without the kernels inside, in microseconds."""
+        """Iterate over this kernel and those inside it: key, start, and own duration, in microseconds."""
         if self.key is None:
             for event in self.inside:
                 yield from event.kernels(holders)
@@ -95,8 +95,8 @@ def read_trace(path: Path, runs: int) -> Trace:
 
     Args:
         path: The file.
-        runs: How many runs at its end to read; those before warmed up. Runs are left out that are not complete, as
-            the profiler stops after a million events.
+        runs: Number of runs to read from its end; earlier ones are warm-up. Incomplete runs are left out: the profiler
+            stops after a million events.
     """
     with no_collection():
         return _trace(json.loads(path.read_bytes()), runs)
@@ -120,10 +120,10 @@ def _trace(events: Sequence[Mapping[str, Any]], runs: int) -> Trace:
 
 
 def _nested(events: Sequence[Mapping[str, Any]]) -> list[_Event]:
-    """The kernels of the main graph, with what ran inside them.
+    """Return the kernels of the main graph, with the events inside them.
 
-    An event is written when it ends, so that those inside it stand before it. Only kernels hold executions of graphs,
-    and only these hold kernels; both are told by their start, on the same thread.
+    An event is written when it ends, after the events inside it. Only kernels contain executions of graphs, and only
+    executions contain kernels; an event is inside the next one on its thread that started before it.
     """
     open_events: defaultdict[int, list[_Event]] = defaultdict(list)
     for event in events:

@@ -107,23 +107,23 @@ def extract(
     check_target(output)
     tagged = read_flat(model, others=False)
     part = cut(tagged, path, call)
-    made = cut_model(tagged, part)
+    extracted = cut_model(tagged, part)
     signature = tagged.signature(path, call)
     arguments = signature.inputs if signature is not None else ()
     outside = tuple(name for name in part.inputs if name not in arguments) if path else ()
     if output is not None:
-        write_model(made, output, True if has_external_data(made) else None)
+        write_model(extracted, output, True if has_external_data(extracted) else None)
     return Extraction(
-        made,
+        extracted,
         path,
         call,
-        {str(value.name): _told(value) for value in made.graph.inputs},
-        {str(value.name): _told(value) for value in made.graph.outputs},
-        sum(1 for _ in made.graph.all_nodes()),
+        {str(value.name): _type_and_shape(value) for value in extracted.graph.inputs},
+        {str(value.name): _type_and_shape(value) for value in extracted.graph.outputs},
+        sum(1 for _ in extracted.graph.all_nodes()),
         outside,
         None if output is None else Path(output),
     )
 
 
-def _told(value: ir.Value) -> str:
+def _type_and_shape(value: ir.Value) -> str:
     return f"{value.dtype.name if value.dtype else 'unknown type'}{value.shape if value.shape is not None else ''}"

@@ -24,7 +24,7 @@ class Graft:
 
     Args:
         host: The model that it goes into.
-        given: What is put there; it is not changed.
+        replacement: The model that is copied; it is not changed.
         path: The module whose place it takes.
         call: Which call of it.
         calls: The calls of the host's modules with the copies in it.
@@ -41,15 +41,15 @@ class Graft:
     def __init__(
         self,
         host: ir.Model,
-        given: TaggedModel,
+        replacement: TaggedModel,
         path: str,
         call: int,
         calls: SplicedCalls,
         weights: dict[int, ir.Value],
     ) -> None:
-        self._host, self._given, self._path, self._call, self._weights = host, given, path, call, weights
-        self._calls, self._paths = calls, placed_paths(given, path)
-        self._model = given.model.clone()
+        self._host, self._replacement, self._path, self._call, self._weights = host, replacement, path, call, weights
+        self._calls, self._paths = calls, placed_paths(replacement, path)
+        self._model = replacement.model.clone()
         self._original = {value: weight_key(value) for value in self._model.graph.initializers.values()}
         self._match_opsets()
         self._names: dict[str, str] = {}  # tensor of the main graph → its name in the host
@@ -62,12 +62,12 @@ class Graft:
     # --- fitting in ---------------------------------------------------------------------------------------
 
     def _match_opsets(self) -> None:
-        here, wanted = self._host.graph.opset_imports, self._model.graph.opset_imports
+        known, wanted = self._host.graph.opset_imports, self._model.graph.opset_imports
         for domain, version in wanted.items():
-            if here.setdefault(domain, version) == version:
+            if known.setdefault(domain, version) == version:
                 continue
             raise InputError(
-                f"the replacement uses opset {version} of {domain or 'ai.onnx'!r}, and the model {here[domain]}; "
+                f"the replacement uses opset {version} of {domain or 'ai.onnx'!r}, and the model {known[domain]}; "
                 "convert one of them (onnx.version_converter) or export both with one opset_version"
             )
         self._host.ir_version = max(self._host.ir_version, self._model.ir_version)
@@ -98,7 +98,7 @@ class Graft:
 
     def _rename_function(self, identifier: ir.OperatorIdentifier, function: ir.Function) -> None:
         domain, name, overload = identifier
-        known = {other[1] for other in (*self._host.functions, *self._model.functions)}
+        known = {identifiers[1] for identifiers in (*self._host.functions, *self._model.functions)}
         fresh = _free(name, known)
         for node in all_nodes(self._model):
             if node.op_identifier() == identifier:
@@ -109,12 +109,12 @@ class Graft:
 
     def _place_tags(self) -> None:
         """Give every node owners at or below the module, and the call that it is in."""
-        called = {*self._given.hierarchy.called, self._path, *self._paths.values()}
-        for node, source in zip(all_nodes(self._model), self._given.nodes, strict=True):
-            said = node.metadata_props
-            mine = tuple(self._paths[owner] for owner in tags.owners_of(said)) or (self._path,)
-            calls = self._calls.encode_calls(source, mine, self._call)
-            tags.tag_node(said, tags.node_tags(mine, said.get(tags.REASON, Reason.SPLICED), called, calls))
+        called = {*self._replacement.hierarchy.called, self._path, *self._paths.values()}
+        for node, source in zip(all_nodes(self._model), self._replacement.nodes, strict=True):
+            metadata = node.metadata_props
+            owners = tuple(self._paths[owner] for owner in tags.owners_of(metadata)) or (self._path,)
+            calls = self._calls.encode_calls(source, owners, self._call)
+            tags.tag_node(metadata, tags.node_tags(owners, metadata.get(tags.REASON, Reason.SPLICED), called, calls))
 
     # --- going in -----------------------------------------------------------------------------------------
 
@@ -131,9 +131,9 @@ class Graft:
         """
         graph, host = self._model.graph, self._host.graph
         results = [value if value.producer() is not None else self._own(value) for value in graph.outputs]
-        for here, there in inputs.items():
-            self._names[str(here.name)] = str(there.name)
-            here.replace_all_uses_with(there)
+        for formal, tensor in inputs.items():
+            self._names[str(formal.name)] = str(tensor.name)
+            formal.replace_all_uses_with(tensor)
         initializers, nodes = list(graph.initializers.values()), list(graph)
         graph.inputs.clear()
         graph.outputs.clear()
@@ -185,18 +185,18 @@ class Graft:
             return {}
         return {
             self._paths[path]: [call.renamed(lambda name: self._names.get(name, name)) for call in signatures]
-            for path, signatures in self._given.signatures.items()
+            for path, signatures in self._replacement.signatures.items()
             if path in self._paths and self._paths[path] != self._path
         }
 
 
-def placed_paths(given: TaggedModel, path: str) -> dict[str, str]:
+def placed_paths(replacement: TaggedModel, path: str) -> dict[str, str]:
     """Path in a replacement → path in the host, at or below the module whose place it takes; empty without tags."""
-    owners = {owner for node in given.nodes for owner in tags.owners_of(node.metadata_props)}
-    known = given.hierarchy if owners else ()
+    owners = {owner for node in replacement.nodes for owner in tags.owners_of(node.metadata_props)}
+    known = replacement.hierarchy if owners else ()
     if all(tags.is_under(owner, path) for owner in owners):
-        return {each: each for each in known if tags.is_under(each, path)}
-    return {each: ".".join(filter(None, (path, each))) for each in (*known, *owners)}
+        return {module: module for module in known if tags.is_under(module, path)}
+    return {module: ".".join(filter(None, (path, module))) for module in (*known, *owners)}
 
 
 def weight_key(initializer: ir.Value) -> int:
@@ -210,4 +210,4 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 def _free(name: str, taken: Collection[str | None]) -> str:
     names = itertools.chain((name,), (f"{name}_{count}" for count in itertools.count(1)))
-    return next(each for each in names if each not in taken)
+    return next(candidate for candidate in names if candidate not in taken)

@@ -34,7 +34,7 @@ class SplicedCalls:
 
     Args:
         host: The model as it was.
-        given: The replacement.
+        replacement: The replacement.
         paths: Path in the replacement → path in the host.
         path: The module.
         numbers: Which of its calls are replaced.
@@ -45,26 +45,30 @@ class SplicedCalls:
     """
 
     def __init__(
-        self, host: TaggedModel, given: TaggedModel, paths: Mapping[str, str], path: str, numbers: Sequence[int]
+        self, host: TaggedModel, replacement: TaggedModel, paths: Mapping[str, str], path: str, numbers: Sequence[int]
     ) -> None:
-        self._host, self._given, self._paths, self._path = host, given, paths, path
+        self._host, self._replacement, self._paths, self._path = host, replacement, paths, path
         self._replaced = {Instance(path, number) for number in numbers}
         every = (host.calls.chain(Instance(path, number)) for number in range(max(host.hierarchy[path].calls, 1)))
         self._whole = not any(map(self._replaced.isdisjoint, every))
         if self._whole:
             self._replaced.add(Instance(path, -1))  # calls that ran in one of them, the file does not say in which
-        self._top = next((here for here, there in paths.items() if there == path), path)
-        found = {each: self._sources(each, numbers) for each in dict.fromkeys((*host.hierarchy, *paths.values()))}
-        self._now = {
-            source: Instance(each, number) for each, sources in found.items() for number, source in enumerate(sources)
+        self._top = next((source_path for source_path, host_path in paths.items() if host_path == path), path)
+        sources_of = {
+            module: self._sources(module, numbers) for module in dict.fromkeys((*host.hierarchy, *paths.values()))
         }
-        self.hierarchy = Hierarchy(self._infos({each: len(sources) for each, sources in found.items()}))
-        callers = {each: [self._caller(source) for source in sources] for each, sources in found.items()}
-        known = {each: calls for each, calls in callers.items() if all(c is None or c.call >= 0 for c in calls)}
+        self._now = {
+            source: Instance(module, number)
+            for module, sources in sources_of.items()
+            for number, source in enumerate(sources)
+        }
+        self.hierarchy = Hierarchy(self._infos({module: len(sources) for module, sources in sources_of.items()}))
+        callers = {module: [self._caller(source) for source in sources] for module, sources in sources_of.items()}
+        known = {module: calls for module, calls in callers.items() if all(c is None or c.call >= 0 for c in calls)}
         self.tree = CallTree(self.hierarchy, known)
         self._kept = {
-            each: [source.call.call for source in sources]
-            for each, sources in found.items()
+            module: [source.call.call for source in sources]
+            for module, sources in sources_of.items()
             if all(source.copy < 0 for source in sources)
         }
 
@@ -80,8 +84,8 @@ class SplicedCalls:
             host = self._host
             calls = renumbered(host.calls, host.work_of(node), lambda call: self._now.get(_Source(-1, call)))
         else:
-            work = self._given.work_of(node)
-            calls = renumbered(self._given.calls, work, lambda call: self._now.get(_Source(copy, call)))
+            work = self._replacement.work_of(node)
+            calls = renumbered(self._replacement.calls, work, lambda call: self._now.get(_Source(copy, call)))
             calls = calls or [self._now[_Source(copy, Instance(self._top))]]
         return self.tree.encode_calls(owners, calls)
 
@@ -91,13 +95,13 @@ class SplicedCalls:
 
     def signatures(self) -> dict[str, Sequence[Signature]]:
         """Those of the host's modules all of whose calls were there before, and of the module itself."""
-        own = self._host.signatures.get(self._path, ())
-        found = {self._path: own} if len(own) == self.hierarchy[self._path].calls else {}
+        known_calls = self._host.signatures.get(self._path, ())
+        signatures = {self._path: known_calls} if len(known_calls) == self.hierarchy[self._path].calls else {}
         for path, numbers in self._kept.items():
             known = self._host.signatures.get(path, ())
             if numbers and len(known) == self._host.hierarchy[path].calls:
-                found[path] = tuple(known[number] for number in numbers)
-        return {path: found[path] for path in self._host.signatures if path in found}
+                signatures[path] = tuple(known[number] for number in numbers)
+        return {path: signatures[path] for path in self._host.signatures if path in signatures}
 
     # --- where calls come from ------------------------------------------------------------------------------
 
@@ -111,26 +115,28 @@ class SplicedCalls:
             gone = [tags.is_under(path, self._path)] * ran
         placed = [(number, 1, _Source(-1, Instance(path, number))) for number in range(ran) if not gone[number]]
         for copy in numbers:
-            there = [k for k, chain in enumerate(chains) if Instance(self._path, copy) in chain]
+            inside = [k for k, chain in enumerate(chains) if Instance(self._path, copy) in chain]
             later = [k for k, chain in enumerate(chains) if any(c.path == self._path and c.call > copy for c in chain)]
-            place = there[0] if there else later[0] if later else ran
-            placed += [(place, 0, source) for source in self._given_sources(path, copy)]
+            place = inside[0] if inside else later[0] if later else ran
+            placed += [(place, 0, source) for source in self._copied_sources(path, copy)]
         return [source for _, _, source in sorted(placed)]
 
-    def _given_sources(self, path: str, copy: int) -> list[_Source]:
+    def _copied_sources(self, path: str, copy: int) -> list[_Source]:
         """The calls of a module in one copy of the replacement."""
-        here = self._top if path == self._path else next((h for h, there in self._paths.items() if there == path), None)
-        if here is None:
+        source_path = next((key for key, host_path in self._paths.items() if host_path == path), None)
+        if path == self._path:
+            source_path = self._top
+        if source_path is None:
             return []
-        ran = self._given.hierarchy[here].calls if here in self._given.hierarchy else 0
-        return [_Source(copy, Instance(here, number)) for number in range(max(ran, path == self._path))]
+        ran = self._replacement.hierarchy[source_path].calls if source_path in self._replacement.hierarchy else 0
+        return [_Source(copy, Instance(source_path, number)) for number in range(max(ran, path == self._path))]
 
     def _caller(self, source: _Source) -> Instance | None:
         """The call that made a call, as it is now; its number is -1 where that is not known."""
         if source.copy < 0:
             caller = self._host.calls.caller(source.call)
             return None if caller is None else self._now.get(_Source(-1, caller), Instance(caller.path, -1))
-        caller = self._given.calls.caller(source.call)
+        caller = self._replacement.calls.caller(source.call)
         if caller is not None and caller.call < 0:
             return Instance(self._path, -1)
         inside = None if caller is None else self._now.get(_Source(source.copy, caller))
@@ -144,11 +150,11 @@ class SplicedCalls:
     # --- the module tree --------------------------------------------------------------------------------------
 
     def _infos(self, counts: Mapping[str, int]) -> list[ModuleInfo]:
-        tree, given = self._host.hierarchy, self._given.hierarchy
+        tree, replacement = self._host.hierarchy, self._replacement.hierarchy
         fresh = {
-            here: replace(given[there], path=here, calls=counts[here])
-            for there, here in self._paths.items()
-            if there in given and here != self._path
+            host_path: replace(replacement[source_path], path=host_path, calls=counts[host_path])
+            for source_path, host_path in self._paths.items()
+            if source_path in replacement and host_path != self._path
         }
         infos: list[ModuleInfo] = []
         for path, info in tree.items():

@@ -116,8 +116,8 @@ def splice(
         ['Gemm', 'Sigmoid']
     """
     check_target(output)
-    source, given = read_flat(model, others=False), load(replacement)
-    if given.model is source.model:
+    source, copied = read_flat(model, others=False), load(replacement)
+    if copied.model is source.model:
         raise InputError("a model cannot be put into itself; give a replacement that was cut out of it")
     changed = source.clone()
     before = sum(1 for _ in changed.model.graph.all_nodes())
@@ -126,8 +126,8 @@ def splice(
     parts = [cutter.cut(path, number) for number in calls]
     for part in parts:
         _refuse_shared_results(changed, part)
-        _check_signature(part, given.model)
-    graft = _replace(changed, given, parts)
+        _check_signature(part, copied.model)
+    graft = _replace(changed, copied, parts)
     graft.describe(changed)
     if output is not None:
         write_model(changed.model, output, share_weights=share_weights)
@@ -135,10 +135,10 @@ def splice(
     return Splice(changed.model, path, calls, before, after, None if output is None else Path(output))
 
 
-def _replace(changed: TaggedModel, given: TaggedModel, parts: Sequence[Cut]) -> Graft:
+def _replace(changed: TaggedModel, copied: TaggedModel, parts: Sequence[Cut]) -> Graft:
     """Take the parts out of the model and put copies of the replacement there; the last of these."""
     path = parts[0].path
-    calls = SplicedCalls(changed, given, placed_paths(given, path), path, [part.call for part in parts])
+    calls = SplicedCalls(changed, copied, placed_paths(copied, path), path, [part.call for part in parts])
     now = {
         old: _loosen(changed.model.graph, old, part)
         for part in parts
@@ -155,7 +155,7 @@ def _replace(changed: TaggedModel, given: TaggedModel, parts: Sequence[Cut]) -> 
             tags.write_calls(node.metadata_props, calls.encode_calls(node, changed.owners_of(node)))
     weights = {weight_key(value): value for value in changed.model.graph.initializers.values()}
     for part in parts:
-        graft = Graft(changed.model, given, path, part.call, calls, weights)
+        graft = Graft(changed.model, copied, path, part.call, calls, weights)
         inputs = [now.get(old, old) for old in part.inputs.values()]
         results = graft.insert(
             _matched(list(part.inputs), inputs, graft.inputs), [now.get(old) for old in part.outputs.values()]
@@ -169,7 +169,7 @@ def _outermost(tagged: TaggedModel, path: str) -> tuple[int, ...]:
     """The calls of a module that did not run inside another call of it."""
     numbers = range(max(tagged[path].calls, 1))
     chains = ((number, tagged.calls.chain(Instance(path, number))[1:]) for number in numbers)
-    return tuple(number for number, around in chains if all(each.path != path for each in around))
+    return tuple(number for number, around in chains if all(caller.path != path for caller in around))
 
 
 def _is_own(tagged: TaggedModel, part: Cut, result: ir.Value) -> bool:
@@ -193,9 +193,9 @@ def _refuse_shared_results(tagged: TaggedModel, part: Cut) -> None:
     """A tensor that several modules computed, merged into one, cannot be replaced for one of them alone."""
     for value in part.outputs.values():
         producer = value.producer() if _is_own(tagged, part, value) else None
-        for each in tagged.work_of(producer).parts if producer is not None else ():
-            owner = each.call.path
-            if part.path not in each.modules and not tags.is_under(part.path, owner):
+        for work in tagged.work_of(producer).parts if producer is not None else ():
+            owner = work.call.path
+            if part.path not in work.modules and not tags.is_under(part.path, owner):
                 both = tags.common_ancestor((owner, part.path))
                 raise InputError(
                     f"module {part.path!r} shares its result {value.name!r} with module {owner!r}; "
@@ -203,30 +203,30 @@ def _refuse_shared_results(tagged: TaggedModel, part: Cut) -> None:
                 )
 
 
-def _check_signature(part: Cut, given: ir.Model) -> None:
+def _check_signature(part: Cut, replacement: ir.Model) -> None:
     """The replacement takes and gives what the module takes and gives."""
-    taken = [value for value in given.graph.inputs if not value.is_initializer()]
+    taken = [value for value in replacement.graph.inputs if not value.is_initializer()]
     pairs = _matched(list(part.inputs), list(part.inputs.values()), taken)
     if not pairs and taken:
         raise InputError(f"module {part.path!r} takes {_listed(part.inputs)}, and the replacement {_listed(taken)}")
-    if len(given.graph.outputs) != len(part.outputs):
+    if len(replacement.graph.outputs) != len(part.outputs):
         raise InputError(
             f"module {part.path!r} gives {len(part.outputs)} tensors ({_listed(part.outputs)}), "
-            f"and the replacement {len(given.graph.outputs)} ({_listed(given.graph.outputs)})"
+            f"and the replacement {len(replacement.graph.outputs)} ({_listed(replacement.graph.outputs)})"
         )
-    outputs = zip(given.graph.outputs, part.outputs.values(), strict=True)
+    outputs = zip(replacement.graph.outputs, part.outputs.values(), strict=True)
     for what, new, old in (*(("input", *pair) for pair in pairs.items()), *(("output", *pair) for pair in outputs)):
         problem = _difference(new, old)
         if problem:
             raise InputError(f"module {part.path!r}: {what} {new.name!r} of the replacement has {problem}")
 
 
-def _matched(names: Sequence[str], here: Sequence[ir.Value], taken: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
+def _matched(names: Sequence[str], values: Sequence[ir.Value], taken: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
     """The replacement's input → the tensor that it takes: by name, else in order; empty where neither is possible."""
-    by_name = dict(zip(names, here, strict=True))
+    by_name = dict(zip(names, values, strict=True))
     if all(value.name in by_name for value in taken):
         return {value: by_name[str(value.name)] for value in taken}
-    return dict(zip(taken, here, strict=True)) if len(taken) == len(here) else {}
+    return dict(zip(taken, values, strict=True)) if len(taken) == len(values) else {}
 
 
 def _listed(names: Iterable[ir.Value | str]) -> str:
@@ -239,8 +239,8 @@ def _difference(new: ir.Value, old: ir.Value) -> str:
     if new.shape is None or old.shape is None:
         return ""
     fits = len(new.shape) == len(old.shape) and all(
-        one == other or not (isinstance(one, int) and isinstance(other, int))
-        for one, other in zip(new.shape, old.shape, strict=True)
+        size == old_size or not (isinstance(size, int) and isinstance(old_size, int))
+        for size, old_size in zip(new.shape, old.shape, strict=True)
     )
     return "" if fits else f"shape {new.shape}, and the module {old.shape}"
 

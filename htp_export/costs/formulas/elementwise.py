@@ -24,8 +24,8 @@ def _names(text: str) -> list[str]:
 
 def _each_further_input(step: Step) -> Work:
     """n-ary: one operation for each input after the first; the mean also divides."""
-    given = sum(tensor is not None for tensor in step.inputs)
-    return Work(0, (given - 1 + (step.node.op_type == "Mean")) * math.prod(step.output_shape()))
+    inputs = sum(tensor is not None for tensor in step.inputs)
+    return Work(0, (inputs - 1 + (step.node.op_type == "Mean")) * math.prod(step.output_shape()))
 
 
 def _clip(step: Step) -> Work:

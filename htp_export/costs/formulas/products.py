@@ -51,7 +51,7 @@ def _einsum(step: Step) -> Work:
     if len(operands) == 1:
         summed = set(operands[0]) - set(output)
         return Work(0, math.prod(sizes[i] for i in set(operands[0])) if summed else 0)
-    macs = other = 0
+    macs = elementwise = 0
     left = set(operands[0])
     for position in range(1, len(operands)):
         together = left | set(operands[position])
@@ -60,9 +60,9 @@ def _einsum(step: Step) -> Work:
         if together - later:
             macs += size
         else:
-            other += size
+            elementwise += size
         left = together & later
-    return Work(macs, other)
+    return Work(macs, elementwise)
 
 
 def _einsum_terms(step: Step) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:

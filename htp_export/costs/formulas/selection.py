@@ -25,8 +25,8 @@ def _halvings(count: int) -> int:
 
 def _top_k(step: Step) -> Work:
     """A heap of the k largest, along which each element goes down: ``n * ceil(log2(k + 1))`` comparisons."""
-    kept = step.output_shape()
-    return Work(0, math.prod(step.shape(0)) * _halvings(kept[step.integer("axis", -1)] + 1))
+    output = step.output_shape()
+    return Work(0, math.prod(step.shape(0)) * _halvings(output[step.integer("axis", -1)] + 1))
 
 
 def _sort(step: Step) -> Work:
@@ -43,8 +43,8 @@ def _non_max_suppression(step: Step) -> Work:
     """
     batches, classes, boxes = step.shape(1)
     limit = step.input(2)
-    kept = boxes if limit is None or limit.value is None else min(boxes, int(limit.value.reshape(-1)[0]))
-    pairs = kept * (2 * boxes - kept - 1) // 2
+    selected = boxes if limit is None or limit.value is None else min(boxes, int(limit.value.reshape(-1)[0]))
+    pairs = selected * (2 * boxes - selected - 1) // 2
     return Work(0, batches * classes * (boxes * (1 + _halvings(boxes)) + _OVERLAP * pairs))
 
 
@@ -61,10 +61,10 @@ def _stft(step: Step) -> Work:
     if step.input(2) is not None:
         (length,) = step.shape(2)
     else:
-        given = step.input(3)
-        if given is None or given.value is None:
+        length_input = step.input(3)
+        if length_input is None or length_input.value is None:
             raise UnknownShapeError("the length of frames")
-        length = int(given.value.reshape(-1)[0])
+        length = int(length_input.value.reshape(-1)[0])
     frames = math.prod(step.output_shape()[:2])
     return Work(0, frames * (length * (step.input(2) is not None) + round(5 * length * math.log2(max(length, 2)))))
 
@@ -105,13 +105,13 @@ def _experts(biases: tuple[int, ...], weights: tuple[int, ...], bits: str = "") 
         packed = 8 // step.integer(bits, 4) if bits else 1
         x, routed = step.shape(0), step.shape(1)
         tokens, chosen = math.prod(x[:-1]), step.integer("k", 1)
-        given = [step.shape(k) for k in weights if step.input(k) is not None]
-        macs = sum(packed * math.prod(shape[1:]) for shape in given)
+        shapes = [step.shape(k) for k in weights if step.input(k) is not None]
+        macs = sum(packed * math.prod(shape[1:]) for shape in shapes)
         added = sum(math.prod(step.shape(k)[1:]) for k in biases if step.input(k) is not None)
         inner = packed * math.prod(step.shape(weights[1])[1:]) // x[-1]
         # Of each expert: biases, an activation of two operations and the gate, weighing and adding its results.
-        own = added + inner * (2 + (len(given) > 2)) + 2 * x[-1]
-        return Work(tokens * chosen * macs, math.prod(routed) * SOFTMAX + tokens * chosen * own)
+        per_expert = added + inner * (2 + (len(shapes) > 2)) + 2 * x[-1]
+        return Work(tokens * chosen * macs, math.prod(routed) * SOFTMAX + tokens * chosen * per_expert)
 
     return formula
 

@@ -70,25 +70,25 @@ class Origins:
                     reads.add(final[key])
             self._maker.update(dict.fromkeys(operation.outputs, index))
             for key in operation.outputs:
-                here = final.get(key)
-                if here is None:  # work on constants and sizes is folded and not absorbed
+                counterpart = final.get(key)
+                if counterpart is None:  # work on constants and sizes is folded and not absorbed
                     lost[key] = (calls | {operation.call} if key in live else calls, frozenset(reads))
-                elif here not in reads and not self._undoes(record.operations, index, here):
-                    self._first.setdefault(here, index)
-                    self.made.setdefault(here, set()).add(operation.call)
+                elif counterpart not in reads and not self._undoes(record.operations, index, counterpart):
+                    self._first.setdefault(counterpart, index)
+                    self.made.setdefault(counterpart, set()).add(operation.call)
                     if index in relocated:
-                        self.placed.add(here)
+                        self.placed.add(counterpart)
                     if calls:
-                        self.absorbed.setdefault(here, set()).update(calls)
+                        self.absorbed.setdefault(counterpart, set()).update(calls)
 
-    def _undoes(self, operations: list[Operation], index: int, here: Key) -> bool:
+    def _undoes(self, operations: list[Operation], index: int, counterpart: Key) -> bool:
         """Return whether an operation only returns the tensor from which its inputs were computed.
 
         No node computes such an operation: a size that becomes a vector again, a transposition that is reversed. Its
         inputs depend on the tensor that stands for its result. Equal work of two modules is different: neither depends
         on the other, unless the tensor that both read was computed again in between.
         """
-        origin = self._first.get(here)
+        origin = self._first.get(counterpart)
         if origin is None:
             return False
         reads = self._reads(operations[index])
@@ -115,45 +115,45 @@ def assign(record: Record, flow: Flow) -> list[Ownership]:
     """Return the owners of every node of the exported graph, in the order of ``record.nodes``."""
     origins = Origins(record, flow)
     demand: dict[Key, set[int]] = {}  # tensor that no captured operation made → calls whose work reads it
-    found: list[tuple[Calls, Reason] | None] = [None] * len(record.nodes)
+    entries: list[tuple[Calls, Reason] | None] = [None] * len(record.nodes)
     for index in range(len(record.nodes) - 1, -1, -1):
         node = record.nodes[index]
         calls, reason = _calls_of(node, origins, demand)
         if not calls:
             continue
-        found[index] = calls, reason
+        entries[index] = calls, reason
         takes = calls.union(*(origins.absorbed.get(key, ()) for key in node.outputs))
         for key in node.inputs:
             if key not in origins.made:
                 demand.setdefault(key, set()).update(takes)
-    _fill_forward(record.nodes, found)
-    return [_ownership(record.log, *(entry or (_NOBODY, Reason.FLOW))) for entry in found]
+    _fill_forward(record.nodes, entries)
+    return [_ownership(record.log, *(entry or (_NOBODY, Reason.FLOW))) for entry in entries]
 
 
 def _calls_of(node: Node, origins: Origins, demand: dict[Key, set[int]]) -> tuple[Calls, Reason]:
-    made = _NOBODY.union(*(origins.made.get(key, ()) for key in node.outputs)) - {NO_CALL}
+    calls = _NOBODY.union(*(origins.made.get(key, ()) for key in node.outputs)) - {NO_CALL}
     by_flow = not origins.placed.isdisjoint(node.outputs)
-    if made and not (by_flow and node.hint != NO_CALL):
+    if calls and not (by_flow and node.hint != NO_CALL):
         absorbed = _NOBODY.union(*(origins.absorbed.get(key, ()) for key in node.outputs)) - {NO_CALL}
-        if absorbed - made:
-            return made | absorbed, Reason.FUSED
-        return made, Reason.FLOW if by_flow else Reason.SCOPE
+        if absorbed - calls:
+            return calls | absorbed, Reason.FUSED
+        return calls, Reason.FLOW if by_flow else Reason.SCOPE
     if node.hint != NO_CALL:
         return frozenset({node.hint}), node.evidence
     return _NOBODY.union(*(demand.get(key, ()) for key in node.outputs)) - {NO_CALL}, Reason.FLOW
 
 
-def _fill_forward(nodes: list[Node], found: list[tuple[Calls, Reason] | None]) -> None:
+def _fill_forward(nodes: list[Node], entries: list[tuple[Calls, Reason] | None]) -> None:
     """Give nodes that nothing reads the owners of what they read."""
-    if all(found):
+    if all(entries):
         return
     by_output: dict[Key, Calls] = {}
     for index, node in enumerate(nodes):
-        entry = found[index]
+        entry = entries[index]
         if entry is None:
             calls = _NOBODY.union(*(by_output.get(key, _NOBODY) for key in node.inputs))
             if calls:
-                found[index] = entry = calls, Reason.FLOW
+                entries[index] = entry = calls, Reason.FLOW
         if entry is not None:
             by_output.update(dict.fromkeys(node.outputs, entry[0]))
 

@@ -48,14 +48,15 @@ def node_metadata(
     called = hierarchy.called
 
     @cache
-    def fixed(paths: tuple[str, ...], reason: str, said: str) -> dict[str, str]:
-        return tags.node_tags(paths, reason, called, said)
+    def fixed(paths: tuple[str, ...], reason: str, encoded: str) -> dict[str, str]:
+        return tags.node_tags(paths, reason, called, encoded)
 
     @cache
-    def said(work: NodeCalls) -> str:
+    def encoded_calls(work: NodeCalls) -> str:
         return calls.encode_calls(work.owners, work.calls)
 
-    return [fixed(owner.paths, owner.reason, said(work)).copy() for owner, work in zip(owners, works, strict=True)]
+    owned = zip(owners, works, strict=True)
+    return [fixed(owner.paths, owner.reason, encoded_calls(work)).copy() for owner, work in owned]
 
 
 def model_metadata(
@@ -92,13 +93,14 @@ def _with_calls(hierarchy: Hierarchy, log: CallLog) -> Hierarchy:
 
 def _signatures(record: Record) -> dict[str, list[Signature]]:
     """Module path → its calls; only modules all of whose calls were seen from inside."""
-    found: dict[str, list[Signature]] = {}
+    signatures: dict[str, list[Signature]] = {}
     for index, call in enumerate(record.log.calls):
         tensors = record.call_tensors.get(index)
         if tensors is not None:
             inputs = {name: _name(record, key) for name, key in tensors.inputs}
-            found.setdefault(call.path, []).append(Signature(inputs, tuple(_name(record, k) for k in tensors.outputs)))
-    return {path: calls for path, calls in found.items() if len(calls) == record.log.count(path)}
+            outputs = tuple(_name(record, key) for key in tensors.outputs)
+            signatures.setdefault(call.path, []).append(Signature(inputs, outputs))
+    return {path: calls for path, calls in signatures.items() if len(calls) == record.log.count(path)}
 
 
 def _name(record: Record, key: Key | None) -> str | None:

@@ -19,8 +19,8 @@ _MOST_TRIPS = 2**31
 
 class _Walk(Known, Protocol):
     def fact(self, value: ir.Value | None) -> Fact | None: ...
-    def body(self, name: str, graph: ir.Graph, given: Sequence[Fact], times: int | None) -> list[Fact]: ...
-    def either(self, one: Fact, other: Fact) -> Fact: ...
+    def body(self, name: str, graph: ir.Graph, inputs: Sequence[Fact], times: int | None) -> list[Fact]: ...
+    def either(self, first: Fact, second: Fact) -> Fact: ...
     def trips(self, trips: Dim | None, certain: bool) -> Dim | None: ...
     def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]: ...
 
@@ -34,7 +34,7 @@ def _if(walk: _Walk, operation: Operation) -> list[Fact]:
     results = [walk.body(name, operation.attributes[name].as_graph(), (), 1) for name in taken]
     if len(results) == 1:
         return results[0]
-    return [walk.either(one, other) for one, other in zip(*results, strict=True)]
+    return [walk.either(first, second) for first, second in zip(*results, strict=True)]
 
 
 def _loop(walk: _Walk, operation: Operation) -> list[Fact]:
@@ -50,16 +50,16 @@ def _loop(walk: _Walk, operation: Operation) -> list[Fact]:
     runs = Fact(ir.TensorType(ir.DataType.BOOL), (), objects(True))
     state = [_forgetful(walk.fact(value)) for value in operation.inputs[2:]]
     times = trips if isinstance(trips, int) else None
-    made: list[Fact] = []
+    results: list[Fact] = []
 
     def run(state: list[Fact]) -> list[Fact]:
-        made[:] = walk.body("body", graph, (counter, runs, *state), times)
-        return made[1 : 1 + len(state)]
+        results[:] = walk.body("body", graph, (counter, runs, *state), times)
+        return results[1 : 1 + len(state)]
 
     state = walk.repeat(state, run)
-    again = made[0].contents  # as the body runs only while its condition holds
+    again = results[0].contents  # as the body runs only while its condition holds
     trips = walk.trips(trips, trips == 0 or (again is not None and again.reshape(-1).tolist() == [True]))
-    return [*state, *(_stacked(fact, trips) for fact in made[1 + len(state) :])]
+    return [*state, *(_stacked(fact, trips) for fact in results[1 + len(state) :])]
 
 
 def _scan(walk: _Walk, operation: Operation) -> list[Fact]:
@@ -72,16 +72,16 @@ def _scan(walk: _Walk, operation: Operation) -> list[Fact]:
     trips = next((size for size in sizes if isinstance(size, int)), sizes[0] if sizes else None)
     slices = [_without_axis(fact, axis) for fact, axis in zip(scanned, axes, strict=True)]
     times = trips if isinstance(trips, int) else None
-    made: list[Fact] = []
+    results: list[Fact] = []
 
     def run(state: list[Fact]) -> list[Fact]:
-        made[:] = walk.body("body", graph, (*state, *slices), times)
-        return made[: len(state)]
+        results[:] = walk.body("body", graph, (*state, *slices), times)
+        return results[: len(state)]
 
     state = walk.repeat(state, run)
-    out_axes = operation.attributes.get_ints("scan_output_axes") or [0] * len(made)
+    out_axes = operation.attributes.get_ints("scan_output_axes") or [0] * len(results)
     trips = walk.trips(trips, True)
-    stacked = (_stacked(fact, trips, axis) for fact, axis in zip(made[first:], out_axes, strict=False))
+    stacked = (_stacked(fact, trips, axis) for fact, axis in zip(results[first:], out_axes, strict=False))
     return [*state, *stacked]
 
 

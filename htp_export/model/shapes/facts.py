@@ -131,23 +131,23 @@ class Facts:
         if fact.contents is None and fact.array is not None:
             del self._contents[value]  # they are those of the array
 
-    def _settled(self, value: ir.Value, found: Dims | None) -> Shape | None:
+    def _settled(self, value: ir.Value, inferred: Dims | None) -> Shape | None:
         """A shape that was found, with what the file says of dimensions that were not, or that have no name there."""
         declared = self._declared(value)
-        if found is None:
+        if inferred is None:
             return declared
-        if declared is None or len(declared) != len(found):
-            return self._completed(value, found)
+        if declared is None or len(declared) != len(inferred):
+            return self._completed(value, inferred)
         return tuple(
-            own if dim is None or (is_unnamed(dim) and not is_unnamed(own)) else dim
-            for dim, own in zip(found, declared, strict=True)
+            written if dim is None or (is_unnamed(dim) and not is_unnamed(written)) else dim
+            for dim, written in zip(inferred, declared, strict=True)
         )
 
-    def _completed(self, value: ir.Value, found: Dims | None) -> Shape | None:
+    def _completed(self, value: ir.Value, inferred: Dims | None) -> Shape | None:
         """A shape with new symbols for dimensions that are not known."""
-        if found is None:
+        if inferred is None:
             return None
-        return tuple(self._unnamed(value, place) if dim is None else dim for place, dim in enumerate(found))
+        return tuple(self._unnamed(value, place) if dim is None else dim for place, dim in enumerate(inferred))
 
     def _unnamed(self, value: ir.Value, place: int) -> Dim:
         name = value.name or str(id(value))
@@ -176,10 +176,10 @@ class Facts:
             return symbol(text)
         if text not in self._dims:
             try:
-                found = dim.evaluate(dict(self._sizes)) if dim.free_symbols() <= set(self._sizes) else None
+                size = dim.evaluate(dict(self._sizes)) if dim.free_symbols() <= set(self._sizes) else None
             except Exception:  # whatever sympy says of a text that is no expression
-                found = None
-            self._dims[text] = found if isinstance(found, int) and found >= 0 else None
+                size = None
+            self._dims[text] = size if isinstance(size, int) and size >= 0 else None
         known = self._dims[text]
         return symbol(text) if known is None else known
 

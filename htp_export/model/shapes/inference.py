@@ -90,18 +90,18 @@ class Inference(Facts):
         """A node with its attributes; in a function's body, with those that the call gives it."""
         if not any(attribute.is_ref() for attribute in node.attributes.values()):
             return node
-        found = []
+        resolved = []
         for name, attribute in node.attributes.items():
             if not attribute.is_ref():
-                found.append(attribute)
+                resolved.append(attribute)
             elif attribute.ref_attr_name in self._attributes:
-                found.append(ir.Attr(name, attribute.type, self._attributes[str(attribute.ref_attr_name)].value))
-        return _Called(node, ir.Node(node.domain, node.op_type, (), found))
+                resolved.append(ir.Attr(name, attribute.type, self._attributes[str(attribute.ref_attr_name)].value))
+        return _Called(node, ir.Node(node.domain, node.op_type, (), resolved))
 
     def call(self, function: ir.Function, operation: Operation) -> None:
         """Walk over the body of a function with what a call gives it."""
         saved = self._attributes, self._opsets, self._in_function
-        given = [self.fact(value) for value in operation.inputs]
+        arguments = [self.fact(value) for value in operation.inputs]
         written = {name: a for name, a in function.attributes.items() if a.value is not None}
         self._attributes = {**written, **operation.attributes}
         self._opsets = {**self._opsets, **function.opset_imports}
@@ -109,42 +109,42 @@ class Inference(Facts):
         self._in_function = True
         self._calls += 1
         for place, formal in enumerate(function.inputs):
-            self.state(formal, (given[place] if place < len(given) else None) or Fact())
+            self.state(formal, (arguments[place] if place < len(arguments) else None) or Fact())
         self._depth += 1
         self.walk(function)
         self._depth -= 1
-        made = [self.fact(value) or Fact() for value in function.outputs]
+        results = [self.fact(value) or Fact() for value in function.outputs]
         self._calling.pop()
         self._attributes, self._opsets, self._in_function = saved
-        self._conclude(operation, made, "its function does not tell")
+        self._conclude(operation, results, "its function does not tell")
 
-    def body(self, name: str, graph: ir.Graph, given: Sequence[Fact], times: int | None) -> list[Fact]:
+    def body(self, name: str, graph: ir.Graph, inputs: Sequence[Fact], times: int | None) -> list[Fact]:
         """Walk over a subgraph.
 
         Args:
             name: The attribute that holds it.
             graph: The subgraph.
-            given: What it is given.
+            inputs: What is known of its inputs.
             times: How often it runs; None where that is not known.
 
         Returns:
             What it gives back.
         """
-        for value, fact in zip(graph.inputs, given, strict=False):
+        for value, fact in zip(graph.inputs, inputs, strict=False):
             self.state(value, fact)
         self._depth += 1
         self.walk(graph)
         self._depth -= 1
         return [self.fact(value) or Fact() for value in graph.outputs]
 
-    def either(self, one: Fact, other: Fact) -> Fact:
+    def either(self, first: Fact, second: Fact) -> Fact:
         """What is true of two tensors, as those that two branches give."""
-        kind = one.type if one.type == other.type else None
-        shape = _common(one.shape, other.shape)
-        if one.contents is None or other.contents is None or one.contents.shape != other.contents.shape:
+        kind = first.type if first.type == second.type else None
+        shape = _common(first.shape, second.shape)
+        if first.contents is None or second.contents is None or first.contents.shape != second.contents.shape:
             return Fact(kind, shape)
-        same = all(a == b for a, b in zip(one.contents.reshape(-1), other.contents.reshape(-1), strict=True))
-        return Fact(kind, shape, one.contents if same else None)
+        same = all(a == b for a, b in zip(first.contents.reshape(-1), second.contents.reshape(-1), strict=True))
+        return Fact(kind, shape, first.contents if same else None)
 
     def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
         """What is true of the state of a loop before each run of its body, and after the last one.
@@ -189,16 +189,16 @@ class Inference(Facts):
 
     def _control_flow(self, operation: Operation) -> None:
         try:
-            made = CONTROL_FLOW_RULES[operation.op_type](self, operation)
+            results = CONTROL_FLOW_RULES[operation.op_type](self, operation)
         except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             self._unknown(operation, _text(error))
         else:
-            self._conclude(operation, made, "its subgraphs do not tell")
+            self._conclude(operation, results, "its subgraphs do not tell")
 
-    def _conclude(self, operation: Operation, made: Sequence[Fact], reason: str) -> None:
+    def _conclude(self, operation: Operation, results: Sequence[Fact], reason: str) -> None:
         """Note what a function or a subgraph gave, under the names that the node gives it."""
         for place, value in enumerate(operation.outputs):
-            fact = made[place] if place < len(made) else Fact()
+            fact = results[place] if place < len(results) else Fact()
             self.state(value, Fact(fact.type, self._settled(value, fact.shape), fact.contents, fact.array))
             self._note(operation, value, reason)
 
@@ -234,10 +234,10 @@ class Inference(Facts):
         for place, value in enumerate(outputs):
             self._shapes[value] = self._settled(value, shapes[place] if shapes and place < len(shapes) else None)
             if value.type is None or self._in_function:
-                found = self._type_of(operation, domain, place)
-                typed = typed and found is not None
-                if found is not None:
-                    self._types[value] = found
+                dtype = self._type_of(operation, domain, place)
+                typed = typed and dtype is not None
+                if dtype is not None:
+                    self._types[value] = dtype
         if len(outputs) == 1 and rules.contents is not None:
             contents, _ = _safely(rules.contents, operation, self)
             if contents is not None and small_contents(contents):
@@ -278,12 +278,12 @@ class Inference(Facts):
         """Complete what a rule said, or did not, with what ONNX's own inference says of the node."""
         results, its_reason = inferred(operation, self._version(operation.domain), self._given(operation))
         for place, (value, (kind, shape)) in enumerate(zip(operation.outputs, results, strict=True)):
-            own = shapes[place] if place < len(shapes) else None
-            if own is None:
-                own = shape
-            elif shape is not None and len(shape) == len(own):
-                own = [theirs if dim is None else dim for dim, theirs in zip(own, shape, strict=True)]
-            self._shapes[value] = self._settled(value, own)
+            dims = shapes[place] if place < len(shapes) else None
+            if dims is None:
+                dims = shape
+            elif shape is not None and len(shape) == len(dims):
+                dims = [theirs if dim is None else dim for dim, theirs in zip(dims, shape, strict=True)]
+            self._shapes[value] = self._settled(value, dims)
             if kind is not None and (self._types.get(value) is None or self._in_function):
                 self._types[value] = kind
             self._note(operation, value, reason or its_reason)
@@ -303,11 +303,11 @@ class Inference(Facts):
             self._reasons[value] = f"node {operation.name or value.name!r} ({operation.op_type}): {reason}"
 
 
-def _common(one: Sequence[Any] | None, other: Sequence[Any] | None) -> Any:
+def _common(first: Sequence[Any] | None, second: Sequence[Any] | None) -> Any:
     """The dimensions that two shapes have in common; others are new symbols."""
-    if one is None or other is None or len(one) != len(other):
+    if first is None or second is None or len(first) != len(second):
         return None
-    return tuple(a if a == b else None for a, b in zip(one, other, strict=True))
+    return tuple(a if a == b else None for a, b in zip(first, second, strict=True))
 
 
 def _safely(

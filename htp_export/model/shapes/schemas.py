@@ -40,10 +40,10 @@ def inferred(node: Operation, version: int, inputs: Sequence[Given | None]) -> t
         return nothing, "there is no rule for this operator, and no schema of it"
     names: dict[str, Dim] = {}
     types, data = dict[str, onnx.TypeProto](), dict[str, onnx.TensorProto]()
-    for place, given in enumerate(inputs):
-        if given is None:
+    for place, known in enumerate(inputs):
+        if known is None:
             continue
-        kind, shape, array = given
+        kind, shape, array = known
         if kind is None:
             return nothing, f"the type of input {place} is not known"
         types[f"i{place}"] = _type_proto(kind, shape, names)
@@ -52,17 +52,17 @@ def inferred(node: Operation, version: int, inputs: Sequence[Given | None]) -> t
     opsets = [onnx.OperatorSetIdProto(domain=node.domain, version=version)]
     proto = _node_proto(node, inputs)
     try:
-        found = onnx.shape_inference.infer_node_outputs(schema, proto, types, data, opset_imports=opsets)
+        protos = onnx.shape_inference.infer_node_outputs(schema, proto, types, data, opset_imports=opsets)
     except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError, ValueError, KeyError) as e:
         return nothing, str(e).strip().partition("\n")[0]  # a node that is not as its schema wants it
-    return [_read(found.get(name), names) for name in proto.output], "sizes depend on values that are not known"
+    return [_read(protos.get(name), names) for name in proto.output], "sizes depend on values that are not known"
 
 
 def evaluated(node: Operation, version: int, inputs: Sequence[Given | None]) -> list[Array] | None:
     """The numbers of the outputs, where those of all inputs are known and all are small; else None."""
     if node.op_type in _NOT_EVALUATED or _schema(node.op_type, version, node.domain) is None:
         return None
-    arrays = {f"i{place}": given[2] for place, given in enumerate(inputs) if given is not None}
+    arrays = {f"i{place}": known[2] for place, known in enumerate(inputs) if known is not None}
     if any(array is None for array in arrays.values()) or not all(value.name for value in node.outputs):
         return None
     broadcast = math.prod(max(1, array.size) for array in arrays.values() if array is not None)
@@ -77,10 +77,10 @@ def evaluated(node: Operation, version: int, inputs: Sequence[Given | None]) -> 
     )
     try:
         with np.errstate(all="ignore"):
-            made = ReferenceEvaluator(function).run(None, arrays, attributes={})
+            outputs = ReferenceEvaluator(function).run(None, arrays, attributes={})
     except Exception:  # whatever numpy says of values that the operator does not take, or an operator that it has not
         return None
-    results = [np.asarray(array) for array in made]
+    results = [np.asarray(array) for array in outputs]
     small = all(array.size <= MOST_ELEMENTS and array.dtype != object for array in results)
     return results if small else None
 
@@ -106,7 +106,7 @@ def type_source(op_type: str, version: int, domain: str, place: int) -> ir.DataT
 def _node_proto(node: Operation, inputs: Sequence[Given | None]) -> onnx.NodeProto:
     """The node alone, with inputs and outputs named by their positions; a subgraph is left out."""
     proto = onnx.NodeProto(op_type=node.op_type, domain=node.domain)
-    proto.input.extend("" if given is None else f"i{place}" for place, given in enumerate(inputs))
+    proto.input.extend("" if known is None else f"i{place}" for place, known in enumerate(inputs))
     proto.output.extend(f"o{place}" if value.name else "" for place, value in enumerate(node.outputs))
     for attribute in node.attributes.values():
         if attribute.type not in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
@@ -136,12 +136,12 @@ def _type_proto(kind: ir.TypeProtocol, shape: Shape | None, names: dict[str, Dim
     return onnx.helper.make_tensor_type_proto(int(kind.dtype), sizes)
 
 
-def _read(found: onnx.TypeProto | None, names: Mapping[str, Dim]) -> Result:
-    if found is None or not found.WhichOneof("value"):
+def _read(proto: onnx.TypeProto | None, names: Mapping[str, Dim]) -> Result:
+    if proto is None or not proto.WhichOneof("value"):
         return None, None
-    if not found.HasField("tensor_type"):
-        return ir.serde.deserialize_type_proto_for_type(found), None
-    tensor = found.tensor_type
+    if not proto.HasField("tensor_type"):
+        return ir.serde.deserialize_type_proto_for_type(proto), None
+    tensor = proto.tensor_type
     kind = ir.TensorType(ir.DataType(tensor.elem_type)) if tensor.elem_type else None
     if not tensor.HasField("shape"):
         return kind, None

@@ -136,7 +136,7 @@ def product(dims: Iterable[Dim]) -> Dim:
     return result
 
 
-def equal(one: Dim, other: Dim) -> bool | None:
+def equal(first: Dim, second: Dim) -> bool | None:
     """Whether two sizes are equal for all, or for no, values of the free dimensions; None where it depends.
 
     Examples:
@@ -144,7 +144,7 @@ def equal(one: Dim, other: Dim) -> bool | None:
         >>> equal(n + n, 2 * n), equal(n + 1, n), equal(n, -1), equal(n, 1)
         (True, False, False, None)
     """
-    difference = one - other
+    difference = first - second
     if isinstance(difference, int):
         return difference == 0
     for signed in (difference, -difference):
@@ -154,7 +154,7 @@ def equal(one: Dim, other: Dim) -> bool | None:
     return None
 
 
-def divide(one: Dim, other: Dim) -> Dim:
+def divide(dividend: Dim, divisor: Dim) -> Dim:
     """The quotient, rounded down; equal divisions that do not come out even give the same new symbol.
 
     Raises:
@@ -165,12 +165,12 @@ def divide(one: Dim, other: Dim) -> Dim:
         >>> str(divide(12 * n * m, 4 * n)), str(divide(n, 2)), divide(n, 2) == divide(n, 2)
         ('3*m', 'n//2', True)
     """
-    if other == 0:
+    if divisor == 0:
         raise ZeroDivisionError
-    if isinstance(one, int) and isinstance(other, int):
-        return one // other
-    even = _divide_evenly(one, other)
-    return symbol(f"{_in_parentheses(str(one))}//{_in_parentheses(str(other))}") if even is None else even
+    if isinstance(dividend, int) and isinstance(divisor, int):
+        return dividend // divisor
+    even = _divide_evenly(dividend, divisor)
+    return symbol(f"{_in_parentheses(str(dividend))}//{_in_parentheses(str(divisor))}") if even is None else even
 
 
 def smaller_of(limit: Dim, size: Dim) -> Dim:
@@ -195,7 +195,7 @@ def not_negative(size: Dim) -> Dim:
     return size if size.least is not None and size.least >= 0 else symbol(f"Max(0, {size})")
 
 
-def is_smaller_of(one: Dim, other: Dim) -> bool:
+def is_smaller_of(size: Dim, limited: Dim) -> bool:
     """Whether a size is the smaller of another one and a number.
 
     Examples:
@@ -203,25 +203,25 @@ def is_smaller_of(one: Dim, other: Dim) -> bool:
         >>> is_smaller_of(smaller_of(512, length), length), is_smaller_of(length, length)
         (True, False)
     """
-    text, end = str(one), f", {other})"
+    text, end = str(size), f", {limited})"
     return text.startswith("Min(") and text.endswith(end) and text[4 : -len(end)].isdecimal()
 
 
-def _divide_evenly(one: Dim, other: Dim) -> Dim | None:
-    divisor = ((), other) if isinstance(other, int) else other.terms[0]
-    if isinstance(other, Size) and len(other.terms) > 1:
-        return 1 if one == other else None
-    found: dict[_Monomial, int] = {}
-    for names, factor in [((), one)] if isinstance(one, int) else one.terms:
+def _divide_evenly(dividend: Dim, divisor: Dim) -> Dim | None:
+    term = ((), divisor) if isinstance(divisor, int) else divisor.terms[0]
+    if isinstance(divisor, Size) and len(divisor.terms) > 1:
+        return 1 if dividend == divisor else None
+    quotient: dict[_Monomial, int] = {}
+    for names, factor in [((), dividend)] if isinstance(dividend, int) else dividend.terms:
         rest = list(names)
-        for name in divisor[0]:
+        for name in term[0]:
             if name not in rest:
                 return None
             rest.remove(name)
-        if factor % divisor[1]:
+        if factor % term[1]:
             return None
-        found[tuple(rest)] = factor // divisor[1]
-    return _made(found)
+        quotient[tuple(rest)] = factor // term[1]
+    return _made(quotient)
 
 
 def _made(terms: dict[_Monomial, int]) -> Dim:
@@ -240,18 +240,18 @@ def _in_parentheses(text: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _combine(one: Size, other: Dim, sign: int) -> Dim:
-    terms = dict(one.terms)
-    for names, factor in [((), other)] if isinstance(other, int) else other.terms:
+def _combine(first: Size, second: Dim, sign: int) -> Dim:
+    terms = dict(first.terms)
+    for names, factor in [((), second)] if isinstance(second, int) else second.terms:
         terms[names] = terms.get(names, 0) + sign * factor
     return _made(terms)
 
 
 @lru_cache(maxsize=4096)
-def _multiply(one: Size, other: Dim) -> Dim:
+def _multiply(first: Size, second: Dim) -> Dim:
     terms: dict[_Monomial, int] = {}
-    for names, factor in one.terms:
-        for more, times in [((), other)] if isinstance(other, int) else other.terms:
+    for names, factor in first.terms:
+        for more, times in [((), second)] if isinstance(second, int) else second.terms:
             merged = tuple(sorted((*names, *more)))
             terms[merged] = terms.get(merged, 0) + factor * times
     return _made(terms)

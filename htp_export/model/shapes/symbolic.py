@@ -54,9 +54,9 @@ class Symbolic(Inference):
     ) -> None:
         super().__init__(graph.opset_imports or opsets or {}, functions, sizes)
         for value in graph.inputs:
-            given = (shapes or {}).get(str(value.name))
-            if given is not None:
-                self.state(value, Fact(value.type, given))
+            shape = (shapes or {}).get(str(value.name))
+            if shape is not None:
+                self.state(value, Fact(value.type, shape))
         self.walk(graph)
 
     def described(self, value: ir.Value) -> ir.Value:

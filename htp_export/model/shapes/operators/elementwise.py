@@ -44,21 +44,21 @@ def broadcast(shapes: Iterable[Shape]) -> Dims:
     return result
 
 
-def _joined(one: Dim | None, other: Dim | None) -> Dim | None:
-    if one == 1:
-        return other
-    if other == 1 or one == other:
-        return one
-    if one is None or other is None:
-        given = other if one is None else one
-        return given if isinstance(given, int) else None
-    if is_smaller_of(one, other):  # the node runs only where the limit is not reached
-        return other
-    if is_smaller_of(other, one):
-        return one
-    if isinstance(one, int):  # the other one is the same or 1
-        return one
-    return other if isinstance(other, int) else None
+def _joined(first: Dim | None, second: Dim | None) -> Dim | None:
+    if first == 1:
+        return second
+    if second == 1 or first == second:
+        return first
+    if first is None or second is None:
+        known = second if first is None else first
+        return known if isinstance(known, int) else None
+    if is_smaller_of(first, second):  # the node runs only where the limit is not reached
+        return second
+    if is_smaller_of(second, first):
+        return first
+    if isinstance(first, int):  # the other one is the same or 1
+        return first
+    return second if isinstance(second, int) else None
 
 
 @shape_rule(*_LIKE_FIRST)

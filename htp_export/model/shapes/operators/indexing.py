@@ -35,9 +35,9 @@ def _split(node: Operation, known: Known) -> Sequence[Dims | None] | None:
     axis, count = normalized(node.attributes.get_int("axis", 0), len(shape)), len(node.outputs)
     sizes: Sequence[Dim | None] | None = axes_of(node, known, "split")
     if sizes is None:
-        whole = shape[axis]
-        sizes = [None] * count if len(node.inputs) > 1 or not isinstance(whole, int) or whole % count else None
-        sizes = sizes or [divide(whole, count)] * count
+        total = shape[axis]
+        sizes = [None] * count if len(node.inputs) > 1 or not isinstance(total, int) or total % count else None
+        sizes = sizes or [divide(total, count)] * count
     return [[*shape[:axis], size, *shape[axis + 1 :]] for size in sizes]
 
 
@@ -70,7 +70,7 @@ def _slice_length(dim: Dim, start: Dim, end: Dim, step: int) -> Dim | None:
         if first is None or last is None:
             return None
         return not_negative(last - first)
-    if all(isinstance(each, int) for each in (dim, start, end)):
+    if all(isinstance(bound, int) for bound in (dim, start, end)):
         return len(range(dim)[slice(start, end, step)])  # type: ignore[arg-type]
     return None
 

@@ -45,8 +45,8 @@ def _reshape(node: Operation, known: Known) -> Sequence[Dims | None] | None:
             result.append(dim)
     if -1 in result:
         rest = [dim for dim in result if dim != -1]
-        whole = None if shape is None or None in rest else product(shape)
-        inferred = None if whole is None else divide(whole, product(dim for dim in rest if dim is not None))
+        elements = None if shape is None or None in rest else product(shape)
+        inferred = None if elements is None else divide(elements, product(dim for dim in rest if dim is not None))
         result[result.index(-1)] = inferred
     return [result]
 

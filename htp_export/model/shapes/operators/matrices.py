@@ -12,22 +12,22 @@ from htp_export.model.shapes.sizes import divide
 
 @shape_rule("MatMul")
 def _matmul(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    one, other = (known.shape(value) for value in node.inputs[:2])
-    if one is None or other is None or not one or not other:
+    a, b = (known.shape(value) for value in node.inputs[:2])
+    if a is None or b is None or not a or not b:
         return None
-    left = one if len(one) > 1 else (1, *one)
-    right = other if len(other) > 1 else (*other, 1)
-    ends = [*([left[-2]] if len(one) > 1 else []), *([right[-1]] if len(other) > 1 else [])]
+    left = a if len(a) > 1 else (1, *a)
+    right = b if len(b) > 1 else (*b, 1)
+    ends = [*([left[-2]] if len(a) > 1 else []), *([right[-1]] if len(b) > 1 else [])]
     return [[*broadcast([left[:-2], right[:-2]]), *ends]]
 
 
 @shape_rule("Gemm")
 def _gemm(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    one, other = known.shape(node.inputs[0]), known.shape(node.inputs[1])
-    if one is None or other is None:
+    a, b = known.shape(node.inputs[0]), known.shape(node.inputs[1])
+    if a is None or b is None:
         return None
-    rows = one[1 if node.attributes.get_int("transA", 0) else 0]
-    return [[rows, other[0 if node.attributes.get_int("transB", 0) else 1]]]
+    rows = a[1 if node.attributes.get_int("transA", 0) else 0]
+    return [[rows, b[0 if node.attributes.get_int("transB", 0) else 1]]]
 
 
 @shape_rule("Attention")

@@ -35,10 +35,10 @@ def _shapes(node: Operation, known: Known, *places: int) -> list[Shape]:
     Raises:
         ValueError: If one is not known.
     """
-    found = [known.shape(node.inputs[place]) if place < len(node.inputs) else None for place in places]
-    if None in found:
-        raise ValueError(f"the shape of input {places[found.index(None)]} is not known")
-    return [shape for shape in found if shape is not None]
+    shapes = [known.shape(node.inputs[place]) if place < len(node.inputs) else None for place in places]
+    if None in shapes:
+        raise ValueError(f"the shape of input {places[shapes.index(None)]} is not known")
+    return [shape for shape in shapes if shape is not None]
 
 
 @shape_rule(*_LIKE_FIRST, domain=_DOMAIN)
@@ -76,9 +76,9 @@ def _packed_product(node: Operation, known: Known) -> Sequence[Dims | None]:
 
 @shape_rule("Attention", "QAttention", domain=_DOMAIN)
 def _attention(node: Operation, known: Known) -> Sequence[Dims | None]:
-    given, weights = _shapes(node, known, 0, 1)
+    data, weights = _shapes(node, known, 0, 1)
     sizes: Sequence[int] = node.attributes.get_ints("qkv_hidden_sizes") or ()
-    return [[*given[:2], sizes[2] if len(sizes) == 3 else divide(weights[1], 3)]]
+    return [[*data[:2], sizes[2] if len(sizes) == 3 else divide(weights[1], 3)]]
 
 
 @shape_rule("MultiHeadAttention", domain=_DOMAIN)
