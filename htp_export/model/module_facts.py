@@ -105,6 +105,10 @@ class _TensorHolders:
     elements: int
     holders: Sequence[str]
 
+    @property
+    def is_shared(self) -> bool:
+        return len(self.holders) > 1
+
 
 def contents_of(tagged: TaggedModel) -> Contents:
     """What stands in each module of a model. No values are read.
@@ -125,29 +129,11 @@ def contents_of(tagged: TaggedModel) -> Contents:
     for node, owners in index.owners.items():
         for owner in owners or ("",):
             own_nodes[owner].append(node)
-    readers = _readers(tagged)
-    stored = {value: _TensorHolders(_elements(value), tuple(paths)) for value, paths in readers.items()}
-    by_dtype: defaultdict[str, list[_TensorHolders]] = defaultdict(list)
-    shared_sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    own_sizes: Counter[str] = Counter()
-    own_weights: defaultdict[str, list[ir.Value]] = defaultdict(list)
-    for value, held in stored.items():
-        size = _bytes(value)
-        own_sizes[held.holders[0]] += size
-        for path in held.holders:
-            own_weights[path].append(value)
-        by_dtype[dtype_name(_dtype(value))].append(_TensorHolders(size, held.holders))
-        inside = Counter(up for path in held.holders for up in tags.ancestors(path)) if len(held.holders) > 1 else {}
-        for path, readers_inside in inside.items():
-            if readers_inside < len(held.holders):
-                shared_sizes[path][dtype_name(_dtype(value))] += size
-    sizes: defaultdict[str, dict[str, int]] = defaultdict(dict)
-    for dtype, weights in by_dtype.items():
-        for path, size in _summed(weights)[0].items():
-            sizes[path][dtype] = size
+    stored = {value: _TensorHolders(_elements(value), tuple(paths)) for value, paths in _readers(tagged).items()}
+    weights = _weight_sizes(stored)
     declared = _declared(tagged)
     listed = list(stored.items()) if declared is None else list(declared.items())
-    parameters, own_parameters = _summed([held for _, held in listed])
+    parameters, own_parameters = _summed([tensor for _, tensor in listed])
     modules = {}
     for path, info in tagged.hierarchy.items():
         nodes = index.below.get(path, ()) if path else index.nodes
@@ -157,14 +143,50 @@ def contents_of(tagged: TaggedModel) -> Contents:
             self_nodes=len(own_nodes[path]),
             parameters=parameters[path],
             self_parameters=own_parameters[path],
-            weight_bytes=sum(sizes[path].values()),
-            self_weight_bytes=own_sizes[path],
-            weight_bytes_by_dtype=sizes[path],
-            shared_bytes_by_dtype=dict(shared_sizes[path]),
+            weight_bytes=sum(weights.by_dtype[path].values()),
+            self_weight_bytes=weights.first_read[path],
+            weight_bytes_by_dtype=weights.by_dtype[path],
+            shared_bytes_by_dtype=dict(weights.shared[path]),
         )
-        modules[path] = ModuleContents(facts, nodes, own_nodes[path], own_weights[path])
-    shared = {str(getattr(each, "name", each)): tuple(held.holders) for each, held in listed if len(held.holders) > 1}
+        modules[path] = ModuleContents(facts, nodes, own_nodes[path], weights.read[path])
+    shared = {str(getattr(key, "name", key)): tuple(tensor.holders) for key, tensor in listed if tensor.is_shared}
     return Contents(modules, shared, declared is not None)
+
+
+@dataclass(frozen=True)
+class _WeightSizes:
+    """Sizes in bytes of the weights that modules read.
+
+    Attributes:
+        by_dtype: Module path → element type → weights read at or below the module.
+        shared: Of those, the weights that nodes outside the module read too.
+        first_read: Module path → weights of which its own nodes are the first readers.
+        read: Module path → the weights that its own nodes read.
+    """
+
+    by_dtype: defaultdict[str, dict[str, int]]
+    shared: defaultdict[str, Counter[str]]
+    first_read: Counter[str]
+    read: defaultdict[str, list[ir.Value]]
+
+
+def _weight_sizes(stored: Mapping[ir.Value, _TensorHolders]) -> _WeightSizes:
+    sizes = _WeightSizes(defaultdict(dict), defaultdict(Counter), Counter(), defaultdict(list))
+    alike: defaultdict[str, list[_TensorHolders]] = defaultdict(list)
+    for value, tensor in stored.items():
+        size, dtype = _bytes(value), dtype_name(_dtype(value))
+        sizes.first_read[tensor.holders[0]] += size
+        for path in tensor.holders:
+            sizes.read[path].append(value)
+        alike[dtype].append(_TensorHolders(size, tensor.holders))
+        inside = Counter(up for path in tensor.holders for up in tags.ancestors(path)) if tensor.is_shared else {}
+        for path, readers_inside in inside.items():
+            if readers_inside < len(tensor.holders):
+                sizes.shared[path][dtype] += size
+    for dtype, weights in alike.items():
+        for path, size in _summed(weights)[0].items():
+            sizes.by_dtype[path][dtype] = size
+    return sizes
 
 
 def dtype_name(dtype: ir.DataType) -> str:
@@ -180,21 +202,21 @@ def dtype_name(dtype: ir.DataType) -> str:
 def _summed(listed: Sequence[_TensorHolders]) -> tuple[Counter[str], Counter[str]]:
     """Module path → elements at or below it; and those that it is the first to hold."""
     total: Counter[str] = Counter()
-    own: Counter[str] = Counter()
+    first: Counter[str] = Counter()
     shared: Counter[str] = Counter()
-    for held in listed:
-        own[held.holders[0]] += held.elements
-        if len(held.holders) == 1:
-            total[held.holders[0]] += held.elements
+    for tensor in listed:
+        first[tensor.holders[0]] += tensor.elements
+        if not tensor.is_shared:
+            total[tensor.holders[0]] += tensor.elements
             continue
-        for path in dict.fromkeys(up for holder in held.holders for up in tags.ancestors(holder)):
-            shared[path] += held.elements
+        for path in dict.fromkeys(up for holder in tensor.holders for up in tags.ancestors(holder)):
+            shared[path] += tensor.elements
     for path in sorted({*total, *tags.all_above(total)}, key=len, reverse=True):  # the path of a parent is shorter
         if path:
             total[tags.parent_path(path) or ""] += total[path]
     for path, elements in shared.items():
         total[path] += elements
-    return total, own
+    return total, first
 
 
 # --- parameters -----------------------------------------------------------------------------------------
@@ -207,19 +229,19 @@ def _declared(tagged: TaggedModel) -> dict[str, _TensorHolders] | None:
     initializers = tagged.model.graph.initializers
     shapes: dict[str, tuple[int, ...]] = {}
     holders: defaultdict[str, list[str]] = defaultdict(list)
-    for path, held in tagged.parameters.items():
-        for name, shape in held.shapes.items():
-            full = held.tied.get(name) or (f"{path}.{name}" if path else name)
+    for path, module in tagged.parameters.items():
+        for name, shape in module.shapes.items():
+            full = module.tied.get(name) or (f"{path}.{name}" if path else name)
             shapes[full] = shape
             if path not in holders[full]:
                 holders[full].append(path)
-    found = {}
+    parameters = {}
     for full, shape in shapes.items():
         tensor = initializers[full].const_value if full in initializers else None
         floating = tensor is not None and tensor.dtype.is_floating_point()
         sizes = tensor.shape.numpy() if tensor is not None and floating else shape
-        found[full] = _TensorHolders(math.prod(sizes), holders[full])
-    return found
+        parameters[full] = _TensorHolders(math.prod(sizes), holders[full])
+    return parameters
 
 
 # --- weights --------------------------------------------------------------------------------------------
@@ -229,14 +251,14 @@ def _readers(tagged: TaggedModel) -> dict[ir.Value, dict[str, None]]:
     """Each weight of the file → the modules whose nodes read it, in order."""
     index, functions = tagged.index, tagged.model.functions
     calls = Counter(node.op_identifier() for node in index.nodes) if functions else Counter[ir.OperatorIdentifier]()
-    found: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
+    readers: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
     for node, owners in index.owners.items():
         if node.op_identifier() in functions and calls[node.op_identifier()] == 1:
             continue  # the nodes of the function read its arguments
         for value in _sources(tagged, node):
             if _is_weight(value, node):
-                found[value].update(dict.fromkeys(owners or ("",)))
-    return found
+                readers[value].update(dict.fromkeys(owners or ("",)))
+    return readers
 
 
 def _sources(tagged: TaggedModel, node: ir.Node) -> Iterator[ir.Value]:
@@ -293,7 +315,7 @@ def tied_parameters(tagged: TaggedModel) -> dict[str, dict[str, str]]:
     Empty where the file does not say what PyTorch had.
     """
     return {
-        path: {f"{path}.{name}" if path else name: first for name, first in held.tied.items()}
-        for path, held in (tagged.parameters or {}).items()
-        if held.tied
+        path: {f"{path}.{name}" if path else name: first for name, first in module.tied.items()}
+        for path, module in (tagged.parameters or {}).items()
+        if module.tied
     }
