@@ -74,9 +74,6 @@ class Life:
 class Timeline:
     """The memory of a run, step by step.
 
-    Args:
-        run: The run.
-
     Attributes:
         live: Bytes of activations while each step runs, what its subgraphs take included.
         lives: Every activation that takes memory.

@@ -30,10 +30,6 @@ _VIEWS = RESHAPING | {"Identity"}
 def run_by_shapes(tagged: TaggedModel, bindings: Bindings) -> Run:
     """What happens in one run of a model.
 
-    Args:
-        tagged: The model.
-        bindings: The sizes of its inputs.
-
     Returns:
         The steps, in the order of the graph; a call of a function of the model is the steps of its body.
     """

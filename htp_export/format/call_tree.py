@@ -327,12 +327,7 @@ class CallTree:
         return modules
 
     def encode_calls(self, owners: tuple[str, ...], calls: Iterable[Instance]) -> str:
-        """Return the encoded calls of a node; empty if they follow from its owners.
-
-        Args:
-            owners: The owners of the node.
-            calls: The calls whose operations it computes.
-        """
+        """Return the encoded calls of a node; empty if they follow from its owners."""
         work = self.of_calls(owners, calls)
         if not work.parts:
             return ""

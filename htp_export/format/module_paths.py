@@ -36,9 +36,6 @@ def module_paths(model: nn.Module) -> list[ModulePath]:
     The first module with a name has the name as its path. The paths of further ones are the name and ``#2``, ``#3``,
     ...; the paths of the modules inside begin with that.
 
-    Args:
-        model: The model.
-
     Examples:
         >>> import torch
         >>> model = torch.nn.Module()

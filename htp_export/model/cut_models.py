@@ -26,10 +26,6 @@ _FIRST_SHAPE_WITH_RANGE = 15  # opset in which Shape got its attributes start an
 def cut_model(tagged: TaggedModel, part: Cut) -> ir.Model:
     """A stand-alone model of a cut; it shares the tensors of its weights with the whole model, and nothing else.
 
-    Args:
-        tagged: The model that the cut was made of.
-        part: The cut.
-
     Examples:
         >>> import torch, htp_export
         >>> from htp_export.model.cutting import cut
@@ -249,10 +245,6 @@ def _functions_used(model: ir.Model, graph: ir.Graph) -> list[ir.Function]:
 
 class _Calls:
     """The calls that are in a cut, and what they are there.
-
-    Args:
-        tagged: The whole model.
-        part: The cut.
 
     Attributes:
         numbers: Module path → the numbers, in the whole, of its calls that are in the cut.

@@ -73,11 +73,7 @@ def cut(tagged: TaggedModel, path: str, call: int = 0) -> Cut:
 
 
 class Cutter:
-    """Cuts modules out of one model.
-
-    Args:
-        tagged: The model.
-    """
+    """Cuts modules out of one model."""
 
     def __init__(self, tagged: TaggedModel) -> None:
         self._tagged = tagged

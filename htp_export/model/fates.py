@@ -128,10 +128,6 @@ def fate_of(path: str, evidence: Evidence[Key]) -> Outcome:
 def find_fates(hierarchy: Hierarchy, evidence: Evidence[Key]) -> tuple[Hierarchy, list[tuple[str, Key, bool]]]:
     """What became of all modules.
 
-    Args:
-        hierarchy: The modules.
-        evidence: What is known of them.
-
     Returns:
         The modules with their fates, and ``(module, tensor, whether it leaves)`` for tensors at the boundaries of
         computed modules that PyTorch does not know.
@@ -158,11 +154,6 @@ def fused_with(path: str, start: Iterable[str], evidence: Evidence[Key]) -> tupl
     First those on the other side of its boundary, then those on the other side of the common one, and so on. Modules
     without a node (they cancelled out) take one beside them that has nodes. Where all that goes far (in a layout of its
     own no tensor is what it was), the innermost module around it whose boundary is known is named in their place.
-
-    Args:
-        path: The module.
-        start: Modules that are taken along in any case.
-        evidence: What is known of the modules.
     """
     group = list(dict.fromkeys((path, *start)))
     while len(group) <= _MOST_PARTNERS:

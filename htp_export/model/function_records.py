@@ -103,10 +103,6 @@ class Expectations:
     """What the nodes of functions' bodies are in certain calls, as far as the calls' tags tell.
 
     Each body is looked at once, however many calls there are; make a new one when tags have changed.
-
-    Args:
-        hierarchy: The modules.
-        calls: Which of their calls ran in which.
     """
 
     def __init__(self, hierarchy: Hierarchy, calls: CallTree) -> None:

@@ -28,9 +28,6 @@ class Hasher:
     """Hashes of parts of a graph.
 
     Names, metadata, values of weights, and the order of nodes that do not read each other do not count.
-
-    Args:
-        facts: The graph.
     """
 
     def __init__(self, facts: GraphFacts) -> None:

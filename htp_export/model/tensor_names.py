@@ -13,9 +13,6 @@ __all__ = ["UsedNames", "rename"]
 class UsedNames:
     """Names that are in use. It grows, and finds names that are not in it.
 
-    Args:
-        names: The names.
-
     Examples:
         >>> used = UsedNames(["input"])
         >>> used.unused("input"), used.unused("input"), used.unused("mask")

@@ -46,11 +46,7 @@ def counted(items: Sequence[T], what: str) -> Iterator[T]:
 
 @contextlib.contextmanager
 def listening(listener: Listener | None) -> Iterator[None]:
-    """Report all progress inside the block, in this thread or task, to a listener; None suppresses it.
-
-    Args:
-        listener: The function to call.
-    """
+    """Report all progress inside the block, in this thread or task, to a listener; None suppresses it."""
     before = _listener.get()
     _listener.set(listener)
     try:

@@ -66,11 +66,7 @@ class Changes:
 
 @contextlib.contextmanager
 def restored(make: Callable[[Changes], None]) -> Iterator[None]:
-    """Make changes for the duration of a ``with`` block.
-
-    Args:
-        make: Makes the changes.
-    """
+    """Make changes for the duration of a ``with`` block."""
     changes = Changes()
     try:
         try:

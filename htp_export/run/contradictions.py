@@ -22,13 +22,7 @@ __all__ = ["contradictions", "with_contradictions"]
 
 
 def with_contradictions(tagged: TaggedModel, blame: Blame, paths: Collection[str]) -> Blame:
-    """Add the modules whose tags contradict the graph, after those whose values are wrong.
-
-    Args:
-        tagged: The file.
-        blame: The modules whose values are wrong.
-        paths: The modules to check.
-    """
+    """Add the modules whose tags contradict the graph, after those whose values are wrong."""
     known = blame.modules
     contradicting = {path: why for path, why in contradictions(tagged).items() if path in paths and path not in known}
     return replace(blame, modules={**known, **contradicting}) if contradicting else blame
@@ -42,9 +36,6 @@ def contradictions(tagged: TaggedModel) -> Mapping[str, str]:
     - A call of it has an input that nodes of this call compute, and that is none of its outputs.
 
     Modules whose boundary differs from PyTorch according to the export (``htp.contamination``) are left out.
-
-    Args:
-        tagged: The file.
     """
     if tagged.source != "htp" or not tagged.signatures:
         return {}

@@ -20,10 +20,6 @@ __all__ = ["calls_in_file"]
 def calls_in_file(run: FileRun, store: ArrayStore) -> list[ModuleCall]:
     """Return every call of every module that a file knows of, with its tensors, in the order in which they end.
 
-    Args:
-        run: The file.
-        store: The store for the values.
-
     Raises:
         InputError: If ONNX Runtime cannot run the file.
     """

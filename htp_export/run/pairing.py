@@ -68,10 +68,6 @@ def pair_call(tagged: TaggedModel, call: ModuleCall) -> PairedCall:
     The outputs of the model are those of the graph, in order. Those of other modules are in ``htp.signatures``. If a
     tool has renamed or removed these tensors, or there are no signatures, the outputs of the module's region are taken
     whose type and shape match.
-
-    Args:
-        tagged: The file.
-        call: The call.
     """
     signature = tagged.signature(call.path, call.number)
     inputs = () if signature is None else tuple(_inputs(tagged, call, signature))

@@ -25,10 +25,6 @@ def known_parameters(tagged: TaggedModel, model: nn.Module) -> dict[ir.Value, st
 
     Exporters fold the transposition of a Linear's weight into the weight, which loses its name. Of each matrix, the
     first row and column are read, and all values only if several parameters have the same ones.
-
-    Args:
-        tagged: The file.
-        model: The PyTorch model.
     """
     initializers = [value for graph in tagged.model.graphs() for value in graph.initializers.values()]
     tensors = dict(named_tensors(model))

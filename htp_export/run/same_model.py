@@ -31,11 +31,6 @@ def check_same_model(tagged: TaggedModel, model: nn.Module, name: str) -> None:
 
     A single changed weight is accepted: the comparison finds it.
 
-    Args:
-        tagged: The file.
-        model: The model.
-        name: Name of the file in errors.
-
     Raises:
         InputError: If it is a file of another model; the message has the difference.
     """

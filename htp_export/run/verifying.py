@@ -161,13 +161,6 @@ def feed_of_call(
     They are matched by the signature in the file, otherwise by name, otherwise in order. A number, also a default of
     ``forward``, is an input if the exporter made it one, as TorchScript's does.
 
-    Args:
-        tagged: The file.
-        model: The model.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        name: Name of the file in errors.
-
     Raises:
         InputError: If the call does not have the inputs of the file, or they have other types or shapes.
     """

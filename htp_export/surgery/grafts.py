@@ -168,11 +168,7 @@ class Graft:
     # --- the module tree --------------------------------------------------------------------------------
 
     def describe(self, host: TaggedModel) -> None:
-        """Write what lies below the module now into the host's module tree, calls and signatures.
-
-        Args:
-            host: The host with its module tree as it was.
-        """
+        """Write what lies below the module now into the host's module tree, calls and signatures."""
         props, signatures = self._host.metadata_props, dict[str, Sequence[Signature]]()
         if host.signatures:
             fresh = self._signatures(max(host.hierarchy[self._path].calls, 1))

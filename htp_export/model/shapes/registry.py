@@ -78,12 +78,7 @@ def type_rule(*ops: str, domain: str = "") -> Callable[[TypeRule], TypeRule]:
 
 @functools.cache
 def rules_of(domain: str, op: str) -> Rules:
-    """The rules of an operator, each None where there is none.
-
-    Args:
-        domain: Its domain.
-        op: Its type.
-    """
+    """The rules of an operator, each None where there is none."""
     _load()
     key = domain, op
     return Rules(_shape_rules.get(key), _content_rules.get(key), _type_rules.get(key))
