@@ -19,6 +19,7 @@ from htp_export.passes.registry import register
 __all__ = ["MergeSlices"]
 
 _MOST_INDICES = 1 << 14
+"""Of a ``Gather`` in place of slices: a constant of 128 KiB at most, which costs less than the copies that it saves."""
 
 
 @register("merge_slices", level="exact")
@@ -118,18 +119,13 @@ def _gather(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
         if cut is None or list(cut.bounds) != [axis] or not isinstance(size, int):
             return False
         sources[cut.source] = None
-        indices += range(size)[slice(*_python_bounds(cut.bounds[axis]))]
+        start, end, step = cut.bounds[axis]
+        indices += range(size)[max(start, -size) : end : step]  # Python clamps the other bounds as ONNX does
     if len(sources) > 1 or not 0 < len(indices) <= _MOST_INDICES:
         return False
     places = add_constant(graph, np.array(indices, np.int64), f"{node.outputs[0].name}_indices")
     replace(node, [ir.node("Gather", [next(iter(sources)), places], {"axis": axis})])
     return True
-
-
-def _python_bounds(bounds: tuple[int, int, int]) -> tuple[int, int | None, int]:
-    """Bounds of a ``Slice`` as Python has them: backwards, an end far before the beginning means all the rest."""
-    start, end, step = bounds
-    return start, None if step < 0 and end < -_MOST_INDICES else end, step
 
 
 def _split(graph: ir.Graph, known: Symbolic) -> bool:

@@ -25,6 +25,7 @@ __all__ = ["Pipeline"]
 _log = logging.getLogger(__name__)
 
 _MOST_ROUNDS = 12
+"""Rounds of all passes, after which the model stays as it is: two passes that undo each other's work would not end."""
 
 
 @dataclass

@@ -70,8 +70,8 @@ def _slice_length(dim: Dim, start: Dim, end: Dim, step: int) -> Dim | None:
         if first is None or last is None:
             return None
         return not_negative(last - first)
-    if all(isinstance(bound, int) for bound in (dim, start, end)):
-        return len(range(dim)[slice(start, end, step)])  # type: ignore[arg-type]
+    if isinstance(dim, int) and isinstance(start, int) and isinstance(end, int):
+        return len(range(dim)[max(start, -dim) : end : step])
     return None
 
 
@@ -139,9 +139,7 @@ def _sliced_contents(node: Operation, known: Known) -> Contents | None:
         return None
     index = [slice(None)] * contents.ndim
     for k, axis in enumerate(axes if axes is not None else range(len(starts))):
-        step = steps[k] if steps else 1
-        end = None if step < 0 and ends[k] < -contents.shape[axis] else ends[k]
-        index[axis] = slice(starts[k], end, step)
+        index[axis] = slice(max(starts[k], -contents.shape[axis]), ends[k], steps[k] if steps else 1)
     return contents[tuple(index)]
 
 

@@ -1,0 +1,103 @@
+"""Limits of the passes: just inside of each a pass changes the model, and just outside it leaves the model as it is."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+import htp_export
+from htp_export.model.shapes.symbolic import Symbolic
+from htp_export.passes import merge_constant_sums, merge_parallel_projections, merge_slices, pipeline
+from htp_export.passes.near_matching import MOST, near
+
+HEADER = '<ir_version: 10, opset_import: ["": 20]>'
+
+
+def optimized(text: str, *passes: str) -> list[str]:
+    model = ir.from_onnx_text(f"{HEADER} {text}")
+    return [node.op_type for node in htp_export.optimize(model, passes=list(passes), level="tolerant").model.graph]
+
+
+def rolled(size: int, *bounds: tuple[int, int, int]) -> ir.Model:
+    """Slices of a tensor of ``size`` numbers, joined."""
+    x = ir.val("x", ir.DataType.FLOAT, [size])
+    constants = {
+        f"{name}{k}": ir.Value(name=f"{name}{k}", const_value=ir.tensor([number], ir.DataType.INT64, name=f"{name}{k}"))
+        for k, part in enumerate(bounds)
+        for name, number in zip(("start", "end", "axis", "step"), (*part[:2], 0, part[2]), strict=True)
+    }
+    cuts = [
+        ir.node("Slice", [x, *(constants[f"{name}{k}"] for name in ("start", "end", "axis", "step"))], num_outputs=1)
+        for k in range(len(bounds))
+    ]
+    joined = ir.node("Concat", [cut.outputs[0] for cut in cuts], {"axis": 0}, outputs=[ir.val("y", ir.DataType.FLOAT)])
+    for k, node in enumerate(cuts):
+        node.outputs[0].name = f"part{k}"
+    graph = ir.Graph(
+        [x], joined.outputs, nodes=[*cuts, joined], initializers=[*constants.values()], opset_imports={"": 20}, name="g"
+    )
+    return ir.Model(graph, ir_version=10)
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_slices_that_are_joined_are_one_gather_up_to_a_number_of_indices(beyond: int) -> None:
+    size = merge_slices._MOST_INDICES + beyond
+    result = htp_export.optimize(rolled(size, (1, size, 1), (0, 1, 1)), passes=["merge_slices"])
+    joined = [node.op_type for node in result.model.graph][-1]
+    assert joined == ("Concat" if beyond else "Gather")
+
+
+@pytest.mark.parametrize("part", [(-1, -20_000, -3), (-1, -40_000, -3), (-40_000, -50_000, -3), (5, 1, -2)])
+def test_slices_backwards_take_what_onnxruntime_takes(part: tuple[int, int, int]) -> None:
+    size = 30_000
+    before = rolled(size, part, (0, 5, 1))
+    after = htp_export.optimize(before, passes=["merge_slices"]).model
+    assert after.graph[-1].op_type == "Gather"
+    x = np.arange(size, dtype=np.float32)
+    one, other = (
+        onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString()).run(None, {"x": x})[0]
+        for model in (before, after)
+    )
+    np.testing.assert_array_equal(one, other)
+    shapes = Symbolic(before.graph)
+    assert [shapes.shape(value) for value in (before.graph[0].outputs[0], before.graph.outputs[0])] == [
+        (len(one) - 5,),
+        one.shape,
+    ]
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_constants_that_cancel_are_added_up_to_a_size(beyond: int) -> None:
+    size = np.nextafter(np.float32(merge_constant_sums._CANCELLING), np.float32(99)) if beyond else 10.0
+    text = f"""g (float[2] x) => (float[2] y) <float a = {{{float(size)!r}}}, float b = {{-9.5}}> {{
+        h = Add (x, a) y = Add (h, b) }}"""
+    assert optimized(text, "merge_constant_sums") == ["Add"] * (1 + beyond)
+
+
+@pytest.mark.parametrize("count", [merge_parallel_projections._FEWEST - 1, merge_parallel_projections._FEWEST])
+def test_parallel_projections_are_merged_from_a_number_on(count: int) -> None:
+    weights = ", ".join(f"float[2, 2] w{k} = {{{k + 1}, 2, 3, 4}}, float[2] b{k} = {{{k}, 1}}" for k in range(count))
+    nodes = " ".join(f"p{k} = MatMul (x, w{k}) y{k} = Add (p{k}, b{k})" for k in range(count))
+    outputs = ", ".join(f"float[3, 2] y{k}" for k in range(count))
+    ops = optimized(f"g (float[3, 2] x) => ({outputs}) <{weights}> {{ {nodes} }}", "merge_parallel_projections")
+    assert ops.count("MatMul") == (1 if count == merge_parallel_projections._FEWEST else count)
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_nodes_near_another_are_listed_up_to_a_number(beyond: int) -> None:
+    x = ir.val("x")
+    nodes = [ir.node("Relu", [x]) for _ in range(MOST + beyond)]
+    ir.Graph([x], [], nodes=nodes, opset_imports={"": 20})
+    assert len(near(nodes[0], 1)) == MOST
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_passes_are_repeated_up_to_a_number_of_rounds(monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
+    """Two passes of which the second makes work for the first: a round for each transposition that is left."""
+    text = """g (float[2, 3] x) => (float[2, 3] y) {
+        a = Transpose (x) b = Identity (a) c = Transpose (b) d = Identity (c) y = Relu (d) }"""
+    monkeypatch.setattr(pipeline, "_MOST_ROUNDS", 2 - missing)
+    ops = optimized(text, "eliminate_redundant_transposes", "eliminate_identity_ops")
+    assert ops == (["Transpose", "Transpose", "Relu"] if missing else ["Relu"])
