@@ -22,6 +22,9 @@ __all__ = ["Alignment"]
 
 _FEW = 4  # nodes that read one weight; more read it where it is a constant like 1. Nodes that a fused one is made of
 
+_MOST_FOLLOWERS = 4
+"""Nodes after a product that one fused node may have taken in: bias, residual, scale and activation."""
+
 
 def _blocked(op: str) -> bool:
     """Whether an operator works on tensors in a layout of its own."""
@@ -203,7 +206,7 @@ class Alignment(Counterparts):
         if not missing:
             missing = {read for read in reads if before.live[read]} - self._made_of(value)
         at = value
-        for _ in range(4):
+        for _ in range(_MOST_FOLLOWERS):
             readers = [reader for reader in before.readers[at] if not self.numbers.idle[reader]]
             if len(readers) != 1 or NOTHING in before.nodes[readers[0]].outputs:
                 break
