@@ -23,10 +23,8 @@ ROWS = [
     ["costs", "passes"],
     ["surgery"],
     ["attention", "exporter"],
-    ["findings", "provenance", "surgery"],
-    ["compress", "deploy", "differences", "fingerprints", "run"],
     ["findings", "provenance"],
-    ["compress", "differences", "fingerprints", "run"],
+    ["compress", "deploy", "differences", "fingerprints", "run"],
     ["show"],
     ["cli"],
 ]
