@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from htp_export.costs.columns import TREE_COLUMNS
 from htp_export.costs.result import Cost
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.model.columns import Column, chosen, record
+from htp_export.model.columns import Column, chosen, plain, record
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tables import ModuleTable
@@ -72,7 +71,7 @@ class ModuleTree(ModuleTable):
             3
         """
         modules = {
-            row.path: {key: _plain(value) for key, value in record(self.columns, row).items() if value is not None}
+            row.path: {key: plain(value) for key, value in record(self.columns, row).items() if value is not None}
             for row in self.rows
         }
         return {
@@ -175,8 +174,3 @@ def visible(tagged: TaggedModel, depth: int | None = None, select: str | Sequenc
         above = 0 if parent is None else level.get(parent, 0)
         level[path] = above + (parent is not None and (parent in tagged.hierarchy.called or not parent))
     return [path for path in tagged.paths if path in shown and (depth is None or level[path] <= depth)]
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON has it, which knows neither NaN nor infinity."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -19,6 +19,7 @@ __all__ = [
     "chosen",
     "csv_text",
     "names_of",
+    "plain",
     "record",
     "si",
     "sorted_by",
@@ -146,6 +147,11 @@ def sorted_by(rows: Iterable[R], columns: Sequence[Column[R]], name: str | None)
 def record(columns: Iterable[Column[R]], row: R) -> dict[str, Any]:
     """A row as data: name of a column → value."""
     return {column.name: column.data(row) for column in columns}
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it, which knows neither NaN nor infinity."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def text_table(columns: Sequence[Column[R]], rows: Iterable[R]) -> list[str]:

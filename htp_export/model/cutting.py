@@ -85,10 +85,10 @@ class Cutter:
         """Cut one call of a module out; see the function `cut`."""
         region = self._region(path, call)
         members = frozenset(node for node in region.nodes if node in self._order)
-        given, wanted = self._ends(region, path, call)
-        walk = _Walk(self, members, frozenset(given.values()), self.is_free)
+        inputs, wanted = self._ends(region, path, call)
+        walk = _Walk(self, members, frozenset(inputs.values()), self.is_free)
         walk.from_outputs(wanted.values())
-        part = self._part(path, call, walk, given, wanted)
+        part = self._part(path, call, walk, inputs, wanted)
         if not part.nodes and not part.inputs:
             raise InputError(f"module {path!r} computes nothing from tensors of the model: it is constant")
         return part
@@ -128,20 +128,20 @@ class Cutter:
         layer. If other nodes of the model read the values of that input, it is theirs; this part reads the size from
         an input of its own with a dimension of that name.
         """
-        found: set[ir.Node] = set()
+        measuring: set[ir.Node] = set()
         entering = dict(walk.entering)
         for value in walk.entering:
             users = {use.node for use in value.uses()}
-            here = {node for node in users if not walk.nodes.isdisjoint(self._index.scopes(node))}
-            if not value.is_graph_input() or users <= here or any(node.op_type != "Shape" for node in here):
+            inside = {node for node in users if not walk.nodes.isdisjoint(self._index.scopes(node))}
+            if not value.is_graph_input() or users <= inside or any(node.op_type != "Shape" for node in inside):
                 continue
             if all(node.op_type in SIZES_ONLY for node in users):
                 continue
-            others = [other for other in entering if other is not value and not self.is_size(other)]
-            if all(same_dimensions(node, others) is not None for node in here):
-                found |= here
+            others = [candidate for candidate in entering if candidate is not value and not self.is_size(candidate)]
+            if all(same_dimensions(node, others) is not None for node in inside):
+                measuring |= inside
                 del entering[value]
-        return found
+        return measuring
 
     def _part(
         self, path: str, call: int, walk: _Walk, inputs: Mapping[str, ir.Value], wanted: Mapping[str, ir.Value]

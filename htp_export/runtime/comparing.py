@@ -83,7 +83,7 @@ _NAN = float("nan")
 
 
 def difference(
-    expected: Array, found: Array, tolerance: Tolerance | None = None, *, across_dtypes: bool = False
+    expected: Array, actual: Array, tolerance: Tolerance | None = None, *, across_dtypes: bool = False
 ) -> Difference:
     """Compare two arrays, element by element, without broadcasting or casting.
 
@@ -91,7 +91,7 @@ def difference(
 
     Args:
         expected: The expected array.
-        found: The actual array.
+        actual: The actual array.
         tolerance: The tolerance; None for the entry of ``TOLERANCES`` for the dtype.
         across_dtypes: Whether floats of different widths may be compared: in double precision, with the tolerance of
             the narrower, and with a note.
@@ -106,21 +106,21 @@ def difference(
         >>> difference(np.float32([2, 4]), np.float32([2, 5])).max_abs
         1.0
     """
-    if expected.shape != found.shape:
-        return _incomparable(f"shape {list(found.shape)}, not {list(expected.shape)}")
+    if expected.shape != actual.shape:
+        return _incomparable(f"shape {list(actual.shape)}, not {list(expected.shape)}")
     note, dtype = "", str(expected.dtype)
-    if expected.dtype != found.dtype:
-        if not (across_dtypes and str(expected.dtype) in _DIGITS and str(found.dtype) in _DIGITS):
-            return _incomparable(f"dtype {found.dtype}, not {expected.dtype}")
-        dtype = min(str(expected.dtype), str(found.dtype), key=_DIGITS.__getitem__)
-        note = f"{found.dtype} against {expected.dtype}, with the tolerance of {dtype}"
+    if expected.dtype != actual.dtype:
+        if not (across_dtypes and str(expected.dtype) in _DIGITS and str(actual.dtype) in _DIGITS):
+            return _incomparable(f"dtype {actual.dtype}, not {expected.dtype}")
+        dtype = min(str(expected.dtype), str(actual.dtype), key=_DIGITS.__getitem__)
+        note = f"{actual.dtype} against {expected.dtype}, with the tolerance of {dtype}"
     allowed = tolerance or TOLERANCES.get(dtype, Tolerance(0.0, 0.0))
     if expected.dtype.kind not in "biufcV":  # text: equal or not
-        unequal = int(np.count_nonzero(expected != found))
+        unequal = int(np.count_nonzero(expected != actual))
         problem = f"{unequal} of {expected.size} elements differ"
         return replace(_incomparable(problem), comparable=True) if unequal else _EQUAL
     sums = _Sums(allowed, _scale(expected))
-    expected_flat, found_flat = expected.reshape(-1), found.reshape(-1)
+    expected_flat, found_flat = expected.reshape(-1), actual.reshape(-1)
     for start in range(0, expected_flat.size, _BLOCK):
         sums.add(expected_flat[start : start + _BLOCK], found_flat[start : start + _BLOCK])
     return sums.result(note)
