@@ -81,7 +81,7 @@ def parse_tolerances(settings: Sequence[str]) -> dict[str, tuple[float, float]]:
         >>> parse_tolerances(["class:LayerNorm=1e-3,1e-2"])
         {'class:LayerNorm': (0.001, 0.01)}
     """
-    found = {}
+    tolerances = {}
     for setting in settings:
         selector, equals, numbers = setting.rpartition("=")
         try:
@@ -90,5 +90,5 @@ def parse_tolerances(settings: Sequence[str]) -> dict[str, tuple[float, float]]:
             equals = ""
         if not equals:
             raise InputError(f"--tolerance {setting}: write SELECTOR=ABSOLUTE,RELATIVE, as in 'class:Linear=1e-3,1e-3'")
-        found[selector] = (absolute, relative)
-    return found
+        tolerances[selector] = (absolute, relative)
+    return tolerances

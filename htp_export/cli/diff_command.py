@@ -34,13 +34,13 @@ def diff_command(
     if output is not None:
         check_output(output, [before, after], page=True)
     with Steps(quiet=as_json).step(f"comparing {before} and {after}"):
-        found = diff(before, after)
+        difference = diff(before, after)
     if output is not None:
         from htp_export.show.page.comparison import difference_page
         from htp_export.show.text_file import write_text
 
-        write_text(output, difference_page(found, before, after))
-    report(found, as_json, lambda: render(found, depth=depth, only_changed=only_changed))
+        write_text(output, difference_page(difference, before, after))
+    report(difference, as_json, lambda: render(difference, depth=depth, only_changed=only_changed))
     if output is not None and not as_json and (written := written_page(output)):
         show_written(written)
         show(f"next: open {output} in a browser")

@@ -21,5 +21,5 @@ def fingerprint_command(file: FileArgument, as_json: JsonOption = False) -> None
     from htp_export.show.findings import render_fingerprint
 
     with Steps(quiet=as_json).step(f"looking into {file}"):
-        found = fingerprint(file)
-    report(found, as_json, lambda: render_fingerprint(found))
+        result = fingerprint(file)
+    report(result, as_json, lambda: render_fingerprint(result))

@@ -37,5 +37,5 @@ def forensics_command(
     from htp_export.show.findings import render_findings, render_forensics
 
     with Steps(quiet=as_json).step(f"looking into {file}"):
-        found = forensics(file, select=select or None, level=cast("Level", level))
-    report(found, as_json, lambda: render_findings(found) if every else render_forensics(found, depth=depth))
+        result = forensics(file, select=select or None, level=cast("Level", level))
+    report(result, as_json, lambda: render_findings(result) if every else render_forensics(result, depth=depth))

@@ -30,21 +30,21 @@ def read_measured(profile: Path | None, verify: Path | None) -> dict[str, Measur
     """
     from htp_export.costs.module_tree import Measured
 
-    found: dict[str, Measured] = {}
-    for path, said in _modules(profile, "total_ms").items():
-        found[path] = Measured(_number(said.get("total_ms")), _number(said.get("self_ms")))
-    for path, said in _modules(verify, "max_abs").items():
-        status = said.get("status")
+    measured: dict[str, Measured] = {}
+    for path, entry in _modules(profile, "total_ms").items():
+        measured[path] = Measured(_number(entry.get("total_ms")), _number(entry.get("self_ms")))
+    for path, entry in _modules(verify, "max_abs").items():
+        status = entry.get("status")
         wrong = status if isinstance(status, str) and status in _WRONG else None
-        found[path] = replace(found.get(path, Measured()), error=_number(said.get("max_abs")), status=wrong)
-    return found
+        measured[path] = replace(measured.get(path, Measured()), error=_number(entry.get("max_abs")), status=wrong)
+    return measured
 
 
 def _modules(path: Path | None, needed: str) -> Mapping[str, Mapping[str, Any]]:
     if path is None:
         return {}
-    said = read_json(path)
-    modules = said.get("modules") if isinstance(said, dict) else None
+    data = read_json(path)
+    modules = data.get("modules") if isinstance(data, dict) else None
     if not isinstance(modules, dict) or not all(isinstance(entry, dict) for entry in modules.values()):
         raise FileError(path, "has no results by module; write it with --json of profile, verify or compare")
     if modules and not any(needed in entry for entry in modules.values()):

@@ -24,4 +24,4 @@ def printable(text: str) -> str:
         net\x1b[31m.fc
         \u202ecf
     """
-    return _ACTED_ON.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _ACTED_ON.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -81,5 +81,5 @@ def _provider(name: str) -> str:
     """The full name of a provider: ``cuda`` is short for ``CUDAExecutionProvider``."""
     import onnxruntime
 
-    known: dict[str, str] = {each.lower(): each for each in onnxruntime.get_all_providers()}
+    known: dict[str, str] = {provider.lower(): provider for provider in onnxruntime.get_all_providers()}
     return known.get(name.lower()) or known.get(f"{name.lower()}executionprovider", name)

@@ -46,8 +46,9 @@ def tree_command(
     from htp_export.model.inlining import read_flat
 
     tagged = read_flat(file)
-    found, note = _cost(tagged, read_sizes(inputs, dims))
-    tree = tree_rows(tagged, table.depth, table.select or None, cost=found, measured=read_measured(profile, verify))
+    model_cost, note = _cost(tagged, read_sizes(inputs, dims))
+    measured = read_measured(profile, verify)
+    tree = tree_rows(tagged, table.depth, table.select or None, cost=model_cost, measured=measured)
     if note:
         tree = replace(tree, notes=(*tree.notes, note))
     names = split_names(columns)

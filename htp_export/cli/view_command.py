@@ -123,8 +123,8 @@ def _overlay(file: Path, overlay: _Overlay, results: list[Path]) -> dict[str, ob
         return dtype_overlay(inventory_of(file))
     key = _MEASURES[overlay]
     if key not in measures:
-        given = _GIVEN_BY[overlay]
-        raise InputError(f"--overlay {overlay} needs numbers: give {given} with the JSON of htp-export {given[2:]}")
+        option = _GIVEN_BY[overlay]
+        raise InputError(f"--overlay {overlay} needs numbers: give {option} with the JSON of htp-export {option[2:]}")
     return overlay_of(measures[key], inventory_of(file))
 
 

@@ -43,8 +43,8 @@ def in_both(text: str) -> str:
     for python, command in _COMMANDS.items():
         if python in text:
             before, after = text.split(python, 1)
-            said = f"{command} (in Python: {python})"
+            advice = f"{command} (in Python: {python})"
             if before.endswith(" with "):
-                said = f"{command}, or in Python with {python}"
-            return f"{in_both(before)}{said}{in_both(after)}"
+                advice = f"{command}, or in Python with {python}"
+            return f"{in_both(before)}{advice}{in_both(after)}"
     return text

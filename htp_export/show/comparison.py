@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from operator import attrgetter
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -35,10 +36,11 @@ def render(comparison: Comparison, *, everything: bool = False) -> RenderableTyp
         not compared: 1 fused
     """
     modules = list(comparison.modules.values())
-    shown = modules if everything else [each for each in modules if each.status in (DIFFERS, INHERITS, NOT_COMPARED)]
+    shown = modules
     if not everything:
-        shown.sort(key=lambda each: (each.path not in comparison.wrong, each.status == NOT_COMPARED))
-    groups = gathered(shown, lambda each: each.path, lambda each: _alike(each, comparison.first_wrong))
+        shown = [module for module in modules if module.status in (DIFFERS, INHERITS, NOT_COMPARED)]
+        shown.sort(key=lambda module: (module.path not in comparison.wrong, module.status == NOT_COMPARED))
+    groups = gathered(shown, attrgetter("path"), lambda module: _alike(module, comparison.first_wrong))
     more = 0 if everything else sum(len(group) for _, group in groups[_MOST_ROWS:])
     groups = groups if everything else groups[:_MOST_ROWS]
     cut = [Text(f"and {more} more modules; --all shows every one", style="dim")] if more else []
@@ -47,15 +49,15 @@ def render(comparison: Comparison, *, everything: bool = False) -> RenderableTyp
     return Group(*([_table(comparison, groups)] if groups else []), *cut, summary, *lines)
 
 
-def _alike(each: ModuleResult, first_wrong: str | None) -> object:
+def _alike(module: ModuleResult, first_wrong: str | None) -> object:
     """What makes the lines of two modules the same but for numbers; the first wrong one stands alone."""
-    own = each.path if each.path == first_wrong else None
-    return (each.class_name, each.status, each.reason, each.problem, own)
+    first = module.path if module.path == first_wrong else None
+    return (module.class_name, module.status, module.reason, module.problem, first)
 
 
 def _worst(group: list[ModuleResult]) -> ModuleResult:
     """The module that differs most; one whose difference is no number before all others."""
-    return max(group, key=lambda each: math.inf if each.max_abs != each.max_abs else each.max_abs or 0.0)
+    return max(group, key=lambda module: math.inf if module.max_abs != module.max_abs else module.max_abs or 0.0)
 
 
 def _table(comparison: Comparison, groups: list[tuple[str, list[ModuleResult]]]) -> Table:

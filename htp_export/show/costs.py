@@ -60,8 +60,8 @@ def render_cost(
     rows = sorted_by(modules, cost.columns, sort)
 
     def alike(module: ModuleCost) -> Hashable:
-        said = (column.cell(module) for column in shown if column.name not in _OF_THE_MODEL)
-        return (module.class_name, module.calls, module.nodes, *said)
+        cells = (column.cell(module) for column in shown if column.name not in _OF_THE_MODEL)
+        return (module.class_name, module.calls, module.nodes, *cells)
 
     table = TreeTable(rows, shown, alike if fold else None, _merged, flat=sort is not None)
     fusing = [Text(_ASSUMED, style="dim")] if set(FUSED[2:]) & set(names_of(shown)) else []
@@ -71,13 +71,13 @@ def render_cost(
 
 def _tied(cost: Cost) -> Column[ModuleCost]:
     """Marks the modules that hold a parameter together with others: it counts once in what is above them."""
-    said: dict[str, str] = {}
+    notes: dict[str, str] = {}
     for holders in cost.shared.values():
         first, *others = (path or "(root)" for path in holders)
-        said.setdefault(holders[0], f"with {', '.join(others)}")
-        said.update((path, f"counted in {first}") for path in holders[1:] if path not in said)
+        notes.setdefault(holders[0], f"with {', '.join(others)}")
+        notes.update((path, f"counted in {first}") for path in holders[1:] if path not in notes)
     title = "tied" if cost.from_pytorch else "shared"
-    return Column("tied", title, lambda module: said.get(module.path), style="yellow", right=False, keep=7)
+    return Column("tied", title, lambda module: notes.get(module.path), style="yellow", right=False, keep=7)
 
 
 def cost_csv(modules: Sequence[ModuleCost], columns: Sequence[str] | None = None, sort: str | None = None) -> str:

@@ -19,33 +19,33 @@ __all__ = ["render"]
 _SHARED = "shared: bytes of weights that other modules read too; in the modules above them they count once"
 
 
-def render(found: ModelDifference, *, depth: int | None = None, only_changed: bool = False) -> RenderableType:
+def render(difference: ModelDifference, *, depth: int | None = None, only_changed: bool = False) -> RenderableType:
     """A table with a line for each module, alike ones once: what became of it, what it has; then a sum.
 
     Modules that were moved, added or removed together with one above them are no lines. Names are drawn as they are,
     whatever markup they look like.
 
     Args:
-        found: What to draw.
+        difference: What to draw.
         depth: Leave out modules more than so many names below the root; all where it is None.
         only_changed: Leave out modules that are the same.
     """
     parts: list[RenderableType] = []
-    shown = found.topmost() if only_changed else _without_implied(found)
+    shown = difference.topmost() if only_changed else _without_implied(difference)
     shown = [module for module in shown if depth is None or _level(module.path) <= depth]
-    if shown and not (only_changed and found.same):
+    if shown and not (only_changed and difference.same):
         parts += [_modules(shown), Text()]
-    parts.append(Text(found.summary))
+    parts.append(Text(difference.summary))
     if any("shared" in line for module in shown for line in byte_lines(module)):
         parts.append(Text(_SHARED, style="dim"))
-    if not found.by_module:
+    if not difference.by_module:
         parts.append(Text("one of the files has no module tags: only the whole is compared", style="yellow"))
-    return Group(*parts, *tag_note(*found.tags))
+    return Group(*parts, *tag_note(*difference.tags))
 
 
-def _without_implied(found: ModelDifference) -> list[ModuleDifference]:
-    differing = {module.path for module in found.topmost()}
-    return [module for module in found.modules.values() if module.status == "same" or module.path in differing]
+def _without_implied(difference: ModelDifference) -> list[ModuleDifference]:
+    differing = {module.path for module in difference.topmost()}
+    return [module for module in difference.modules.values() if module.status == "same" or module.path in differing]
 
 
 def _modules(shown: list[ModuleDifference]) -> Table:

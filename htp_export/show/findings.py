@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -25,13 +26,13 @@ def _nodes(finding: Finding) -> str:
 
 
 _FINDING: tuple[Column[Finding], ...] = (
-    Column("module", "module", lambda each: each.module or "(root)", right=False),
-    Column("kind", "what", lambda each: title_of(each.kind), right=False),
+    Column("module", "module", lambda finding: finding.module or "(root)", right=False),
+    Column("kind", "what", text=title_of, right=False),
     Column(
         "fixed_by",
         "fixed by",
-        lambda each: each.fixed_by or each.why,
-        style=lambda each: "" if each.fixed_by else "yellow",
+        lambda finding: finding.fixed_by or finding.why,
+        style=lambda finding: "" if finding.fixed_by else "yellow",
         right=False,
     ),
     Column("nodes", "nodes", _nodes, right=False),
@@ -39,62 +40,63 @@ _FINDING: tuple[Column[Finding], ...] = (
 )
 
 
-def render_forensics(found: Forensics, *, depth: int | None = None) -> RenderableType:
+def render_forensics(result: Forensics, *, depth: int | None = None) -> RenderableType:
     """A table with a line for each kind, and one with a line for each module that has findings.
 
     Names are drawn as they are, whatever markup they look like.
 
     Args:
-        found: What to draw.
+        result: What to draw.
         depth: Leave out modules more than so many names below the root; no modules where it is 0, all where it is None.
     """
-    if not found.findings:
-        return Group(Text(found.summary), *map(Text, found.notes), *tag_note(found.tags))
-    parts: list[RenderableType] = [flat_table(KIND_COLUMNS, found.by_kind, gap=2)]
-    modules = [path for path in found.modules if path and (depth is None or path.count(".") < depth)]
+    if not result.findings:
+        return Group(Text(result.summary), *map(Text, result.notes), *tag_note(result.tags))
+    parts: list[RenderableType] = [flat_table(KIND_COLUMNS, result.by_kind, gap=2)]
+    modules = [path for path in result.modules if path and (depth is None or path.count(".") < depth)]
     if modules:
-        parts += [Text(), _by_module(found, modules)]
-    return Group(*parts, Text(), *map(Text, found.notes), *tag_note(found.tags))
+        parts += [Text(), _by_module(result, modules)]
+    return Group(*parts, Text(), *map(Text, result.notes), *tag_note(result.tags))
 
 
-def render_findings(found: Forensics) -> RenderableType:
+def render_findings(result: Forensics) -> RenderableType:
     """A table with a line for each finding; those of alike modules are one, with the nodes of the first."""
-    alike = gathered(found.findings, lambda each: each.module, lambda each: (each.kind, each.fixed_by, each.why))
+    alike = gathered(result.findings, attrgetter("module"), attrgetter("kind", "fixed_by", "why"))
     table = flat_table(_FINDING, [replace(findings[0], module=name) for name, findings in alike], gap=2)
-    return Group(table, Text(), *tag_note(found.tags))
+    return Group(table, Text(), *tag_note(result.tags))
 
 
-def render_fingerprint(found: Fingerprint) -> RenderableType:
+def render_fingerprint(fingerprint: Fingerprint) -> RenderableType:
     """The family, the evidence, and a table of the repeated blocks."""
-    parts: list[RenderableType] = [Text(found.family, style="bold"), *(Text(f"  {fact}") for fact in found.evidence)]
-    if found.blocks:
+    facts = (Text(f"  {fact}") for fact in fingerprint.evidence)
+    parts: list[RenderableType] = [Text(fingerprint.family, style="bold"), *facts]
+    if fingerprint.blocks:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
         for _ in range(2):
             table.add_column(justify="right", no_wrap=True)
         table.add_column(overflow="fold", style="cyan")
         table.add_column(overflow="fold", style="dim")
-        for block in found.blocks:
+        for block in fingerprint.blocks:
             first = (block.modules or block.starts)[0]
             table.add_row(f"{block.count} ×", f"{block.nodes} nodes", Text(block.name), Text(first))  # noqa: RUF001 - "times"
         parts += [Text(), table]
-    return Group(*parts, Text(), *tag_note(found.tags))
+    return Group(*parts, Text(), *tag_note(fingerprint.tags))
 
 
-def _by_module(found: Forensics, modules: list[str]) -> Table:
+def _by_module(result: Forensics, modules: list[str]) -> Table:
     """A line for each module, alike ones once, without those that only hold another one with the same findings."""
 
     def above(path: str) -> str:
-        return tags.nearest_above(path, found.modules) or ""
+        return tags.nearest_above(path, result.modules) or ""
 
-    def told(path: str) -> str:
-        kinds = sorted(found.modules[path].items(), key=lambda item: -item[1])
+    def kinds_text(path: str) -> str:
+        kinds = sorted(result.modules[path].items(), key=lambda item: -item[1])
         return ", ".join(f"{count} {kind}" for kind, count in kinds)
 
     shown = set(modules)
-    finer = [p for p in modules if above(p) not in shown or found.modules[above(p)] != found.modules[p]]
+    finer = [p for p in modules if above(p) not in shown or result.modules[above(p)] != result.modules[p]]
     columns: list[Column[tuple[str, str]]] = [
-        Column("found", "found", lambda line: sum(found.modules[line[1]].values())),
+        Column("found", "found", lambda line: sum(result.modules[line[1]].values())),
         Column("module", "module", lambda line: line[0], right=False),
-        Column("kinds", "of which", lambda line: told(line[1]), style="dim", right=False),
+        Column("kinds", "of which", lambda line: kinds_text(line[1]), style="dim", right=False),
     ]
-    return flat_table(columns, [(name, paths[0]) for name, paths in gathered(finer, str, told)], gap=2)
+    return flat_table(columns, [(name, paths[0]) for name, paths in gathered(finer, str, kinds_text)], gap=2)

@@ -35,14 +35,14 @@ def runs(siblings: Iterable[T], name: Callable[[T], str], shape: Callable[[T], o
         >>> runs(["layer.0", "layer.10"], name=str, shape=len)
         [['layer.0'], ['layer.10']]
     """
-    found: list[list[T]] = []
+    grouped: list[list[T]] = []
     for sibling in siblings:
-        last = found[-1][-1] if found else None
+        last = grouped[-1][-1] if grouped else None
         if last is not None and _follows(name(last), name(sibling)) and shape(last) == shape(sibling):
-            found[-1].append(sibling)
+            grouped[-1].append(sibling)
         else:
-            found.append([sibling])
-    return found
+            grouped.append([sibling])
+    return grouped
 
 
 def repeats(parents: Mapping[str, str | None], alike: Callable[[str], Hashable]) -> list[list[str]]:
@@ -66,8 +66,8 @@ def repeats(parents: Mapping[str, str | None], alike: Callable[[str], Hashable])
     for path in sorted(parents, key=len, reverse=True):  # the path of a parent is shorter
         shape = (alike(path), tuple((_label(child, path), shapes[child]) for child in below[path]))
         shapes[path] = numbers.setdefault(shape, len(numbers))
-    found = (run for siblings in below.values() for run in runs(siblings, str, shapes.__getitem__))
-    return [run for run in found if len(run) > 1]
+    all_runs = (run for siblings in below.values() for run in runs(siblings, str, shapes.__getitem__))
+    return [run for run in all_runs if len(run) > 1]
 
 
 def gathered(rows: Iterable[T], path: Callable[[T], str], alike: Callable[[T], Hashable]) -> list[tuple[str, list[T]]]:
@@ -85,11 +85,11 @@ def gathered(rows: Iterable[T], path: Callable[[T], str], alike: Callable[[T], H
     """
     listed = list(rows)
     keys = [[(key, alike(row)) for key in _without_a_number(path(row))] for row in listed]
-    sizes = Counter(key for each in keys for key in each)
+    sizes = Counter(key for row_keys in keys for key in row_keys)
     groups: dict[Hashable, list[T]] = {}
     patterns: dict[Hashable, Sequence[str | None]] = {}
-    for number, (row, each) in enumerate(zip(listed, keys, strict=True)):
-        best = max(each, key=sizes.__getitem__, default=None)
+    for number, (row, row_keys) in enumerate(zip(listed, keys, strict=True)):
+        best = max(row_keys, key=sizes.__getitem__, default=None)
         key: Hashable = best if best is not None and sizes[best] > 1 else number
         groups.setdefault(key, []).append(row)
         if best is not None:
@@ -137,5 +137,5 @@ def _label(path: str, parent: str) -> str:
 def _follows(name: str, following: str) -> bool:
     """Whether two names are numbers, or end in parts that are, one after the other: ``layer.3`` and ``layer.4``."""
     stem, _, number = name.rpartition(".")
-    other, _, successor = following.rpartition(".")
-    return stem == other and number.isdecimal() and successor.isdecimal() and int(successor) == int(number) + 1
+    following_stem, _, successor = following.rpartition(".")
+    return stem == following_stem and number.isdecimal() and successor.isdecimal() and int(successor) == int(number) + 1

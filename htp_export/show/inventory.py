@@ -120,12 +120,12 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
     model = tagged.model
     place = {node: position for position, node in enumerate(tagged.nodes)}
     contents = contents_of(tagged).modules
-    modules = {path: _module(tagged, found, reader, nodes, place) for path, found in contents.items()}
+    modules = {path: _module(tagged, content, reader, nodes, place) for path, content in contents.items()}
     parameters, weight_bytes = Counter[str](), Counter[str]()
-    for path, found in contents.items():
+    for path, content in contents.items():
         for up in tags.ancestors(path):
-            parameters[up] += found.facts.self_parameters
-            weight_bytes[up] += found.facts.self_weight_bytes
+            parameters[up] += content.facts.self_parameters
+            weight_bytes[up] += content.facts.self_weight_bytes
     modules = {
         path: replace(module, counted_parameters=parameters[path], counted_bytes=weight_bytes[path])
         for path, module in modules.items()
@@ -160,11 +160,11 @@ def _module(
     place: Mapping[ir.Node, int],
 ) -> ModuleEntry:
     inside = [nodes[place[node]] for node in contents.nodes]
-    own = [place[node] for node in contents.own_nodes]
+    own_places = [place[node] for node in contents.own_nodes]
     ends: Region | ir.Graph = tagged.model.graph if tagged.source == "none" else tagged[contents.facts.path]
     return ModuleEntry(
         **vars(contents.facts),
-        own_nodes=tuple(own),
+        own_nodes=tuple(own_places),
         shared=sum(node.reason == "shared" for node in inside),
         fused=sum(node.reason == "fused" for node in inside),
         operators=dict(Counter(node.operator for node in inside).most_common()),
@@ -172,14 +172,14 @@ def _module(
         weights=tuple(map(reader.tensor_entry, contents.own_weights)),
         inputs=tuple(map(reader.tensor_entry, ends.inputs)),
         outputs=tuple(map(reader.tensor_entry, ends.outputs)),
-        source=_source([nodes[position] for position in own]),
+        source=_source([nodes[position] for position in own_places]),
     )
 
 
-def _source(own: list[NodeEntry]) -> str:
+def _source(nodes: list[NodeEntry]) -> str:
     """The file in which most of a module's own nodes were written down, with the lines, first to last."""
     lines: dict[str, list[int]] = {}
-    for node in own:
+    for node in nodes:
         if node.source is not None:
             lines.setdefault(node.source.file, []).append(node.source.line)
     if not lines:

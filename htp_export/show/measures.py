@@ -102,15 +102,15 @@ def measures_of(result: object) -> list[Measure]:
     rows = {path: dict(_numbers(entry)) for path, entry in modules.items()}
     names = dict.fromkeys(name for row in rows.values() for name in row)
     words = {
-        path: ": ".join(str(said) for name in ("status", "problem", "reason") if (said := _get(entry, name)))
+        path: ": ".join(str(text) for name in ("status", "problem", "reason") if (text := _get(entry, name)))
         for path, entry in modules.items()
     }
-    found = []
+    measures = []
     for name in names:
         kind = _KINDS.get(name, _Kind(name.replace("_", " "), additive=False))
         if name not in _KINDS and (name in _KNOWN_ANYWAY or name.startswith(("self_", "own_"))):
             continue
-        found.append(
+        measures.append(
             Measure(
                 key=name,
                 title=kind.title,
@@ -120,10 +120,10 @@ def measures_of(result: object) -> list[Measure]:
                 total={path: row[name] for path, row in rows.items() if name in row},
                 own={path: row[kind.own] for path, row in rows.items() if kind.own in row},
                 nodes=_by_node(result, name),
-                words={path: said for path, said in words.items() if said} if kind.main else {},
+                words={path: text for path, text in words.items() if text} if kind.main else {},
             )
         )
-    return sorted(found, key=lambda measure: not measure.main)
+    return sorted(measures, key=lambda measure: not measure.main)
 
 
 def spread(measure: Measure, inventory: Inventory) -> list[float | None]:
@@ -144,12 +144,12 @@ def spread(measure: Measure, inventory: Inventory) -> list[float | None]:
     known = [measure.nodes.get(node.name) if node.name else None for node in inventory.nodes]
     values = list(known)
     for path, module in inventory.modules.items():
-        own = measure.own.get(path)
-        if own is None or not module.own_nodes:
+        own_value = measure.own.get(path)
+        if own_value is None or not module.own_nodes:
             continue
-        said = sum((known[k] or 0.0) / max(len(inventory.nodes[k].owners), 1) for k in module.own_nodes)
+        known_sum = sum((known[k] or 0.0) / max(len(inventory.nodes[k].owners), 1) for k in module.own_nodes)
         open_nodes = [k for k in module.own_nodes if known[k] is None] or list(module.own_nodes)
-        left = own - said
+        left = own_value - known_sum
         if left > 0:
             for k in open_nodes:
                 values[k] = (values[k] or 0.0) + left / len(open_nodes)

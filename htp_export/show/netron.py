@@ -45,14 +45,14 @@ def netron_attachment(inventory: Inventory, measures: Sequence[Measure] = ()) ->
     metadata, metrics = [], []
     for _, node in named:
         owner = inventory.modules.get(node.owners[0]) if len(node.owners) == 1 else None
-        said = {
+        facts = {
             "module": (node.module or "(root)") if node.owners else "",
             "class": owner.simple_class if owner else "",
             "owners": ", ".join(path or "(root)" for path in node.owners) if len(node.owners) > 1 else "",
             "call": node.call,
             "source": f"{node.source.file.rpartition('/')[2]}:{node.source.line}" if node.source else "",
         }
-        metadata += [_entry("node", node.name, name, value) for name, value in said.items() if value]
+        metadata += [_entry("node", node.name, name, value) for name, value in facts.items() if value]
     for measure in measures:
         values = spread(measure, inventory)
         for position, node in named:
@@ -63,9 +63,9 @@ def netron_attachment(inventory: Inventory, measures: Sequence[Measure] = ()) ->
             if total is not None and measure.additive and math.isfinite(total):
                 text = number_text(total, measure.unit)
                 metrics.append(_entry("node", node.name, f"{measure.title} of the module", text))
-        whole = measure.total.get("")
-        if whole is not None:
-            metrics.append(_entry("model", "", measure.title, number_text(whole, measure.unit)))
+        model_total = measure.total.get("")
+        if model_total is not None:
+            metrics.append(_entry("model", "", measure.title, number_text(model_total, measure.unit)))
     return {"signature": "netron:attachment", "metadata": metadata, "metrics": metrics}
 
 

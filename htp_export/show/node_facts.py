@@ -108,8 +108,8 @@ class NodeReader:
 
     def tensor_entry(self, value: ir.Value) -> TensorEntry:
         """A tensor with its type, inferred where the file does not say it."""
-        said = value.const_value is not None or (value.dtype is not None and value.shape is not None)
-        text = _type_text(value if said else self._tagged.inferred.described(value))
+        is_typed = value.const_value is not None or (value.dtype is not None and value.shape is not None)
+        text = _type_text(value if is_typed else self._tagged.inferred.described(value))
         return TensorEntry(value.name or "", text, _value_text(value.const_value))
 
     def _entry(self, node: ir.Node) -> NodeEntry:
@@ -147,10 +147,10 @@ class NodeReader:
                 return Link(name)
             # Loop and Scan give what they are given to their body, in the same order; so do calls of functions.
             position = next(k for k, formal in enumerate(value.graph.inputs) if formal is value)
-            given = holders[0].inputs[position] if position < len(holders[0].inputs) else None
-            if given is None or given in seen:
+            argument = holders[0].inputs[position] if position < len(holders[0].inputs) else None
+            if argument is None or argument in seen:
                 return Link(name)
-            value = given
+            value = argument
             seen.add(value)
 
 
@@ -198,8 +198,8 @@ def _shortened(text: str) -> str:
 
 @lru_cache(maxsize=65536)
 def _innermost_frame(trace: str) -> Source | None:
-    found = _FRAME.findall(trace)
-    if not found:
+    frames = _FRAME.findall(trace)
+    if not frames:
         return None
-    file, line, function, code = found[-1]
+    file, line, function, code = frames[-1]
     return Source(file, int(line), function, code.strip())

@@ -18,6 +18,6 @@ def number_text(value: float, unit: str = "") -> str:
     """
     if unit == "B":
         return si(value, "B")
-    whole = math.isfinite(value) and float(value).is_integer()
-    text = f"{int(value):,}" if whole else f"{value:.4g}"
+    is_whole = math.isfinite(value) and float(value).is_integer()
+    text = f"{int(value):,}" if is_whole else f"{value:.4g}"
     return f"{text} {unit}".rstrip()

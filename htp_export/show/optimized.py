@@ -83,8 +83,8 @@ def render_optimized_models(results: OptimizedModels) -> RenderableType:
     lines: list[list[Any]] = []
     for name, total in results.total.items():
         if total != Change():
-            each = (results.attribution[name].get(model, Change()).saved for model in results.models)
-            lines.append([name, *each, total.saved, si(total.saved_bytes, "B")])
+            saved = (results.attribution[name].get(model, Change()).saved for model in results.models)
+            lines.append([name, *saved, total.saved, si(total.saved_bytes, "B")])
     for name in ("nodes_before", "nodes_after"):
         counts = [getattr(result, name) for result in results.models.values()]
         lines.append([name.replace("_", " "), *counts, sum(counts), ""])
@@ -107,10 +107,10 @@ def _of_report(column: Column[PassReport]) -> Column[tuple[PassReport, str]]:
     return Column(column.name, column.title, value, column.unit, column.text, style, column.right)
 
 
-def _top(found: Mapping[str, Change]) -> str:
+def _top(changes: Mapping[str, Change]) -> str:
     """The modules in which there are most nodes fewer."""
-    order = sorted(found, key=lambda path: (-found[path].saved, tags.path_order(path)))
-    groups = gathered(order, str, found.__getitem__)
-    named = [f"{name or '(root)'}: {found[paths[0]].saved}" for name, paths in groups[:_MOST_MODULES]]
+    order = sorted(changes, key=lambda path: (-changes[path].saved, tags.path_order(path)))
+    groups = gathered(order, str, changes.__getitem__)
+    named = [f"{name or '(root)'}: {changes[paths[0]].saved}" for name, paths in groups[:_MOST_MODULES]]
     more = sum(len(paths) for _, paths in groups[_MOST_MODULES:])
     return ", ".join([*named, f"{more} more"] if more else named)

@@ -60,9 +60,9 @@ def inventory_of_module(
             parts = _Parts(model, options)
             failure = parts.run(tuple(args), dict(kwargs or {}))
             parts.take("", _text(error) if failure is None else failure)
-            found = parts.inventory()
+            partial = parts.inventory()
             unread = ("The weights were not read: of parts that are alike, one is exported.",) if statistics else ()
-            return replace(found, notes=(*found.notes, *unread))
+            return replace(partial, notes=(*partial.notes, *unread))
 
 
 def _exported(
@@ -72,12 +72,12 @@ def _exported(
     options: Mapping[str, Any],
     statistics: bool = False,
 ) -> Inventory:
-    said = io.StringIO()  # torch prints the graph of what fails; the page says why
+    stderr = io.StringIO()  # torch prints the graph of what fails; the page says why
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             program = export(model, args, kwargs=kwargs, **{"verbose": False, "dynamo": True, **options})
     finally:
-        _log.debug("%s", said.getvalue())
+        _log.debug("%s", stderr.getvalue())
     if program is None:
         raise TypeError("a model is shown from memory; leave out f and dynamo=False")
     return take_inventory(load(program), statistics=statistics)
@@ -103,7 +103,7 @@ class _Parts:
         self._counts: dict[str, int] = {}
         self._failures: dict[str, str] = {}
         self._done: list[_Part] = []
-        self._tried: dict[Hashable, Inventory | str] = {}
+        self._exports: dict[Hashable, Inventory | str] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Run the model once and note what each module was given; why it failed, if it did."""
@@ -139,22 +139,22 @@ class _Parts:
         """Export the modules below one that failed; those that fail too, by their own."""
         self._failures[path] = failure
         for child in self._children(path):
-            found = self._part(child)
-            if isinstance(found, str):
-                self.take(child, found)
+            result = self._part(child)
+            if isinstance(result, str):
+                self.take(child, result)
             else:
-                self._done.append(_Part(child, found))
+                self._done.append(_Part(child, result))
 
     def _part(self, path: str) -> Inventory | str:
         """A module exported alone, or why that failed; of modules that are alike, the first is exported."""
         module, (args, kwargs) = self._modules[path], self._calls[path]
         alike = call_signature(module, args, kwargs)
-        if alike not in self._tried:
+        if alike not in self._exports:
             try:
-                self._tried[alike] = _exported(module, args, kwargs, self._options)
+                self._exports[alike] = _exported(module, args, kwargs, self._options)
             except Exception as error:
-                self._tried[alike] = _text(error)
-        return self._tried[alike]
+                self._exports[alike] = _text(error)
+        return self._exports[alike]
 
     def _children(self, path: str) -> Iterator[str]:
         """The modules below that ran; containers are looked into."""
@@ -167,18 +167,18 @@ class _Parts:
     def inventory(self) -> Inventory:
         """All of it: the whole tree, with the nodes of what was exported."""
         nodes: list[NodeEntry] = []
-        found: dict[str, ModuleEntry] = {}
+        entries: dict[str, ModuleEntry] = {}
         for part in self._done:
-            found |= {_below(part.path, path): m for path, m in _moved(part, len(nodes)).items()}
+            entries |= {_below(part.path, path): m for path, m in _moved(part, len(nodes)).items()}
             nodes += [_moved_node(part.path, node, len(nodes)) for node in part.inventory.nodes]
         counted = self._tree.with_results(calls=self._counts)
-        modules = {path: found.get(path) or ModuleEntry(**vars(info)) for path, info in counted.items()}
+        modules = {path: entries.get(path) or ModuleEntry(**vars(info)) for path, info in counted.items()}
         for path in modules:
             inside = [part.inventory.modules[""] for part in self._done if tags.is_under(part.path, path)]
-            if path not in found and inside:
+            if path not in entries and inside:
                 modules[path] = _sum(modules[path], inside)
             if path in self._failures:
-                modules[path] = replace(modules[path], failure=self._said(path))
+                modules[path] = replace(modules[path], failure=self._failure_text(path))
         reasons: dict[str, int] = {}
         for node in nodes:
             reasons[node.reason] = reasons.get(node.reason, 0) + 1
@@ -198,11 +198,11 @@ class _Parts:
         return [
             path
             for path in self._failures
-            if not any(other != path and tags.is_under(other, path) for other in self._failures)
+            if not any(deeper != path and tags.is_under(deeper, path) for deeper in self._failures)
         ]
 
-    def _said(self, path: str) -> str:
-        culprits = [other for other in self._innermost() if other != path and tags.is_under(other, path)]
+    def _failure_text(self, path: str) -> str:
+        culprits = [deeper for deeper in self._innermost() if deeper != path and tags.is_under(deeper, path)]
         return f"because of {', '.join(culprits)}" if culprits else self._failures[path]
 
 
@@ -211,7 +211,7 @@ def _moved(part: _Part, offset: int) -> dict[str, ModuleEntry]:
         path: replace(
             module,
             path=_below(part.path, path),
-            fused_with=tuple(_below(part.path, other) for other in module.fused_with),
+            fused_with=tuple(_below(part.path, partner) for partner in module.fused_with),
             own_nodes=tuple(position + offset for position in module.own_nodes),
             tied={f"{part.path}.{name}": f"{part.path}.{first}" for name, first in module.tied.items()},
         )
@@ -254,5 +254,5 @@ def _below(prefix: str, path: str) -> str:
 def _text(error: BaseException) -> str:
     """The kind of an error and the first line of what it says."""
     cause = error.__cause__ or error
-    said = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
-    return f"{type(cause).__name__}: {said}"[:_LONGEST]
+    first_line = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+    return f"{type(cause).__name__}: {first_line}"[:_LONGEST]

@@ -12,5 +12,5 @@ __all__ = ["tag_note"]
 
 def tag_note(*facts: TagFacts | None) -> list[Text]:
     """The lines of ``tag_lines``, in yellow where something is to be done about the tags, and said as commands."""
-    missing = any(each is not None and (each.advice or each.untagged) for each in facts)
+    missing = any(fact is not None and (fact.advice or fact.untagged) for fact in facts)
     return [Text(in_commands(line), style="yellow" if missing else "dim") for line in tag_lines(*facts)]

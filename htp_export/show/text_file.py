@@ -25,8 +25,8 @@ def check_name(path: Path) -> None:
         htp_export.errors.FileError: bert.onnx: is the name of a model; name the page otherwise, such as bert.html
     """
     if path.suffix.lower() in _NAMES_OF_MODELS:
-        other = path.with_name(path.name.split(".")[0] + ".html").name
-        raise FileError(path, f"is the name of a model; name the page otherwise, such as {other}")
+        page = path.with_name(path.name.split(".")[0] + ".html").name
+        raise FileError(path, f"is the name of a model; name the page otherwise, such as {page}")
 
 
 def write_text(path: Path, text: str) -> None:

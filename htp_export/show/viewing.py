@@ -69,8 +69,8 @@ class View:
         return f"{where}: {self.modules} modules, {self.nodes} nodes, {si(len(self.html), 'B')}"
 
     def __str__(self) -> str:
-        said = [self.summary, *([f"without the graph: {self.missing}"] if self.missing else [])]
-        return "\n".join([*said, *(f"{path or '(root)'}: {why}" for path, why in self.failures.items())])
+        lines = [self.summary, *([f"without the graph: {self.missing}"] if self.missing else [])]
+        return "\n".join([*lines, *(f"{path or '(root)'}: {why}" for path, why in self.failures.items())])
 
 
 @overload
@@ -139,12 +139,12 @@ def view(
         >>> shown.modules, shown.nodes, shown.html.startswith("<!doctype html>")
         (3, 2, True)
     """
-    given = list(positional)
+    arguments = list(positional)
     if _is_module(model):
-        args = given.pop(0) if given else args
-    if given:
-        output = given.pop(0)
-    if given:
+        args = arguments.pop(0) if arguments else args
+    if arguments:
+        output = arguments.pop(0)
+    if arguments:
         raise TypeError("view takes a model, the arguments of a PyTorch module, and an output")
     path = None if output is None else Path(output)
     if path is not None:
@@ -177,18 +177,18 @@ def read_results(results: Sequence[Result]) -> list[Measure]:
     Raises:
         FileError: If a file cannot be read, or holds no such numbers.
     """
-    found: list[Measure] = []
+    measures: list[Measure] = []
     for result in results:
         if not isinstance(result, str | os.PathLike):
-            found += measures_of(result)
+            measures += measures_of(result)
             continue
         try:
-            found += measures_of(read_json(result))
+            measures += measures_of(read_json(result))
         except FileError:
             raise
         except InputError as error:
             raise FileError(Path(result), str(error)) from error
-    return found
+    return measures
 
 
 def _page(inventory: Inventory, measures: Sequence[Measure], graph: bool) -> tuple[str, str]:

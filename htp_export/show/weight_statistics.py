@@ -57,17 +57,17 @@ def weight_statistics(model: ir.Model) -> dict[str, WeightStatistics]:
         >>> found.mean, round(found.std, 3), found.most, found.zeros
         (2.0, 1.633, 4.0, 1)
     """
-    found = {}
+    statistics = {}
     for graph in model.graphs():
         for name, value in graph.initializers.items():
             tensor = value.const_value
-            if tensor is None or tensor.dtype in _NOT_NUMBERS or name in found:
+            if tensor is None or tensor.dtype in _NOT_NUMBERS or name in statistics:
                 continue
             try:
-                found[name] = _statistics(tensor)
+                statistics[name] = _statistics(tensor)
             except (OSError, ValueError) as error:  # a data file that is missing, or too short
                 raise InputError(f"the values of the weight {name!r} cannot be read: {error}") from error
-    return found
+    return statistics
 
 
 def _statistics(tensor: ir.TensorProtocol) -> WeightStatistics:
@@ -81,10 +81,10 @@ def _statistics(tensor: ir.TensorProtocol) -> WeightStatistics:
         # Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
         part_mean = float(finite.mean())
         away = part_mean - mean
-        whole = count + finite.size
-        squares += float(((finite - part_mean) ** 2).sum()) + away * away * count * finite.size / whole
-        mean += away * finite.size / whole
-        count = whole
+        total = count + finite.size
+        squares += float(((finite - part_mean) ** 2).sum()) + away * away * count * finite.size / total
+        mean += away * finite.size / total
+        count = total
         least, most = min(least, float(finite.min())), max(most, float(finite.max()))
         zeros += int(finite.size - np.count_nonzero(finite))
     if not count:

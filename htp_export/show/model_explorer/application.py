@@ -59,8 +59,8 @@ def application(prelude: str) -> dict[str, Any]:
     main = scripts["main"].read_text(encoding="utf-8")
     missing = [text for text in _RELIED_ON if text not in main]
     for pattern, replacement in _MOVED:
-        main, found = re.subn(pattern, replacement, main)
-        missing += [] if found else [pattern]
+        main, count = re.subn(pattern, replacement, main)
+        missing += [] if count else [pattern]
     if missing:
         raise _changed(f"there is no {missing[0]} in {scripts['main'].name}")
     files = {scripts["worker"].name: _file(scripts["worker"])}
@@ -84,10 +84,10 @@ def packed(data: Any) -> str:
 
 
 def _folder() -> Path:
-    found = util.find_spec("model_explorer")  # found, not imported: that starts a part of its server
-    if found is None or not found.submodule_search_locations:
+    spec = util.find_spec("model_explorer")  # found, not imported: that starts a part of its server
+    if spec is None or not spec.submodule_search_locations:
         raise MissingApplicationError(f"the interactive graph is Model Explorer's; {_INSTALL}")
-    folder = Path(found.submodule_search_locations[0]) / "web_app"
+    folder = Path(spec.submodule_search_locations[0]) / "web_app"
     if metadata.version(_PACKAGE) not in _TESTED:
         raise _changed(f"pages were tested with {', '.join(_TESTED)}")
     if not (folder / "static_files").is_dir():
@@ -96,10 +96,10 @@ def _folder() -> Path:
 
 
 def _only(folder: Path, pattern: str) -> Path:
-    found = list(folder.glob(pattern))
-    if len(found) != 1:
-        raise _changed(f"there are {len(found)} files {pattern} in its web_app folder")
-    return found[0]
+    files = list(folder.glob(pattern))
+    if len(files) != 1:
+        raise _changed(f"there are {len(files)} files {pattern} in its web_app folder")
+    return files[0]
 
 
 def _changed(problem: str) -> MissingApplicationError:

@@ -85,7 +85,7 @@ def _layers(inventory: Inventory) -> dict[str, ModuleEntry]:
 
 
 def _node(node: NodeEntry, identifier: str, layer: str, names: Sequence[str]) -> dict[str, Any]:
-    said = {
+    facts = {
         "name": node.name,
         "module": node.module or "(root)",
         "owners": ", ".join(owner or "(root)" for owner in node.owners) if len(node.owners) > 1 else "",
@@ -96,7 +96,7 @@ def _node(node: NodeEntry, identifier: str, layer: str, names: Sequence[str]) ->
         **node.attributes,
     }
     drawn = _plain(identifier, node.operator, layer)
-    drawn["attrs"] = [{"key": key, "value": value} for key, value in said.items() if value]
+    drawn["attrs"] = [{"key": key, "value": value} for key, value in facts.items() if value]
     drawn["incomingEdges"] = [
         {"sourceNodeId": names[link.node], "sourceNodeOutputId": str(link.output), "targetNodeInputId": str(place)}
         for place, link in enumerate(node.inputs)
@@ -119,26 +119,26 @@ def _node(node: NodeEntry, identifier: str, layer: str, names: Sequence[str]) ->
 
 def _ends(inventory: Inventory, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The model's inputs and outputs; the nodes that read an input get their edges."""
-    given = {tensor.name: f"[value] {tensor.name}" for tensor in inventory.inputs}
+    input_ids = {tensor.name: f"[value] {tensor.name}" for tensor in inventory.inputs}
     ends = []
     for tensor in inventory.inputs:
-        end = _plain(given[tensor.name], f"Input: {tensor.name}", "")
+        end = _plain(input_ids[tensor.name], f"Input: {tensor.name}", "")
         end["attrs"] = [{"key": "name", "value": tensor.name}]
         end["outputsMetadata"] = [{"id": "0", "attrs": [{"key": "tensor_shape", "value": tensor.type or "?"}]}]
         ends.append(end)
-    made: dict[str, tuple[int, int]] = {}
+    producers: dict[str, tuple[int, int]] = {}
     for position, (entry, drawn) in enumerate(zip(inventory.nodes, nodes, strict=True)):
-        made.update({out.name: (position, place) for place, out in enumerate(entry.outputs)})
+        producers.update({out.name: (position, place) for place, out in enumerate(entry.outputs)})
         drawn["incomingEdges"] += [
-            {"sourceNodeId": given[link.tensor], "sourceNodeOutputId": "0", "targetNodeInputId": str(place)}
+            {"sourceNodeId": input_ids[link.tensor], "sourceNodeOutputId": "0", "targetNodeInputId": str(place)}
             for place, link in enumerate(entry.inputs)
-            if link.node is None and link.tensor in given
+            if link.node is None and link.tensor in input_ids
         ]
     for tensor in inventory.outputs:
         end = _plain(f"[output] {tensor.name}", f"Output: {tensor.name}", "")
         end["attrs"] = [{"key": "name", "value": tensor.name}]
-        source = made.get(tensor.name)
-        origin = (nodes[source[0]]["id"], str(source[1])) if source else (given.get(tensor.name, ""), "0")
+        source = producers.get(tensor.name)
+        origin = (nodes[source[0]]["id"], str(source[1])) if source else (input_ids.get(tensor.name, ""), "0")
         if origin[0]:
             edge = {"sourceNodeId": origin[0], "sourceNodeOutputId": origin[1], "targetNodeInputId": "0"}
             end["incomingEdges"] = [edge]
@@ -160,7 +160,7 @@ def _plain(identifier: str, label: str, namespace: str) -> dict[str, Any]:
 
 def _facts(inventory: Inventory) -> dict[str, str]:
     ends = len(inventory.inputs) + len(inventory.outputs)
-    said = {
+    facts = {
         "model": inventory.name,
         "class": inventory.modules[""].class_name,
         "nodes": f"{len(inventory.nodes)}, and {ends} inputs and outputs",
@@ -170,12 +170,12 @@ def _facts(inventory: Inventory) -> dict[str, str]:
         "producer": inventory.producer,
         "module tags": str(inventory.tags),
     }
-    return {key: value for key, value in said.items() if value}
+    return {key: value for key, value in facts.items() if value}
 
 
 def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, str]:
     """What the side panel says of a layer."""
-    said = {
+    facts = {
         "module": module.path,
         "class": module.class_name,
         "fate": module.fate,
@@ -193,10 +193,10 @@ def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, s
     for measure in measures:
         value = measure.total.get(module.path)
         if value is not None:
-            said[measure.title] = number_text(value, measure.unit)
+            facts[measure.title] = number_text(value, measure.unit)
         if module.path in measure.words:
-            said[f"{measure.title}, in words"] = measure.words[module.path]
-    return {key: value for key, value in said.items() if value}
+            facts[f"{measure.title}, in words"] = measure.words[module.path]
+    return {key: value for key, value in facts.items() if value}
 
 
 def _end(source: str) -> str:

@@ -102,6 +102,6 @@ def _colour(value: float, most: float, additive: bool) -> str:
     return _mixed(_COLOURS[low], _COLOURS[low + 1], position - low)
 
 
-def _mixed(one: str, other: str, part: float) -> str:
-    channels = ((int(one[k : k + 2], 16), int(other[k : k + 2], 16)) for k in (1, 3, 5))
+def _mixed(low: str, high: str, part: float) -> str:
+    channels = ((int(low[k : k + 2], 16), int(high[k : k + 2], 16)) for k in (1, 3, 5))
     return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in channels)

@@ -89,20 +89,20 @@ def comparison_page(
     )
 
 
-def difference_page(found: ModelDifference, before: ModelSource, after: ModelSource) -> str:
+def difference_page(difference: ModelDifference, before: ModelSource, after: ModelSource) -> str:
     """The page of what differs between two files, with what each knows about its tags."""
-    names = [Path(each).name if isinstance(each, str | os.PathLike) else "model" for each in (before, after)]
-    opened = [load(each) for each in (before, after)]
+    names = [Path(source).name if isinstance(source, str | os.PathLike) else "model" for source in (before, after)]
+    opened = [load(source) for source in (before, after)]
     files = [(name, tagged.tag_facts) for name, tagged in zip(names, opened, strict=True)]
     notes = [
-        f"{name}: {in_both(said)}"
+        f"{name}: {in_both(advice)}"
         for name, tagged in zip(names, opened, strict=True)
-        if (said := tagged.tag_facts.advice)
+        if (advice := tagged.tag_facts.advice)
     ]
-    if not found.by_module:
+    if not difference.by_module:
         notes.append("One of the files has no module tags: only the whole is compared.")
     columns = ("nodes", "parameters", "weight_bytes")
-    return comparison_page(found.modules.values(), names[0], names[1], columns, notes, files)
+    return comparison_page(difference.modules.values(), names[0], names[1], columns, notes, files)
 
 
 def _repeats(rows: Sequence[DiffRow]) -> list[list[int]]:
@@ -111,9 +111,9 @@ def _repeats(rows: Sequence[DiffRow]) -> list[list[int]]:
     place = {path: position for position, path in enumerate(by_path)}
     parents = {path: tags.nearest_above(path, by_path) for path in by_path}
 
-    def side(given: object | None) -> object:
-        said = _plain(given) or {}
-        return json.dumps({name: said[name] for name in said if name != "path"}, sort_keys=True)
+    def side(state: object | None) -> object:
+        facts = _plain(state) or {}
+        return json.dumps({name: facts[name] for name in facts if name != "path"}, sort_keys=True)
 
     def alike(path: str) -> Hashable:
         row = by_path[path]
@@ -137,7 +137,7 @@ def _value(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(name): _value(each) for name, each in value.items()}
+        return {str(name): _value(item) for name, item in value.items()}
     if value is None or isinstance(value, str | int | float):
         return value
     return ", ".join(map(str, value)) if isinstance(value, Sequence) else str(value)

@@ -47,7 +47,7 @@ def page_data(inventory: Inventory, measures: Sequence[Measure], missing_graph: 
         "nodes": [_node(node) for node in inventory.nodes],
         "types": {tensor.name: tensor.type for tensor in _given(inventory, modules) if tensor.type},
         "values": {tensor.name: tensor.value for tensor in inventory.constants if tensor.value},
-        "statistics": {name: _statistics(found) for name, found in inventory.statistics.items()},
+        "statistics": {name: _statistics(statistics) for name, statistics in inventory.statistics.items()},
         "repeats": [[place[path] for path in run] for run in _repeats(above, inventory, measures)],
         "measures": [_measure(measure, list(above), inventory) for measure in measures],
         "missing_graph": in_both(missing_graph),
@@ -64,8 +64,8 @@ def tags_data(facts: TagFacts) -> dict[str, Any]:
     }
 
 
-def _evidence(found: Sequence[Evidence]) -> list[tuple[str, int, tuple[str, ...]]]:
-    return [(each.text, each.nodes, each.reasons) for each in found]
+def _evidence(evidence: Sequence[Evidence]) -> list[tuple[str, int, tuple[str, ...]]]:
+    return [(entry.text, entry.nodes, entry.reasons) for entry in evidence]
 
 
 def _repeats(above: Mapping[str, str | None], inventory: Inventory, measures: Sequence[Measure]) -> list[list[str]]:
@@ -75,9 +75,9 @@ def _repeats(above: Mapping[str, str | None], inventory: Inventory, measures: Se
 
     def alike(path: str) -> Hashable:
         module = inventory.modules[path]
-        said = "; ".join(each.get(path, "") for each in words)
+        text = "; ".join(texts.get(path, "") for texts in words)
         fate = module.failure or module.fate
-        return likeness(module.class_name, module.calls, fate, module.nodes, module.parameters, flops.get(path), said)
+        return likeness(module.class_name, module.calls, fate, module.nodes, module.parameters, flops.get(path), text)
 
     return repeats(above, alike)
 
@@ -86,7 +86,7 @@ def _failures(inventory: Inventory) -> list[str]:
     """What failed, without the modules that failed because of one below them."""
     failed = {path: module.failure for path, module in inventory.modules.items() if module.failure}
     holding = tags.all_above(failed)
-    return [f"{path or '(root)'}: {in_both(said)}" for path, said in failed.items() if path not in holding][:5]
+    return [f"{path or '(root)'}: {in_both(failure)}" for path, failure in failed.items() if path not in holding][:5]
 
 
 def _facts(inventory: Inventory) -> list[str]:
@@ -105,13 +105,13 @@ def _given(inventory: Inventory, modules: Sequence[ModuleEntry]) -> list[TensorE
     return [*inventory.inputs, *inventory.constants, *weights]
 
 
-def _statistics(found: WeightStatistics) -> dict[str, float]:
-    numbers = {"mean": found.mean, "std": found.std, "least": found.least, "most": found.most}
+def _statistics(statistics: WeightStatistics) -> dict[str, float]:
+    numbers = {"mean": statistics.mean, "std": statistics.std, "least": statistics.least, "most": statistics.most}
     return {
         **{name: float(f"{value:.4g}") for name, value in numbers.items()},
-        "elements": found.elements,
-        "zeros": found.zeros,
-        "not_finite": found.not_finite,
+        "elements": statistics.elements,
+        "zeros": statistics.zeros,
+        "not_finite": statistics.not_finite,
     }
 
 
