@@ -39,7 +39,7 @@ def _transposes(rewrite: Rewrite) -> str:
     return "identity_transpose" if alone else "cancelling_transposes"
 
 
-def _fused(rewrite: Rewrite) -> str | None:
+def _for_onnxruntime(rewrite: Rewrite) -> str | None:
     made = {node.op_type for node in rewrite.added}
     if any(op.endswith("Attention") for op in made):
         return "attention"
@@ -53,7 +53,7 @@ _GELUS = {"Erf": "gelu_erf", "Tanh": "gelu_tanh"}
 _SEVERAL: Mapping[str, Callable[[Rewrite], str | None]] = {
     "eliminate_identity_ops": _identity,
     "eliminate_redundant_transposes": _transposes,
-    "fuse_for_onnxruntime": _fused,
+    "fuse_for_onnxruntime": _for_onnxruntime,
     "fuse_attention": lambda _: "attention",
 }
 """Passes that change more than one kind of nodes."""

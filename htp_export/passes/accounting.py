@@ -1,4 +1,4 @@
-"""What a pass did, in numbers by module: nodes, and bytes of weights."""
+"""The effect of a pass on nodes and bytes of weights, by module."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["WeightBook", "changes_of"]
 
 
 class WeightBook:
-    """How many bytes of weights a model has, and whose they are.
+    """The bytes of weights of a model, by module.
 
-    A weight belongs to the module that reads it; to the deepest one above them, where several do. A weight that nobody
-    reads any more belongs to who read it last.
+    A weight belongs to the module that reads it; of several modules, to the deepest one above them. A weight without
+    consumers belongs to the module that read it last.
     """
 
     def __init__(self, model: ir.Model) -> None:
         self._last: dict[str, str] = {}
-        self._weights = self._look(model)
+        self._weights = self._measure(model)
 
     def settle(self, model: ir.Model) -> Counter[str]:
-        """Take in a change; module → bytes by which its weights are fewer than before."""
-        before, self._weights = self._weights, self._look(model)
+        """Compare with the last state; module → bytes by which its weights shrank."""
+        before, self._weights = self._weights, self._measure(model)
         saved: Counter[str] = Counter()
         for key in {**before, **self._weights}:
             (was, module), (now, new_module) = before.get(key, (0, "")), self._weights.get(key, (0, ""))
@@ -37,8 +37,8 @@ class WeightBook:
                 saved[module if key in before else new_module] += was - now
         return saved
 
-    def _look(self, model: ir.Model) -> dict[Hashable, tuple[int, str]]:
-        """Each weight, with its bytes and its module."""
+    def _measure(self, model: ir.Model) -> dict[Hashable, tuple[int, str]]:
+        """Weight → its bytes and its module."""
         weights: dict[Hashable, tuple[int, str]] = {}
         readers: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
         for node in all_nodes(model):

@@ -1,4 +1,4 @@
-"""Tensors that passes may not work across."""
+"""Tensors across which no pattern may match."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _OPERATOR = "Barrier"
 
 @contextlib.contextmanager
 def barriers(graph: ir.Graph, values: Iterable[ir.Value]) -> Iterator[None]:
-    """Insert an opaque node after some tensors, so that no pattern matches across them, and take it out again.
+    """Insert an opaque node after each tensor, so that no pattern matches across it, and remove it afterwards.
 
-    It is taken out after an error too. Of another graph that was made of this one, `take_barriers` takes them.
+    It is removed after an error too. `take_barriers` removes it from another graph that a pass returns.
     """
     try:
         _put(graph, values)
@@ -47,7 +47,7 @@ def _put(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
 
 
 def take_barriers(graph: ir.Graph) -> None:
-    """Take every barrier out of a graph."""
+    """Remove every barrier from a graph."""
     for node in list(graph):
         if (node.domain, node.op_type) != (_DOMAIN, _OPERATOR):
             continue

@@ -1,4 +1,4 @@
-"""What stays true while passes change a model: owners of every node, tensors of modules' signatures, fates."""
+"""Owners of nodes, tensors of module signatures, and fates, kept up to date while passes change a model."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ class Bookkeeping:
         self._note_boundary()
 
     def _crossing(self) -> Iterable[str]:
-        """Names of tensors that cross the border of a module: it takes them, or others read what it gives.
+        """Names of tensors that cross the boundary of a module: its inputs, and its outputs that others read.
 
-        What a module gives and nobody reads, as attention modules give their weights, may come and go. So may what only
-        modules take and give that do nothing.
+        An output without a consumer, such as the weights of an attention module, may be removed. So may the inputs and
+        outputs of modules with the fate ``identity``.
         """
         for path, calls in self._signatures.items():
             if path in self.hierarchy and self.hierarchy[path].fate == "identity":
@@ -106,10 +106,10 @@ class Bookkeeping:
                 value.meta[BOUNDARY] = True
 
     def settle(self) -> tuple[dict[str, Change], dict[str, tuple[str, ...]]]:
-        """Take in what a pass did: tag new nodes, follow tensors, find fates.
+        """Update everything after a pass: tag new nodes, follow tensors, determine fates.
 
         Returns:
-            What it did to nodes and weights, by module; and the modules that are fused since, with their partners.
+            The changes of nodes and weights by module; and the modules that became fused, with their partners.
 
         Raises:
             HtpExportError: A node has no owner, in a model where all had; or the pass broke what every pass ensures.
@@ -127,13 +127,13 @@ class Bookkeeping:
         return changes_of(difference, self._weights.settle(self.model)), fused
 
     def mark(self) -> Mark:
-        """Everything as it is now, to go back to."""
+        """The present state, for `restore`."""
         names = {name: None if value is None else value.name for name, value in self._where.items()}
         lost = {path: tuple(others) for path, others in self._lost.items()}
         return Mark(self.model.clone(), self.hierarchy, names, lost)
 
     def restore(self, mark: Mark) -> None:
-        """Go back: the model is a copy of what it was, with other objects of the same names."""
+        """Go back to a state; its model is a copy, with other objects of the same names."""
         values = TaggedModel(mark.model, mark.hierarchy).values
         self.model, self.hierarchy = mark.model, mark.hierarchy
         self._where = {name: None if now is None else values.get(now) for name, now in mark.names.items()}
@@ -143,18 +143,14 @@ class Bookkeeping:
         self._note_boundary()
 
     def tensor(self, name: str) -> ir.Value | None:
-        """Where a tensor is now that a signature named so at first; None where it is gone."""
+        """The tensor that a signature of the original model calls so; None if it is gone."""
         return self._where.get(name)
 
     def worked_across(self, paths: Iterable[str]) -> set[str]:
-        """Tensors that keep modules from being exact, although they are there: one node makes them and reads on.
+        """Original names of boundary tensors that remain although a node computes across them.
 
-        Args:
-            paths: Modules that are fused since a pass.
-
-        Returns:
-            The first names of tensors of those modules that lost none: what such a module takes and itself makes, or
-            gives and does not make; all of its tensors, if there are no such.
+        Of modules that became fused without losing a tensor: inputs that are computed inside of the module, and outputs
+        that are computed outside; all boundary tensors of a module that has neither.
         """
         tensors: set[str] = set()
         for path in paths:
@@ -169,12 +165,12 @@ class Bookkeeping:
         return tensors
 
     def _is_inside(self, value: ir.Value, path: str) -> bool:
-        """Whether a node in the region of a module makes a tensor, alone or with others."""
+        """Whether the producer of a tensor is in the region of a module."""
         maker = value.producer()
         return maker is not None and path in self._work(maker).modules
 
     def _leaves(self, value: ir.Value, path: str) -> bool:
-        """Whether a tensor is a result of its graph, or a node reads it that does not only do work of a module."""
+        """Whether a tensor is an output of its graph, or has a consumer that does work outside of a module."""
         if value.is_graph_output():
             return True
         readers = (self._work(use.node) for use in value.uses())
@@ -191,7 +187,7 @@ class Bookkeeping:
             raise HtpExportError(f"{len(bare)} nodes have no owner: {listed}")
 
     def _follow(self, difference: Difference) -> None:
-        """Find where the tensors of signatures are now; note those that are gone, and who worked around them."""
+        """Find the tensors of signatures in the changed graph; note those that are gone, and the owners around them."""
         if not self._where:
             return
         values = TaggedModel(self.model, self.hierarchy).values
@@ -244,7 +240,7 @@ class Bookkeeping:
 
     @property
     def signatures(self) -> dict[str, tuple[Signature, ...]]:
-        """What the modules took and gave, under the names that the tensors have now."""
+        """The signatures of the modules, with the present names of tensors."""
         return {path: tuple(call.renamed(self._now) for call in calls) for path, calls in self._signatures.items()}
 
     def _now(self, name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Whether a pass keeps to its level: outputs before and after it, in ONNX Runtime with its own optimisations off."""
+"""Whether outputs before and after a pass agree with its level, in ONNX Runtime with its own optimisations off."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from htp_export.runtime.sessions import RunnableModel, Session, as_written, temp
 __all__ = ["TOLERANCE", "OutputCheck"]
 
 TOLERANCE: Mapping[Level, float] = {"exact": 0.0, "tolerant": 1e-5, "fused": 1e-3}
-"""How far outputs may be off, relative to the largest of an output's values where that is more than 1."""
+"""Largest difference of an output, relative to its largest value if that is more than 1."""
 
 _Arrays = dict[str, np.ndarray[Any, Any]]
-_SIZES = (2, 8, 5, 3, 7)  # of free dimensions, one after another
+_SIZES = (2, 8, 5, 3, 7)  # of open dimensions, in order
 
 
 class OutputCheck:
@@ -52,7 +52,7 @@ class OutputCheck:
         self.max_abs = 0.0
 
     def fault(self, model: ir.Model, level: Level) -> str:
-        """Why a pass that just changed the model does not keep to its level; empty where it does."""
+        """Why the model after a pass does not agree with the level of the pass; empty if it does."""
         try:
             outputs = _outputs(model, self._inputs)
         except Exception as error:

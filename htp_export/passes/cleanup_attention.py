@@ -15,7 +15,7 @@ __all__ = ["CleanupAttention"]
 
 @register("cleanup_attention", level="tolerant")
 class CleanupAttention(NodePass):
-    """Scales a product of two scaled matrices once, after it: queries and keys come scaled by a root each."""
+    """Scales the product of two scaled matrices once: queries and keys come scaled by a square root each."""
 
     operators = ("MatMul",)
 

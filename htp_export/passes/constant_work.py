@@ -1,8 +1,8 @@
-"""Work in which no input of the model has a part: the nodes that do it, in groups that read each other.
+"""Nodes that depend on no input of the model, in connected groups, and their results.
 
-ONNX Runtime computes it, one group after another, so that no more than one group's large weights are in memory. A few
-bytes of a file can ask for any number of values: a node is computed once its result is known to be small enough, or
-once there is nothing left from which that could become known.
+ONNX Runtime computes one group after another, so that the large weights of one group only are in memory. A few bytes of
+a file can ask for any number of values: a node is computed once its result is known to be small enough, or once nothing
+is left from which its size could become known.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _LARGE = 1 << 16
 """Bytes; larger constants are given to ONNX Runtime as inputs, which does not copy them."""
 
 _LONGEST = 5.0
-"""Seconds that loops and branches may take; others are as quick as their results are small."""
+"""Seconds that loops and branches may take; the time of other operators is bounded by the size of their results."""
 
 _UNPACKING = frozenset(("DequantizeLinear",))
-"""These make large weights of small ones; computed beforehand, a quantized model would be none any more."""
+"""These unpack quantized weights; if they were folded, the model would no longer be quantized."""
 
 
 def room_left(model: ir.Model) -> int:
-    """By how many bytes a model's constants may still grow."""
+    """Bytes by which the constants of a model may still grow."""
     weights, grown = 0, 0
     for graph in model.graphs():
         for value in graph.initializers.values():
@@ -56,7 +56,7 @@ def room_left(model: ir.Model) -> int:
 
 
 def _reads(node: ir.Node) -> Iterator[ir.Value]:
-    """What a node reads, and what its subgraphs read of the graphs around them."""
+    """The inputs of a node, and the values that its subgraphs capture."""
     yield from (value for value in node.inputs if value is not None)
     bodies = dict.fromkeys(subgraphs(node))
     for body in list(bodies):
@@ -68,7 +68,7 @@ def _reads(node: ir.Node) -> Iterator[ir.Value]:
 
 
 def _held_back(node: ir.Node) -> bool:
-    """Whether a node is not computed beforehand although all it reads is constant."""
+    """Whether a node is not folded although all its inputs are constant."""
     nodes = (node, *(inner for body in subgraphs(node) for inner in body.all_nodes()))
     if any(candidate.op_type in _UNPACKING for candidate in nodes):
         decline("unfolded_constants", [node], "it unpacks quantized weights")
@@ -78,12 +78,12 @@ def _held_back(node: ir.Node) -> bool:
 
 @dataclass(frozen=True)
 class ConstantNodes:
-    """Nodes that compute the same in every run, and that read each other.
+    """Connected nodes that compute the same in every run.
 
     Attributes:
         nodes: The nodes, in order.
-        results: What others read of what they make.
-        constants: What they read themselves.
+        results: Their outputs that other nodes read.
+        constants: The constants that they read.
     """
 
     nodes: tuple[ir.Node, ...]
@@ -92,7 +92,7 @@ class ConstantNodes:
 
     @cached_property
     def freed(self) -> int:
-        """Bytes of constants that nothing else reads."""
+        """Bytes of constants without other consumers."""
         inside = {
             *self.nodes,
             *(inner for node in self.nodes for body in subgraphs(node) for inner in body.all_nodes()),
@@ -104,12 +104,12 @@ class ConstantNodes:
 def find_constant_nodes(
     graph: ir.Graph, room: int, left_out: Collection[ir.Node] = (), opsets: Mapping[str, int] | None = None
 ) -> list[ConstantNodes]:
-    """The work of one graph that can be done beforehand.
+    """The nodes of one graph that can be folded.
 
     Args:
-        graph: The graph, in topological order; what it reads of the graphs around it is looked at, too.
-        room: How many bytes a result may have beyond those of the constants that it is computed from.
-        left_out: Nodes that are not to be computed.
+        graph: The graph, in topological order; values that it captures may be constants, too.
+        room: Bytes that a result may have in addition to those of the constants from which it is computed.
+        left_out: Nodes that are not folded.
         opsets: Domain → version, for graphs that do not say it.
     """
     known: Symbolic | None = None
@@ -138,7 +138,7 @@ def find_constant_nodes(
 
 
 def _is_sequence(value: ir.Value) -> bool:
-    """Whether a value is no tensor, which could be stored, but a sequence or an optional value."""
+    """Whether a value is a sequence or an optional value, which cannot be stored as an initializer."""
     if value.type is not None:
         return not isinstance(value.type, ir.TensorType)
     node = value.producer()
@@ -164,7 +164,7 @@ def _work(nodes: Sequence[ir.Node]) -> ConstantNodes:
 
 
 def _size(value: ir.Value, known: Symbolic) -> int | None:
-    """Bytes of a tensor; None where they are not known, as when a size is computed of numbers with fractions."""
+    """Bytes of a tensor; None if they are not known, for example if a size depends on floating-point numbers."""
     shape, dtype = known.shape(value), known.dtype(value)
     elements = product(shape) if shape is not None else None
     if not isinstance(elements, int) or dtype == ir.DataType.STRING:
@@ -173,7 +173,7 @@ def _size(value: ir.Value, known: Symbolic) -> int | None:
 
 
 def _together(works: Sequence[ConstantNodes]) -> list[list[ConstantNodes]]:
-    """Works that are computed in one run: those without large weights; each other one by itself."""
+    """Groups that are computed in one run: those without large weights; each other one by itself."""
     alone = [[work] for work in works if any(bytes_of(value.const_value) > _LARGE for value in work.constants)]
     small = [work for work in works if all(bytes_of(value.const_value) <= _LARGE for value in work.constants)]
     return [small, *alone] if small else alone
@@ -182,7 +182,7 @@ def _together(works: Sequence[ConstantNodes]) -> list[list[ConstantNodes]]:
 def computed(
     model: ir.Model, works: Sequence[ConstantNodes]
 ) -> Iterator[tuple[ConstantNodes, dict[ir.Value, ir.TensorProtocol], ir.Node | None]]:
-    """Each work with its results, and the first of its nodes that ONNX Runtime cannot run, if there is one."""
+    """Each group with its results, and its first node that ONNX Runtime cannot run, if there is one."""
     for batch in _together(works):
         try:
             arrays = _run(model, [n for w in batch for n in w.nodes], [v for w in batch for v in w.results])
@@ -198,12 +198,12 @@ def computed(
 def _as_far_as_it_goes(
     model: ir.Model, work: ConstantNodes
 ) -> tuple[dict[ir.Value, ir.TensorProtocol], ir.Node | None]:
-    """The results of one work, or else the first node that does not run."""
+    """The results of one group, or else the first node that does not run."""
     try:
         arrays = _run(model, work.nodes, work.results)
     except Exception:
         loop = next((node for node in work.nodes if subgraphs(node)), None)
-        if loop is not None:  # it may be that it does not end, and that is not tried again and again
+        if loop is not None:  # it may not end, and that is not tried again
             return {}, loop
         low, high = 0, len(work.nodes) - 1
         while low < high:
@@ -224,7 +224,7 @@ def _tensor(array: Array) -> ir.TensorProtocol:
 
 
 def _run(model: ir.Model, nodes: Sequence[ir.Node], wanted: Sequence[ir.Value]) -> dict[ir.Value, Array]:
-    """What nodes make that need no input, by ONNX Runtime without its own optimisations; tensors only."""
+    """Run nodes without inputs in ONNX Runtime without its own optimisations; tensors only."""
     produced = {value for node in nodes for value in node.outputs}
     graph = onnx.GraphProto(name="constants")
     feeds: dict[str, Array] = {}
@@ -252,5 +252,5 @@ def _run(model: ir.Model, nodes: Sequence[ir.Node], wanted: Sequence[ir.Value]) 
 
 
 def _in_memory(tensor: ir.TensorProtocol, array: Array) -> ir.TensorProtocol:
-    """A tensor without the file that holds it."""
+    """A tensor that does not refer to a file."""
     return tensor if isinstance(tensor, ir.StringTensor) else ir.Tensor(array, dtype=tensor.dtype)

@@ -1,4 +1,4 @@
-"""Why a pass leaves nodes as they are that look like its work."""
+"""Why a pass leaves nodes unchanged that look like its work."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Declined:
     """Nodes that a pass leaves as they are.
 
     Attributes:
-        kind: What they are, a key of `htp_export.findings.finding.KINDS`, or the name of the pass.
+        kind: A key of `htp_export.findings.finding.KINDS`, or the name of the pass.
         nodes: The nodes.
         why: Why they stay.
-        detail: What is particular to them.
+        detail: Details of these nodes.
     """
 
     kind: str
@@ -30,12 +30,12 @@ class Declined:
 
 
 def decline(kind: str, nodes: Sequence[ir.Node], why: str) -> None:
-    """Note on the last of some nodes why a pass leaves them as they are; `htp_export.forensics` reports it.
+    """Note on the last of some nodes why a pass leaves them unchanged; `htp_export.forensics` reports it.
 
     Args:
-        kind: What they are.
+        kind: The kind of finding; see `Declined`.
         nodes: The nodes.
-        why: Why they stay, in a few words.
+        why: The reason, in a few words.
 
     Examples:
         >>> relu = ir.node("Relu", [ir.val("x")])
@@ -47,6 +47,6 @@ def decline(kind: str, nodes: Sequence[ir.Node], why: str) -> None:
 
 
 def declined(nodes: Sequence[ir.Node]) -> Iterator[Declined]:
-    """What passes noted on nodes."""
+    """The notes of passes on nodes."""
     for node in nodes:
         yield from node.meta.get(_KEY, {}).values()

@@ -33,21 +33,21 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
         before = list(model.graph)
         _unflatten(model)
         with _hidden(model, [*_normalizing(model), *_growing(model.graph)]), near_matching("fuse_for_onnxruntime"):
-            fused, _ = optimize_for_ort(model)
-        register_constants(fused.graph)
-        _turn_batches(fused)
-        _drop_unread_outputs(fused)
-        _fill_in_shapes(fused)
-        return ir.passes.PassResult(fused, list(fused.graph) != before)
+            rewritten, _ = optimize_for_ort(model)
+        register_constants(rewritten.graph)
+        _turn_batches(rewritten)
+        _drop_unread_outputs(rewritten)
+        _fill_in_shapes(rewritten)
+        return ir.passes.PassResult(rewritten, list(rewritten.graph) != before)
 
 
 def _normalizing(model: ir.Model) -> list[ir.Node]:
-    """What rules for group normalization would take for it: they make an operator that runs on GPUs alone."""
+    """Nodes that rules for group normalization match: they create an operator that runs on GPUs only."""
     return [node for node in model.graph.all_nodes() if is_standard(node, "InstanceNormalization")]
 
 
 def _growing(graph: ir.Graph) -> list[ir.Node]:
-    """Nodes that make much of few constants: onnxscript computes what is constant before it looks how large it is."""
+    """Nodes with large constant results: onnxscript folds constants before it checks the size of the result."""
     known: Symbolic | None = None
     growing = []
     for node in graph:
@@ -65,7 +65,7 @@ def _growing(graph: ir.Graph) -> list[ir.Node]:
 
 @contextlib.contextmanager
 def _hidden(model: ir.Model, nodes: Sequence[ir.Node]) -> Iterator[None]:
-    """Keep nodes of ONNX from rules."""
+    """Hide nodes from rules: they get another domain for the time."""
     if nodes:
         model.opset_imports[_HIDDEN] = 1
     for node in nodes:
@@ -79,10 +79,9 @@ def _hidden(model: ir.Model, nodes: Sequence[ir.Node]) -> Iterator[None]:
 
 
 def _unflatten(model: ir.Model) -> None:
-    """Make ``MatMul`` and ``Add`` of a ``Gemm`` between reshapes that only join the dimensions before the last.
+    """Replace a ``Gemm`` between reshapes that join the dimensions before the last by ``MatMul`` and ``Add``.
 
-    onnxscript's rules look for attention without them; where a part of it is joined with the reshape before, its rule
-    for attention would take the joined shape for the plain one.
+    onnxscript's rules for attention do not match these reshapes, or mistake the joined shape for the original one.
     """
     known: Symbolic | None = None
     for node in list(model.graph):
@@ -123,10 +122,9 @@ def _unflatten_one(graph: ir.Graph, first: ir.Node, gemm: ir.Node, last: ir.Node
 
 
 def _turn_batches(model: ir.Model) -> None:
-    """Put a transposition back where a product took one of the batch in, and ONNX Runtime could not run it.
+    """Insert a ``Transpose`` in place of ``transBatchA`` or ``transBatchB`` of a ``FusedMatMul`` with other ranks.
 
-    ``FusedMatMul`` turns batches (``transBatchA``) only if both factors have the same number of dimensions;
-    onnxscript's rules do not ask.
+    ONNX Runtime runs these only if both factors have the same rank, which onnxscript's rules do not check.
     """
     known: Symbolic | None = None
     for node in list(model.graph):
@@ -147,7 +145,7 @@ def _turn_batches(model: ir.Model) -> None:
 
 
 def _drop_unread_outputs(model: ir.Model) -> None:
-    """Take off optional results that nothing reads: the sum that a fused skip connection can give, too."""
+    """Remove optional outputs without consumers, such as the sum that ``SkipLayerNormalization`` can compute."""
     for node in model.graph:
         if node.domain != "com.microsoft":
             continue
@@ -158,17 +156,17 @@ def _drop_unread_outputs(model: ir.Model) -> None:
 
 
 def _fill_in_shapes(model: ir.Model) -> None:
-    """Shapes of what the fused operators give, which onnxscript's rules leave out, so that later passes know them."""
+    """Set shapes of the outputs of ONNX Runtime's operators, which onnxscript's rules leave out, for later passes."""
     for node in model.graph:
-        shape = _shape_given(node)
+        shape = _output_shape(node)
         places = (0,) if node.op_type == "MultiHeadAttention" else (0, 3)  # between them mean and variance
         for value in (node.outputs[place] for place in places if place < len(node.outputs)):
             if shape is not None and value.shape is None:
                 value.shape, value.type = shape.copy(), node.inputs[0].type  # type: ignore[union-attr]
 
 
-def _shape_given(node: ir.Node) -> ir.Shape | None:
-    """The shape of what a fused operator gives: that of its first input, with the features of an attention's values."""
+def _output_shape(node: ir.Node) -> ir.Shape | None:
+    """The output shape of such a node: that of its first input; for attention, with the size of the values."""
     shapes = [None if value is None else value.shape for value in node.inputs[:3]]
     if node.domain != "com.microsoft" or not shapes or shapes[0] is None:
         return None

@@ -20,7 +20,7 @@ from htp_export.provenance.numbering import repeats
 
 __all__ = ["Alignment"]
 
-_FEW = 4  # nodes that read one weight; more read it where it is a constant like 1. Nodes that a fused one is made of
+_FEW = 4  # consumers of a weight (a constant like 1 has more), and original nodes that one node replaces
 
 _MOST_FOLLOWERS = 4
 """Nodes after a product that one fused node may have taken in: bias, residual, scale and activation."""
