@@ -1,4 +1,4 @@
-"""Small changes to a graph that keep names of tensors where they can."""
+"""Small changes to a graph that keep the names of tensors if possible."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ __all__ = [
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 BOUNDARY = "htp_export.boundary"
-"""Key in a value's ``meta``: a module takes or gives it, so that the module is exact as long as it is there."""
+"""Key in a value's ``meta``: it is an input or output of a module, which is exact as long as the value exists."""
 
 
 def is_boundary(value: ir.Value) -> bool:
-    """Whether a value is one that a module takes or gives; the pipeline notes it on the values."""
+    """Whether a value is an input or output of a module; the pipeline marks these values."""
     return BOUNDARY in value.meta
 
 
@@ -58,13 +58,13 @@ def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir
 
 
 def _unique(graph: ir.Graph, name: str) -> str:
-    """A name that no initializer has: this one, or with a number."""
+    """A name that no initializer has: this one, or this one with a number."""
     numbered = (f"{name}_{count}" for count in itertools.count(1))
     return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in graph.initializers)
 
 
 def register_constants(graph: ir.Graph) -> None:
-    """Make initializers of constants that nodes read and that are none: onnxscript's rules forget some."""
+    """Register constants that nodes read as initializers: onnxscript's rules forget some."""
     for node in graph:
         for value in node.inputs:
             if value is None or value.const_value is None or value.producer() is not None or value.graph is not None:
@@ -74,7 +74,7 @@ def register_constants(graph: ir.Graph) -> None:
 
 
 def constant_array(value: ir.Value | None, largest: int = 4096) -> Array | None:
-    """The elements of a small constant, or None; large ones are not read."""
+    """The elements of a small constant, else None; large constants are not read."""
     if value is None or value.const_value is None or value.is_graph_input() or value.const_value.size > largest:
         return None
     array: Array = value.const_value.numpy()
@@ -82,19 +82,19 @@ def constant_array(value: ir.Value | None, largest: int = 4096) -> Array | None:
 
 
 def bytes_of(tensor: ir.TensorProtocol | None) -> int:
-    """How many bytes the elements of a tensor take; of texts, their letters."""
+    """Bytes of the elements of a tensor; for strings, of their characters."""
     if tensor is None:
         return 0
     return sum(map(len, tensor.string_data())) if isinstance(tensor, ir.StringTensor) else tensor.nbytes
 
 
 def is_constant(value: ir.Value | None) -> bool:
-    """Whether a value is an initializer that nobody can override."""
+    """Whether a value is an initializer that is no input of the graph."""
     return value is not None and value.const_value is not None and not value.is_graph_input()
 
 
 def multiple(node: ir.Node | None) -> tuple[ir.Value, Array] | None:
-    """What a node multiplies by one floating-point number, and the number; None where the rank could change.
+    """The value that a node multiplies by one floating-point number, and the number; None if the rank could change.
 
     Examples:
         >>> x, half = ir.val("x"), ir.Value(name="two", const_value=ir.tensor(2.0))
@@ -114,16 +114,16 @@ def multiple(node: ir.Node | None) -> tuple[ir.Value, Array] | None:
 
 
 def scaled(value: ir.Value | None) -> tuple[ir.Value, Array] | None:
-    """What a value is a multiple of by one number, if nothing else reads it and no module gives it."""
+    """The factors of a value that is a multiple of another by one number, has one consumer, and is no boundary."""
     if value is None or only_consumer(value) is None or is_boundary(value):
         return None
     return multiple(value.producer())
 
 
 def stand_in(old: ir.Value, new: ir.Value) -> bool:
-    """Let a value stand for another one that is equal to it, everywhere; False where it cannot.
+    """Replace a value by an equal one everywhere; False if that is impossible.
 
-    A graph's output keeps its name: the value that takes its place is renamed, unless it bears a fixed name itself.
+    An output of the graph keeps its name: the value in its place is renamed, unless its own name is fixed.
     """
     if old.is_graph_output():
         fixed = new.is_graph_output() or new.is_graph_input() or new.is_initializer()
@@ -142,7 +142,7 @@ def stand_in(old: ir.Value, new: ir.Value) -> bool:
 
 
 def replace(old: ir.Node, new: Sequence[ir.Node]) -> None:
-    """Put nodes in the place of one; the last of them makes what it made, under the same name."""
+    """Replace a node by nodes, the last of which computes its output under the same name."""
     graph = old.graph
     if graph is None:
         raise ValueError(f"{old.op_type} {old.name!r} is in no graph")
@@ -153,7 +153,7 @@ def replace(old: ir.Node, new: Sequence[ir.Node]) -> None:
 
 
 def release(node: ir.Node) -> None:
-    """Let the subgraphs of a node that is about to go read nothing any more: else weights would seem to be read."""
+    """Disconnect the subgraphs of a node before it is removed: otherwise they would count as consumers."""
     for body in subgraphs(node):
         for inner in body.all_nodes():
             for place in range(len(inner.inputs)):
@@ -161,5 +161,5 @@ def release(node: ir.Node) -> None:
 
 
 def remove_unused(model: ir.Model) -> None:
-    """Take out what nothing reads any more."""
+    """Remove nodes whose results have no consumer."""
     RemoveUnusedNodesPass()(model)

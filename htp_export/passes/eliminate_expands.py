@@ -1,4 +1,4 @@
-"""Tensors that are repeated for operators that would repeat them themselves."""
+"""``Expand`` before operators that broadcast."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _read_past(node: ir.Node, source: ir.Value, known: Symbolic) -> bool:
 
 
 def _broadcasts(reader: ir.Node, expanded: ir.Value, source: ir.Value, known: Symbolic) -> bool:
-    """Whether an operator gives the same shape if it reads a tensor as it was before it was expanded."""
+    """Whether the output shape of an operator stays the same without the ``Expand`` before it."""
     if not is_standard(reader, *ELEMENTWISE) or reader.graph is not expanded.graph:
         return False
     shapes = [known.shape(source if value is expanded else value) for value in reader.inputs]

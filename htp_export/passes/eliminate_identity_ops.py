@@ -1,4 +1,4 @@
-"""Nodes that give back what they are given."""
+"""Nodes whose output is their input."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from htp_export.passes.registry import register
 __all__ = ["NEEDS_A_NAME", "EliminateIdentityOps"]
 
 _IF_SHAPE_STAYS = RESHAPING | {"Expand", "Tile"}
-"""These change nothing but the shape, or repeat elements: where the shape stays, so does everything."""
+"""These change the shape only, or repeat elements: if the shape stays, they do nothing."""
 
 _NEUTRAL = {"Mul": 1, "Div": 1, "Sub": 0, "Pow": 1}
 """Operators and second arguments that leave the first as it is, bit for bit; adding 0 turns -0 into 0."""
 
 NEEDS_A_NAME = "a graph's output needs a name of its own"
-"""Why a node stays that gives what it is given to the caller."""
+"""Why a node without effect stays whose output is an output of the graph."""
 
 _KINDS = {"Identity": "identity", "Cast": "identity_cast", "Transpose": "identity_transpose"} | dict.fromkeys(
     RESHAPING, "identity_reshape"
@@ -47,7 +47,7 @@ class EliminateIdentityOps(ir.passes.InPlacePass):
 
 
 def is_nothing(node: ir.Node, known: Symbolic) -> bool:
-    """Whether a node gives back its first input."""
+    """Whether the output of a node is its first input."""
     if node.domain != "" or not node.inputs or node.inputs[0] is None:
         return False
     source, result = node.inputs[0], node.outputs[0]

@@ -1,4 +1,4 @@
-"""Guards against rows of attention in which everything is masked, where no row is."""
+"""Guards against NaN in attention whose rows are never masked completely."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from htp_export.passes.registry import register
 __all__ = ["EliminateNanGuards"]
 
 _LARGEST = 1 << 22
-"""Elements; larger masks are not looked into."""
+"""Elements; larger masks are not read."""
 
 
 @register("eliminate_nan_guards", level="tolerant")
 class EliminateNanGuards(NodePass):
-    """Takes out what makes zeros of a softmax's NaN, where no mask can make any.
+    """Removes the replacement of NaN by zero after a softmax, if no mask can cause a NaN.
 
-    PyTorch puts it behind every softmax of a masked attention, for rows of which all is masked. The same comes out of
-    all that is finite; a NaN in the activations is one afterwards, too.
+    PyTorch writes it after the softmax of each masked attention, for rows that are masked completely. Finite results
+    stay the same; a NaN in the activations stays a NaN.
     """
 
     operators = ("Where",)
@@ -34,7 +34,7 @@ class EliminateNanGuards(NodePass):
 
 
 def _guarded(node: ir.Node) -> ir.Node | None:
-    """The softmax of which a node takes everything but what is NaN."""
+    """The softmax whose NaN a ``Where`` replaces."""
     weights = node.inputs[2]
     test, softmax = producer_of(node.inputs[0], "IsNaN"), producer_of(weights, "Softmax")
     if test is None or softmax is None or weights is None:
@@ -46,7 +46,7 @@ def _guarded(node: ir.Node) -> ir.Node | None:
 
 
 def _has_finite_rows(value: ir.Value | None) -> bool:
-    """Whether each row of a tensor has an element that no mask has made infinite."""
+    """Whether each row of a tensor has an element that no mask makes infinite."""
     node = producer_of(value, "Add", "Div", "MatMul", "Mul")
     if node is None or node.op_type == "MatMul":
         return node is not None
@@ -64,7 +64,7 @@ def _has_finite_rows(value: ir.Value | None) -> bool:
 
 
 def is_product(value: ir.Value | None) -> bool:
-    """Whether a value is a product of matrices, scaled by finite numbers or not."""
+    """Whether a value is a matrix product, possibly scaled by finite numbers."""
     node = producer_of(value, "Div", "MatMul", "Mul")
     if node is None or node.op_type == "MatMul":
         return node is not None

@@ -1,4 +1,4 @@
-"""Transpositions that do nothing, or that undo each other."""
+"""Transpositions without effect, and consecutive ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EliminateRedundantTransposes(NodePass):
 
 
 def permutation(node: ir.Node, known: Symbolic) -> list[int] | None:
-    """The permutation of a ``Transpose``; None where it is not written and the rank is not known."""
+    """The permutation of a ``Transpose``; None if there is no attribute and the rank is unknown."""
     written, rank = node.attributes.get_ints("perm"), known.rank(node.inputs[0])
     if written is not None:
         return list(written)
@@ -58,7 +58,7 @@ def _merge(node: ir.Node, known: Symbolic) -> bool:
 
 
 def _leave_out(kind: str, nodes: list[ir.Node], source: ir.Value) -> bool:
-    """Let what transpositions read stand for what the last of them makes."""
+    """Replace the output of the last of consecutive transpositions by the input of the first."""
     if stand_in(nodes[-1].outputs[0], source):
         return True
     decline(kind, nodes, NEEDS_A_NAME)

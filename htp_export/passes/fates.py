@@ -1,4 +1,4 @@
-"""What passes know of the fates of modules: what the file says that they took and gave."""
+"""Evidence for the fates of modules after a pass: their signatures."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ Signatures = Mapping[str, Sequence[Signature]]
 
 
 class SignatureEvidence(Evidence[ir.Value]):
-    """What signatures say of the boundaries of modules in a changed graph.
+    """The boundaries of modules in a changed graph, compared with their signatures.
 
     Args:
-        index: The graph as it is.
+        index: The changed graph.
         hierarchy: The modules, with their fates before the change.
-        signatures: What they took and gave, under the names that the tensors have now.
-        lost: Path of a module with a tensor in its signature that is nowhere in the graph any more → modules that did
-            the work on the other side of it.
-        excused: Module path → tensors at its boundary that were not known before the change either.
+        signatures: Their inputs and outputs in PyTorch, with the present names of tensors.
+        lost: Module that lost a tensor of its signature → owners on the other side of that tensor.
+        excused: Module path → tensors at its boundary that were unknown before the change already.
     """
 
     def __init__(
@@ -56,20 +55,20 @@ class SignatureEvidence(Evidence[ir.Value]):
         return tensor.name
 
     def known(self, path: str) -> Collection[str | None]:
-        """The names of the tensors that a module took and gave."""
+        """The names of the inputs and outputs of a module."""
         return self._known.get(path, ())
 
     def ran(self, path: str) -> bool:
-        """Whether the file says what a module took and gave."""
+        """Whether the file has a signature of a module."""
         return path in self._known
 
     def settled(self, path: str) -> Outcome | None:
-        """The fate of a module that did no work before."""
+        """The fate of a module that had no nodes before."""
         info = self._hierarchy[path]
         return None if info.fate in (Fate.COMPUTED, Fate.FUSED) else Outcome(Fate(info.fate))
 
     def without_work(self, path: str) -> Fate | None:
-        """Whether a module that lost nothing gave anything."""
+        """``identity`` for a module without nodes that lost no tensor and has outputs, else ``constant``."""
         if self.partners(path) is not None:
             return None
         return Fate.IDENTITY if self._given.get(path) else Fate.CONSTANT
@@ -82,6 +81,6 @@ class SignatureEvidence(Evidence[ir.Value]):
         return [*info.fused_with, *beyond] if is_open else None
 
     def around(self, group: Sequence[str]) -> Iterator[list[str]]:
-        """The owners of the nodes that make, or else read, what modules took and gave."""
+        """The owners of the producers, or else the consumers, of the boundary tensors of modules."""
         names = set[str | None]().union(*map(self.known, group))
         yield [owner for node in self.boundaries.beside(lambda value: value.name in names) for owner in node.owners]

@@ -1,4 +1,4 @@
-"""Work that is the same in every run, done now."""
+"""Nodes that compute the same in every run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from htp_export.passes.registry import register
 __all__ = ["FoldConstants"]
 
 _SMALL = 1 << 14
-"""Of constants with more elements, views are made where that is possible."""
+"""Elements; transposed and reshaped larger constants become views."""
 
 _VIEWS = RESHAPING | {"Transpose"}
 
@@ -44,7 +44,7 @@ class FoldConstants(ir.passes.InPlacePass):
 
 
 def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
-    """Fold what only turns or reshapes a large weight."""
+    """Fold transpositions and reshapes of large weights to views."""
     known: Symbolic | None = None
     modified = False
     for node in graph:
@@ -81,7 +81,7 @@ def _view(model: ir.Model, graph: ir.Graph, node: ir.Node, weight: ir.Value, kno
 
 
 def _fold(model: ir.Model, graph: ir.Graph) -> bool:
-    """Compute what nodes of a graph make that others read, as far as there is room for it."""
+    """Fold the groups of constant nodes of a graph, within the limit of growth."""
     left_out: set[ir.Node] = set()
     folded = False
     while works := find_constant_nodes(graph, room_left(model), left_out, model.opset_imports):
@@ -104,7 +104,7 @@ def _keep(
     results: dict[ir.Value, ir.TensorProtocol],
     left_out: set[ir.Node],
 ) -> bool:
-    """Put results in the place of what nodes make; those that are too large, or no tensors, are left to their nodes."""
+    """Replace values by their results; values that are too large, or no tensors, keep their nodes."""
     room, folded = room_left(model), False
     freed = work.freed if len(results) == len(work.results) else 0
     if sum(bytes_of(tensor) for tensor in results.values()) - freed > room:

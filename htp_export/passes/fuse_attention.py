@@ -43,7 +43,7 @@ class FuseAttention(NodePass):
 
 @dataclass(frozen=True)
 class _Attention:
-    """What an attention reads: matrices of batch, heads, length and features, the keys turned or not."""
+    """The inputs of an attention, each of batch, heads, length and features."""
 
     queries: ir.Value
     keys: ir.Value
@@ -54,7 +54,7 @@ class _Attention:
 
 
 def _made_for(value: ir.Value | None, reader: ir.Node, *op_types: str) -> ir.Node | None:
-    """The node of some type that makes a value for one reader alone, and not as what a module gives."""
+    """The producer of a value that has one consumer and is no boundary, if it is of one of these operators."""
     if value is None or is_boundary(value) or only_consumer(value) is not reader:
         return None
     return producer_of(value, *op_types)
@@ -88,7 +88,7 @@ def _match(last: ir.Node, softmax: ir.Node, known: Symbolic) -> _Attention | Non
 
 
 def _mask_fits(mask: ir.Value | None, product: ir.Node, known: Symbolic) -> bool:
-    """Whether a mask says something of each query and each key: ONNX Runtime repeats it over batch and heads alone."""
+    """Whether a mask has a value for each query and key: ONNX Runtime broadcasts over batch and heads only."""
     if mask is None:
         return True
     shape, scores = known.shape(mask), known.shape(product.outputs[0])
@@ -97,7 +97,7 @@ def _mask_fits(mask: ir.Value | None, product: ir.Node, known: Symbolic) -> bool
 
 
 def _join_heads(node: ir.Node, known: Symbolic) -> bool:
-    """Let an ``Attention`` of matrices by heads read and make what lies around its reshapes and transpositions."""
+    """Let an ``Attention`` absorb the reshapes and transpositions that split and join heads."""
     queries, keys, values = node.inputs[:3]
     if queries is None or keys is None or values is None or len(node.outputs) > 1 or any(node.inputs[4:]):
         return False
@@ -128,7 +128,7 @@ def _fuse(last: ir.Node, attention: _Attention, known: Symbolic) -> None:
 
 
 def _joined(last: ir.Node, attention: _Attention, known: Symbolic) -> tuple[ir.Node, Sequence[ir.Value], int] | None:
-    """The last node, the inputs and the number of heads of an attention whose heads lie side by side all around it."""
+    """The last node, inputs and number of heads of an attention between nodes that split and join heads."""
     inputs = []
     for value, turned in ((attention.queries, False), (attention.keys, attention.turned), (attention.values, False)):
         apart = value if turned else _past(value, "Transpose", known)
@@ -156,7 +156,7 @@ def _joined(last: ir.Node, attention: _Attention, known: Symbolic) -> tuple[ir.N
 
 
 def _past(value: ir.Value, op_type: str, known: Symbolic) -> ir.Value | None:
-    """What a ``Reshape``, or a ``Transpose`` of lengths and heads, reads; None where a module gives its result."""
+    """The input of a ``Reshape``, or of a ``Transpose`` of lengths and heads; None if its output is a boundary."""
     node = producer_of(value, op_type)
     if node is None or is_boundary(value):
         return None

@@ -1,4 +1,4 @@
-"""Batch normalisation, done by the weights of the convolution before it."""
+"""Batch normalisation, folded into the convolution before it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FuseConvBatchnorm(NodePass):
 
 
 def _why_not(conv: ir.Node, norm: ir.Node) -> str:
-    """Why the normalisation cannot be done by the weights; empty where it can."""
+    """Why the normalisation cannot be folded; empty if it can."""
     if only_consumer(conv.outputs[0]) is None:
         return "what the Conv gives is read elsewhere"
     if norm.attributes.get_int("training_mode", 0) or len(norm.outputs) > 1:

@@ -1,4 +1,4 @@
-"""Rectification, done by the convolution before it."""
+"""``Relu``, fused into the convolution before it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class FuseMatmulAdd(NodePass):
 
 
 def product_and_bias(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
-    """The ``MatMul`` and the constant that an ``Add`` adds up, if nothing else reads the product."""
+    """The ``MatMul`` and the constant that an ``Add`` adds, if it is the only consumer of the product."""
     for product, bias in (node.inputs, tuple(reversed(node.inputs))):
         maker = producer_of(product, "MatMul")
         if product is None or bias is None or maker is None:
@@ -49,7 +49,7 @@ def product_and_bias(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
 
 
 def _fits(known: Symbolic, product: ir.Node, bias: ir.Value) -> bool:
-    """Whether a bias can be broadcast to a product, and not the other way round."""
+    """Whether a bias can be broadcast to the shape of a product."""
     result, shape = known.shape(product.outputs[0]), known.shape(bias)
     if result is None or shape is None or len(shape) > 2:
         return False

@@ -55,6 +55,6 @@ def _fuse(graph: ir.Graph, node: ir.Node, product: ir.Node, bias: ir.Value, know
 
 
 def _back(source_shape: tuple[object, ...], result: tuple[object, ...]) -> list[int] | None:
-    """The shape of the result in numbers, seen from rows alone: at most one size may be free."""
+    """The target of a ``Reshape`` from rows to the result: at most one size may be open."""
     target = reshape_target((), result)  # type: ignore[arg-type]
     return target if target is not None and source_shape[:-1] == result[:-1] else None

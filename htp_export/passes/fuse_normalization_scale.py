@@ -1,4 +1,4 @@
-"""Factors and summands after a normalisation, taken into its own."""
+"""Factors and summands after a normalisation, folded into its weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from htp_export.passes.registry import register
 __all__ = ["FuseNormalizationScale"]
 
 _NORMALIZATIONS = ("BatchNormalization", "InstanceNormalization")
-"""These scale each channel, which is the second dimension, and add to it."""
+"""These have a scale and a bias for each channel, the second dimension."""
 
 
 @register("fuse_normalization_scale", level="tolerant")
@@ -60,7 +60,7 @@ def _fuse(graph: ir.Graph, norm: ir.Node, node: ir.Node, numbers: Array, known: 
 
 
 def _per_channel(numbers: Array, rank: int, channels: int) -> Array | None:
-    """One number for each channel, of numbers that are broadcast to a tensor; None where one channel has several."""
+    """One number for each channel from numbers that broadcast to a tensor; None if a channel has several."""
     if numbers.ndim > rank:
         return None
     shape = (1,) * (rank - numbers.ndim) + numbers.shape

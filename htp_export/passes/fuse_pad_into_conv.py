@@ -1,4 +1,4 @@
-"""Padding with zeros, done by the convolution that follows."""
+"""Padding with zeros, folded into the following convolution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Branches of which it is known that they are taken."""
+"""``If`` whose condition is constant."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def inline_branch(model: ir.Model, graph: ir.Graph, node: ir.Node, name: str) ->
     """Put the nodes of ``then_branch`` or ``else_branch`` in the place of an ``If``.
 
     Returns:
-        Whether it was possible: not where the ``If`` makes a result of the graph, and the branch does not.
+        False if an output of the ``If`` is an output of the graph, and the branch does not compute it.
     """
     branch = node.attributes[name].as_graph()
     if any(value.is_graph_output() for value in node.outputs) and not all(
         value.producer() is not None and value.graph is branch for value in branch.outputs
     ):
-        return False  # a result of the graph has to be made in it
+        return False  # a graph has to compute its outputs itself
     results = list(branch.outputs)
     taken = _names(model, branch)
     for value in list(branch.initializers.values()):
@@ -65,7 +65,7 @@ def inline_branch(model: ir.Model, graph: ir.Graph, node: ir.Node, name: str) ->
 
 
 def _names(model: ir.Model, without: ir.Graph) -> UsedNames:
-    """The names of all values of a model, but for those of one of its graphs."""
+    """The names of all values of a model, except those of one of its graphs."""
     graphs = [graph for graph in model.graphs() if graph is not without]
     outputs = (value for graph in graphs for node in graph for value in node.outputs)
     held = (value for graph in graphs for value in (*graph.inputs, *graph.initializers.values()))

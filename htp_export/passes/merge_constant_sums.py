@@ -1,4 +1,4 @@
-"""Constants that are added one after another, and zeros."""
+"""Consecutive additions of constants, and additions of zeros."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from htp_export.passes.registry import register
 __all__ = ["MergeConstantSums"]
 
 _LARGEST = 1 << 22
-"""Elements; larger constants are not looked into."""
+"""Elements; larger constants are not read."""
 
 _CANCELLING = 10
-"""Where two constants cancel, they are added up only if neither is larger: what they round off stays below 1e-6."""
+"""Constants that cancel are added only if neither is larger: the rounding error stays below 1e-6."""
 
 
 @register("merge_constant_sums", level="tolerant")
@@ -42,7 +42,7 @@ class MergeConstantSums(NodePass):
 
 
 def _summand(node: ir.Node | None) -> tuple[ir.Value, Array] | None:
-    """What a constant is added to, and the constant; of floating-point numbers."""
+    """The operands of an ``Add`` of a floating-point constant: the other value, and the constant."""
     if node is None or not is_standard(node, "Add"):
         return None
     for place in (1, 0):

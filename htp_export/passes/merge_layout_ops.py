@@ -1,4 +1,4 @@
-"""A transposition between two reshapes that only put dimensions together and take them apart again."""
+"""A transposition between two reshapes that join and split dimensions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _between_reshapes(node: ir.Node, known: Symbolic) -> bool:
 
 
 def grouped(apart: Sequence[Dim], joined: Sequence[Dim]) -> list[list[int]] | None:
-    """Which neighbouring dimensions of one shape were put together to each of another; None where it was not so.
+    """For each dimension of a reshaped shape, the consecutive dimensions that were joined; None if none were.
 
     Examples:
         >>> grouped((2, 4, 8, 16), (8, 8, 16)), grouped((2, 4), (8,)), grouped((8, 4), (4, 8))
@@ -75,7 +75,7 @@ def grouped(apart: Sequence[Dim], joined: Sequence[Dim]) -> list[list[int]] | No
 
 
 def _moves_only_ones(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
-    """A ``Transpose`` that is a ``Reshape`` in truth, where it can be merged with one."""
+    """Replace a ``Transpose`` that moves dimensions of size 1 only by a ``Reshape``, if there is one beside it."""
     source_shape, result, perm = known.shape(node.inputs[0]), known.shape(node.outputs[0]), permutation(node, known)
     if node.inputs[0] is None or source_shape is None or result is None or perm is None:
         return False

@@ -1,4 +1,4 @@
-"""Linear layers that read the same, computed in one product: queries, keys and values."""
+"""Linear layers with the same input, such as those of queries, keys and values."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _FEWEST = 3
 
 @register("merge_parallel_projections", level="tolerant")
 class MergeParallelProjections(ir.passes.InPlacePass):
-    """Makes one product of three or more linear layers that read the same tensor, and cuts their results out of it.
+    """Makes one product of three or more linear layers that read the same tensor, and slices their results.
 
-    Each layer stays exact: its slice is its own, and the product belongs to all. The joint weights are put together
+    Each layer stays exact: its slice is its own, and the product belongs to all. The joint weights are concatenated
     when they are written, so that no second set is held in memory.
     """
 
@@ -92,7 +92,7 @@ def _joined(tensors: Sequence[ir.TensorProtocol], shape: Sequence[int]) -> ir.Te
 
 
 def _decline(graph: ir.Graph) -> None:
-    """Note why products stay that look like those of queries, keys and values."""
+    """Note why products stay that look like projections to queries, keys and values."""
     readers: defaultdict[ir.Value | None, list[ir.Node]] = defaultdict(list)
     for node in graph:
         if is_standard(node, "MatMul", "Gemm") and is_constant(node.inputs[1]):
@@ -115,7 +115,7 @@ def _columns(node: ir.Node) -> int | None:
 
 
 def _fit_together(columns: Sequence[int | None]) -> bool:
-    """Whether three widths are equal, or two of them and the third a multiple: that of grouped queries."""
+    """Whether three widths are equal, or two are and the third is a multiple, as with grouped queries."""
     (narrow, count), *rest = Counter(columns).most_common()
     if narrow is None or count == 1:
         return False

@@ -1,4 +1,4 @@
-"""Reductions in a row, made one."""
+"""Consecutive reductions."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def _merge(graph: ir.Graph, first: ir.Node, second: ir.Node, known: Symbolic) ->
 
 
 def _axes(node: ir.Node, known: Symbolic) -> list[int] | None:
-    """The dimensions that a node reduces; None where they are not written down, which means all of them or none."""
+    """The dimensions that a node reduces; None if they are not written, which means all or none."""
     axes, rank = axes_of(node, known), known.rank(node.inputs[0])
     return [normalized(axis, rank) for axis in axes] if axes and rank is not None else None

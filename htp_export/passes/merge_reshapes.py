@@ -1,4 +1,4 @@
-"""Reshapes in a row, made one."""
+"""Consecutive reshapes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _merge(graph: ir.Graph, first: ir.Node, second: ir.Node, known: Symbolic) ->
 
 
 def _needed(node: ir.Node) -> str:
-    """Why a node is still needed once all those that only change the shape read past it; empty where it is not."""
+    """Why the first of two reshapes would stay; empty if it would be unused."""
     value = node.outputs[0]
     if is_boundary(value):
         return "a module takes or gives the tensor in between"

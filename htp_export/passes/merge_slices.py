@@ -1,4 +1,4 @@
-"""Slices in a row, all the parts of a tensor, and parts that are put together anew: each made one node."""
+"""Consecutive slices, slices that cover a tensor, and slices that are concatenated again."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class MergeSlices(ir.passes.InPlacePass):
 
 @dataclass(frozen=True)
 class _Cut:
-    """What a ``Slice`` takes of each dimension that it cuts: from, up to, in steps of."""
+    """The input of a ``Slice``, and start, end and step for each dimension that it cuts."""
 
     source: ir.Value
     bounds: dict[int, tuple[int, int, int]]
 
 
 def _cut(node: ir.Node | None, known: Symbolic) -> _Cut | None:
-    """What a ``Slice`` takes, where that is the same in every run."""
+    """The bounds of a ``Slice``, if they are constant."""
     if node is None or not is_standard(node, "Slice") or node.inputs[0] is None or len(node.inputs) < 3:
         return None
     rank = known.rank(node.inputs[0])
@@ -129,7 +129,7 @@ def _gather(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
 
 
 def _split(graph: ir.Graph, known: Symbolic) -> bool:
-    """Make one ``Split`` of slices of a tensor that follow each other and are all of it."""
+    """Make one ``Split`` of consecutive slices that cover a tensor."""
     slices: defaultdict[tuple[ir.Value, int], list[tuple[int, int, ir.Node]]] = defaultdict(list)
     for node in graph:
         cut = _cut(node, known)

@@ -1,9 +1,9 @@
-"""onnxscript's search for patterns with several results, held to what lies near a node.
+"""onnxscript's search for patterns with several results, limited to nodes near each other.
 
 onnxscript (0.7) looks for the further results of such a pattern among all nodes of the graph, for each of its nodes:
 the time grows with the square of the graph. The nodes of a match hang together by the tensors that they share, so
-those are enough that are as near as the pattern is large. Where a tensor has very many consumers, these are all near
-one another: no more than `MOST` are looked at, and a warning says where.
+those are enough that are as near as the pattern is large. If a tensor has very many consumers, they are all near each
+other: at most `MOST` are searched, and a warning names the node.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MOST = 64
 
 _log = logging.getLogger(__name__)
 
-_ONE_AT_A_TIME = threading.Lock()  # the class that is changed is one for the whole process
+_ONE_AT_A_TIME = threading.Lock()  # the changed class is shared by the whole process
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Some nodes of a graph, in place of the graph."""
+    """Some nodes of a graph, which stand in for the graph."""
 
     graph: ir.Graph
     nodes: list[ir.Node]

@@ -1,4 +1,4 @@
-"""Runs passes until none finds anything any more, and keeps account of what each did to which module."""
+"""Runs passes until none changes the model, and records what each did to each module."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_ROUNDS = 12
 
 @dataclass
 class _Account:
-    """What one pass did so far."""
+    """The changes of one pass so far."""
 
     info: PassInfo
     seconds: float = 0.0
@@ -46,9 +46,8 @@ class Pipeline:
 
     Args:
         passes: The passes.
-        check: Holds outputs against what they were; a pass that breaks its level is undone, named, and left out of
-            further rounds.
-        keep_exact: Let no pass make a module inexact all of whose tensors stay.
+        check: Compares outputs; a pass that breaks its level is undone, named, and not run again.
+        keep_exact: No pass may make a module inexact whose boundary tensors all remain.
         watch: Called after each run that changed the model, with the pass, what it did, and the model.
 
     Attributes:
@@ -119,7 +118,7 @@ class Pipeline:
         return True
 
     def _run(self, account: _Account, books: Bookkeeping) -> tuple[bool, dict[str, Change], dict[str, tuple[str, ...]]]:
-        """Run a pass on what it may change; whether it did, and what `Bookkeeping.settle` says of that."""
+        """Run a pass, with barriers at tensors that it may not cross; whether it changed anything, and its changes."""
         self.running = account.info.name
         held = {value for name in account.held if (value := books.tensor(name)) is not None}
         try:

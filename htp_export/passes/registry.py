@@ -17,10 +17,10 @@ __all__ = ["DEFAULT", "GROUP", "LEVELS", "Level", "PassInfo", "available", "choo
 
 Level: TypeAlias = Literal["exact", "tolerant", "fused"]
 LEVELS: tuple[Level, ...] = ("exact", "tolerant", "fused")
-"""What a pass may do to the results: nothing; change them by up to 1e-5; use operators of ONNX Runtime only, too."""
+"""Effects of a pass on results: none; up to 1e-5; the same, with operators that only ONNX Runtime has."""
 
 GROUP = "htp_export.passes"
-"""The group of entry points that other packages name their passes in; each names a module that registers, or a pass."""
+"""Entry points of other packages; each names a module that registers passes, or a pass."""
 
 _FOLDER = "htp_export.passes"
 
@@ -51,7 +51,7 @@ DEFAULT = (
     "fuse_conv_relu",
     "eliminate_unused_initializers",
 )
-"""The order of the passes that run where none are named; those that are registered with ``after`` come between them."""
+"""The default passes in order; passes that are registered with ``after`` come between them."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class PassInfo:
         name: Its name.
         level: What it may do to the results, one of `LEVELS`.
         make: Makes the pass, without arguments.
-        after: The pass of `DEFAULT` after which it runs where no passes are named; None for those of `DEFAULT`
-            themselves, and for those that run only where they are named.
+        after: The default pass after which it runs by default; None for those of `DEFAULT`, and for passes that run
+            only by name.
     """
 
     name: str
@@ -77,7 +77,7 @@ class PassInfo:
         return (self.make.__doc__ or "").strip().partition("\n")[0]
 
 
-_registered: dict[str, PassInfo] = {}  # the one thing here that changes: what ``register`` was given
+_registered: dict[str, PassInfo] = {}  # by ``register``
 
 _Make = TypeVar("_Make", bound=Callable[[], ir.passes.PassBase])
 
@@ -92,8 +92,7 @@ def register(name: str, level: Level, after: str | None = None) -> Callable[[_Ma
         name: The name. A name that is registered again means the new pass.
         level: ``"exact"`` if outputs stay the same bit for bit, ``"tolerant"`` if they may change by 1e-5, ``"fused"``
             if the pass uses operators that only ONNX Runtime has.
-        after: A pass of `DEFAULT`: the new one runs after it where no passes are named. None if it is to run only where
-            it is named.
+        after: The default pass after which the new one runs by default; None to run it only by name.
 
     Raises:
         InputError: If the level is none of these, or ``after`` is no default pass.

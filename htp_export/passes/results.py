@@ -1,4 +1,4 @@
-"""What optimising did, as data: by pass and module."""
+"""Results of ``optimize``: changes by pass and module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constants in a row, made one; products with reciprocals, made quotients."""
+"""Consecutive factors, and products with reciprocals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computations of sizes: folded where they are constant, shared where they are equal, not needed where possible."""
+"""Computations of sizes: folded if constant, shared if equal, and removed if not needed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SimplifyShapeChains(ir.passes.InPlacePass):
 
 
 def _reuse(graph: ir.Graph, value: ir.Value, contents: Contents, known: Symbolic, seen: dict[object, ir.Value]) -> bool:
-    """Let a constant, or an earlier value of equal contents, stand for a value."""
+    """Replace a value by a constant, or by an earlier value with equal contents."""
     dtype = known.dtype(value)
     if dtype is None or not value.uses():
         return False
@@ -51,7 +51,7 @@ def _reuse(graph: ir.Graph, value: ir.Value, contents: Contents, known: Symbolic
 
 
 def _one_gather(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
-    """Take one size as a vector at once, where it is taken as a number and made a vector."""
+    """Gather a size as a vector, instead of as a number that ``Unsqueeze`` makes a vector."""
     gather = producer_of(node.inputs[0], "Gather") if is_standard(node, "Unsqueeze") else None
     if gather is None or only_consumer(gather.outputs[0]) is None:
         return False
@@ -66,7 +66,7 @@ def _one_gather(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
 def _put_together(
     graph: ir.Graph, node: ir.Node, contents: Contents, known: Symbolic, seen: dict[object, ir.Value]
 ) -> bool:
-    """Make a shape that was chosen element by element of its parts."""
+    """Replace a shape that ``Where`` selects by the ``Concat`` of its elements."""
     dtype = known.dtype(node.outputs[0])
     if not is_standard(node, "Where") or contents.ndim != 1 or dtype is None or not node.outputs[0].uses():
         return False
@@ -97,9 +97,9 @@ def _constant_target(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
 
 
 def reshape_target(source: tuple[Dim, ...], result: tuple[Dim, ...]) -> list[int] | None:
-    """What a ``Reshape`` is to be told to get from one shape to another; None where numbers cannot say it.
+    """The shape argument of a ``Reshape`` from one shape to another, in numbers; None if there is none.
 
-    A size that stays in its place is 0, and one other that is not known -1.
+    A size that stays in its place is 0, and one other unknown size -1.
 
     Examples:
         >>> from htp_export.model.shapes.sizes import symbol
@@ -125,7 +125,7 @@ def reshape_target(source: tuple[Dim, ...], result: tuple[Dim, ...]) -> list[int
 
 
 def _expand_target(source: tuple[Dim, ...], result: tuple[Dim, ...]) -> list[int] | None:
-    """What an ``Expand`` is to be told; a size that the input has itself is 1."""
+    """The shape argument of an ``Expand``, in numbers; a size that the input has itself is 1."""
     aligned: tuple[Dim, ...] = (1,) * (len(result) - len(source)) + source
     target = [1 if dim == mine else dim for dim, mine in zip(result, aligned, strict=True)]
     return [dim for dim in target if isinstance(dim, int)] if all(isinstance(dim, int) for dim in target) else None
