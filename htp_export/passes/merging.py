@@ -1,14 +1,13 @@
-"""The one policy for tags: whoever does the work of nodes has their owners.
+"""Owners of the nodes that a pass changed: a node has the owners of all nodes that it replaces.
 
-A pass needs to know nothing of tags. The graph is compared with what it was before the pass, and what passes keep
-tells what replaced what: a node that stays computes what it computed before, so that where it reads another value than
-before, the two values are equal; and so are values of one name. Between such pairs lie, on the old side, the nodes
-that are gone, and on the new side those that do their work now.
+Passes do not know about tags. The graph is compared with the previous one. A node that stays computes what it did: if
+it reads another value than before, the two values are equal, and so are values with the same name. Between these pairs
+are the removed nodes, and the nodes that replace them.
 
-- A new node has the owners of all the nodes that it replaces: ``fused`` where they are several modules'.
-- A node that is now read in place of another that did equal work has the owners of both: ``shared``.
-- A node that only passed on what it was given leaves nothing behind.
-- A new node that replaces none serves the nodes that read it, and has their owners: ``flow``.
+- A new node has the owners of all nodes that it replaces: ``fused``, if these are several modules.
+- A node that is read in place of an equal one has the owners of both: ``shared``.
+- A removed node that returned its input unchanged leaves nothing.
+- A new node that replaces none has the owners of its consumers: ``flow``.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _Slots = Sequence[ir.Value | None]
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A node as it was; ``metadata`` is its own, which nobody writes to once it is gone."""
+    """A node at that time; ``metadata`` is that of the node itself, which does not change after its removal."""
 
     inputs: _Slots
     outputs: Sequence[ir.Value]
@@ -42,7 +41,7 @@ class _Seen:
 
 
 class Snapshot:
-    """A model's nodes at one time: what they read and made, and whose they were."""
+    """The nodes of a model at one time, with their inputs, outputs and owners."""
 
     def __init__(self, model: ir.Model) -> None:
         self.nodes: dict[ir.Node, _Seen] = {}
@@ -58,14 +57,14 @@ class Snapshot:
         self.steps = list(reads_and_results(self.nodes))
 
     def holds(self, holder: ir.Node, node: ir.Node) -> bool:
-        """Whether a node stood in a subgraph of another one."""
+        """Whether a node was in a subgraph of another one."""
         around = self._holders.get(node)
         while around is not None and around is not holder:
             around = self._holders.get(around)
         return around is holder
 
     def _add(self, graph: ir.Graph, holder: ir.Node | None = None) -> None:
-        """Take in a graph, with those inside it."""
+        """Add the nodes of a graph and its subgraphs."""
         self.results[graph] = tuple(graph.outputs)
         for node in graph:
             attributes = tuple(node.attributes.data.values())
@@ -86,13 +85,13 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Difference:
-    """What a pass did to a graph.
+    """The changes of a graph by a pass.
 
     Attributes:
-        removed: Nodes that are gone, as they were.
-        added: Nodes that are new.
-        equal: Old value → the value that stands in its place, and is equal to it.
-        merged: Nodes that stayed, and do the work of others now, too.
+        removed: Nodes that were removed or changed in place.
+        added: New nodes, and those that were changed in place.
+        equal: Old value → the equal value that replaces it.
+        merged: Nodes that stayed, and now also do the work of others.
     """
 
     before: Snapshot
@@ -120,7 +119,7 @@ class Difference:
         return bool(self.removed or self.added or self.equal)
 
     def _pair(self, changed: Collection[ir.Node]) -> None:
-        """Find what stands in the place of what, by those who read it and by its name."""
+        """Pair old values with those that replace them, by consumers and by names."""
         for node, seen in self.before.nodes.items():
             if node in self.after.nodes and node not in changed:
                 self._pair_slots(seen.inputs, self.after.nodes[node].inputs)
@@ -143,7 +142,7 @@ class Difference:
                 self.equal[was] = now
 
     def same(self, gone: ir.Node, remaining: ir.Node) -> bool:
-        """Whether a removed node did what a kept one does: the same operator, with equal values."""
+        """Whether a removed node and a remaining one have the same operator and equal inputs."""
         old, new = self.before.nodes[gone], self.after.nodes[remaining]
         alike = (gone.domain, gone.op_type, len(old.inputs)) == (remaining.domain, remaining.op_type, len(new.inputs))
         return alike and all(
@@ -151,11 +150,11 @@ class Difference:
         )
 
     def replaced(self, value: ir.Value) -> tuple[list[ir.Node], set[ir.Value]]:
-        """The removed nodes that made a value of old, back to values that still have an equal, and what they read."""
+        """The removed nodes behind an old value, back to values that have an equal one, and these values."""
         return _slice(value, self._removed, self.before.makers, self.equal)
 
     def replacing(self, value: ir.Value) -> list[ir.Node]:
-        """The new nodes that make a value, back to values that replace one of old."""
+        """The new nodes behind a value, back to values that replace an old one."""
         return _slice(value, self._added, self.after.makers, self._standing)[0]
 
     @cached_property
@@ -166,7 +165,7 @@ class Difference:
 
     @cached_property
     def live_values(self) -> frozenset[ir.Value]:
-        """The values of old that depend on values of the model's inputs."""
+        """The old values that depend on values of the model's inputs."""
         dependent = dependence(self.before.steps, self.before.given)
         return frozenset(value for value in dependent if value is not None)
 
@@ -189,7 +188,7 @@ def _slice(
     makers: Mapping[ir.Value, ir.Node],
     stops: Collection[ir.Value],
 ) -> tuple[list[ir.Node], set[ir.Value]]:
-    """Nodes that lie behind a value, and the values at which the way back ended."""
+    """The nodes behind a value, and the values at which the search ended."""
     behind: dict[ir.Node, None] = {}
     ends: set[ir.Value] = set()
     queue = [value]
@@ -205,7 +204,7 @@ def _slice(
 
 
 class _MergedOwners:
-    """Whose work a node does: collects owners with their calls."""
+    """The owners of the nodes that one node replaces, with their calls."""
 
     def __init__(self) -> None:
         self.groups: list[list[Mapping[str, str]]] = []
@@ -217,11 +216,11 @@ class _MergedOwners:
 
 
 def merge_tags(difference: Difference, order: Mapping[str, int], called: Collection[str], calls: CallTree) -> None:
-    """Give every node that does the work of others their owners.
+    """Tag the nodes that replace others.
 
     Args:
-        difference: What a pass did. What it says is merged is noted in it.
-        order: Owner → when it first ran.
+        difference: The changes by a pass; ``merged`` is set.
+        order: Owner → its place in the order of execution.
         called: Paths of the modules that ran.
         calls: Their calls.
     """
@@ -234,27 +233,27 @@ def merge_tags(difference: Difference, order: Mapping[str, int], called: Collect
             continue
         replaced, ends = difference.replaced(old)
         if maker in is_new:
-            # Work on constants and sizes is folded away, and absorbed by nobody, unless that is all there was.
+            # Nodes that compute on constants and sizes are replaced by no node, unless there are no others.
             done = [gone for gone in replaced if gone in difference.live] or replaced
             for node in difference.replacing(new):
                 work[node].add(before.nodes[gone].metadata for gone in done)
         elif replaced and new not in ends:
             for gone, remaining in _twins(difference, old, new):
                 if gone not in difference.live and not difference.same(gone, remaining):
-                    continue  # sizes are taken from wherever they are known
+                    continue  # sizes may come from any equal tensor
                 if before.holds(gone, remaining):
-                    continue  # a branch was put in its node's place, which only passed on what the branch made
+                    continue  # an inlined branch: the node that held it only returned its results
                 if tags.owners_of(before.nodes[gone].metadata) != tags.owners_of(remaining.metadata_props):
                     work[remaining].add([remaining.metadata_props])
                     work[remaining].add([before.nodes[gone].metadata])
                     difference.merged[remaining] = None
     for node, merged in work.items():
         _write(node, merged, order, called, calls)
-    _place_strays([node for node in reversed(difference.added) if not work[node].groups], order, called, calls)
+    _tag_by_neighbours([node for node in reversed(difference.added) if not work[node].groups], order, called, calls)
 
 
 def _twins(difference: Difference, old: ir.Value, new: ir.Value) -> Iterator[tuple[ir.Node, ir.Node]]:
-    """A removed node and the kept one that makes an equal value; and, as far as they are alike, those before them."""
+    """A removed node and the remaining one with an equal output; and those before them, while they are alike."""
     queue, seen = [(old, new)], set[ir.Node]()
     while queue:
         was, now = queue.pop()
@@ -292,8 +291,10 @@ def _write(
     tags.tag_node(node.metadata_props, entry)
 
 
-def _place_strays(nodes: Sequence[ir.Node], order: Mapping[str, int], called: Collection[str], calls: CallTree) -> None:
-    """Tag new nodes that replace none, last first: by those who read them, or else by whom they read."""
+def _tag_by_neighbours(
+    nodes: Sequence[ir.Node], order: Mapping[str, int], called: Collection[str], calls: CallTree
+) -> None:
+    """Tag new nodes that replace none, from the last: by their consumers, or else by their producers."""
     for node in nodes:
         tags.tag_node(node.metadata_props, {})
     for neighbours, ordered in ((ir.Node.successors, nodes), (ir.Node.predecessors, nodes[::-1])):

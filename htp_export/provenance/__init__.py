@@ -1,1 +1,1 @@
-"""What a tool made of a tagged model: which of its nodes do which of the old nodes' work."""
+"""Module tags for the results of other tools: which original nodes each node replaces."""

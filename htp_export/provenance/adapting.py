@@ -1,4 +1,4 @@
-"""What the adapters have in common: a file for the tool, and the tags for what it made of it."""
+"""Run a tool on the file of a tagged model, and restore the tags of its result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from htp_export.provenance.carrying import Carried, carry_in_place, tagged_model
 __all__ = ["Tool", "adapted", "library", "share_unchanged"]
 
 Tool = Callable[[Path, Path], "onnx.ModelProto | ir.Model | None"]
-"""Given the file to work on: returns the model that it made, or writes it to the second path."""
+"""Called with the file of the model and a target: returns the result, or writes it to the target."""
 
 _NAMED_HERE = "htp_export/"
 
@@ -45,8 +45,8 @@ def library(name: str, extra: str | None = "tools") -> Any:
 def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike[str] | None) -> Carried:
     """Run a tool on a tagged model and put the tags on its result.
 
-    Nodes without a name of their own get one for the time, by which they are known again. What torch notes of weights
-    is taken off for the time: it stands beside their shapes, which tools that transpose a weight leave as they were.
+    Nodes without a unique name get one for the time. torch's metadata of weights is removed for the time: it repeats
+    their shapes, which tools do not update when they transpose a weight.
 
     Args:
         name: The tool's name, for messages.
@@ -110,7 +110,7 @@ def _name_of(model: ModelSource) -> str:
 
 
 def _plain(error: BaseException, names: Mapping[Path, str]) -> str:
-    """An error in one line, with the names that users know in place of temporary ones."""
+    """An error in one line, with the user's file names instead of temporary ones."""
     text = " ".join(str(error).split())
     for file, name in names.items():
         text = text.replace(os.fspath(file), name)
@@ -118,7 +118,7 @@ def _plain(error: BaseException, names: Mapping[Path, str]) -> str:
 
 
 def _name_nodes(model: ir.Model) -> dict[str, str | None]:
-    """Give every node a name of its own; new name → old name."""
+    """Give every node a unique name; new name → old name."""
     nodes = list(model.graph.all_nodes())
     uses, names = Counter(node.name for node in nodes), dict[str, str | None]()
     for index, node in enumerate(nodes):
@@ -129,7 +129,7 @@ def _name_nodes(model: ir.Model) -> dict[str, str | None]:
 
 
 def _take_notes(model: ir.Model) -> dict[str, dict[str, str]]:
-    """Take the metadata off all weights; name of one → its metadata."""
+    """Remove the metadata of all weights; name of a weight → its metadata."""
     notes = dict[str, dict[str, str]]()
     for graph in model.graphs():
         for name, value in graph.initializers.items():
@@ -139,7 +139,7 @@ def _take_notes(model: ir.Model) -> dict[str, dict[str, str]]:
 
 
 def _into_memory(model: ir.Model, folder: Path) -> None:
-    """Read the weights that lie in a folder that is about to go."""
+    """Load the weights that are in a folder that will be removed."""
     for graph in model.graphs():
         for value in graph.initializers.values():
             tensor = value.const_value

@@ -1,9 +1,9 @@
-"""What the tensors of a model meant before a tool ran: each one's number in the model before.
+"""The counterpart of each tensor of a tool's result in the original model, by value number.
 
-Evidence, the stronger first: what is computed the same way from the same tensors is the same (`Numbering`); tensors
-keep their names; nodes keep their names, or are named after what they make. Then backwards, from the results: a node
-that is still there reads what it read. Where that and a name disagree, the name was taken over by something else, as
-the Conv's is in optimisers that fold BatchNorm into it. Last, and only if both models were run: what has equal values.
+Evidence, the strongest first: equal computations of equal tensors (`Numbering`); names of tensors; names of nodes, or
+of their outputs. Then backwards from the outputs: a node that remains reads what it read before. If that
+contradicts a name, another tensor took over the name, as in optimisers that fold BatchNorm into a Conv. Last, and only
+if both models were run: equal values.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _MOST_FOLLOWERS = 4
 
 
 def _blocked(op: str) -> bool:
-    """Whether an operator works on tensors in a layout of its own."""
+    """Whether an operator works on tensors in a blocked layout."""
     return "nchwc" in op
 
 
 class Alignment(Counterparts):
-    """The counterpart of the tensors after a tool, as far as it is known.
+    """The counterparts of the tensors after a tool, as far as they are known.
 
     Args:
-        before: The model that the tool was given.
-        after: What it made of it.
-        equal: Value after → values before that had the same numbers in it when both were run.
+        before: The original model.
+        after: The result of the tool.
+        equal: Value after → original values that were equal when both models ran.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Alignment(Counterparts):
         self.counterpart = [self.numbers.current(number) for number in self.counterpart]
         self.known = {number for number in self.counterpart if number != NOTHING}
 
-    # --- what is given ---
+    # --- inputs, outputs and constants ---
 
     def _sources(self) -> None:
         before, after = self.before, self.after
@@ -74,7 +74,7 @@ class Alignment(Counterparts):
             if same == NOTHING:
                 candidate = before.find(value.name, value.scope)
                 if candidate != NOTHING and (before.values[candidate].content or not self.alike(index, candidate)):
-                    candidate = NOTHING  # the name is the same, and what it holds is not
+                    candidate = NOTHING  # the same name, but other contents
                 candidate = NOTHING if candidate == NOTHING else self.numbers.number[candidate]
             self.match(index, candidate, True)
         for ours, theirs in ((after.inputs, before.inputs), (after.outputs, before.outputs)):
@@ -84,11 +84,7 @@ class Alignment(Counterparts):
                         self.match(index, self.numbers.number[original], self.alike(index, original))
 
     def _by_values(self, equal: Mapping[int, Sequence[int]]) -> bool:
-        """Take tensors for those that they equal in value; a name or a place that says another one is not believed.
-
-        Returns:
-            Whether something is known now that was not.
-        """
+        """Match tensors with equal values, even if names or structure contradict; return whether that added matches."""
         matched = set[int]()
         for value, candidates in equal.items():
             numbers = list(dict.fromkeys(self.numbers.number[candidate] for candidate in candidates))
@@ -103,7 +99,7 @@ class Alignment(Counterparts):
         return bool(matched)
 
     def _deny(self, matched: Set[int], equal: Mapping[int, Sequence[int]]) -> None:
-        """Where one tensor has the values of one before, another that has its name and other values is not that one."""
+        """If a tensor matches an original by value, drop the match of another tensor with its name and other values."""
         fixed = {*self.after.inputs, *self.after.outputs}
         for value, number in enumerate(self.counterpart):
             if number not in matched or value in equal or value in fixed or not self.exact[value]:
@@ -153,7 +149,7 @@ class Alignment(Counterparts):
                     self._by_weights(node, value)
 
     def _by_node_name(self, node: SummaryNode, reads: set[int]) -> int:
-        """What a node makes by its name: that of a node before, or of a tensor, with what tools add to it."""
+        """The original output of a node by its name: that of an original node or tensor, possibly with a suffix."""
         name = node.name
         while name:
             candidate = self.before.find(name)
@@ -167,10 +163,10 @@ class Alignment(Counterparts):
         return NOTHING
 
     def _may_make(self, node: SummaryNode, maker: int, reads: set[int]) -> bool:
-        """Whether a node may do the work of one before, as far as their operators say.
+        """Whether a node can replace an original one, by their operators.
 
-        One that does the work of several is named after the last of them, and its operator after the main one (a Conv
-        with an activation in it): it may stand right behind, but not before what the node reads.
+        A node that replaces several may have the name of the last of them and the operator of another (a Conv with an
+        activation), which must be shortly before, and after the inputs of the node.
         """
         queue, seen = [maker], set[int]()
         while queue and len(seen) < _FEW:
@@ -186,7 +182,7 @@ class Alignment(Counterparts):
         return False
 
     def _by_weights(self, node: SummaryNode, value: int) -> None:
-        """What a node makes that reads all the weights of one before, and whose operator ends with that one's."""
+        """Match the output of a node that reads all weights of an original one and has a variant of its operator."""
         weights = {v for v in node.inputs if v != NOTHING and self.after.values[v].kind == "initializer"}
         numbers = {self.counterpart[v] for v in weights} - {NOTHING}
         for weight in sorted(numbers):
@@ -200,7 +196,7 @@ class Alignment(Counterparts):
                     return
 
     def _followed(self, node: SummaryNode, value: int, reads: set[int]) -> int:
-        """A tensor further on, where the node reads more than this one is made of, or says that it took one in."""
+        """A later tensor, if the node reads more than this one depends on, or names an operator that it absorbed."""
         before, number = self.before, self.numbers.number
         missing = self._operands_besides(node, value)
         if not missing:
@@ -221,14 +217,14 @@ class Alignment(Counterparts):
         return value
 
     def _operands_besides(self, node: SummaryNode, value: int) -> set[int]:
-        """What a node reads besides that of which a tensor is made, if it reads more: the other half of a sum."""
+        """The inputs of a node beyond those of an original one, if it has more: the other operand of a sum."""
         old = self.before.nodes[self.before.maker[value]]
         mine = Counter(self.counterpart[v] for v in node.inputs if v != NOTHING and self.after.live[v])
         theirs = Counter(self.numbers.number[v] for v in old.inputs if v != NOTHING and self.before.live[v])
         return set(mine - theirs) - {NOTHING} if mine.total() > theirs.total() else set()
 
     def _made_of(self, value: int) -> set[int]:
-        """The numbers of the tensors right behind one, as far as a few nodes back."""
+        """The numbers of the tensors on which one depends, a few nodes back."""
         queue, behind = [value], set[int]()
         while queue and len(behind) < LOOK_BACK:
             maker = self.before.maker[queue.pop(0)]

@@ -1,7 +1,7 @@
-"""What the tensors of a model meant before a tool ran, from the results backwards.
+"""Counterparts of tensors, from the outputs backwards.
 
-A node that is still there reads what it read: so tensors are found that have other names now, and names that were
-taken over by something else. What only moves numbers is looked through.
+A node that remains reads what it read before: that matches renamed tensors, and detects names that another tensor took
+over. Layout operators are skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["go_backwards"]
 
 
 def go_backwards(counterparts: Counterparts) -> None:
-    """Go from the results of the model after to its inputs once, and add to what its tensors mean."""
+    """Go through the nodes of the result from the last to the first, and add counterparts of their inputs."""
     backwards = _Backwards(counterparts)
     for index in range(len(counterparts.after.nodes) - 1, -1, -1):
         backwards.node(index)
@@ -31,7 +31,7 @@ class _Backwards:
         self.known = counterparts.known
 
     def node(self, index: int) -> None:
-        """What one node tells of the tensors that it reads."""
+        """Match the inputs of one node."""
         node = self.after.nodes[index]
         known = [value for value in node.outputs if value != NOTHING and self.counterpart[value] != NOTHING]
         if not known or not node.inputs:
@@ -54,7 +54,7 @@ class _Backwards:
                 self._settle(index, mine, theirs, same, self.exact[known[0]])
 
     def _pairs(self, node: SummaryNode, old: SummaryNode) -> Iterator[tuple[int, int]]:
-        """What a node reads, with what it read; constants and weights left out. Nothing if its weights are others."""
+        """The inputs of a node with those of the original, without constants; nothing if their number differs."""
         mine = [v for v in node.inputs if v != NOTHING and self.after.live[v]]
         theirs = [v for v in old.inputs if v != NOTHING and self.before.live[v]]
         if len(mine) != len(theirs):
@@ -71,14 +71,9 @@ class _Backwards:
         yield from zip(mine, theirs, strict=True)
 
     def _settle(self, reader: int, value: int, old: int, same: bool, exact: bool) -> None:
-        """A node that is still there reads ``value`` where it read ``old``.
+        """Match ``value``, which a node reads instead of ``old``.
 
-        Args:
-            reader: The node.
-            value: What it reads.
-            old: What it read.
-            same: Whether its attributes are what they were.
-            exact: Whether it makes the very tensor that it made; in another layout it reads another layout too.
+        ``same``: its attributes are unchanged. ``exact``: its output is the original tensor in the original layout.
         """
         number, mine = self.numbers.number[old], self.numbers.current(self.counterpart[value])
         if mine == number:
@@ -103,12 +98,12 @@ class _Backwards:
             self.known.add(number)
 
     def _same_shape(self, number: int, value: int) -> bool:
-        """Whether two tensors before can be the same, by shape and element type."""
+        """Whether two original tensors can be the same, by shape and element type."""
         first = self.numbers.members[number][0]
         return self._of.fit(self.before.shape(first), self.before.shape(value))
 
     def _same_weights(self, reader: int) -> bool:
-        """Whether a node reads the weights that it read; one that reads others may have taken in some work."""
+        """Whether the weights of a node have counterparts; a node with other weights may have absorbed operators."""
         return all(
             self.counterpart[value] != NOTHING
             for value in self.after.nodes[reader].inputs
@@ -116,7 +111,7 @@ class _Backwards:
         )
 
     def _between(self, number: int, value: int) -> list[int] | None:
-        """The nodes before that make a tensor out of another one; None if they do not, or are many."""
+        """The original nodes between a tensor and a later one; None if there is no path, or there are too many."""
         queue, between, reached = [value], list[int](), False
         seen: set[int] = set()
         while queue and len(between) < LOOK_BACK:
@@ -133,7 +128,7 @@ class _Backwards:
         return between if reached and not queue else None
 
     def _confirmed(self, value: int, but: int) -> bool:
-        """Whether another node that is still there reads the tensor under its name, as it did before."""
+        """Whether another remaining node reads the tensor under its name, as before."""
         mine = self.numbers.current(self.counterpart[value])
         for reader in self.after.readers[value]:
             node = self.after.nodes[reader]
@@ -152,7 +147,7 @@ class _Backwards:
         return False
 
     def _pair_movers(self, node: SummaryNode, old: SummaryNode) -> None:
-        """Nodes that only move numbers read the same if it is made by the same operator, or in the same shape."""
+        """Match the inputs of layout operators if their producers have the same operator, or they the same shape."""
         value, original = node.inputs[0], old.inputs[0]
         if NOTHING in (value, original) or self.counterpart[value] != NOTHING:
             return
@@ -164,9 +159,9 @@ class _Backwards:
             self._of.match(value, self.numbers.number[original], self._of.alike(value, original))
 
     def _through(self, node: SummaryNode, origin: int) -> None:
-        """Who only moves numbers computes none: what computed before was done by the node behind.
+        """Match the first computed tensor before layout operators with the original one.
 
-        Also where that node has the name of another: it is named after the first of what it does.
+        Also if it has the name of an earlier node: a node may be named after the first of those that it replaces.
         """
         value, in_place = node.inputs[0], base_op(node.op) in IN_PLACE
         while value != NOTHING and (self.counterpart[value] == NOTHING or self._named_after_less(value, origin)):
@@ -182,14 +177,14 @@ class _Backwards:
             value = self.after.nodes[maker].inputs[0]
 
     def _named_after_less(self, value: int, origin: int) -> bool:
-        """Whether a tensor is known by its node's name alone, and more was computed between that one and ``origin``."""
+        """Whether a tensor is matched by its node's name only, and nodes compute between its match and ``origin``."""
         if self.named[value] != Reason.NODE or self.exact[value]:
             return False
         between = self._between(self.numbers.current(self.counterpart[value]), origin)
         return any(not moves(self.before.nodes[node].op) for node in between or ())
 
     def _computed(self, value: int) -> int:
-        """The number of the tensor of which another one is made by moving numbers only."""
+        """The number of the tensor before layout operators."""
         maker = self.before.maker[value]
         while maker != NOTHING and moves(self.before.nodes[maker].op) and self.before.nodes[maker].inputs:
             source = self.before.nodes[maker].inputs[0]

@@ -1,4 +1,4 @@
-"""`carry`: module tags onto what any other tool made of a tagged model."""
+"""`carry`: module tags for the result of any other tool."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Carried(HoldsModel):
         lines += [f"{count:7} by {reason}" for reason, count in self.recovered.items()]
         lines += [f"{count:7} modules now {fate}" for fate, count in Counter(self.fates.values()).items()]
         if self.contamination:
-            lines.append(f"{len(self.contamination):7} border tensors that are none in PyTorch")
+            lines.append(f"{len(self.contamination):7} boundary tensors that are none in PyTorch")
         return "\n".join(lines)
 
 
@@ -206,16 +206,16 @@ def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) 
 
 @dataclass(frozen=True)
 class _Origin:
-    """What is known of the model before.
+    """What is known of the original model.
 
     Attributes:
         summary: Its nodes and their owners.
         hierarchy: Its modules.
-        signatures: What they took and gave.
+        signatures: Their inputs and outputs in PyTorch.
         lasting: Metadata that stays true whatever a tool does: the parameters of PyTorch's modules, and which call ran
             in which.
-        has_map: Whether it says all this itself, in its metadata.
-        model: It itself; None where it is gone.
+        has_map: Whether its metadata has a map.
+        model: The model; None if only its map is known.
     """
 
     summary: GraphSummary
@@ -227,7 +227,7 @@ class _Origin:
 
 
 def tagged_model(source: ModelSource) -> ir.Model:
-    """A tagged model, as one that may be changed: a file's own, or a copy of one in memory.
+    """A tagged model that may be changed: that of a file, or a copy of one in memory.
 
     Raises:
         UntaggedModelError: It has no tags of htp_export, or lost some.
@@ -283,7 +283,7 @@ def _from_model(source: ModelSource, after: ir.Model) -> _Origin:
 
 
 def _from_map(model: ir.Model) -> _Origin:
-    """From what the model after itself says of the one before."""
+    """From the map in the model after the tool."""
     props = model.metadata_props
     if tags.MAP not in props or tags.MODULES not in props:
         raise UntaggedModelError(
@@ -354,7 +354,7 @@ def _write(
     signatures: Mapping[str, Sequence[Signature]],
     contamination: Sequence[tuple[str, str, bool]],
 ) -> None:
-    """Tags into a model."""
+    """Write tags into a model."""
     entry = cache(lambda paths, reason, call: tags.node_tags(paths, reason, hierarchy.called, call))
     for node, owner in zip(nodes, owned, strict=True):
         tags.tag_node(node.metadata_props, entry(owner.paths, owner.reason, owner.call))

@@ -1,4 +1,4 @@
-"""What is known of the tensors after a tool: each one's number in the model before."""
+"""Counterparts of the tensors of a tool's result: their value numbers in the original model."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from htp_export.provenance.numbering import Numbering
 __all__ = ["LOOK_BACK", "Counterparts"]
 
 LOOK_BACK = 40
-"""Nodes before that are looked through behind one tensor: what tools make one node of is seldom ten, and close by."""
+"""Original nodes that are searched behind one tensor: tools seldom merge more than ten, which are close by."""
 
 _FLOATS = frozenset((1, 10, 11, 16))  # FLOAT, FLOAT16, DOUBLE, BFLOAT16: one may stand for the other
 
 
 class Counterparts:
-    """The counterpart of the tensors after a tool, to which `Alignment` adds what it finds.
+    """The counterparts of the tensors after a tool, to which `Alignment` adds.
 
     Attributes:
-        numbers: The numbers of the model before.
-        counterpart: Value after → number before, or `NOTHING`.
-        exact: Value after → whether it is that very tensor; else it is made of the same work, and has another shape,
-            layout or element type.
-        named: Value after → how its counterpart was first found: ``tensor`` (its name), ``node`` (the name of the node
-            that makes it), ``initializer`` (the weights that that node reads), ``values`` or nothing.
-        also: Value after → further values before that it may be as well: they had the same numbers in them.
-        known: The numbers that some value after has.
+        numbers: The value numbers of the original model.
+        counterpart: Value after → number of the original, or `NOTHING`.
+        exact: Value after → whether it is the same tensor; otherwise it has another shape, layout or element type.
+        named: Value after → evidence of the first match: ``tensor`` (its name), ``node`` (the name of its producer),
+            ``initializer`` (the weights of its producer), ``values`` or nothing.
+        also: Value after → further original values that are equal to it.
+        known: The numbers of all counterparts.
     """
 
     def __init__(self, before: GraphSummary, after: GraphSummary) -> None:
@@ -37,13 +36,13 @@ class Counterparts:
         self.known = set[int]()
 
     def match(self, value: int, number: int, exact: bool, named: str = "") -> None:
-        """Note what a value after is; nothing for `NOTHING`."""
+        """Match a value with a number; not with `NOTHING`."""
         if number != NOTHING:
             self.counterpart[value], self.exact[value] = number, exact
             self.named[value] = named or self.named[value]
 
     def alike(self, after: int, before: int) -> bool:
-        """Whether the two tensors can be the same, by shape and element type, as far as the files say."""
+        """Whether two tensors can be the same, by shape and element type, as far as they are known."""
         return self.fit(self.after.shape(after), self.before.shape(before))
 
     @staticmethod
@@ -59,7 +58,7 @@ class Counterparts:
         return fits and len(sizes_after) == len(sizes_before)
 
     def origin(self, value: int) -> int:
-        """The value before that a value after is: of those with its number, the one of its name, or the first."""
+        """The original value of a value: of those with its number, the one with its name, or the first."""
         members = self.numbers.members.get(self.numbers.current(self.counterpart[value]), ())
         name = self.after.values[value].name
         for member in members:

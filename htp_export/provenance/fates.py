@@ -1,7 +1,6 @@
-"""What `carry` knows of the fates of modules, and their signatures anew, when a tool has worked on the model.
+"""Evidence for the fates of modules after a tool, and their new signatures.
 
-A tensor at a module's boundary is known where it was one before (an exact module's boundary, or its signature) and is
-still there.
+A tensor at the boundary of a module is known if it was one before, in an exact boundary or a signature, and remains.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ Signatures = Mapping[str, Sequence[Signature]]
 
 
 class CarriedEvidence(Evidence[int]):
-    """What the model before says of the boundaries of modules in the model after.
+    """The boundaries of modules after a tool, compared with those in the original model.
 
     Args:
-        alignment: What the tensors after the tool meant before.
-        hierarchy: The modules, with their fates before.
-        signatures: What they took and gave, by the names of tensors before.
-        works: Whose work each node does after.
+        alignment: The counterparts of the tensors after the tool.
+        hierarchy: The modules, with their original fates.
+        signatures: Their inputs and outputs in PyTorch, by original names of tensors.
+        works: The owners and calls of each node after.
         calls: The calls of the modules.
     """
 
@@ -54,7 +53,7 @@ class CarriedEvidence(Evidence[int]):
         self._known = cache(self._find_known)
 
     def signatures(self) -> dict[str, list[Signature]]:
-        """The signatures, by the names of tensors after; None for those that are gone."""
+        """The signatures with the new names of tensors; None for tensors that are gone."""
         return {path: [call.renamed(self._name) for call in calls] for path, calls in self._signatures.items()}
 
     def _name(self, name: str) -> str | None:
@@ -65,10 +64,8 @@ class CarriedEvidence(Evidence[int]):
         value = self._alignment.before.find(name)
         return NOTHING if value == NOTHING else self._number[value]
 
-    # --- what a module takes and gives ---
-
     def _find_known(self, path: str) -> tuple[frozenset[int], frozenset[int]]:
-        """The numbers of the tensors that may enter or leave a module, and of those that it has to make."""
+        """The numbers of the tensors that may cross the boundary of a module, and of those that it has to compute."""
         info = self._old.get(path)
         inputs = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.taken}
         outputs = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.given}
@@ -82,27 +79,25 @@ class CarriedEvidence(Evidence[int]):
         return frozenset(known), frozenset(leaving - inputs - {NOTHING})
 
     def counterpart(self, tensor: int) -> int:
-        """The number before of a value after that is the very tensor."""
+        """The original number of a value that is exactly the original tensor."""
         return self._alignment.counterpart[tensor] if self._alignment.exact[tensor] else NOTHING
 
     def known(self, path: str) -> Collection[int]:
-        """The numbers of the tensors that a module took and gave before."""
+        """The numbers of the original inputs and outputs of a module."""
         return self._known(path)[0]
 
     def ran(self, path: str) -> bool:
         """Whether a module ran."""
         return path in self._old and self._old[path].calls > 0
 
-    # --- what became of it ---
-
     def settled(self, path: str) -> Outcome | None:
-        """The fate before of a module that did no work then, or whose nodes are not seen."""
+        """The original fate of a module that had no nodes."""
         info = self._old[path]
         is_open = info.fate in (Fate.COMPUTED, Fate.FUSED) and path in self._before.below
         return None if is_open else Outcome(Fate(info.fate), info.fused_with)
 
     def without_work(self, path: str) -> Fate | None:
-        """Whether the work of a module was folded away, or gave what it took."""
+        """``constant`` if the nodes of a module were folded, ``identity`` if its outputs are its inputs."""
         before = self._alignment.before
         outputs = (
             value for node in self._before.below[path] for value in before.nodes[node].outputs if value != NOTHING
@@ -113,7 +108,7 @@ class CarriedEvidence(Evidence[int]):
         return Fate.IDENTITY if self._known(path)[1] <= entering else None
 
     def partners(self, path: str) -> Collection[str] | None:
-        """The owners before of the work beyond a module's tensors that are gone, if its boundary is not exact now."""
+        """The original owners beyond the tensors that a module lost, if its boundary is not exact any more."""
         info = self._old[path]
         if info.fate == Fate.COMPUTED and self.is_closed(path) and self._makes_all(path):
             return None
@@ -131,7 +126,7 @@ class CarriedEvidence(Evidence[int]):
         return self._known(path)[1] <= produced
 
     def _beyond(self, path: str, numbers: Collection[int]) -> dict[str, None]:
-        """The owners of the nodes before on the other side of some of a module's boundary tensors, in order."""
+        """The owners of the original nodes on the other side of boundary tensors, in order."""
         crossing = self._before.of([path])
         neighbours = sorted(
             neighbour for value, neighbour, _ in crossing if self._number[value] in numbers and neighbour != OUTSIDE
@@ -139,7 +134,7 @@ class CarriedEvidence(Evidence[int]):
         return dict.fromkeys(owner for neighbour in neighbours for owner in self._before.works[neighbour].owners)
 
     def around(self, group: Sequence[str]) -> Iterator[list[str]]:
-        """The owners of the nodes before on the other side of what modules took and gave."""
+        """The owners of the original nodes on the other side of the boundaries of modules."""
         yield [owner for path in group for owner in self._beyond(path, self.known(path))]
 
 

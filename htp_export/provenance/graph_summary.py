@@ -1,7 +1,7 @@
 """A summary of a model: its nodes, tensors and owners as numbers and short strings, without weights.
 
-It is everything that is compared of two models, and small enough to be kept in a file's metadata. Nodes inside
-subgraphs stand in the same list, after the node that holds them, which also counts what they capture as read by it.
+It has everything that is compared of two models, and is small enough for the metadata of a file. Nodes of subgraphs
+are in the same list, after the node that holds them, which also reads what they capture.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class SummaryValue:
         scope: Where the name holds: ``""`` in the main graph, else the way to the subgraph.
         shape: Dimensions as numbers and symbols; None where the file does not say.
         dtype: ONNX's number of the element type; 0 where the file does not say.
-        kind: ``input``, ``initializer`` or ``node``, by what makes it.
-        content: What a small constant holds, as a short hash; empty for all else.
+        kind: ``input``, ``initializer`` or ``node``, its producer.
+        content: The contents of a small constant, as a short hash; otherwise empty.
     """
 
     name: str
@@ -61,8 +61,8 @@ class SummaryNode:
         inputs: Values that it reads, `NOTHING` for one left out.
         outputs: Values that it makes, `NOTHING` for one left out.
         captured: Values from outside that its subgraphs read.
-        attributes: What its attributes say, as a short hash.
-        words: Its attributes that are strings: names of operators that it took in, among others.
+        attributes: Its attributes, as a short hash.
+        words: Its attributes that are strings, such as names of operators that it absorbed.
         scope: As of `SummaryValue`.
         holder: The node whose subgraph it stands in; `NOTHING` in the main graph.
         has_bodies: Whether it holds subgraphs.
@@ -87,7 +87,7 @@ class SummaryNode:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """What it and its subgraphs read."""
+        """Its inputs, and what its subgraphs capture."""
         return self.inputs + self.captured if self.captured else self.inputs
 
 
@@ -121,7 +121,7 @@ class GraphSummary:
 
     @cached_property
     def maker(self) -> list[int]:
-        """Value → the node that makes it."""
+        """Value → its producer."""
         producers = [NOTHING] * len(self.values)
         for index, node in enumerate(self.nodes):
             for value in node.outputs:
@@ -131,7 +131,7 @@ class GraphSummary:
 
     @cached_property
     def readers(self) -> list[list[int]]:
-        """Value → the nodes that read it, each once."""
+        """Value → its consumers, each once."""
         consumers: list[list[int]] = [[] for _ in self.values]
         for index, node in enumerate(self.nodes):
             for value in dict.fromkeys(node.reads):
@@ -152,7 +152,7 @@ class GraphSummary:
         return dict.fromkeys(inputs, 1)
 
     def _steps(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
-        """What nodes read the values of, and what these go into, as of `htp_export.model.dependence`."""
+        """Values that nodes read, and values that depend on them, for `htp_export.model.dependence`."""
         sizes, values = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)  # holder → what is read inside
         inputs = defaultdict[str, list[int]](list)
         for index, value in enumerate(self.values):
@@ -174,7 +174,7 @@ class GraphSummary:
 
     @cached_property
     def by_name(self) -> dict[str, list[int]]:
-        """Name → the values that bear it: one, but for names that several subgraphs use."""
+        """Name → its values; several, if several subgraphs use it."""
         by_name: dict[str, list[int]] = {}
         for index, value in enumerate(self.values):
             if value.name:
@@ -182,7 +182,7 @@ class GraphSummary:
         return by_name
 
     def find(self, name: str, scope: str = "") -> int:
-        """The value of a name, in that scope if there are several; `NOTHING` where there is none or it is not told."""
+        """The value of a name, in a scope if there are several; `NOTHING` if there is none, or no single one."""
         matches = self.by_name.get(name, ())
         if len(matches) > 1:
             matches = [value for value in matches if self.values[value].scope == scope] or matches
@@ -190,7 +190,7 @@ class GraphSummary:
 
 
 def summarize(model: ir.Model, functions: Iterable[ir.Function] = ()) -> tuple[GraphSummary, list[ir.Node]]:
-    """GraphSummary a model.
+    """Summarize a model.
 
     Args:
         model: The model; no external data of it is read.
@@ -225,7 +225,7 @@ def _infer_shapes(model: ir.Model) -> dict[str, Shape]:
 
 
 class _Summarizer:
-    """Draws one model."""
+    """Summarizes one model."""
 
     def __init__(self) -> None:
         self.summary, self.nodes = GraphSummary(), list[ir.Node]()
@@ -303,7 +303,7 @@ def _dimension(dimension: object) -> int | str:
 
 
 def _attributes(node: ir.Node) -> tuple[str, tuple[str, ...], list[tuple[str, ir.Graph]]]:
-    """What attributes say, those of them that are words, and the subgraphs."""
+    """The attributes of a node as text, those that are strings, and its subgraphs."""
     parts, words, bodies = [], [], []
     for name in sorted(node.attributes):
         attribute = node.attributes[name]
@@ -329,7 +329,7 @@ def _attributes(node: ir.Node) -> tuple[str, tuple[str, ...], list[tuple[str, ir
 
 
 def _plain_content(attribute: ir.Attr) -> str:
-    """A Constant that is written as plain numbers, as the tensor that it stands for."""
+    """The contents of a ``Constant`` that is written as plain numbers, as those of a tensor."""
     kinds = {ir.AttributeType.INT: "int64", ir.AttributeType.INTS: "int64"}
     kinds |= {ir.AttributeType.FLOAT: "float32", ir.AttributeType.FLOATS: "float32"}
     if attribute.type not in kinds:
@@ -340,7 +340,7 @@ def _plain_content(attribute: ir.Attr) -> str:
 
 
 def _content(tensor: ir.TensorProtocol | None) -> str:
-    """What a small tensor holds; nothing for one that is large, external, or made of strings."""
+    """The contents of a small tensor; empty for large and external tensors, and for strings."""
     if tensor is None or isinstance(tensor, ir.ExternalTensor) or tensor.dtype == ir.DataType.STRING:
         return ""
     if tensor.nbytes > _SMALL_BYTES:

@@ -1,4 +1,4 @@
-"""A summary as a short text for a file's metadata, ``htp.map``: tags come back from it when the file before is gone."""
+"""A summary as a short text for the metadata of a file, ``htp.map``: it replaces the original file for ``carry``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def map_to_text(summary: GraphSummary) -> str:
     """
     nodes, values = summary.nodes, summary.values
     for index in range(len(values)):
-        summary.shape(index)  # who reads the map has no graph to infer it from
+        summary.shape(index)  # a reader of the map has no graph for inference
     columns = {
         "nodes": [
             _table(node.op for node in nodes),

@@ -1,8 +1,8 @@
-"""Value numbering: tensors that are the same have the same number, in one model and across two.
+"""Value numbering: equal tensors have the same number, in one model and across two.
 
-Two nodes with the same operator and attributes that read the same tensors make the same tensors (Click, "Global code
-motion, global value numbering", PLDI 1995). Numbered with the table of the model before, a tensor of the model after
-is found however it is called now. What only passes on what it is given makes nothing new.
+Two nodes with the same operator and attributes that read the same tensors compute the same tensors (Click, "Global code
+motion, global value numbering", PLDI 1995). With the numbers of the original model, a tensor of the result is found
+whatever its name. The output of a node without effect has the number of its input.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from htp_export.provenance.graph_summary import NOTHING, GraphSummary, SummaryNo
 
 __all__ = ["Numbering", "repeats"]
 
-# Without effect where they give back the shape and element type that they were given.
+# Without effect if shape and element type stay.
 _KEEPS_ORDER = RESHAPING | {"Cast", "CastLike", "Expand"}
 
 Key = tuple[object, ...]
 
 
 def repeats(node: SummaryNode) -> bool:
-    """Whether a node gives back its first input, whatever that is."""
+    """Whether the output of a node is its first input in any case."""
     return node.op == "Identity" or (node.op == "Dropout" and len(node.inputs) == 1)
 
 
@@ -28,12 +28,12 @@ class Numbering:
 
     Attributes:
         number: Value → its number.
-        idle: Node → whether it gives back what it was given.
+        idle: Node → whether its output is its input.
     """
 
     def __init__(self, summary: GraphSummary) -> None:
         self.summary = summary
-        self.number = list(range(len(summary.values)))  # a new tensor has the number of the value that it was first
+        self.number = list(range(len(summary.values)))  # the index of the first value of a tensor is its number
         self.idle = [False] * len(summary.nodes)
         self._nodes: dict[Key, int] = {}
         self._constants: dict[str, int] = {}
@@ -71,24 +71,24 @@ class Numbering:
 
     @staticmethod
     def key(node: SummaryNode, numbers: list[int]) -> Key | None:
-        """What two nodes have in common that make the same tensors; None for one that is like no other."""
+        """Equal for nodes that compute the same tensors; None for a node that equals no other."""
         if node.has_bodies or not numbers or node.op in RANDOM:
             return None
         return (node.op, node.attributes, *(sorted(numbers) if node.op in COMMUTATIVE else numbers))
 
     def made_by(self, node: SummaryNode, numbers: list[int]) -> SummaryNode | None:
-        """The node of this model that makes what a node with these inputs makes."""
+        """The node of this model that computes the same as a node with these inputs."""
         key = self.key(node, numbers)
         index = None if key is None else self._nodes.get(key)
         return None if index is None else self.summary.nodes[index]
 
     def constant(self, content: str) -> int:
-        """The number of a small constant; `NOTHING` where the model has none that is equal."""
+        """The number of a small constant; `NOTHING` if the model has no equal one."""
         value = self._constants.get(content)
         return NOTHING if value is None else self.number[value]
 
     def unite(self, number: int, equal: int) -> None:
-        """Two numbers turn out to be one tensor: from now on both are the first."""
+        """Make two numbers one, the first: they are numbers of one tensor."""
         members = self.members
         self._united[equal] = number
         for value in members.pop(equal, ()):
@@ -96,7 +96,7 @@ class Numbering:
             members.setdefault(number, []).append(value)
 
     def current(self, number: int) -> int:
-        """A number that was handed out, as it is since it was united with others."""
+        """The present number of a tensor whose number may have been united with another."""
         while number in self._united:
             number = self._united[number]
         return number

@@ -1,4 +1,4 @@
-"""The owners of the nodes of a graph that ONNX Runtime runs, for measuring: no tags are written."""
+"""Owners of the nodes of a graph that ONNX Runtime runs, without writing tags."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["optimized_owners", "optimized_works"]
 def optimized_owners(
     original: ir.Model, optimized: ir.Model, owners_of: Callable[[ir.Node], tuple[str, ...]]
 ) -> dict[ir.Node, tuple[str, ...]]:
-    """The modules that each node of an optimised graph computes, as `carry` finds them, whatever tags stand on it.
+    """The owners of each node of an optimised graph, as `carry` finds them, whatever its tags.
 
     Args:
-        original: The model as it was given, without functions.
-        optimized: What an optimiser made of it.
+        original: The original model, without functions.
+        optimized: The optimised model.
         owners_of: The owners of an original node.
 
     Returns:
-        Every node of the optimised graph, those in subgraphs too → module paths, in the order of the original nodes;
-        empty where nothing is known, or what it replaces has no owners.
+        Every node of the optimised graph and its subgraphs → module paths, in the order of the original nodes; empty if
+        nothing is known, or if the replaced nodes have no owners.
 
     Examples:
         >>> def chain(*ops: str) -> ir.Model:
@@ -46,7 +46,7 @@ def optimized_owners(
 
 
 def optimized_works(tagged: TaggedModel, optimized: ir.Model) -> dict[ir.Node, NodeCalls]:
-    """Whose work each node of an optimised graph does; see ``optimized_owners``."""
+    """The owners and calls of each node of an optimised graph; see ``optimized_owners``."""
     owned = _owned(tagged.model, optimized, tagged.work_of, tagged.calls)
     return {node: tagged.calls.work(entry.paths, entry.call) for node, entry in owned.items()}
 

@@ -1,4 +1,4 @@
-"""From the work of each node after a tool to its owners, and how they are known."""
+"""The owners of each node after a tool, and the evidence for them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Owned", "owners_after"]
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """Who owns one node after a tool.
+    """The owners of one node after a tool.
 
     Attributes:
         paths: The owners' module paths, in order of execution.
-        reason: How they are known: the word that the node bore before, or one for what the tool changed.
-        call: What it says of its calls, as of ``tags.encoded_calls``.
-        kept: Whether the tool left the node's tags, and they are right.
+        reason: The evidence: the original ``htp.reason``, or one for a node that the tool changed.
+        call: Their calls, as of ``tags.encoded_calls``.
+        kept: Whether the tool left the node's tags, and they are correct.
     """
 
     paths: tuple[str, ...]
@@ -33,18 +33,18 @@ class Owned:
 def owners_after(
     before: GraphSummary, after: GraphSummary, works: Sequence[ReplacedNodes], tree: CallTree
 ) -> list[Owned]:
-    """The owners of every node after, in order; a node that touches nothing that is known has none."""
+    """The owners of every node after, in order; none for a node without neighbours that have owners."""
     results: list[Owned | None] = [
         _by_work(before, node, work, tree) for node, work in zip(after.nodes, works, strict=True)
     ]
     for index in range(len(after.nodes) - 1, -1, -1):
-        if results[index] is None:  # it was inserted, and serves those that read what it makes
+        if results[index] is None:  # an inserted node serves its consumers
             readers = (
                 reader for value in after.nodes[index].outputs if value != NOTHING for reader in after.readers[value]
             )
             results[index] = _together(tree, (results[reader] for reader in sorted(set(readers))))
     for index, node in enumerate(after.nodes):
-        if results[index] is None:  # nothing reads it, but perhaps the node whose subgraph it stands in
+        if results[index] is None:  # without consumers: its producers, or the node that holds its subgraph
             makers = (after.maker[value] for value in node.reads if value != NOTHING)
             near = [results[maker] for maker in sorted(set(makers) - {NOTHING})]
             calls = (

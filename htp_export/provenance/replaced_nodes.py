@@ -51,12 +51,12 @@ class _Division:
         self._taken = self._values_taken()
         self._slices: dict[tuple[frozenset[int], frozenset[int]], tuple[int, ...]] = {}
         self._behind, self._ahead = self._surroundings()
-        self._done: dict[int, frozenset[int]] = {}  # unknown value → nodes before that are behind it
+        self._done: dict[int, frozenset[int]] = {}  # unmatched value → original nodes that are replaced before it
         self._claimed = self._claims()
         self.result = [self._work(index, node) for index, node in enumerate(self.after.nodes)]
 
     def _values_taken(self) -> set[int]:
-        """Values before that are there under their name."""
+        """Original values that remain under their name."""
         taken = set()
         for value, number in enumerate(self.known.counterpart):
             if number != NOTHING:
@@ -66,7 +66,7 @@ class _Division:
         return taken
 
     def _surroundings(self) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
-        """For each node after: the numbers that it is made of, and the known values that are made of it."""
+        """For each node: numbers of the nearest matched tensors before it, and the nearest matched values after it."""
         counterpart, nodes = self.known.counterpart, self.after.nodes
         behind, ahead = [_SHARED] * len(nodes), [_SHARED] * len(nodes)
         carried: dict[int, frozenset[int]] = {}
@@ -104,9 +104,9 @@ class _Division:
         inner = [v for v in node.reads if v != NOTHING and counterpart[v] == NOTHING]
         done = _SHARED.union(*(self._done.get(v, _SHARED) for v in inner))
         if any(v in self.known.also for v in outputs):
-            done = _SHARED  # whichever of several tensors it makes, it may be the first one
+            done = _SHARED  # it may be any of several equal tensors
         rest = tuple(n for n in part if n not in done) if done else part
-        if outputs and not any(self.after.live[v] for v in outputs):  # it works on weights: no data went through it
+        if outputs and not any(self.after.live[v] for v in outputs):  # it computes on weights only
             rest = tuple(n for n in rest if not any(v != NOTHING and self.before.live[v] for v in nodes[n].outputs))
         rest = self._without_movers(node, rest)
         if moves(node.op):
@@ -117,7 +117,7 @@ class _Division:
             work = self._pointed_at(index, node, rest)
         else:
             work = ReplacedNodes(rest, self._reason(node, rest), coarse=bool(unknown or inner))
-        if not node.has_bodies and any(nodes[n].has_bodies for n in work.nodes):  # a branch that was dissolved
+        if not node.has_bodies and any(nodes[n].has_bodies for n in work.nodes):  # an inlined branch
             work = replace(work, nodes=tuple(sorted({*work.nodes, *self._inside(work.nodes)})))
         if unknown:
             replaced = done if work.coarse else done.union(work.nodes)
@@ -125,7 +125,7 @@ class _Division:
         return work
 
     def _inside(self, holders: Iterable[int]) -> Iterator[int]:
-        """The nodes before in the subgraphs of some."""
+        """The original nodes in subgraphs of nodes."""
         held = set(holders)
         for index, node in enumerate(self.before.nodes):
             if node.holder in held:
@@ -133,14 +133,14 @@ class _Division:
                 yield index
 
     def _without_movers(self, node: SummaryNode, part: tuple[int, ...]) -> tuple[int, ...]:
-        """A node that is one of those before moves nothing besides: what moved was left out, or is done elsewhere."""
+        """Leave layout operators out if the node is one of the others: they were removed, or moved elsewhere."""
         nodes = self.before.nodes
         if len(part) < 2 or not any(nodes[n].op == node.op and nodes[n].attributes == node.attributes for n in part):
             return part
         return tuple(n for n in part if base_op(nodes[n].op) not in LAYOUT or nodes[n].op == node.op)
 
     def _reason(self, node: SummaryNode, part: tuple[int, ...]) -> str:
-        """By its tensors' names where one node is that node; by what lies between its tensors otherwise."""
+        """The evidence of its outputs' matches if a node replaces one node; otherwise ``region``."""
         named = [self.known.named[v] for v in node.outputs if v != NOTHING and self.known.named[v]]
         if named and len(part) == 1:
             return named[0]
@@ -150,7 +150,7 @@ class _Division:
         return len({(self.before.nodes[n].owners, self.before.nodes[n].call) for n in part}) > 1
 
     def _moved(self, index: int, node: SummaryNode, part: tuple[int, ...], open_ended: bool) -> ReplacedNodes:
-        """A node that only moves numbers: those before that moved them, if it is of their kind."""
+        """The original nodes of a layout operator: those of its kind."""
         base = base_op(node.op)
         kinds = LAYOUT if base in LAYOUT else frozenset((base,))
         moved = tuple(n for n in part if base_op(self.before.nodes[n].op) in kinds)
@@ -161,7 +161,7 @@ class _Division:
         return ReplacedNodes(moved, self._reason(node, moved), coarse=open_ended and len(moved) > 1)
 
     def _inserted(self, index: int, node: SummaryNode) -> ReplacedNodes:
-        """What stands where nothing stood; it may give tensors of before back, under their names or others."""
+        """An inserted node; it may restore original tensors, under their names or others."""
         known, ends = self.known, dict[int, None]()
         for value in node.outputs:
             origin = NOTHING if value == NOTHING or known.counterpart[value] == NOTHING else known.origin(value)
@@ -173,7 +173,7 @@ class _Division:
         return ReplacedNodes((), Reason.INSERTED, ends=tuple(sorted(ends)))
 
     def _gives_back(self, index: int, node: SummaryNode, value: int) -> bool:
-        """Whether a node makes a very tensor of before out of what was not that tensor, but at most its numbers."""
+        """Whether the output of a node is exactly an original tensor, and no input is, except in another form."""
         known = self.known
         same = [v for v in node.reads if v != NOTHING and known.counterpart[v] == known.counterpart[value]]
         if not known.exact[value] or any(known.exact[v] for v in same):
@@ -181,7 +181,7 @@ class _Division:
         return bool(same) or known.counterpart[value] not in self._behind[index]
 
     def _pointed_at(self, index: int, node: SummaryNode, part: tuple[int, ...]) -> ReplacedNodes:
-        """The part of several nodes' common work that a node's name, weights or operator points to."""
+        """The part of the nodes shared by several nodes that the node's name, weights or operator indicates."""
         nodes = self.before.nodes
         named = [n for n in part if node.name and nodes[n].name == node.name]
         weights = {self.after.values[v].name for v in node.inputs if v != NOTHING and not self.after.live[v]} - {""}
@@ -191,14 +191,14 @@ class _Division:
         alike = [n for n in part if base_op(nodes[n].op) == base_op(node.op)]
         same = self._claimed[self._ahead[index], base_op(node.op)]
         if alike and len(alike) == same:
-            alike = alike[:1]  # in order: those before it are done
+            alike = alike[:1]  # in order: earlier nodes have theirs
         for selected, reason in ((named, Reason.NODE), (reading, Reason.INITIALIZER), (alike, Reason.REGION)):
             if selected:
                 return ReplacedNodes(self._up_to(selected, part), reason)
         return ReplacedNodes(part, Reason.REGION, coarse=True)
 
     def _up_to(self, ends: list[int], part: tuple[int, ...]) -> tuple[int, ...]:
-        """Of a part, the nodes that these are made of, and these."""
+        """Some nodes, and those of a part on which they depend."""
         inside, queue, behind = set(part), list(ends), set(ends)
         while queue:
             for value in self.before.nodes[queue.pop()].reads:
@@ -208,10 +208,10 @@ class _Division:
                     queue.append(maker)
         return tuple(sorted(behind))
 
-    # --- what lies between known tensors ---
+    # --- between matched tensors ---
 
     def _between(self, ahead: frozenset[int], behind: frozenset[int]) -> tuple[int, ...]:
-        """The nodes before that make the values ``ahead`` out of the tensors ``behind``, in order."""
+        """The original nodes between the tensors ``behind`` and the values ``ahead``, in order."""
         key = ahead, behind
         if key not in self._slices:
             between: set[int] = set()
@@ -246,14 +246,14 @@ class _Division:
             collected |= self._repeated(at, behind, live)
 
     def _starts(self, value: int, behind: frozenset[int]) -> list[int]:
-        """The values before that a value after stands for: its own, and those of equal ones that are gone."""
+        """The original values that a value replaces: its counterpart, and equal values that were eliminated."""
         known, origin = self.known, self.known.origin(value)
         if origin == NOTHING:
             return []
         maker = self.before.maker[origin]
         same_name = self.before.values[origin].name == self.after.values[value].name
         idle = maker != NOTHING and known.numbers.idle[maker]
-        if known.counterpart[value] in behind:  # it gives back what it reads
+        if known.counterpart[value] in behind:  # its output is its input
             return [origin] if same_name and idle else []
         equal = [
             member
@@ -266,7 +266,7 @@ class _Division:
         return (equal or [origin]) + also
 
     def _repeated(self, value: int, behind: frozenset[int], live: bool) -> set[int]:
-        """Original nodes that another node replaces, too: only if all their inputs are available, and they are few."""
+        """Original nodes that another node also replaces; none if an input is not available, or there are too many."""
         before, queue, repeated = self.before, [value], set[int]()
         while queue:
             at = queue.pop()

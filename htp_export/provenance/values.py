@@ -1,7 +1,7 @@
-"""Evidence by values: both models run once on the same inputs, and tensors that come out equal are the same.
+"""Evidence by values: both models run once on the same inputs, and tensors with equal values match.
 
-It is the last evidence, and independent of all others. What it cannot tell apart it does not: tensors with hardly any
-different numbers in them (masks, constants, what is all zero) match nothing, and one that equals several matches all.
+It is the last evidence, and independent of all others. Tensors with few different numbers (masks, constants, zeros)
+match nothing, and a tensor that equals several matches all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from htp_export.runtime.sessions import SessionSettings
 
 __all__ = ["equal_values"]
 
-_FEWEST = 4  # different numbers; with fewer, as in masks, tensors are equal by chance
+_FEWEST = 4  # different numbers; tensors with fewer, such as masks, are equal by chance
 _LOOKED_AT = 64  # elements, before two tensors are compared in full
 
 Kind = tuple[str, tuple[int, ...]]
@@ -57,12 +57,12 @@ def equal_values(
     with ArrayStore.opened(portion_bytes) as store:
         known: dict[Kind, _Known] = {}
         for index, array in _tensors(*before, feed.arrays, "the model before", portion_bytes):
-            if _telling(array):
+            if _is_distinctive(array):
                 known.setdefault(_kind(array), _Known()).add(index, store.keep(array))
         matches = {}
         for index, array in _tensors(*after, again.arrays, "the model after", portion_bytes):
             same = known.get(_kind(array))
-            equal = same.equal(array) if same is not None and _telling(array) else ()
+            equal = same.equal(array) if same is not None and _is_distinctive(array) else ()
             if equal:
                 matches[index] = equal
     return matches
@@ -82,7 +82,7 @@ class _Known:
         self._samples.append(_sample(held.array))
 
     def equal(self, array: Array) -> tuple[int, ...]:
-        """Those with the numbers of ``array``."""
+        """Those with the values of ``array``."""
         sample, limit = _sample(array), _rounding(array)
         near = np.flatnonzero(_close(np.stack(self._samples), sample, limit).all(axis=1))
         return tuple(self._indices[k] for k in near if bool(_close(self._held[k].array, array, limit).all()))
@@ -97,15 +97,15 @@ def _sample(array: Array) -> Array:
     return flat[:: max(1, flat.size // _LOOKED_AT)]
 
 
-def _telling(array: Array) -> bool:
-    """Whether an array has enough different numbers for another one not to be equal by chance."""
+def _is_distinctive(array: Array) -> bool:
+    """Whether an array has so many different numbers that another one is not equal by chance."""
     if array.size < _FEWEST or array.dtype.kind in "OUS":
         return False
     return len(np.unique(_sample(array))) >= _FEWEST or len(np.unique(array)) >= _FEWEST
 
 
 def _rounding(array: Array) -> float:
-    """What kernels that sum in other orders may differ by: a part of the root mean square."""
+    """The rounding error of kernels that sum in other orders: a part of the root mean square."""
     tolerance = TOLERANCES.get(str(array.dtype))
     if tolerance is None:
         return 0.0
