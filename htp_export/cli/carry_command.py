@@ -20,8 +20,6 @@ from htp_export.cli.outputs import check_output, report
 from htp_export.cli.sizes import Sizes, read_sizes
 from htp_export.cli.terminal import Steps
 
-__all__ = ["carry_command"]
-
 EXAMPLE = "bert.onnx bert-elsewhere.onnx -o bert-tagged.onnx"
 PLACE = 160
 

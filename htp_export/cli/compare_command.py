@@ -12,8 +12,6 @@ from htp_export.cli.file_options import FeedDimsOption, FeedOption, JsonOption, 
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps
 
-__all__ = ["compare_command"]
-
 EXAMPLE = "bert.onnx int8.onnx --dims batch=1,sequence=16"
 PLACE = 70
 

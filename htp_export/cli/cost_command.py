@@ -13,8 +13,6 @@ from htp_export.costs.columns import COST_COLUMNS, FUSED
 from htp_export.model.columns import names_of
 from htp_export.show.costs import cost_csv, nodes_csv, render_cost
 
-__all__ = ["cost_command"]
-
 EXAMPLE = "bert.onnx --dims batch=1,sequence=16"
 PLACE = 40
 

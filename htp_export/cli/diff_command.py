@@ -11,8 +11,6 @@ from htp_export.cli.file_options import DepthOption, JsonOption
 from htp_export.cli.outputs import check_output, report, show_written, written_page
 from htp_export.cli.terminal import Steps, show
 
-__all__ = ["diff_command"]
-
 EXAMPLE = "bert.onnx small.onnx"
 PLACE = 80
 

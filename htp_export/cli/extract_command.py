@@ -10,8 +10,6 @@ from htp_export.cli.file_options import FileArgument, JsonOption, ModuleArgument
 from htp_export.cli.outputs import check_output, report
 from htp_export.cli.terminal import Steps
 
-__all__ = ["extract_command"]
-
 EXAMPLE = "bert.onnx encoder.layer.0 -o layer0.onnx"
 PLACE = 90
 

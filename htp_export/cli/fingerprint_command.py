@@ -6,8 +6,6 @@ from htp_export.cli.file_options import FileArgument, JsonOption
 from htp_export.cli.outputs import report
 from htp_export.cli.terminal import Steps
 
-__all__ = ["fingerprint_command"]
-
 EXAMPLE = "bert.onnx"
 PLACE = 180
 

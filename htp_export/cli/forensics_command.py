@@ -13,8 +13,6 @@ from htp_export.cli.terminal import Steps
 if TYPE_CHECKING:
     from htp_export.passes.registry import Level
 
-__all__ = ["forensics_command"]
-
 EXAMPLE = "bert.onnx --depth 2"
 PLACE = 170
 

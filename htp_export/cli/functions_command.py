@@ -10,8 +10,6 @@ from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption,
 from htp_export.cli.outputs import check_output, report
 from htp_export.cli.terminal import Steps
 
-__all__ = ["functions_command"]
-
 EXAMPLE = 'bert.onnx "encoder.layer.*" -o nested.onnx'
 PLACE = 110
 

@@ -6,8 +6,6 @@ from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption,
 from htp_export.cli.outputs import check_output, report
 from htp_export.cli.terminal import Steps
 
-__all__ = ["inline_command"]
-
 EXAMPLE = "nested.onnx -o flat.onnx"
 PLACE = 120
 

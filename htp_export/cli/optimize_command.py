@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from htp_export.passes.registry import Level
     from htp_export.passes.results import Optimized
 
-__all__ = ["optimize_command"]
-
 EXAMPLE = "bert.onnx -o small.onnx --level tolerant"
 PLACE = 140
 
@@ -38,7 +36,7 @@ def optimize_command(
         bool, typer.Option("--verify", help="Run it before and after every pass; undo what is off.")
     ] = False,
     keep_exact: Annotated[
-        bool, typer.Option("--keep-exact", help="No fusion across the border of a module whose tensors all stay.")
+        bool, typer.Option("--keep-exact", help="No fusion across the boundary of a module whose tensors all stay.")
     ] = False,
     attribution: Annotated[
         bool, typer.Option("--attribution", help="A line for each module of each pass, for several files too.")

@@ -12,8 +12,6 @@ from htp_export.cli.file_options import FileArgument, JsonOption
 from htp_export.cli.outputs import check_folder, show_next, show_written, written_folder
 from htp_export.cli.terminal import Steps, print_json, show
 
-__all__ = ["partition_command"]
-
 EXAMPLE = "bert.onnx 4 -o stages/"
 PLACE = 130
 

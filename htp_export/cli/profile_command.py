@@ -12,8 +12,6 @@ from htp_export.cli.outputs import report
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps
 
-__all__ = ["profile_command"]
-
 EXAMPLE = "bert.onnx --runs 50"
 PLACE = 50
 

@@ -18,8 +18,6 @@ from htp_export.provenance import adapters as tools
 if TYPE_CHECKING:
     from htp_export.provenance.carrying import Carried
 
-__all__ = ["run_command"]
-
 EXAMPLE = "onnxruntime bert.onnx -o ort.onnx --set level=extended"
 PLACE = 150
 

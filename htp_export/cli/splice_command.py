@@ -18,8 +18,6 @@ from htp_export.cli.file_options import (
 from htp_export.cli.outputs import check_output, report
 from htp_export.cli.terminal import Steps
 
-__all__ = ["splice_command"]
-
 EXAMPLE = "bert.onnx encoder.layer.0 layer0.onnx -o mixed.onnx"
 PLACE = 100
 

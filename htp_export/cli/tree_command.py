@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from htp_export.costs.result import Cost
     from htp_export.model.tagged import TaggedModel
 
-__all__ = ["tree_command"]
-
 EXAMPLE = "bert.onnx --depth 3"
 PLACE = 20
 

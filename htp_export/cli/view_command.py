@@ -19,8 +19,6 @@ from htp_export.errors import InputError
 if TYPE_CHECKING:
     from htp_export.show.viewing import View
 
-__all__ = ["view_command"]
-
 EXAMPLE = "bert.onnx -o bert.html"
 PLACE = 30
 

@@ -10,8 +10,6 @@ from htp_export.passes.editing import add_constant, multiple, replace, scaled
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
-__all__ = ["CleanupAttention"]
-
 
 @register("cleanup_attention", level="tolerant")
 class CleanupAttention(NodePass):

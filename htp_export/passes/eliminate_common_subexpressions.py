@@ -7,8 +7,6 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from htp_export.passes.registry import register
 
-__all__ = ["EliminateCommonSubexpressions"]
-
 
 @register("eliminate_common_subexpressions", level="exact")
 class EliminateCommonSubexpressions(ir.passes.InPlacePass):

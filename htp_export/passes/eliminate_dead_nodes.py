@@ -7,8 +7,6 @@ from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPa
 
 from htp_export.passes.registry import register
 
-__all__ = ["EliminateDeadNodes"]
-
 
 @register("eliminate_dead_nodes", level="exact")
 class EliminateDeadNodes(ir.passes.InPlacePass):

@@ -7,8 +7,6 @@ from onnx_ir.passes.common import DeduplicateInitializersPass, LiftConstantsToIn
 
 from htp_export.passes.registry import register
 
-__all__ = ["EliminateDuplicateConstants"]
-
 
 @register("eliminate_duplicate_constants", level="exact")
 class EliminateDuplicateConstants(ir.passes.InPlacePass):

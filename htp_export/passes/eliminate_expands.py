@@ -11,8 +11,6 @@ from htp_export.passes.editing import is_boundary
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
-__all__ = ["EliminateExpands"]
-
 
 @register("eliminate_expands", level="exact")
 class EliminateExpands(NodePass):

@@ -11,8 +11,6 @@ from htp_export.passes.declining import decline
 from htp_export.passes.editing import constant_array, stand_in
 from htp_export.passes.registry import register
 
-__all__ = ["NEEDS_A_NAME", "EliminateIdentityOps"]
-
 _IF_SHAPE_STAYS = RESHAPING | {"Expand", "Tile"}
 """These change the shape only, or repeat elements: if the shape stays, they do nothing."""
 

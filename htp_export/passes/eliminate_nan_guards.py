@@ -10,8 +10,6 @@ from htp_export.passes.editing import constant_array, is_boundary, stand_in
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
-__all__ = ["EliminateNanGuards"]
-
 _LARGEST = 1 << 22
 """Elements; larger masks are not read."""
 

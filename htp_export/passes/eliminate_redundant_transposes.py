@@ -12,8 +12,6 @@ from htp_export.passes.eliminate_identity_ops import NEEDS_A_NAME
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
-__all__ = ["EliminateRedundantTransposes"]
-
 
 @register("eliminate_redundant_transposes", level="exact")
 class EliminateRedundantTransposes(NodePass):

@@ -6,8 +6,6 @@ import onnx_ir as ir
 
 from htp_export.passes.registry import register
 
-__all__ = ["EliminateUnusedInitializers"]
-
 
 @register("eliminate_unused_initializers", level="exact")
 class EliminateUnusedInitializers(ir.passes.InPlacePass):

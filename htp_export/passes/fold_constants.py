@@ -13,8 +13,6 @@ from htp_export.passes.declining import decline
 from htp_export.passes.editing import add_initializer, bytes_of, is_constant, release, remove_unused, stand_in
 from htp_export.passes.registry import register
 
-__all__ = ["FoldConstants"]
-
 _SMALL = 1 << 14
 """Elements; transposed and reshaped larger constants become views."""
 

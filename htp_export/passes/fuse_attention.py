@@ -14,8 +14,6 @@ from htp_export.passes.eliminate_redundant_transposes import permutation
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
-__all__ = ["FuseAttention"]
-
 _HEADS_FIRST = [0, 2, 1, 3]
 """From batch, length, heads, features to batch, heads, length, features; and back."""
 

@@ -11,8 +11,6 @@ from htp_export.passes.editing import add_initializer, is_constant, replace
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
-__all__ = ["FuseConvBatchnorm"]
-
 
 @register("fuse_conv_batchnorm", level="tolerant")
 class FuseConvBatchnorm(NodePass):

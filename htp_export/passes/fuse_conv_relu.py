@@ -10,8 +10,6 @@ from htp_export.passes.editing import replace
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
-__all__ = ["FuseConvRelu"]
-
 _DOMAIN = "com.microsoft"
 
 

@@ -17,8 +17,6 @@ from htp_export.passes.near_matching import near_matching
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
 
-__all__ = ["FuseForOnnxruntime"]
-
 _HIDDEN = "htp_export.hidden"
 _LARGE = 1 << 20  # values
 

@@ -12,8 +12,6 @@ from htp_export.passes.editing import is_boundary, is_constant, replace
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
-__all__ = ["FuseMatmulAdd", "product_and_bias"]
-
 
 @register("fuse_matmul_add", level="tolerant")
 class FuseMatmulAdd(NodePass):

@@ -13,8 +13,6 @@ from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
 
-__all__ = ["FuseMatmulAdd3d"]
-
 
 @register("fuse_matmul_add_3d", level="tolerant")
 class FuseMatmulAdd3d(NodePass):

@@ -17,8 +17,6 @@ from htp_export.passes.editing import (
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
-__all__ = ["FuseNormalizationScale"]
-
 _NORMALIZATIONS = ("BatchNormalization", "InstanceNormalization")
 """These have a scale and a bias for each channel, the second dimension."""
 

@@ -10,8 +10,6 @@ from htp_export.passes.editing import constant_array, replace
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
-__all__ = ["FusePadIntoConv"]
-
 
 @register("fuse_pad_into_conv", level="tolerant")
 class FusePadIntoConv(NodePass):

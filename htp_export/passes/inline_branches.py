@@ -12,8 +12,6 @@ from htp_export.model.tensor_names import UsedNames
 from htp_export.passes.editing import release, remove_unused, stand_in
 from htp_export.passes.registry import register
 
-__all__ = ["InlineBranches", "inline_branch"]
-
 
 @register("inline_branches", level="exact")
 class InlineBranches(ir.passes.InPlacePass):

@@ -19,8 +19,6 @@ from htp_export.passes.editing import (
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
-__all__ = ["MergeConstantSums"]
-
 _LARGEST = 1 << 22
 """Elements; larger constants are not read."""
 

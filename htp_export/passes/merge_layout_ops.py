@@ -16,8 +16,6 @@ from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
 
-__all__ = ["MergeLayoutOps"]
-
 
 @register("merge_layout_ops", level="exact")
 class MergeLayoutOps(NodePass):

@@ -14,8 +14,6 @@ from htp_export.passes.editing import add_constant, add_initializer, is_constant
 from htp_export.passes.fuse_matmul_add import product_and_bias
 from htp_export.passes.registry import register
 
-__all__ = ["MergeParallelProjections"]
-
 _FEWEST = 3
 """Three layers are six nodes; merged they are two, and one slice each."""
 

@@ -12,8 +12,6 @@ from htp_export.passes.editing import add_constant, is_boundary, replace
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
-__all__ = ["MergeReductions"]
-
 
 @register("merge_reductions", level="tolerant")
 class MergeReductions(NodePass):

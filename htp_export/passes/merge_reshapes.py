@@ -14,8 +14,6 @@ from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
 
-__all__ = ["MergeReshapes"]
-
 
 @register("merge_reshapes", level="exact")
 class MergeReshapes(NodePass):

@@ -16,8 +16,6 @@ from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.editing import add_constant, is_boundary, remove_unused, replace, stand_in
 from htp_export.passes.registry import register
 
-__all__ = ["MergeSlices"]
-
 _MOST_INDICES = 1 << 14
 """Of a ``Gather`` in place of slices: a constant of 128 KiB at most, which costs less than the copies that it saves."""
 

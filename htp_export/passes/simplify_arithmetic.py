@@ -10,8 +10,6 @@ from htp_export.passes.editing import add_constant, is_boundary, multiple, repla
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
-__all__ = ["SimplifyArithmetic"]
-
 
 @register("simplify_arithmetic", level="tolerant")
 class SimplifyArithmetic(NodePass):

@@ -13,8 +13,6 @@ from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.editing import add_constant, remove_unused, replace, stand_in
 from htp_export.passes.registry import register
 
-__all__ = ["SimplifyShapeChains"]
-
 
 @register("simplify_shape_chains", level="exact")
 class SimplifyShapeChains(ir.passes.InPlacePass):
