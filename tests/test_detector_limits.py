@@ -16,7 +16,7 @@ from htp_export.model.graph_facts import GraphFacts
 
 def features(text: str) -> GraphFeatures:
     model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20]>\n{text}')
-    return GraphFeatures(GraphFacts(load(onnx.shape_inference.infer_shapes(model))))
+    return GraphFeatures.of(GraphFacts(load(onnx.shape_inference.infer_shapes(model))))
 
 
 def chain(op: str, first: str, last: str, count: int) -> str:

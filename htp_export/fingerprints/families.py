@@ -12,6 +12,7 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.fingerprints.blocks import Block, repeated_blocks
+from htp_export.fingerprints.detectors.convolution import stem_of
 from htp_export.fingerprints.detectors.features import GraphFeatures
 from htp_export.fingerprints.detectors.inputs import ModelInput
 from htp_export.fingerprints.example_sizes import inferred_with_sizes
@@ -57,20 +58,11 @@ class Fingerprint:
         return "\n".join((*lines, *tag_lines(self.tags)))
 
 
-def _diffusion(features: GraphFeatures) -> bool:
-    return bool(features.timesteps)
-
-
-def _mixture(features: GraphFeatures) -> bool:
-    return bool(features.routers)
-
-
 def _multimodal(features: GraphFeatures) -> bool:
-    """Two kinds of input, other than one that is turned into tokens: those are given to the decoder themselves."""
+    """Tokens and another input, unless a decoder attends to that input: then tokens are what it generates."""
     inputs = features.inputs
-    if not inputs.of("tokens") or not (inputs.of("image") or inputs.of("sound")):
-        return False
-    return not _decodes(features)
+    both = bool(inputs.of("tokens")) and bool(inputs.of("image") or inputs.of("sound"))
+    return both and not _decodes(features)
 
 
 def _decodes(features: GraphFeatures) -> bool:
@@ -98,26 +90,17 @@ def _convolutional(features: GraphFeatures) -> bool:
     return features.convolutions[2] + features.convolutions[3] > 0 and not features.attentions
 
 
-def _decoder(features: GraphFeatures) -> bool:
-    kinds = features.attention_kinds
-    return kinds["causal"] > kinds["bidirectional"]
-
-
-def _encoder(features: GraphFeatures) -> bool:
-    return bool(features.attentions) or bool(features.inputs.of("tokens"))
-
-
 _RULES: tuple[tuple[str, Callable[[GraphFeatures], bool]], ...] = (
-    ("diffusion-like", _diffusion),
-    ("mixture", _mixture),
+    ("diffusion-like", lambda features: bool(features.timesteps)),
+    ("mixture", lambda features: bool(features.routers)),
     ("multimodal", _multimodal),
     ("speech", _speech),
     ("recurrent", _recurrent),
     ("vision transformer", _vision_transformer),
     ("encoder-decoder", _decodes),
     ("CNN", _convolutional),
-    ("decoder", _decoder),
-    ("encoder", _encoder),
+    ("decoder", lambda features: features.attention_kinds["causal"] > features.attention_kinds["bidirectional"]),
+    ("encoder", lambda features: bool(features.attentions) or bool(features.inputs.of("tokens"))),
     ("unknown", lambda features: True),
 )
 """The families, and what says that a graph belongs to one; the first that applies does."""
@@ -169,7 +152,7 @@ def fingerprint(model: ModelSource) -> Fingerprint:
         ('encoder', '3 attentions: 3 bidirectional', [(3, 'TransformerEncoderLayer')])
     """
     tagged = read_flat(model)
-    features = GraphFeatures(GraphFacts(tagged, inferred_with_sizes(tagged.model)))
+    features = GraphFeatures.of(GraphFacts(tagged, inferred_with_sizes(tagged.model)))
     family = next(name for name, applies in _RULES if applies(features))
     blocks = repeated_blocks(GraphFacts(tagged))
     shapes = {value.name: value.shape for value in tagged.model.graph.inputs if value.name}
@@ -245,7 +228,8 @@ def _about_input(features: GraphFeatures, model_input: ModelInput, shape: ir.Sha
         return f"{sentence} is tokens: it is looked up in a table of vectors"
     if model_input.in_patches:
         return f"{sentence} is an image: its patches enter a linear layer"
-    stem = features.stem(model_input)
+    convolution = model_input.convolution
+    stem = None if convolution is None else stem_of(features.facts, convolution)
     if stem is None:
         return f"{sentence} is numbers that enter no convolution first"
     kernel, strides = ("x".join(map(str, sizes)) for sizes in (stem.kernel, stem.strides))
