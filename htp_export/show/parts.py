@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from htp_export.differences.equal_modules import call_signature
@@ -83,14 +85,6 @@ def _exported(
     return take_inventory(load(program), statistics=statistics)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A module that was exported alone."""
-
-    path: str
-    inventory: Inventory
-
-
 class _Parts:
     """What became of the modules of one model."""
 
@@ -100,40 +94,28 @@ class _Parts:
         self._tree = Hierarchy.from_module(model)
         self._modules = {path: module for path, _, module in module_paths(model)}
         self._calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self._counts: dict[str, int] = {}
+        self._counts = Counter[str]()
         self._failures: dict[str, str] = {}
-        self._done: list[_Part] = []
+        self._done: dict[str, Inventory] = {}  # of modules that were exported alone
         self._exports: dict[Hashable, Inventory | str] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Run the model once and note what each module was given; why it failed, if it did."""
         import torch
 
-        with self._noting(), torch.no_grad():
+        with contextlib.ExitStack() as hooks, torch.no_grad():
+            for path in self._tree:
+                note = functools.partial(self._note, path)
+                hooks.callback(self._modules[path].register_forward_pre_hook(note, with_kwargs=True).remove)
             try:
                 self._model(*args, **kwargs)
             except Exception as error:  # the modules that ran until then can be shown all the same
                 return _text(error)
         return None
 
-    @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
-        hooks = []
-        try:
-            for path in self._tree:
-                hook = self._modules[path].register_forward_pre_hook(self._noter(path), with_kwargs=True)
-                hooks.append(hook)
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _noter(self, path: str) -> Any:
-        def note(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._calls.setdefault(path, (args, kwargs))
-            self._counts[path] = self._counts.get(path, 0) + 1
-
-        return note
+    def _note(self, path: str, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls.setdefault(path, (args, kwargs))
+        self._counts[path] += 1
 
     def take(self, path: str, failure: str) -> None:
         """Export the modules below one that failed; those that fail too, by their own."""
@@ -143,7 +125,7 @@ class _Parts:
             if isinstance(result, str):
                 self.take(child, result)
             else:
-                self._done.append(_Part(child, result))
+                self._done[child] = result
 
     def _part(self, path: str) -> Inventory | str:
         """A module exported alone, or why that failed; of modules that are alike, the first is exported."""
@@ -168,23 +150,20 @@ class _Parts:
         """All of it: the whole tree, with the nodes of what was exported."""
         nodes: list[NodeEntry] = []
         entries: dict[str, ModuleEntry] = {}
-        for part in self._done:
-            entries |= {_below(part.path, path): m for path, m in _moved(part, len(nodes)).items()}
-            nodes += [_moved_node(part.path, node, len(nodes)) for node in part.inventory.nodes]
+        for prefix, part in self._done.items():
+            entries |= {_below(prefix, path): m for path, m in _moved(prefix, part, len(nodes)).items()}
+            nodes += [_moved_node(prefix, node, len(nodes)) for node in part.nodes]
         counted = self._tree.with_results(calls=self._counts)
         modules = {path: entries.get(path) or ModuleEntry(**vars(info)) for path, info in counted.items()}
         for path in modules:
-            inside = [part.inventory.modules[""] for part in self._done if tags.is_under(part.path, path)]
+            inside = [part.modules[""] for prefix, part in self._done.items() if tags.is_under(prefix, path)]
             if path not in entries and inside:
                 modules[path] = _sum(modules[path], inside)
             if path in self._failures:
                 modules[path] = replace(modules[path], failure=self._failure_text(path))
-        reasons: dict[str, int] = {}
-        for node in nodes:
-            reasons[node.reason] = reasons.get(node.reason, 0) + 1
         return Inventory(
             name=type(self._model).__name__,
-            tags=TagFacts("htp", reasons),
+            tags=TagFacts("htp", Counter(node.reason for node in nodes)),
             modules=modules,
             nodes=tuple(nodes),
             called=counted.called | {""},
@@ -206,16 +185,16 @@ class _Parts:
         return f"because of {', '.join(culprits)}" if culprits else self._failures[path]
 
 
-def _moved(part: _Part, offset: int) -> dict[str, ModuleEntry]:
+def _moved(prefix: str, part: Inventory, offset: int) -> dict[str, ModuleEntry]:
     return {
         path: replace(
             module,
-            path=_below(part.path, path),
-            fused_with=tuple(_below(part.path, partner) for partner in module.fused_with),
+            path=_below(prefix, path),
+            fused_with=tuple(_below(prefix, partner) for partner in module.fused_with),
             own_nodes=tuple(position + offset for position in module.own_nodes),
-            tied={f"{part.path}.{name}": f"{part.path}.{first}" for name, first in module.tied.items()},
+            tied={f"{prefix}.{name}": f"{prefix}.{first}" for name, first in module.tied.items()},
         )
-        for path, module in part.inventory.modules.items()
+        for path, module in part.modules.items()
     }
 
 
@@ -234,16 +213,15 @@ def _moved_node(prefix: str, node: NodeEntry, offset: int) -> NodeEntry:
 
 
 def _sum(module: ModuleEntry, inside: Sequence[ModuleEntry]) -> ModuleEntry:
-    operators: dict[str, int] = {}
+    operators = Counter[str]()
     for part in inside:
-        for name, count in part.operators.items():
-            operators[name] = operators.get(name, 0) + count
+        operators.update(part.operators)
     return replace(
         module,
         nodes=sum(part.nodes for part in inside),
         parameters=sum(part.parameters for part in inside),
         weight_bytes=sum(part.weight_bytes for part in inside),
-        operators=dict(sorted(operators.items(), key=lambda item: -item[1])),
+        operators=dict(operators.most_common()),
     )
 
 
