@@ -101,7 +101,8 @@ def _print_results(results: Mapping[str, Optimized]) -> None:
 def _show_results(results: Mapping[str, Optimized], attribution: bool, depth: int | None) -> None:
     """Draw one result; of several, a table of all, and each by itself with ``--attribution``."""
     from htp_export.passes.results import OptimizedModels
-    from htp_export.show.optimized import render_optimized, render_optimized_models
+    from htp_export.show.module_table import flat_table
+    from htp_export.show.optimized import render_optimized
 
     several = len(results) > 1
     for name, result in results.items():
@@ -110,7 +111,7 @@ def _show_results(results: Mapping[str, Optimized], attribution: bool, depth: in
         if attribution or not several:
             show(render_optimized(result, attribution=attribution, depth=depth))
     if several:
-        show(render_optimized_models(OptimizedModels(results)))
+        show(flat_table(*OptimizedModels(results).table()))
 
 
 def _targets(files: list[Path], output: Path) -> list[tuple[Path, Path]]:

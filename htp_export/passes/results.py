@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.model.columns import Column, text_table
+from htp_export.model.columns import Column, si, text_table
 from htp_export.model.tag_facts import TagFacts, tag_lines
 from htp_export.model.tagged import HoldsModel
 
@@ -196,6 +197,11 @@ class OptimizedModels:
         >>> both = OptimizedModels({"bert": one, "vit": one})
         >>> both.attribution["fold_constants"]["vit"].saved, both.total["fold_constants"].saved
         (2, 4)
+        >>> print(both)
+        nodes fewer by  bert  vit  all  saved
+        fold_constants     2    2    4    0 B
+        nodes before       5    5   10
+        nodes after        3    3    6
     """
 
     models: Mapping[str, Optimized]
@@ -228,15 +234,22 @@ class OptimizedModels:
         nodes = (sum(result.nodes_before for result in results), sum(result.nodes_after for result in results))
         return f"{nodes[0]} nodes before, {nodes[1]} after, in {len(results)} models"
 
-    def __str__(self) -> str:
-        width = max(map(len, self.models), default=0)
-        lines = []
-        for name, changes in self.attribution.items():
-            saved = ", ".join(f"{model} {change.saved}" for model, change in changes.items() if change.saved)
-            if saved:
-                lines.append(f"{name:34} {self.total[name].saved:>6} nodes fewer: {saved}")
-        lines += [
-            f"{name:{width}} {result.nodes_before} nodes before, {result.nodes_after} after"
-            for name, result in self.models.items()
+    def table(self) -> tuple[list[Column[list[Any]]], list[list[Any]]]:
+        """Columns and lines: for each pass, the nodes that it saved in each model; then the nodes of each model."""
+        lines: list[list[Any]] = []
+        for name, total in self.total.items():
+            if total != Change():
+                saved = (self.attribution[name].get(model, Change()).saved for model in self.models)
+                lines.append([name, *saved, total.saved, si(total.saved_bytes, "B")])
+        for name in ("nodes_before", "nodes_after"):
+            counts = [getattr(result, name) for result in self.models.values()]
+            lines.append([name.replace("_", " "), *counts, sum(counts), ""])
+        heads, sums = ["nodes fewer by", *self.models, "all", "saved"], lines[-2:]
+        columns: list[Column[list[Any]]] = [
+            Column(head, head, itemgetter(k), text=str, style=lambda line: "bold" if line in sums else "", right=k > 0)
+            for k, head in enumerate(heads)
         ]
-        return "\n".join(lines)
+        return columns, lines
+
+    def __str__(self) -> str:
+        return "\n".join(text_table(*self.table()))

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from htp_export.format import tags
-from htp_export.model.columns import Column, si
-from htp_export.passes.results import PASS_COLUMNS, Change, Optimized, OptimizedModels, PassReport
+from htp_export.model.columns import Column
+from htp_export.passes.results import PASS_COLUMNS, Change, Optimized, PassReport
 from htp_export.show.folding import gathered
 from htp_export.show.module_table import flat_table
 from htp_export.show.tag_note import tag_note
 
-__all__ = ["render_optimized", "render_optimized_models"]
+__all__ = ["render_optimized"]
 
 _MOST_MODULES = 3
 
@@ -62,39 +61,6 @@ def render_optimized(result: Optimized, *, attribution: bool = False, depth: int
         paths = ", ".join(list(result.fused)[:_MOST_MODULES]) + (", …" if len(result.fused) > _MOST_MODULES else "")
         lines.append(Text(f"{len(result.fused)} modules are fused with their neighbours now: {paths}", style="yellow"))
     return Group(*lines, *tag_note(result.tags))
-
-
-def render_optimized_models(results: OptimizedModels) -> RenderableType:
-    """A table with a line for each pass and a column for each model: by how many nodes, and bytes, it has fewer.
-
-    Examples:
-        >>> from rich.console import Console
-        >>> import onnx_ir as ir
-        >>> from htp_export.passes.results import PassReport
-        >>> model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 20}), ir_version=10)
-        >>> one = Optimized(5, 3, {}, (PassReport("fold_constants", "exact", change=Change(3, 0, 1)),), model=model)
-        >>> drawn = render_optimized_models(OptimizedModels({"bert": one, "vit": one}))
-        >>> Console(width=80).print(drawn)  # doctest: +NORMALIZE_WHITESPACE
-        nodes fewer by   bert   vit   all   saved
-        fold_constants      2     2     4     0 B
-        nodes before        5     5    10
-        nodes after         3     3     6
-    """
-    lines: list[list[Any]] = []
-    for name, total in results.total.items():
-        if total != Change():
-            saved = (results.attribution[name].get(model, Change()).saved for model in results.models)
-            lines.append([name, *saved, total.saved, si(total.saved_bytes, "B")])
-    for name in ("nodes_before", "nodes_after"):
-        counts = [getattr(result, name) for result in results.models.values()]
-        lines.append([name.replace("_", " "), *counts, sum(counts), ""])
-    heads = ["nodes fewer by", *results.models, "all", "saved"]
-    sums = lines[-2:]
-    columns: list[Column[list[Any]]] = [
-        Column(head, head, itemgetter(k), text=str, style=lambda line: "bold" if line in sums else "", right=k > 0)
-        for k, head in enumerate(heads)
-    ]
-    return flat_table(columns, lines)
 
 
 def _of_report(column: Column[PassReport]) -> Column[tuple[PassReport, str]]:
