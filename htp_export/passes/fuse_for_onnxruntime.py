@@ -30,18 +30,15 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
 
         before = list(model.graph)
         _unflatten(model)
-        with _hidden(model, [*_normalizing(model), *_growing(model.graph)]), near_matching("fuse_for_onnxruntime"):
+        # Rules for group normalization match InstanceNormalization, and create an operator that runs on GPUs only.
+        on_gpus = [node for node in model.graph.all_nodes() if is_standard(node, "InstanceNormalization")]
+        with _hidden(model, [*on_gpus, *_growing(model.graph)]), near_matching("fuse_for_onnxruntime"):
             rewritten, _ = optimize_for_ort(model)
         register_constants(rewritten.graph)
         _turn_batches(rewritten)
         _drop_unread_outputs(rewritten)
         _fill_in_shapes(rewritten)
         return ir.passes.PassResult(rewritten, list(rewritten.graph) != before)
-
-
-def _normalizing(model: ir.Model) -> list[ir.Node]:
-    """Nodes that rules for group normalization match: they create an operator that runs on GPUs only."""
-    return [node for node in model.graph.all_nodes() if is_standard(node, "InstanceNormalization")]
 
 
 def _growing(graph: ir.Graph) -> list[ir.Node]:

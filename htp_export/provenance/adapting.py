@@ -18,7 +18,7 @@ import onnx_ir as ir
 from htp_export.errors import HtpExportError, InputError, ToolError
 from htp_export.files.model_files import check_target, model_from_proto, read_model, write_model
 from htp_export.model.inlining import read_flat
-from htp_export.model.tagged import ModelSource, model_of
+from htp_export.model.tagged import ModelSource, model_of, name_of
 from htp_export.provenance.carrying import Carried, carry_in_place, tagged_model
 
 __all__ = ["Tool", "adapted", "library", "share_unchanged"]
@@ -73,7 +73,7 @@ def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike
         except Exception as error:
             if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
                 raise InputError(f"{name}: {error}") from error
-            message = _plain(error, {source: _name_of(model), target: "its result"})
+            message = _plain(error, {source: name_of(model, "the model"), target: "its result"})
             raise ToolError(name, f"failed on this model: {type(error).__name__}: {message}") from error
         try:
             after = read_model(target) if after is None else after
@@ -103,10 +103,6 @@ def share_unchanged(model: ir.Model, source: ModelSource) -> None:
         alike = tensor.dtype == original.dtype and tensor.shape == original.shape
         if alike and tensor.tobytes() == original.tobytes():
             value.const_value = original
-
-
-def _name_of(model: ModelSource) -> str:
-    return os.fspath(model) if isinstance(model, str | os.PathLike) else "the model"
 
 
 def _plain(error: BaseException, names: Mapping[Path, str]) -> str:

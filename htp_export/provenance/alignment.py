@@ -26,11 +26,6 @@ _MOST_FOLLOWERS = 4
 """Nodes after a product that one fused node may have taken in: bias, residual, scale and activation."""
 
 
-def _blocked(op: str) -> bool:
-    """Whether an operator works on tensors in a blocked layout."""
-    return "nchwc" in op
-
-
 class Alignment(Counterparts):
     """The counterparts of the tensors after a tool, as far as they are known.
 
@@ -191,7 +186,7 @@ class Alignment(Counterparts):
                 old = self.before.nodes[reader]
                 read = {self.numbers.number[v] for v in old.inputs if v != NOTHING and not self.before.live[v]}
                 if ends_in(node.op, old.op) and read <= numbers and not old.scope:
-                    exact = not _blocked(node.op) and self.alike(value, old.outputs[0])
+                    exact = "nchwc" not in node.op and self.alike(value, old.outputs[0])
                     self.match(value, self.numbers.number[old.outputs[0]], exact, Reason.INITIALIZER)
                     return
 

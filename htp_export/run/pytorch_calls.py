@@ -55,9 +55,9 @@ class ModuleCall:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Use eval mode without gradients, fused attention kernels and compilation inside the block.
 
-    Without compilation, ``torch.cond`` and loops call their functions, so that hooks see the modules inside. Compilation
-    is a setting of the whole process, and exports compile branches: the block waits until no other thread exports or
-    evaluates, and others wait for it.
+    Without compilation, ``torch.cond`` and loops call their functions, so that hooks see the modules inside.
+    Compilation is a setting of the whole process, and exports compile branches: the block waits until no other thread
+    exports or evaluates, and others wait for it.
     """
     import torch
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from operator import attrgetter
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from htp_export.model.columns import MODULE
@@ -46,7 +45,8 @@ def render(comparison: Comparison, *, everything: bool = False) -> RenderableTyp
     cut = [Text(f"and {more} more modules; --all shows every one", style="dim")] if more else []
     summary = Text(comparison.summary, style="green" if comparison.ok else "bold red")
     lines = [Text(in_commands(line)) for line in (*comparison.notes, *comparison.tag_lines())]
-    return Group(*([_table(comparison, groups)] if groups else []), *cut, summary, *lines)
+    rows = [replace(_worst(group), path=name) for name, group in groups]
+    return Group(*([flat_table([MODULE, *comparison.drawn], rows)] if rows else []), *cut, summary, *lines)
 
 
 def _alike(module: ModuleResult, first_wrong: str | None) -> object:
@@ -58,8 +58,3 @@ def _alike(module: ModuleResult, first_wrong: str | None) -> object:
 def _worst(group: list[ModuleResult]) -> ModuleResult:
     """The module that differs most; one whose difference is no number before all others."""
     return max(group, key=lambda module: math.inf if module.max_abs != module.max_abs else module.max_abs or 0.0)
-
-
-def _table(comparison: Comparison, groups: list[tuple[str, list[ModuleResult]]]) -> Table:
-    rows = [replace(_worst(group), path=name) for name, group in groups]
-    return flat_table([MODULE, *comparison.drawn], rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from htp_export.differences.differing import DIFFERENCE_COLUMNS, ModelDifference, ModuleDifference, byte_lines
@@ -34,7 +33,8 @@ def render(difference: ModelDifference, *, depth: int | None = None, only_change
     shown = difference.topmost() if only_changed else _without_implied(difference)
     shown = [module for module in shown if depth is None or _level(module.path) <= depth]
     if shown and not (only_changed and difference.same):
-        parts += [_modules(shown), Text()]
+        lines = [replace(alike[0], path=name) for name, alike in gathered(shown, lambda module: module.path, _alike)]
+        parts += [flat_table([MODULE, *DIFFERENCE_COLUMNS], lines, gap=2), Text()]
     parts.append(Text(difference.summary))
     if any("shared" in line for module in shown for line in byte_lines(module)):
         parts.append(Text(_SHARED, style="dim"))
@@ -46,11 +46,6 @@ def render(difference: ModelDifference, *, depth: int | None = None, only_change
 def _without_implied(difference: ModelDifference) -> list[ModuleDifference]:
     differing = {module.path for module in difference.topmost()}
     return [module for module in difference.modules.values() if module.status == "same" or module.path in differing]
-
-
-def _modules(shown: list[ModuleDifference]) -> Table:
-    lines = [replace(alike[0], path=name) for name, alike in gathered(shown, lambda module: module.path, _alike)]
-    return flat_table([MODULE, *DIFFERENCE_COLUMNS], lines, gap=2)
 
 
 def _alike(module: ModuleDifference) -> object:

@@ -5,6 +5,7 @@ This is the one rule for both: names that end in consecutive numbers, and the sa
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -64,7 +65,7 @@ def repeats(parents: Mapping[str, str | None], alike: Callable[[str], Hashable])
     numbers: dict[Hashable, int] = {}
     shapes: dict[str, int] = {}
     for path in sorted(parents, key=len, reverse=True):  # the path of a parent is shorter
-        shape = (alike(path), tuple((_label(child, path), shapes[child]) for child in below[path]))
+        shape = (alike(path), tuple((child.removeprefix(f"{path}."), shapes[child]) for child in below[path]))
         shapes[path] = numbers.setdefault(shape, len(numbers))
     all_runs = (run for siblings in below.values() for run in runs(siblings, str, shapes.__getitem__))
     return [run for run in all_runs if len(run) > 1]
@@ -121,17 +122,9 @@ def _ranges(numbers: Sequence[int]) -> str:
         >>> _ranges([0, 1, 2, 4, 6, 7])
         '0…2,4,6…7'
     """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(f"{run[0]}…{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def _label(path: str, parent: str) -> str:
-    return path[len(parent) + 1 :] if parent else path
+    runs = itertools.groupby(enumerate(numbers), key=lambda placed: placed[1] - placed[0])
+    ends = ((run[0][1], run[-1][1]) for run in (list(group) for _, group in runs))
+    return ",".join(f"{first}…{last}" if first < last else str(first) for first, last in ends)
 
 
 def _follows(name: str, following: str) -> bool:
