@@ -18,19 +18,15 @@ class CleanupAttention(NodePass):
     operators = ("MatMul",)
 
     def rewrite(self, node: ir.Node) -> bool:
-        return _scale_after(self.graph, node)
-
-
-def _scale_after(graph: ir.Graph, node: ir.Node) -> bool:
-    sides = [scaled(value) for value in node.inputs]
-    if any(side is None for side in sides):
-        producers = [value.producer() for value in node.inputs if value is not None]
-        if all(multiple(producer) is not None for producer in producers):
-            decline("double_scaling", [*filter(None, producers), node], "what is scaled is read elsewhere")
-        return False
-    (left, left_factor), (right, right_factor) = (side for side in sides if side is not None)
-    scale = np.asarray(left_factor * right_factor, dtype=left_factor.dtype)
-    factor = add_constant(graph, scale, f"{node.outputs[0].name}_scale")
-    joint = ir.node("MatMul", [left, right])
-    replace(node, [joint, ir.node("Mul", [joint.outputs[0], factor])])
-    return True
+        sides = [scaled(value) for value in node.inputs]
+        if any(side is None for side in sides):
+            producers = [value.producer() for value in node.inputs if value is not None]
+            if all(multiple(producer) is not None for producer in producers):
+                decline("double_scaling", [*filter(None, producers), node], "what is scaled is read elsewhere")
+            return False
+        (left, left_factor), (right, right_factor) = (side for side in sides if side is not None)
+        scale = np.asarray(left_factor * right_factor, dtype=left_factor.dtype)
+        factor = add_constant(self.graph, scale, f"{node.outputs[0].name}_scale")
+        joint = ir.node("MatMul", [left, right])
+        replace(node, [joint, ir.node("Mul", [joint.outputs[0], factor])])
+        return True

@@ -19,19 +19,14 @@ class EliminateExpands(NodePass):
     operators = ("Expand",)
 
     def rewrite(self, node: ir.Node) -> bool:
-        return node.inputs[0] is not None and _read_past(node, node.inputs[0], self.known)
-
-
-def _read_past(node: ir.Node, source: ir.Value, known: Symbolic) -> bool:
-    expanded = node.outputs[0]
-    if is_boundary(expanded) or expanded.is_graph_output() or not expanded.uses():
-        return False
-    readers = dict.fromkeys(use.node for use in expanded.uses())
-    if not all(_broadcasts(reader, expanded, source, known) for reader in readers):
-        return False
-    for use in tuple(expanded.uses()):
-        use.node.replace_input_with(use.idx, source)
-    return True
+        source, expanded = node.inputs[0], node.outputs[0]
+        if source is None or is_boundary(expanded) or expanded.is_graph_output() or not expanded.uses():
+            return False
+        if not all(_broadcasts(reader, expanded, source, self.known) for reader in expanded.consumers()):
+            return False
+        for use in tuple(expanded.uses()):
+            use.node.replace_input_with(use.idx, source)
+        return True
 
 
 def _broadcasts(reader: ir.Node, expanded: ir.Value, source: ir.Value, known: Symbolic) -> bool:

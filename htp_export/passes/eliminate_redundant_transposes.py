@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from htp_export.model.operators import is_standard
+from htp_export.model.neighbours import producer_of
 from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.declining import decline
 from htp_export.passes.editing import is_boundary, replace, stand_in
@@ -20,7 +20,24 @@ class EliminateRedundantTransposes(NodePass):
     operators = ("Transpose",)
 
     def rewrite(self, node: ir.Node) -> bool:
-        return node.inputs[0] is not None and _merge(node, self.known)
+        perm, source = permutation(node, self.known), node.inputs[0]
+        if perm is None or source is None:
+            return False
+        if perm == sorted(perm):
+            return _leave_out("identity_transpose", [node], source)
+        first = producer_of(source, "Transpose")
+        before = None if first is None else permutation(first, self.known)
+        if first is None or first.inputs[0] is None or before is None:
+            return False
+        joint = [before[axis] for axis in perm]
+        kind = "cancelling_transposes" if joint == sorted(joint) else "chained_transposes"
+        if is_boundary(source):
+            decline(kind, [first, node], "a module takes or gives the tensor in between")
+            return False
+        if joint == sorted(joint):
+            return _leave_out(kind, [first, node], first.inputs[0])
+        replace(node, [ir.node("Transpose", [first.inputs[0]], {"perm": joint})])
+        return True
 
 
 def permutation(node: ir.Node, known: Symbolic) -> list[int] | None:
@@ -29,30 +46,6 @@ def permutation(node: ir.Node, known: Symbolic) -> list[int] | None:
     if written is not None:
         return list(written)
     return None if rank is None else list(reversed(range(rank)))
-
-
-def _merge(node: ir.Node, known: Symbolic) -> bool:
-    perm = permutation(node, known)
-    source = node.inputs[0]
-    if perm is None or source is None:
-        return False
-    if perm == sorted(perm):
-        return _leave_out("identity_transpose", [node], source)
-    first = source.producer()
-    if first is None or not is_standard(first, "Transpose") or first.inputs[0] is None:
-        return False
-    before = permutation(first, known)
-    if before is None:
-        return False
-    joint = [before[axis] for axis in perm]
-    kind = "cancelling_transposes" if joint == sorted(joint) else "chained_transposes"
-    if is_boundary(source):
-        decline(kind, [first, node], "a module takes or gives the tensor in between")
-        return False
-    if joint == sorted(joint):
-        return _leave_out(kind, [first, node], first.inputs[0])
-    replace(node, [ir.node("Transpose", [first.inputs[0]], {"perm": joint})])
-    return True
 
 
 def _leave_out(kind: str, nodes: list[ir.Node], source: ir.Value) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.passes.declining import decline
 from htp_export.passes.editing import add_constant, is_constant, replace
 from htp_export.passes.fuse_matmul_add import product_and_bias
@@ -26,30 +25,33 @@ class FuseMatmulAdd3d(NodePass):
 
     def rewrite(self, node: ir.Node) -> bool:
         parts = product_and_bias(node)
-        return parts is not None and _fuse(self.graph, node, *parts, self.known)
-
-
-def _fuse(graph: ir.Graph, node: ir.Node, product: ir.Node, bias: ir.Value, known: Symbolic) -> bool:
-    source, weight = product.inputs
-    source_shape, matrix, result = known.shape(source), known.shape(weight), known.shape(node.outputs[0])
-    if source_shape is None or matrix is None or result is None or len(source_shape) < 3 or len(matrix) != 2:
-        return False
-    if not is_constant(weight):
-        decline("matmul_add_3d", [product, node], "the weight is computed")
-        return False
-    if known.shape(bias) != matrix[-1:]:
-        decline("matmul_add_3d", [product, node], "the bias does not fit the columns of the weight")
-        return False
-    back = _back(source_shape, result)
-    if back is None or not isinstance(matrix[0], int):
-        decline("matmul_add_3d", [product, node], "more than one size of the result is not known beforehand")
-        return False
-    name = str(node.outputs[0].name)
-    rows = ir.node("Reshape", [source, add_constant(graph, np.array([-1, matrix[0]], np.int64), f"{name}_rows")])
-    gemm = ir.node("Gemm", [rows.outputs[0], weight, bias])
-    shaped = ir.node("Reshape", [gemm.outputs[0], add_constant(graph, np.array(back, np.int64), f"{name}_shape")])
-    replace(node, [rows, gemm, shaped])
-    return True
+        if parts is None:
+            return False
+        product, bias = parts
+        source, weight = product.inputs
+        source_shape, matrix, result = map(self.known.shape, (source, weight, node.outputs[0]))
+        if source_shape is None or matrix is None or result is None or len(source_shape) < 3 or len(matrix) != 2:
+            return False
+        if not is_constant(weight):
+            decline("matmul_add_3d", [product, node], "the weight is computed")
+            return False
+        if self.known.shape(bias) != matrix[-1:]:
+            decline("matmul_add_3d", [product, node], "the bias does not fit the columns of the weight")
+            return False
+        back = _back(source_shape, result)
+        if back is None or not isinstance(matrix[0], int):
+            decline("matmul_add_3d", [product, node], "more than one size of the result is not known beforehand")
+            return False
+        name = str(node.outputs[0].name)
+        rows = ir.node(
+            "Reshape", [source, add_constant(self.graph, np.array([-1, matrix[0]], np.int64), f"{name}_rows")]
+        )
+        gemm = ir.node("Gemm", [rows.outputs[0], weight, bias])
+        shaped = ir.node(
+            "Reshape", [gemm.outputs[0], add_constant(self.graph, np.array(back, np.int64), f"{name}_shape")]
+        )
+        replace(node, [rows, gemm, shaped])
+        return True
 
 
 def _back(source_shape: tuple[object, ...], result: tuple[object, ...]) -> list[int] | None:
