@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import htp_export
 from htp_export import decomposed_attention
+from htp_export.cli.main import main
 from htp_export.errors import InputError
 from htp_export.process.restoring import restored
 from htp_export.process.shared_settings import turn_attention_fast_path_off
@@ -237,7 +238,9 @@ def test_a_vision_transformer_exports_with_seven_steps_a_layer_and_no_more_nodes
     htp_export.export(model, (image,), whole, **options)
     with decomposed_attention(model):
         htp_export.export(model, (image,), steps, **options)
-        assert htp_export.verify(model, steps, (image,)).ok
+    result = htp_export.verify(model, steps, (image,))  # runs the model in the steps of the file
+    assert result.ok
+    assert result.modules["encoder.layers.encoder_layer_1.self_attention.softmax"].status == "agrees"
     plain, tagged = htp_export.load(whole), htp_export.load(steps)
     assert len(tagged[""].nodes) <= len(plain[""].nodes)
     for layer in range(2):
@@ -262,7 +265,9 @@ def test_transformers_attention_exports_in_steps(exporter: str, tmp_path: Path) 
     inputs, file = example_inputs(model), tmp_path / "bert.onnx"
     with decomposed_attention(model):
         htp_export.export(model, (), file, kwargs=inputs, dynamo=exporter == "dynamo", verbose=False)
-        assert htp_export.verify(model, file, kwargs=inputs).ok
+        inside = htp_export.verify(model, file, kwargs=inputs)
+    assert htp_export.verify(model, file, kwargs=inputs) == inside
+    assert inside.ok
     path = "encoder.layer.0.attention.self"
     children = htp_export.load(file)[path].children
     assert {f"{path}.{step}" for step in ("scores", "softmax", "context")} <= set(children)
@@ -294,3 +299,30 @@ def test_a_kept_kernel_takes_what_scaled_dot_product_attention_takes() -> None:
             torch.testing.assert_close(attention(x, x, x), weighted)
     with pytest.raises(InputError, match="exclude"), decomposed_attention(model, exact=True, keep_kernel=True):
         pass
+
+
+TINY = ["bert", "--random-weights"]
+TINY += [part for size in ("hidden_size=16", "intermediate_size=16", "vocab_size=40") for part in ("--set", size)]
+TINY += ["--set", "num_hidden_layers=1", "--set", "num_attention_heads=2", "--quiet"]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_command_line_has_attention_in_steps_and_kept(keep: bool, tmp_path: Path) -> None:
+    file = tmp_path / "bert.onnx"
+    options = ["--decompose-attention", "--verify", *(["--keep-attention"] if keep else [])]
+    assert main(["export", *TINY, *options, "-o", str(file)]) == 0
+    tagged = htp_export.load(file)
+    steps = tuple(f"encoder.layer.0.attention.self.{step}" for step in ("scores", "softmax", "context"))
+    assert set(steps) < set(tagged.paths)
+    kernels = [tagged.owners_of(node) for node in tagged[""].nodes if node.op_type == "Attention"]
+    assert kernels == ([steps] if keep else [])
+
+
+@pytest.mark.parametrize("options", [["--torchscript"], ["--opset", "20"]])
+def test_a_kept_kernel_needs_dynamo_and_opset_23(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", *TINY, "--keep-attention", *options, "-o", str(tmp_path / "bert.onnx")]) == 2
+    assert "--keep-attention" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

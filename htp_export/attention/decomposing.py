@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import TypeGuard
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import nn
 
 from htp_export.attention.multihead import forward_in_steps, projections_of
 from htp_export.attention.sdpa import StepsOfSdpa
-from htp_export.attention.steps import AttentionSteps, KernelSteps, SeparateSteps
+from htp_export.attention.steps import AttentionSteps, KernelPart, KernelSteps, PackedProjection, SeparateSteps
 from htp_export.errors import InputError
 from htp_export.format.module_paths import module_paths
 from htp_export.process.restoring import Changes
 from htp_export.process.shared_settings import turn_attention_fast_path_off
 
-__all__ = ["decomposed_attention"]
+if TYPE_CHECKING:
+    from htp_export.format.hierarchy import Hierarchy
+
+__all__ = ["attention_as_in", "decomposed_attention"]
 
 
 @contextlib.contextmanager
@@ -65,6 +68,32 @@ def decomposed_attention(model: nn.Module, *, exact: bool = False, keep_kernel: 
         >>> [name for name, _ in attention.named_children()]
         ['out_proj']
     """
+    with _in_steps(model, exact=exact, keep_kernel=keep_kernel):
+        yield
+
+
+@contextlib.contextmanager
+def attention_as_in(hierarchy: Hierarchy, model: nn.Module) -> Iterator[None]:
+    """Run the attention of a model in the steps that a file has.
+
+    Args:
+        hierarchy: The modules of the file.
+        model: The model; nothing changes if the file has no steps.
+    """
+    steps = [info for info in hierarchy.values() if info.synthetic]
+    if not steps:
+        yield
+        return
+    classes, parents = {info.simple_class for info in steps}, {hierarchy.parent(info.path) for info in steps}
+    callers = [module for path, _, module in module_paths(model) if path in parents and not _is_plain(module)]
+    exact, keep_kernel = PackedProjection.__name__ in classes, KernelPart.__name__ in classes
+    with _in_steps(model, exact=exact, keep_kernel=keep_kernel, callers=callers):
+        yield
+
+
+@contextlib.contextmanager
+def _in_steps(model: nn.Module, *, exact: bool, keep_kernel: bool, callers: Sequence[nn.Module] = ()) -> Iterator[None]:
+    """As `decomposed_attention`; ``callers`` of ``scaled_dot_product_attention`` have steps before their first call."""
     if exact and keep_kernel:
         raise InputError("exact and keep_kernel exclude each other: a kernel rounds in its own way")
     make_steps = KernelSteps if keep_kernel else functools.partial(SeparateSteps, exact)
@@ -72,7 +101,7 @@ def decomposed_attention(model: nn.Module, *, exact: bool = False, keep_kernel: 
     try:
         try:
             turn_attention_fast_path_off(changes)
-            _install(changes, model, make_steps, exact)
+            _install(changes, model, make_steps, exact, callers)
             yield
         finally:
             changes.take_back()
@@ -80,7 +109,13 @@ def decomposed_attention(model: nn.Module, *, exact: bool = False, keep_kernel: 
         changes.take_back()
 
 
-def _install(changes: Changes, model: nn.Module, make_steps: Callable[[], AttentionSteps], exact: bool) -> None:
+def _install(
+    changes: Changes,
+    model: nn.Module,
+    make_steps: Callable[[], AttentionSteps],
+    exact: bool,
+    callers: Sequence[nn.Module],
+) -> None:
     for path, _, attention in module_paths(model):
         if not _is_plain(attention):
             continue
@@ -93,7 +128,7 @@ def _install(changes: Changes, model: nn.Module, make_steps: Callable[[], Attent
         for name, step in modules.items():
             attention.add_module(name, step.train(attention.training))
         attention.__dict__["forward"] = forward_in_steps(attention, steps, path, exact=exact)
-    StepsOfSdpa(make_steps).hold(changes, model)
+    StepsOfSdpa(make_steps).hold(changes, model, callers)
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:

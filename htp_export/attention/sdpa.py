@@ -6,7 +6,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,14 @@ class StepsOfSdpa(TorchFunctionMode):
         self._running = threading.local()
         self._steps: dict[nn.Module, AttentionSteps] = {}
 
-    def hold(self, changes: Changes, model: nn.Module) -> None:
-        """Watch a model until the changes are taken back."""
+    def hold(self, changes: Changes, model: nn.Module, callers: Iterable[nn.Module] = ()) -> None:
+        """Watch a model until the changes are taken back.
+
+        Args:
+            changes: Where to note what is changed.
+            model: The model.
+            callers: Modules that get their steps now; others get them at their first call.
+        """
         for module in list(model.modules()):
             if module in _WATCHED or isinstance(module, torch.jit.ScriptModule):
                 continue  # in steps already, or not to be watched
@@ -48,6 +54,8 @@ class StepsOfSdpa(TorchFunctionMode):
             handles.append(module.register_forward_pre_hook(self._enter))
             handles.append(module.register_forward_hook(self._leave, always_call=True))
         changes.will_undo(self._remove_steps)
+        for module in callers:
+            self._steps_in(module)
         entered: list[bool] = []
         changes.will_undo(lambda: self.__exit__(None, None, None) if entered and entered.pop() else None)  # type: ignore[no-untyped-call]
         self.__enter__()  # type: ignore[no-untyped-call]

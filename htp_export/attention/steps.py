@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["AttentionSteps", "KernelSteps", "PackedProjection", "Projection", "SeparateSteps", "Step"]
+__all__ = ["AttentionSteps", "KernelPart", "KernelSteps", "PackedProjection", "Projection", "SeparateSteps", "Step"]
 
 
 class Step(nn.Module):

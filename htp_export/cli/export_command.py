@@ -21,6 +21,8 @@ from htp_export.cli.terminal import CheckFailed, Steps, print_json, show, warnin
 from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from htp_export.costs.module_tree import ModuleTree
     from htp_export.model.tagged import TaggedModel
 
@@ -28,6 +30,7 @@ __all__ = ["export_command"]
 
 EXAMPLE = "bert --random-weights -o bert.onnx --verify"
 PLACE = 10
+_ATTENTION_SINCE = 23
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,16 @@ class _Options:
     dynamic: tuple[str, ...]
     external_data: bool
     functions: tuple[str, ...] = ()
+    decompose_attention: bool = False
+    keep_attention: bool = False
+
+    def attention(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """How the attention of the model runs, for a ``with`` block."""
+        if not self.decompose_attention:
+            return contextlib.nullcontext()
+        from htp_export.attention import decomposed_attention
+
+        return decomposed_attention(model, keep_kernel=self.keep_attention)
 
     def for_torch(self, call: Call) -> dict[str, Any]:
         """The keyword arguments of ``torch.onnx.export``."""
@@ -83,6 +96,13 @@ def export_command(
     cache_names: Annotated[
         str, typer.Option(help="Names of a cache's tensors: optimum's or transformers'.")
     ] = "optimum",
+    decompose_attention: Annotated[
+        bool, typer.Option("--decompose-attention", help="Attention as modules: q_proj, scores, softmax, context, ...")
+    ] = False,
+    keep_attention: Annotated[
+        bool,
+        typer.Option("--keep-attention", help="One Attention node for each scaled_dot_product_attention; opset 23."),
+    ] = False,
     external_data: Annotated[bool, typer.Option(help="Weights in a file of their own, <output>.data.")] = True,
     stream_weights: Annotated[
         bool,
@@ -104,6 +124,7 @@ def export_command(
     model.check()
     _check_outputs(output, model)
     deploy.check(output, model)
+    opset = _opset_with_attention(opset, dynamo) if keep_attention else opset
     if opset is not None:
         from htp_export.exporter.capture.opsets import check_opset
 
@@ -115,7 +136,7 @@ def export_command(
     with steps.step(f"loading {model.name}"):
         calls = _calls(model, dynamo, axes, two_files, cache_names, stream_weights)
     deploy.check_files(calls)
-    options = _Options(dynamo, opset, axes, external_data, tuple(functions or ()))
+    options = _Options(dynamo, opset, axes, external_data, tuple(functions or ()), decompose_attention, keep_attention)
     seed = model.seed if model.random else None
     beside = functools.partial(deploy.write_beside, model)
     check = _Check(steps, deploy, beside, verify, as_json, quiet, strict=not allow_untagged, with_map=with_map)
@@ -134,6 +155,15 @@ def export_command(
         print_json(next(iter(records.values())) if len(records) == 1 else {"models": records})
     if failures:
         raise CheckFailed("\n".join(failures))
+
+
+def _opset_with_attention(opset: int | None, dynamo: bool) -> int:
+    """The opset for ``Attention`` nodes."""
+    if not dynamo:
+        raise InputError("--keep-attention: TorchScript has no operator for attention; leave --torchscript away")
+    if opset is not None and opset < _ATTENTION_SINCE:
+        raise InputError(f"--opset {opset}: --keep-attention needs {_ATTENTION_SINCE}, the first with Attention")
+    return opset or _ATTENTION_SINCE
 
 
 @dataclass(frozen=True)
@@ -246,7 +276,7 @@ def _export(call: Call, output: Path, options: _Options, check: _Check) -> str |
     with written_whole(output) as target, _said_untagged() as said:
         try:
             program: Any
-            with tagging(strict=check.strict):
+            with tagging(strict=check.strict), options.attention(call.model):
                 if call.example is None:
                     program = export(call.model, call.args, target, kwargs=call.kwargs or None, **arguments)
                 else:
@@ -344,8 +374,8 @@ def _report(
                 results = verified_runs(call, file)
             except InputError as error:  # the file is written; what fails is the check
                 return record, str(error)
-        plain = {run: result.to_dict() for run, result in results.items()}
-        record["verify"] = plain[""] if list(plain) == [""] else plain
+        by_run = {run: result.to_dict() for run, result in results.items()}
+        record["verify"] = by_run[""] if list(by_run) == [""] else by_run
         wrong = [
             "\n".join((f"{run}: {result.summary}" if run else result.summary, *result.misplaced))
             for run, result in results.items()

@@ -166,8 +166,10 @@ class Cost(ModuleTable):
             }
             for path, module in self.modules.items()
         }
-        plain = replace(self, modules={}, nodes=tuple(replace(node, modules=frozenset()) for node in self.nodes))
-        data = {**asdict(plain), "modules": modules, "notes": list(self.notes)}
+        without_modules = replace(
+            self, modules={}, nodes=tuple(replace(node, modules=frozenset()) for node in self.nodes)
+        )
+        data = {**asdict(without_modules), "modules": modules, "notes": list(self.notes)}
         del data["limits"]
         for node in data["nodes"]:
             del node["modules"]  # the totals of modules say it

@@ -166,6 +166,9 @@ class _WithFunctions:
             program.model = nested.model
         return program
 
+    def program(self, export: Callable[[], Any], model: Any) -> Any:
+        return self._exporter.program(export, model)
+
     def torchscript(self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool) -> Any:
         return self._exporter.torchscript(export, model, args, names_inputs)
 

@@ -153,8 +153,8 @@ def _call_to_dict(call: CallResult) -> dict[str, Any]:
             )
         return rows
 
-    plain: dict[str, Any] = {"call": call.number, "status": call.status, "outputs": tensors(call.outputs)}
-    return {**plain, "inputs": tensors(call.inputs), **({"missing": call.missing} if call.missing else {})}
+    entry: dict[str, Any] = {"call": call.number, "status": call.status, "outputs": tensors(call.outputs)}
+    return {**entry, "inputs": tensors(call.inputs), **({"missing": call.missing} if call.missing else {})}
 
 
 def short_number(value: float) -> str:

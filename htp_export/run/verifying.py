@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from htp_export.attention.decomposing import attention_as_in
 from htp_export.errors import InputError
 from htp_export.exporter.capture.calls import arguments_by_name, defaults_of, named_leaves
 from htp_export.model.inlining import read_flat
@@ -94,13 +95,28 @@ def verify(
     kwargs = dict(kwargs or {})
     tagged, name = read_flat(onnx), name_of(onnx, "the ONNX model")
     check_has_modules(tagged, name)
-    exact = tagged.source != "torch"  # torch's own scopes name modules wrongly
-    allowed = tolerance_of(tagged, tolerances or {})
     chosen = set(tagged.paths if select is None else tagged.select(select))
-    check_same_model(tagged, model, name)
-    feed = feed_of_call(tagged, model, args, kwargs, name)
-    run = FileRun(tagged, name, feed, SessionSettings(tuple(providers), session_options), portion_bytes)
-    with ArrayStore.opened(portion_bytes) as store:
+    with attention_as_in(tagged.hierarchy, model):
+        check_same_model(tagged, model, name)
+        feed = feed_of_call(tagged, model, args, kwargs, name)
+        run = FileRun(tagged, name, feed, SessionSettings(tuple(providers), session_options), portion_bytes)
+        return _verified(run, model, args, kwargs, chosen, tolerance_of(tagged, tolerances or {}), isolated=isolated)
+
+
+def _verified(
+    run: FileRun,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    chosen: Collection[str],
+    allowed: Tolerances,
+    *,
+    isolated: bool,
+) -> Verification:
+    """The result for the chosen modules; the model has the modules of the file."""
+    tagged, name = run.tagged, run.name
+    exact = tagged.source != "torch"  # torch's own scopes name modules wrongly
+    with ArrayStore.opened(run.portion_bytes) as store:
         calls, readers = _run_pytorch(model, args, kwargs, store, tagged, chosen)
         ran = Counter(call.path for call in calls)
         if exact:
