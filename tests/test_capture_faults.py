@@ -18,7 +18,7 @@ from torch import nn
 import htp_export
 from htp_export.errors import CaptureError, TorchChangedError, UntaggedExportWarning
 from htp_export.exporter import exporting as exporting
-from htp_export.exporter import watched
+from htp_export.exporter import rewriting, watched
 from htp_export.exporter.capture import dynamo_patches, patches, torchscript
 from htp_export.exporter.capture.decomposition import Decomposition
 from htp_export.exporter.capture.dynamo import DynamoCapture
@@ -76,7 +76,7 @@ DYNAMO = [
     (DynamoCapture, "converted", "after the opset was converted"),
     (DynamoCapture, "replaced", "a value that the optimiser replaced"),
     (DynamoCapture, "finish", "matching the nodes of the ONNX graph"),
-    (watched, "make_tags", "finding the owners"),
+    (rewriting, "make_tags", "finding the owners"),
 ]
 TORCHSCRIPT = [
     (ModuleNames, "__init__", "reading the names"),
@@ -104,6 +104,7 @@ CASES = [
     for exporter, faults in (("dynamo", DYNAMO), ("torchscript", TORCHSCRIPT))
     for owner, name, seam in faults
 ]
+MAKES_TAGS = {"dynamo": rewriting, "torchscript": watched}
 BOTH = pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 
 
@@ -191,7 +192,7 @@ def test_a_fault_leaves_torchs_own_file_if_that_is_allowed(
 def test_export_inside_tagging_that_is_not_strict_is_not_strict(
     exporter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watched, "make_tags", None)
+    monkeypatch.setattr(MAKES_TAGS[exporter], "make_tags", None)
     with htp_export.tagging(strict=False), untagged("finding the owners"):
         htp_export.export(net(), INPUTS, tmp_path / "model.onnx", **options(exporter))
     with htp_export.tagging(strict=False), htp_export.tagging(), pytest.raises(CaptureError):
@@ -211,7 +212,7 @@ def test_a_fault_in_one_export_is_none_in_the_next(
 ) -> None:
     with htp_export.tagging(strict=False):
         with monkeypatch.context() as planted, untagged("finding the owners"):
-            planted.setattr(watched, "make_tags", None)
+            planted.setattr(MAKES_TAGS[exporter], "make_tags", None)
             torch.onnx.export(net(), INPUTS, tmp_path / "one.onnx", **options(exporter))
         torch.onnx.export(net(), INPUTS, tmp_path / "other.onnx", **options(exporter))
     assert htp_export.load(tmp_path / "other.onnx")["second"].nodes

@@ -14,7 +14,7 @@ import torch
 import htp_export
 from tests.exporting import metadata
 from tests.nets import spread
-from tests.truth import nodes_of, tree_of, untagged
+from tests.truth import Judge, nodes_of, tree_of, untagged
 
 exporters = pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
 # What it calls in torch.export warns its own developers.
@@ -110,3 +110,37 @@ def test_without_tagging_the_exporter_writes_none(exporter: Any, tmp_path: Path)
     exported = exporter.export(bert(), ids(), exporters.OnnxConfig())
     [file] = saved(exported, tmp_path).values()
     assert len(untagged(file)) == len(nodes_of(file)) > 0
+
+
+def contaminated(file: onnx.ModelProto) -> set[str]:
+    said = {entry.key: entry.value for entry in file.metadata_props}
+    return {path for path, _, _ in json.loads(said.get("htp.contamination", "[]"))}
+
+
+@pytest.mark.parametrize(
+    ("make", "fusions", "operators"),
+    [
+        (llama, "cpu", {"GroupQueryAttention", "SkipSimplifiedLayerNormalization", "RotaryEmbedding"}),
+        pytest.param(llama, "cuda", {"GroupQueryAttention"}, marks=pytest.mark.slow),
+        pytest.param(llama, "webgpu", {"GroupQueryAttention"}, marks=pytest.mark.slow),
+        pytest.param(llama, "dml", {"SkipSimplifiedLayerNormalization"}, marks=pytest.mark.slow),
+        pytest.param(bert, "cpu", {"SkipLayerNormalization"}, marks=pytest.mark.slow),
+        pytest.param(bert, "cuda", {"SkipLayerNormalization"}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_node_that_is_fused_for_onnx_runtime_has_its_owners(
+    make: Any, fusions: str, operators: set[str], exporter: Any, tmp_path: Path
+) -> None:
+    with htp_export.tagging():
+        plain = exporter.export(make(), ids(), exporters.OnnxConfig(dynamic=True))
+        fused = exporter.export(make(), ids(), exporters.OnnxConfig(dynamic=True, ort_fusions=fusions))
+    [before], [after] = saved(plain, tmp_path / "plain").values(), saved(fused, tmp_path / "fused").values()
+    assert untagged(after) == []
+    assert {node.op_type for node in nodes_of(after)} >= operators
+    # transformers gives attention another mask than the model itself does: the same modules differ without fusions.
+    usual = {path for path, _ in Judge(make(), ids(), before).faults()}
+    assert {path for path, _ in Judge(make(), ids(), after).faults()} - usual == contaminated(after) - usual
+    names = {name for node in nodes_of(after) for name in (*node.output, *node.input)}
+    said = {entry.key: entry.value for entry in after.metadata_props}
+    signed = [outputs for calls in json.loads(said["htp.signatures"]).values() for _, outputs in calls]
+    assert {name for outputs in signed for name in outputs if name is not None} <= names

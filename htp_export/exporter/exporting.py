@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from htp_export.exporter.capture.patching import Patches
 from htp_export.exporter.capture.running import Exporter
 from htp_export.exporter.capture.saving import check_writable
 from htp_export.exporter.module_functions import ModuleFunctions, ModulesAsFunctions
+from htp_export.exporter.rewriting import Rewriting
 from htp_export.exporter.watched import Dynamo, Program, TorchScript
 from htp_export.process.restoring import Changes, set_variable
 
@@ -207,14 +209,15 @@ def tagging(*, strict: bool = True) -> Iterator[None]:
         >>> program.model.metadata_props["htp.version"]
         '1'
     """
-    exporter, changes = _Exporter(strict), Changes()
+    exporter, changes = _Exporter(strict, follow=True), Changes()
     try:
         try:
-            for entry in (patches.DYNAMO_ENTRY, patches.TORCHSCRIPT_ENTRY):
+            for entry in (patches.DYNAMO_ENTRY, patches.REPLACEMENTS, patches.TORCHSCRIPT_ENTRY):
                 _watch(changes, entry, exporter)
             set_variable(changes, running.exporter, exporter)
             changes.will_undo(exporter.end)  # for tasks that were begun inside, and go on
             yield
+            exporter.settle()
         finally:
             changes.take_back()
     finally:
@@ -239,17 +242,30 @@ class _Exporter:
 
     Args:
         strict: Whether an export fails that cannot be tagged.
+        follow: Whether changes of tagged models are followed after their export.
     """
 
-    def __init__(self, strict: bool = True) -> None:
+    def __init__(self, strict: bool = True, *, follow: bool = False) -> None:
         self.strict = strict
         self.ended = False
+        self._rewritings: weakref.WeakSet[Rewriting] = weakref.WeakSet()  # their models hold them
+        self._follow = self._rewritings.add if follow else None
 
     def end(self) -> None:
         self.ended = True
+        for rewriting in list(self._rewritings):
+            rewriting.end()
+
+    def replaced(self, old: Any, new: Any) -> None:
+        for rewriting in list(self._rewritings):
+            rewriting.replaced(old, new)
+
+    def settle(self) -> None:
+        for rewriting in list(self._rewritings):
+            rewriting.settle()
 
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
-        return self._run(export, functools.partial(Dynamo, model))
+        return self._run(export, functools.partial(Dynamo, model, self._follow))
 
     def program(self, export: Callable[[], Any], model: Any) -> Any:
         return self._run(export, functools.partial(Program, model))

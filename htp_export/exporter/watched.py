@@ -19,22 +19,27 @@ from htp_export.exporter.capture.root_call import first_line
 from htp_export.exporter.capture.saving import save_whole
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
 from htp_export.exporter.owners.write import make_tags
+from htp_export.exporter.rewriting import IR_VERSION, Rewriting, write_tags
 from htp_export.files.protobuf_bytes import SerializedModel
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.process.garbage_collection import hold_collection
 from htp_export.process.restoring import Changes, set_variable
 from htp_export.process.shared_settings import turn_attention_fast_path_off
 
-IR_VERSION = 10  # the first with metadata on nodes
-
 
 class Dynamo:
-    """One export under ``dynamo=True``."""
+    """One export under ``dynamo=True``.
 
-    patches = (patches.MODULE_CALLS, patches.DYNAMO)
+    Args:
+        model: The model.
+        follow: Takes the tagged model, if changes that are made to it later are to be followed.
+        changes: What the export changed outside of itself.
+    """
 
-    def __init__(self, model: Any, changes: Changes) -> None:
-        self._changes, self._model = changes, model
+    patches = (patches.MODULE_CALLS, patches.REPLACEMENTS, patches.DYNAMO)
+
+    def __init__(self, model: Any, follow: Callable[[Rewriting], None] | None, changes: Changes) -> None:
+        self._changes, self._model, self._follow = changes, model, follow
         captured = captured_with(model) if isinstance(model, torch.export.ExportedProgram) else None
         if captured is not None:
             self.modules: ModuleNames | Captured = captured
@@ -52,27 +57,16 @@ class Dynamo:
         finally:
             capture.changes.take_back()
         hold_collection(self._changes, kept=True)
-        capture.step("tagging the nodes of the program", self._tag, program)
+        hierarchy, parameters = self.modules.hierarchy, self.modules.parameters
+        capture.step("tagging the nodes of the program", write_tags, capture, program.model, hierarchy, parameters)
         if capture.fault is not None:
             capture.withdraw(program.model)
             capture.give_up()
         else:
             save_whole(program)
+            if self._follow is not None:
+                self._follow(Rewriting(capture, program.model, hierarchy, parameters))
         return program
-
-    def _tag(self, program: Any) -> None:
-        capture, modules = self.capture, self.modules
-        with seam("matching the nodes of the ONNX graph with what the modules ran"):
-            record, nodes = capture.finish(program.model)
-        with seam("finding the owners of each node"):
-            seen = Hierarchy.from_classes(capture.classes)
-            made = make_tags(record, modules.hierarchy or seen, modules.parameters)
-        tagged = list(zip(nodes, made.nodes, strict=True))
-        for node, metadata in tagged:
-            node.metadata_props.update(metadata)
-        program.model.metadata_props.update(made.model)
-        program.model.graph.name = made.graph_name
-        program.model.ir_version = max(program.model.ir_version, IR_VERSION)
 
 
 class Program:

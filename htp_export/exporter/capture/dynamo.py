@@ -12,6 +12,7 @@ import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from htp_export.exporter.capture.bodies import Bodies
@@ -79,6 +80,7 @@ class DynamoCapture(Guarded):
         self._outputs: list[ir.Value] = []
         self._replaced: dict[ir.Value, ir.Value] = {}
         self._equal: dict[ir.Value, tuple[ir.Value, ...]] = {}
+        self._followed: set[ir.Value | None] = set()  # once the model is tagged: its values, and what replaced them
 
     # --- while the model runs -----------------------------------------------------------------
 
@@ -157,7 +159,7 @@ class DynamoCapture(Guarded):
 
     def resumed(self) -> DynamoCapture:
         """A capture that goes on from here, once the program is made; any number can, and none holds the model."""
-        other = DynamoCapture(lambda _: None, self.aliases, self._path_by_id)
+        other = DynamoCapture(_no_path, self.aliases, self._path_by_id)
         other.log, other._bodies, other._marks = self.log.copy(), self._bodies.copy(), self._marks
         other.classes, other._scoped = self.classes.copy(), self._scoped.copy()
         other._root_name, other._made_something = self._root_name, self._made_something.copy()
@@ -280,6 +282,17 @@ class DynamoCapture(Guarded):
 
     # --- while it is optimised --------------------------------------------------------------------
 
+    def follow(self, model: ir.Model) -> None:
+        """Go on after the model was tagged; what is known of the PyTorch model is let go."""
+        self._path_of, self._bodies, self._tracer = _no_path, Bodies({}), None
+        self._followed = set(values_of(model.graph))
+
+    def replaced_later(self, old: ir.Value | None, new: ir.Value | None) -> None:
+        """As `replaced`, for values of any model: those that do not stand for tensors of this one do not count."""
+        if old in self._followed and new is not None:
+            self._followed.add(new)
+            self.replaced(old, new)
+
     def replaced(self, old: ir.Value | None, new: ir.Value | None) -> None:
         """Note that ``new`` now stands where ``old`` stood."""
         if self._graph is not None and old is not None and new is not None and old is not new:
@@ -331,7 +344,7 @@ class DynamoCapture(Guarded):
         self.converted(model)
         nodes, record = describe(model, Record(self.log))
         alive = set(values_of(model.graph))
-        record.operations = self._first
+        record.operations = [replace(operation) for operation in self._first]  # they are changed
         record.call_tensors = self._call_tensors
         record.moved = self.decomposition.moved
         record.dead = self._made_something - self._needed
@@ -344,10 +357,11 @@ class DynamoCapture(Guarded):
             left = [record.final[other] for other in others if other in record.final]
             if left:
                 record.final.setdefault(value, left[0])
-        for first, now in zip(self._outputs, model.graph.outputs, strict=True):
+        for first, now in zip(self._outputs, model.graph.outputs, strict=not self._followed):
             record.final.setdefault(first, now)
         for node, described in zip(nodes, record.nodes, strict=True):
-            stamp = node.metadata_props.pop(STAMP, None)
+            node.meta.setdefault(STAMP, node.metadata_props.pop(STAMP, None))
+            stamp = node.meta[STAMP]
             if stamp is not None:
                 call, _, evidence = stamp.partition(" ")
                 described.hint, described.evidence = int(call), Reason(evidence)
@@ -359,3 +373,8 @@ class DynamoCapture(Guarded):
         for graph in (model.graph, *model.functions.values()):
             for node in every_node(graph):
                 node.metadata_props.pop(STAMP, None)
+                node.meta.pop(STAMP, None)
+
+
+def _no_path(_: Any) -> None:
+    return None

@@ -13,6 +13,7 @@ from htp_export.exporter.capture.torch_internals import (
     called_by_forward,
     executed_since,
     fx_tracing,
+    use_plain_containers,
     watch_bodies,
 )
 from htp_export.process.restoring import Changes
@@ -109,13 +110,30 @@ def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
             capture.step("reading the exported program", capture.exported, exported_program)
             watch = functools.partial(_watch_bodies, capture, exported_program, changes)
             capture.step("preparing to watch the bodies of the exported program", watch)
-            prepared = original(exported_program, *args, **kwargs)
+            prepared = _decomposed(
+                capture, lambda: original(exported_program, *args, **kwargs), exported_program, changes
+            )
         finally:
             changes.take_back()
         capture.step("reading the decomposed program", capture.decomposition.finish, prepared)
         return prepared
 
     return wrapper
+
+
+def _decomposed(capture: DynamoCapture, decompose: Callable[[], Any], program: Any, changes: Changes) -> Any:
+    """Decompose a program; once more where torch fails at containers that the program takes or returns."""
+    try:
+        return decompose()
+    except Exception as error:
+        if not use_plain_containers(changes, program):
+            raise
+        failure = error
+    capture.step("reading the exported program once more", capture.exported, program)
+    try:
+        return decompose()
+    except Exception:
+        raise failure from None
 
 
 def _watch_bodies(capture: DynamoCapture, exported_program: Any, changes: Changes) -> None:
@@ -195,9 +213,8 @@ def replace_input_with(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(self: Any, index: int, value: Any) -> None:
-        capture = dynamo_capture.get()
-        if capture is not None and 0 <= index < len(self.inputs):
-            capture.step(_REPLACED, capture.replaced, self.inputs[index], value)
+        if 0 <= index < len(self.inputs):
+            _replaced(self.inputs[index], value)
         original(self, index, value)
 
     return wrapper
@@ -208,10 +225,29 @@ def replace_all_uses_with(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(self: Any, replacement: Any, /, *args: Any, **kwargs: Any) -> None:
-        capture = dynamo_capture.get()
-        if capture is not None:
-            capture.step(_REPLACED, capture.replaced, self, replacement)
+        _replaced(self, replacement)
         original(self, replacement, *args, **kwargs)
+
+    return wrapper
+
+
+def _replaced(old: Any, new: Any) -> None:
+    capture, active = dynamo_capture.get(), wanted()
+    if capture is not None:
+        capture.step(_REPLACED, capture.replaced, old, new)
+    elif active is not None:
+        active.replaced(old, new)
+
+
+def save(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Bring the tags of models that were rewritten up to date before a model is written."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        active = wanted()
+        if active is not None and dynamo_capture.get() is None:
+            active.settle()
+        return original(*args, **kwargs)
 
     return wrapper
 

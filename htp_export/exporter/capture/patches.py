@@ -340,8 +340,13 @@ DYNAMO = Patches(
     Patch(_CORE, "_exported_program_to_onnx_program", dynamo_patches.translate),
     Patch("torch.fx.interpreter", "Interpreter.run_node", dynamo_patches.run_node),
     Patch("torch.onnx", "ONNXProgram.optimize", dynamo_patches.optimize),
+)
+
+REPLACEMENTS = Patches(
     Patch("onnx_ir", "Node.replace_input_with", dynamo_patches.replace_input_with),
     Patch("onnx_ir", "Value.replace_all_uses_with", dynamo_patches.replace_all_uses_with),
+    Patch("onnx_ir", "save", dynamo_patches.save),
+    Patch("onnx_ir", "to_proto", dynamo_patches.save),
 )
 
 TRANSLATIONS = Patches(
@@ -363,7 +368,7 @@ TORCHSCRIPT = Patches(
     Patch("torch._C", "Node.blocks", _blocks),
 )
 
-EVERY = (DYNAMO_ENTRY, TORCHSCRIPT_ENTRY, MODULE_CALLS, DYNAMO, TRANSLATIONS, TORCHSCRIPT)
+EVERY = (DYNAMO_ENTRY, TORCHSCRIPT_ENTRY, MODULE_CALLS, REPLACEMENTS, DYNAMO, TRANSLATIONS, TORCHSCRIPT)
 
 
 def translations_read_once() -> contextlib.AbstractContextManager[None]:

@@ -36,6 +36,12 @@ class Exporter(Protocol):
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
         """Run torch's dynamo exporter and tag its result."""
 
+    def replaced(self, old: Any, new: Any) -> None:
+        """Note that a value of an ONNX graph was replaced after its export."""
+
+    def settle(self) -> None:
+        """Tag the models that were rewritten after their export."""
+
     def program(self, export: Callable[[], Any], model: Any) -> Any:
         """Run ``torch.export`` and keep what is captured with the program that it makes."""
 

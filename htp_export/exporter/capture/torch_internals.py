@@ -264,6 +264,47 @@ def changes_of(tensor: Any) -> int:
         return 0
 
 
+def use_plain_containers(changes: Changes, program: Any) -> bool:
+    """Let an exported program take and return lists in place of the containers of other libraries.
+
+    torch builds the containers again while it decomposes the program, inside the trace. Tensors that they make for
+    that, as the caches of transformers do, become constants of the trace that the decomposed program lacks.
+
+    Args:
+        changes: When they are reverted, the program has its own containers again.
+        program: The program.
+
+    Returns:
+        Whether there are such containers.
+    """
+    from torch.utils import _pytree
+
+    def children(spec: Any) -> list[Any]:
+        found: list[Any] = spec.children() if hasattr(spec, "children") else spec.children_specs  # of torch 2.10
+        return found
+
+    def plain(spec: Any) -> Any:
+        parts = [plain(child) for child in children(spec)]
+        if spec.is_leaf():
+            return 0
+        if spec.type is dict:
+            return dict(zip(spec.context, parts, strict=True))
+        return tuple(parts) if spec.type is tuple else parts
+
+    def has_others(spec: Any) -> bool:
+        own = spec.is_leaf() or spec.type in (list, tuple, dict)
+        return not own or any(map(has_others, children(spec)))
+
+    signature = program.module_call_graph[0].signature if program.module_call_graph else None
+    before = {} if signature is None else {name: getattr(signature, name) for name in ("in_spec", "out_spec")}
+    if not any(map(has_others, before.values())):
+        return False
+    for name, spec in before.items():
+        changes.will_undo(functools.partial(setattr, signature, name, spec))
+        setattr(signature, name, _pytree.tree_structure(plain(spec)))
+    return True
+
+
 def watch_bodies(changes: Changes, module: Any, watched: Callable[[Callable[[], Any], Any, Any], Any]) -> None:
     """Observe the nodes of bodies while torch decomposes an exported graph: it inlines them, without their scopes.
 

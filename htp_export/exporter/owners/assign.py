@@ -135,12 +135,18 @@ def _calls_of(node: Node, origins: Origins, demand: dict[Key, set[int]]) -> tupl
     by_flow = not origins.placed.isdisjoint(node.outputs)
     if calls and not (by_flow and node.hint != NO_CALL):
         absorbed = _NOBODY.union(*(origins.absorbed.get(key, ()) for key in node.outputs)) - {NO_CALL}
-        if absorbed - calls:
+        if absorbed - calls or _differ(node, origins):
             return calls | absorbed, Reason.FUSED
         return calls, Reason.FLOW if by_flow else Reason.SCOPE
     if node.hint != NO_CALL:
         return frozenset({node.hint}), node.evidence
     return _NOBODY.union(*(demand.get(key, ()) for key in node.outputs)) - {NO_CALL}, Reason.FLOW
+
+
+def _differ(node: Node, origins: Origins) -> bool:
+    """Whether different calls made the outputs of a node: a sum of one module, and what the next one normalizes."""
+    calls = [origins.made[key] for key in node.outputs if key in origins.made]
+    return any(each != calls[0] for each in calls)
 
 
 def _fill_forward(nodes: list[Node], entries: list[tuple[Calls, Reason] | None]) -> None:

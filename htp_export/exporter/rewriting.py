@@ -1,0 +1,124 @@
+"""Tagged ONNX models that are rewritten after the export, while tags are wanted: their tags are written once more.
+
+Libraries fuse and rename after ``torch.onnx.export`` has returned. They replace values by others, as torch's own
+optimizer does during the export; so the capture goes on, and the tags follow from it in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.exporter.capture.body_functions import every_node
+from htp_export.exporter.capture.dynamo import DynamoCapture
+from htp_export.exporter.capture.guarded import export_untagged, seam
+from htp_export.exporter.owners.write import make_tags
+from htp_export.format import tags
+from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.parameters import ModuleParameters
+
+__all__ = ["Rewriting", "write_tags"]
+
+IR_VERSION = 10  # the first with metadata on nodes
+
+
+def write_tags(
+    capture: DynamoCapture,
+    model: ir.Model,
+    hierarchy: Hierarchy | None,
+    parameters: Mapping[str, ModuleParameters] | None,
+) -> None:
+    """Tag a model, in place of tags that it has.
+
+    Args:
+        capture: What was captured of its export.
+        model: The model as it is now.
+        hierarchy: The module tree; None if only the modules that ran are known.
+        parameters: As of ``make_tags``.
+    """
+    with seam("matching the nodes of the ONNX graph with what the modules ran"):
+        record, nodes = capture.finish(model)
+    with seam("finding the owners of each node"):
+        made = make_tags(record, hierarchy or Hierarchy.from_classes(capture.classes), parameters)
+    for node, metadata in zip(nodes, made.nodes, strict=True):
+        tags.tag_node(node.metadata_props, metadata)
+    for key in tags.MODEL_KEYS:
+        model.metadata_props.pop(key, None)
+    model.metadata_props.update(made.model)
+    model.graph.name = made.graph_name
+    model.ir_version = max(model.ir_version, IR_VERSION)
+
+
+class Rewriting:
+    """One tagged model that others may rewrite.
+
+    Args:
+        capture: What was captured of its export.
+        model: The model.
+        hierarchy: As of `write_tags`.
+        parameters: As of `write_tags`.
+    """
+
+    _KEY = "htp.rewriting"  # in the model's ``meta``, so that it lives as long as the model
+
+    def __init__(
+        self,
+        capture: DynamoCapture,
+        model: ir.Model,
+        hierarchy: Hierarchy | None,
+        parameters: Mapping[str, ModuleParameters] | None,
+    ) -> None:
+        self._capture, self._model = capture, model
+        self._hierarchy, self._parameters = hierarchy, parameters
+        capture.follow(model)
+        self._tagged = _state(model)
+        model.meta[self._KEY] = self
+
+    def replaced(self, old: ir.Value | None, new: ir.Value | None) -> None:
+        """Note that ``new`` now stands where ``old`` stood, in whatever model."""
+        self._capture.step("following a value of a model that is rewritten", self._capture.replaced_later, old, new)
+
+    def settle(self) -> None:
+        """Tag the model once more, if it changed.
+
+        Raises:
+            CaptureError: The rewriting could not be followed, and the capture is strict.
+        """
+        now = _state(self._model)
+        if now == self._tagged:
+            return
+        capture = self._capture
+        capture.step(
+            "tagging a model that was rewritten", write_tags, capture, self._model, self._hierarchy, self._parameters
+        )
+        self._tagged = now
+        if capture.fault is not None:
+            _untag(self._model)
+            fault, capture.fault = capture.fault, None
+            self.end()
+            if capture.strict:
+                raise fault
+            export_untagged(fault)
+
+    def end(self) -> None:
+        """Forget the capture."""
+        self._model.meta.pop(self._KEY, None)
+        self._capture.withdraw(self._model)
+
+
+def _state(model: ir.Model) -> list[Any]:
+    """What tags depend on: nodes, values and their names. Values are compared by identity."""
+    graphs = [model.graph, *model.functions.values()]
+    given = [(value, value.name) for value in (*model.graph.inputs, *model.graph.outputs)]
+    nodes = (node for graph in graphs for node in every_node(graph))
+    return [given, *((node, node.inputs, [value.name for value in node.outputs]) for node in nodes)]
+
+
+def _untag(model: ir.Model) -> None:
+    for graph in (model.graph, *model.functions.values()):
+        for node in every_node(graph):
+            tags.tag_node(node.metadata_props, {})
+    for key in tags.MODEL_KEYS:
+        model.metadata_props.pop(key, None)
