@@ -30,7 +30,13 @@ HALVES = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4
 HALVES |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     "t5": {**WIDTHS, "decoder_start_token_id": 0, "num_layers": 2, "d_kv": 8, "num_heads": 4, "d_ff": 48},
-    "bart": {**WIDTHS, **HALVES, "max_position_embeddings": 64, "decoder_start_token_id": 2},
+    "bart": {
+        **WIDTHS,
+        **HALVES,
+        "max_position_embeddings": 64,
+        "decoder_start_token_id": 2,
+        "forced_eos_token_id": None,
+    },
     "whisper": {
         **WIDTHS,
         **HALVES,

@@ -1,0 +1,115 @@
+"""``export`` and ``verify`` with tasks: files, what is said of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from htp_export.cli.main import main
+from tests.decoders import DECODERS, ENCODER_DECODERS, decoder
+
+pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+
+
+def model(name: str, settings: dict[str, Any], layers: str) -> list[str]:
+    settings = {**settings, layers: 1}
+    return [
+        name,
+        "--random-weights",
+        *(word for key, value in settings.items() for word in ("--set", f"{key}={value}")),
+    ]
+
+
+GPT2 = model("gpt2", DECODERS["gpt2"], "n_layer")
+PAST = "text-generation-with-past"
+
+
+def inputs_of(file: Path) -> list[str]:
+    return [value.name for value in onnx.load(file, load_external_data=False).graph.input]
+
+
+def test_export_of_a_decoder_is_verified_in_prefill_and_decode(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "gpt2.onnx"
+    assert main(["export", *GPT2, "--task", PAST, "-o", str(file), "--verify", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["task"] == PAST
+    assert {run: each["ok"] for run, each in said["verify"].items()} == {"prefill": True, "decode": True}
+    assert "past_key_values.0.key" in inputs_of(file)
+    assert main(["verify", str(file), *GPT2, "--task", PAST, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["ok"]
+    assert list(said["runs"]) == ["prefill", "decode"]
+
+
+def test_verify_of_a_decoder_names_the_run_that_differs(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "gpt2.onnx"
+    assert main(["export", *GPT2, "--task", PAST, "-o", str(file), "--quiet"]) == 0
+    assert main(["verify", str(file), *GPT2, "--task", PAST, "--tolerance", "**=0,0"]) == 1
+    assert "decode: first wrong" in capsys.readouterr().err
+
+
+def test_two_files_and_names_of_transformers(tmp_path: Path) -> None:
+    options = ["--task", PAST, "--two-files", "--cache-names", "transformers", "--quiet"]
+    assert main(["export", *GPT2, *options, "-o", str(tmp_path)]) == 0
+    assert sorted(file.name for file in tmp_path.glob("*.onnx")) == [
+        "decoder_model.onnx",
+        "decoder_with_past_model.onnx",
+    ]
+    assert not any("past" in name for name in inputs_of(tmp_path / "decoder_model.onnx"))
+    assert "input.past_key_values.layers.0.keys" in inputs_of(tmp_path / "decoder_with_past_model.onnx")
+
+
+def test_a_folder_with_a_decoder_is_exported_with_its_cache(tmp_path: Path, capsys: Any) -> None:
+    decoder("gpt2").save_pretrained(tmp_path / "gpt2")
+    file = tmp_path / "gpt2.onnx"
+    assert main(["export", str(tmp_path / "gpt2"), "-o", str(file)]) == 0
+    assert f"task {PAST}" in capsys.readouterr().out
+    assert "past_key_values.0.key" in inputs_of(file)
+
+
+@pytest.mark.slow
+def test_an_encoder_decoder_needs_a_folder_and_writes_three_files(tmp_path: Path, capsys: Any) -> None:
+    settings = {key: value for key, value in ENCODER_DECODERS["t5"].items() if key != "decoder_start_token_id"}
+    t5 = [*model("t5", settings, "num_layers"), "--task", "text2text-generation-with-past"]
+    assert main(["export", *t5, "-o", str(tmp_path / "t5.onnx")]) == 2
+    assert "3 files are written, encoder_model.onnx" in capsys.readouterr().err
+    folder = tmp_path / "t5"
+    assert main(["export", *t5, "-o", str(folder), "--verify", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert list(said["models"]) == ["encoder_model", "decoder_model", "decoder_with_past_model"]
+    assert all(each["verify"]["ok"] for each in said["models"].values())
+    assert main(["verify", str(folder / "decoder_with_past_model.onnx"), *t5]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "image-classification"], "its tasks: .*text-generation-with-past"),
+        (["--task", "fill-mask-with-past"], "cannot do 'fill-mask-with-past'; its tasks: "),
+        (["--task", "no-such-task-at-all"], "unknown task 'no-such-task-at-all'; its tasks: .*text-generation"),
+        (["--task", PAST, "--torchscript"], "TorchScript takes no cache"),
+        (["--task", PAST, "--dynamic", "batch"], "says which axes vary"),
+        (["--task", PAST, "--cache-names", "mine"], "choose optimum or transformers"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_status_2(options: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["export", *GPT2, *options, "-o", str(tmp_path / "x.onnx")]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_task_of_an_encoder_names_its_file_as_optimum_does(tmp_path: Path) -> None:
+    small = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 100}
+    bert, file = model("bert", small, "num_hidden_layers"), tmp_path / "bert.onnx"
+    assert main(["export", *bert, "--task", "feature-extraction", "-o", str(file), "--verify"]) == 0
+    graph = onnx.load(file, load_external_data=False).graph
+    assert [value.name for value in graph.output] == ["last_hidden_state"]
+    dims = {value.name: [dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in graph.input}
+    named = ["batch_size", "sequence_length"]
+    assert dims == {"input_ids": named, "attention_mask": named, "token_type_ids": named}
+    assert main(["verify", str(file), *bert, "--task", "feature-extraction"]) == 0
