@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from torch import nn
 
 import htp_export
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from tests.nets import spread, x
 
 
@@ -102,3 +104,35 @@ def test_a_size_that_no_input_of_a_stage_has_is_read_from_another_cache(tmp_path
     expected = htp_export.partition(tmp_path / "decoder.onnx", 1).run(given)
     for name, array in parts.run(given).items():
         np.testing.assert_allclose(array, expected[name], rtol=1e-6, atol=1e-6)
+
+
+def test_a_size_is_not_read_from_an_input_that_is_left_out_itself() -> None:
+    """``start`` reads the past of one cache and the batch of another one, which is the batch of ``x``, too."""
+
+    def floats(name: str, *sizes: str) -> ir.Value:
+        return ir.val(name, ir.DataType.FLOAT, sizes)
+
+    def node(op: str, inputs: list[ir.Value], module: str, made: ir.Value, **attributes: int) -> ir.Node:
+        tags = {"htp.module": module, "htp.reason": "scope"}
+        return ir.node(op, inputs, attributes, outputs=[made], metadata_props=tags, name=f"node_{made.name}")
+
+    x, caches = floats("x", "b", "n"), [floats(f"past_{number}", "b", "p") for number in range(2)]
+    sizes = [ir.val(name, ir.DataType.INT64, [1]) for name in ("past", "batch", "both")]
+    factor, started, first, out = ir.val("factor", ir.DataType.FLOAT, [1]), *(floats(n, "b", "n") for n in "sfo")
+    nodes = [
+        node("Shape", [caches[0]], "start", sizes[0], start=1, end=2),
+        node("Shape", [caches[1]], "start", sizes[1], start=0, end=1),
+        node("Add", [sizes[1], sizes[0]], "start", sizes[2]),
+        node("Cast", [sizes[2]], "start", factor, to=ir.DataType.FLOAT),
+        node("Mul", [x, factor], "start", started),
+        node("Add", [started, caches[0]], "first", first),
+        node("Add", [first, caches[1]], "second", out),
+    ]
+    model = ir.Model(ir.Graph([x, *caches], [out], nodes=nodes, opset_imports={"": 20}, name="net"), ir_version=10)
+    modules = [ModuleInfo("", "net.Net", 1, "computed")]
+    modules += [ModuleInfo(name, "net.Part", 1, "computed") for name in ("start", "first", "second")]
+    model.metadata_props.update({"htp.version": "1", "htp.modules": Hierarchy(modules).to_json()})
+    parts = htp_export.partition(model, ["first", "second"])
+    given = {value.name: np.full((2, 3), number, np.float32) for number, value in enumerate((x, *caches), 1)}
+    assert set(parts.stages[0].inputs) == {"x", "past_0"}
+    assert parts.run(given)["o"].tolist() == [[5 + 2 + 3] * 3] * 2

@@ -128,20 +128,21 @@ class Cutter:
         layer. If other nodes of the model read the values of that input, it is theirs; this part reads the size from
         an input of its own with a dimension of that name.
         """
-        measuring: set[ir.Node] = set()
-        entering = dict(walk.entering)
-        for value in walk.entering:
-            users = {use.node for use in value.uses()}
-            inside = {node for node in users if not walk.nodes.isdisjoint(self._index.scopes(node))}
-            if not value.is_graph_input() or users <= inside or any(node.op_type != "Shape" for node in inside):
-                continue
-            if all(node.op_type in SIZES_ONLY for node in users):
-                continue
-            others = [candidate for candidate in entering if candidate is not value and not self.is_size(candidate)]
-            if all(same_dimensions(node, others) is not None for node in inside):
-                measuring |= inside
-                del entering[value]
-        return measuring
+        measured = {value: nodes for value in walk.entering if (nodes := self._measuring(value, walk))}
+        others = [value for value in walk.entering if value not in measured and not self.is_size(value)]
+        found: set[ir.Node] = set()
+        for nodes in measured.values():
+            if all(same_dimensions(node, others) is not None for node in nodes):
+                found |= nodes
+        return found
+
+    def _measuring(self, value: ir.Value, walk: _Walk) -> set[ir.Node]:
+        """The nodes of a walk that read a value, if all are ``Shape`` and other nodes read the values of this input."""
+        users = {use.node for use in value.uses()}
+        here = {node for node in users if not walk.nodes.isdisjoint(self._index.scopes(node))}
+        if not value.is_graph_input() or any(node.op_type != "Shape" for node in here):
+            return set()
+        return here if any(node.op_type not in SIZES_ONLY for node in users - here) else set()
 
     def _part(
         self, path: str, call: int, walk: _Walk, inputs: Mapping[str, ir.Value], wanted: Mapping[str, ir.Value]
