@@ -134,6 +134,33 @@ def equal_siblings() -> nn.Module:
     return model
 
 
+class Region(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(4, 4), nn.GELU()
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.act(self.fc(x))
+
+
+# torch has one graph for equal regions, which Dynamo traces once.
+net(
+    "nested_compile_region",
+    lambda: nn.Sequential(Region(), Region(), Region()),
+    lambda: {"input": x(2, 4)},
+    skip=("dynamo",) if torch.__version__ < "2.13" else (),  # torch 2.10 translates no invoke_subgraph
+    truth=Truth(
+        computed("", *(f"{number}{inside}" for number in range(3) for inside in ("", ".fc", ".act"))),
+        {
+            "Gemm": [("0.fc",), ("1.fc",), ("2.fc",)],
+            "Gelu": [("0.act",), ("1.act",), ("2.act",)],
+            "Add": [("0",), ("1",), ("2",)],
+        },
+    ),
+)
+
+
 # Equal work on the same input is done once, for both.
 net(
     "equal_siblings",

@@ -14,7 +14,8 @@ import torch
 import htp_export
 from htp_export.cli.main import main
 from htp_export.errors import InputError, SelectorError
-from htp_export.exporter import exporting
+from htp_export.exporter.capture.dynamo import DynamoCapture
+from htp_export.exporter.capture.torchscript import TorchScriptCapture
 from tests.exporting import exported
 from tests.nets import NETS, spread
 from tests.test_functions import EXPORTERS, arrays, equal, function, op_types, run, same_file
@@ -336,7 +337,8 @@ def test_export_that_cannot_be_tagged_is_written_flat_where_that_is_allowed(expo
     def fail(*_):
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(exporting, "make_tags", fail)
+    for capture in (DynamoCapture, TorchScriptCapture):
+        monkeypatch.setattr(capture, "finish", fail)
     with (
         caplog.at_level(logging.WARNING, "htp_export"),
         htp_export.tagging(strict=False),

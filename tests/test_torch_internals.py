@@ -22,6 +22,7 @@ from htp_export.exporter.capture.running import script_capture
 from htp_export.files.protobuf_bytes import SerializedModel, Weight
 from htp_export.process import shared_settings
 from htp_export.process.restoring import restored, set_variable
+from tests.nets import NETS
 
 EVERY = [patch for group in patches.EVERY for patch in group.patches]
 WITH_SIGNATURES = [
@@ -513,3 +514,18 @@ def test_operators_say_what_they_give_views_of_and_what_they_change(
 )
 def test_operators_in_place_are_told_from_others_by_their_schemas(kind: str, otherwise: str) -> None:
     assert torch_internals.out_of_place(kind) == otherwise
+
+
+def test_compile_region_has_its_modules_in_programs_that_are_exported_inside_tagging() -> None:
+    model, kwargs = NETS["nested_compile_region"].build()
+
+    def modules(program: torch.export.ExportedProgram) -> list[list[str]]:
+        calls = [node for node in program.graph.nodes if node.op == "call_function"]
+        return [[path for path, _ in node.meta["nn_module_stack"].values()] for node in calls]
+
+    left_to_torch = torch.export.export(model, tuple(kwargs.values()))
+    with htp_export.tagging():
+        watched = torch.export.export(model, tuple(kwargs.values()))
+    assert modules(left_to_torch)[:3] == [["", "0"]] * 3
+    assert modules(watched)[:3] == [["", "0", "0.fc"], ["", "0", "0.act"], ["", "0"]]
+    assert [str(node) for node in watched.graph.nodes] == [str(node) for node in left_to_torch.graph.nodes]

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from htp_export.exporter.capture.running import dynamo_capture, program_bodies, translations_read, wanted
 from htp_export.exporter.capture.torch_internals import (
     called_by_export,
@@ -73,6 +75,23 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
         for _ in entered:
             capture.step("noting that a module returns", capture.leave, self, result)
         return result
+
+    return wrapper
+
+
+def call_region(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a function that ``torch.compiler.nested_compile_region`` marks as if it were not marked.
+
+    torch lets Dynamo trace such a region, and runs the graph of it in which no call of a module is seen. The exported
+    graph is the same without that.
+    """
+
+    @functools.wraps(original)
+    def wrapper(func: Any, *args: Any, **kwargs: Any) -> Any:
+        nobody_watches = dynamo_capture.get() is None and program_bodies.get() is None
+        if torch.compiler.is_dynamo_compiling() or nobody_watches:
+            return original(func, *args, **kwargs)
+        return func(*args, **kwargs)
 
     return wrapper
 

@@ -1,9 +1,9 @@
 """Every patch of torch and onnx_ir, and the wrappers around torch's TorchScript exporter.
 
 A wrapper calls what it wraps and tells the capture of the running export what happened. Some do more while an export
-of ours runs in this thread: `_slow_forward`, `_traced` and `_export_file` do the work themselves, `_listed`,
-`_blocks`, `_serialize` and `_add_functions` do the same work faster. In every other thread and task, all of them only
-call what they wrap. ``tests/test_torch_internals.py`` fails where one of the places named here has moved.
+of ours runs in this thread: `_slow_forward`, `_traced`, `_export_file` and `call_region` do the work themselves,
+`_listed`, `_blocks`, `_serialize` and `_add_functions` do the same work faster. In every other thread and task, all of
+them only call what they wrap. ``tests/test_torch_internals.py`` fails where one of the places named here has moved.
 """
 
 from __future__ import annotations
@@ -327,6 +327,7 @@ DYNAMO_ENTRY = Patches(
     else Patch(_CORE, "export", dynamo_patches.core_export),
     Patch("torch.export._trace", "_export", dynamo_patches.export_program),
     Patch("torch._ops", "HigherOrderOperator.__call__", dynamo_patches.call_operator),
+    Patch("torch._higher_order_ops.invoke_subgraph", "invoke_subgraph_placeholder", dynamo_patches.call_region),
 )
 TORCHSCRIPT_ENTRY = Patches(Patch(_SCRIPT, "_export", _script_export))
 
