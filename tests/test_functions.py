@@ -162,19 +162,72 @@ def test_modules_of_a_class_that_compute_differently_are_numbered_and_shared_nod
     assert dict(nested.outside) == {"layer.0": 1, "layer.1": 1}
 
 
-def test_constants_in_attributes_tell_bodies_apart():
-    def block(name, owner, source, number):
-        constant = tagged_node("Constant", [], owner, f"c{name}")
+def scales(*numbers, inside=""):
+    """A chain of modules that each multiply by a constant; those of one layer lie in it, with work of its own."""
+    last, nodes, paths = value("x"), [], [""]
+    for place, number in enumerate(numbers):
+        owner = f"layer{place}.scale" if inside else f"scale{place}"
+        paths += [f"layer{place}"] * bool(inside) + [owner]
+        constant = tagged_node("Constant", [], owner, f"c{place}")
         constant.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.float32([number])))
-        return [constant, tagged_node("Mul", [source, constant.outputs[0]], owner, name)]
+        nodes += [constant, tagged_node("Mul", [last, constant.outputs[0]], owner, f"m{place}")]
+        if inside:
+            nodes.append(tagged_node("Neg", [nodes[-1].outputs[0]], f"layer{place}", f"n{place}"))
+        last = nodes[-1].outputs[0]
+    classes = {path: "net.Scale" if "scale" in path else "net.Layer" for path in paths}
+    modules = [ModuleInfo(path, name, 1, "computed") for path, name in classes.items()]
+    return handmade.model([value_of(nodes)], nodes, [], modules)
 
-    x = value("x")
-    first = block("one", "one", x, 2.0)
-    second = block("two", "two", first[-1].outputs[0], 2.0)
-    third = block("three", "three", second[-1].outputs[0], 3.0)
-    modules = [ModuleInfo(path, "net.Scale", 1, "computed") for path in ("", "one", "two", "three")]
-    nested = htp_export.functions(handmade.model([x], [*first, *second, *third], [], modules), "**")
-    assert dict(nested.modules) == {"one": "htp::Scale", "two": "htp::Scale", "three": "htp::Scale_2"}
+
+def value_of(nodes):
+    """The first input of a chain."""
+    return nodes[1].inputs[0]
+
+
+def test_equal_constants_are_in_the_function():
+    nested = htp_export.functions(scales(2.0, 2.0), "**")
+    assert op_types(function(nested.model, "Scale")) == ["Constant", "Mul"]
+    assert nested.functions["htp::Scale"].calls == 2
+
+
+def test_constants_that_differ_are_inputs_of_one_function():
+    model = scales(2.0, 2.0, 3.0)
+    nested = htp_export.functions(model, "**")
+    assert set(nested.modules.values()) == {"htp::Scale"}
+    assert op_types(nested.model.graph) == ["Constant", "Scale", "Constant", "Scale", "Constant", "Scale"]
+    assert dict(nested.outside) == {"scale0": 1, "scale1": 1, "scale2": 1}
+    assert equal(run(nested.model, [X]), run(model, [X]))
+    assert same_file(htp_export.inline(nested).model, model)
+
+
+def test_constants_that_differ_between_functions_in_functions_are_inputs_of_all_around_them():
+    model = scales(2.0, 3.0, 3.0, inside="layer")
+    nested = htp_export.functions(model, "**")
+    assert op_types(nested.model.graph) == ["Constant", "Layer"] * 3
+    assert [(row.calls, row.nodes) for row in nested.functions.values()] == [(3, 1), (3, 2)]
+    assert equal(run(nested.model, [X]), run(model, [X]))
+    assert same_file(htp_export.inline(nested).model, model)
+
+
+def test_layers_that_scale_by_their_number_share_a_function(tmp_path):
+    from transformers import GPT2Config, GPT2Model
+
+    size = {
+        "n_embd": 16,
+        "n_layer": 3,
+        "n_head": 2,
+        "vocab_size": 50,
+        "use_cache": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    model = spread(GPT2Model(GPT2Config(**size, scale_attn_by_inverse_layer_idx=True))).eval()
+    kwargs = {"input_ids": torch.randint(0, 50, (1, 6)), "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]])}
+    flat = exported(model, kwargs, "torchscript", tmp_path)
+    nested = htp_export.functions(flat, ["class:GPT2Block", "class:GPT2Attention"])
+    assert [row.calls for row in nested.functions.values()] == [3, 3]
+    assert equal(run(nested.model, arrays(kwargs)), run(flat, arrays(kwargs)))
+    assert same_file(htp_export.inline(nested).model, flat)
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)

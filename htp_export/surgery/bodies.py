@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -14,11 +15,11 @@ from htp_export.model.function_records import DOMAIN, Instance
 from htp_export.model.regions import subgraphs
 from htp_export.model.rewiring import replace_inputs
 from htp_export.model.tensor_names import UsedNames
-from htp_export.surgery.equality import body_key
+from htp_export.surgery.equality import body_key, constant_key, is_constant
 from htp_export.surgery.formals import Formals
 from htp_export.surgery.levels import Group, Item
 
-__all__ = ["Bodies", "Occurrence", "copy_value"]
+__all__ = ["Bodies", "Occurrence", "copy_value", "differing_constants"]
 
 """How the owner of a call is known: the function holds the nodes of that module."""
 
@@ -138,6 +139,32 @@ class Bodies:
     def _tags(self, instance: Instance) -> dict[str, str]:
         call = str(instance.call) if self.hierarchy[instance.path].calls > 1 else ""
         return tags.node_tags((instance.path,), Reason.FUNCTION, self.hierarchy.called, call)
+
+
+def differing_constants(occurrences: Iterable[Occurrence], hierarchy: Hierarchy) -> dict[ir.Node, set[Instance]]:
+    """``Constant`` nodes that have another value in other functions which are equal but for such values.
+
+    Returns:
+        Node in the body of an instance → the instances that it must not be in, so that they share a function.
+    """
+    alike: defaultdict[Hashable, list[Occurrence]] = defaultdict(list)
+    keys: dict[ir.Function, Hashable] = {}
+    for one in occurrences:
+        if one.function not in keys:
+            keys[one.function] = body_key(one.function.graph, constants=False)
+        alike[hierarchy[one.instance.path].class_name, keys[one.function]].append(one)
+    found: dict[ir.Node, set[Instance]] = {}
+    for group in alike.values():
+        functions = list(dict.fromkeys(one.function for one in group))
+        if len(functions) == 1 or all(map(is_constant, functions[0].graph)):
+            continue
+        values = [[constant_key(node) if is_constant(node) else None for node in each.graph] for each in functions]
+        differ = [len(set(column)) > 1 for column in zip(*values, strict=True)]
+        for one in group:
+            for node, other in zip(one.body, differ, strict=True):
+                if other:
+                    found.setdefault(node, set()).add(one.instance)
+    return found
 
 
 def copy_value(value: ir.Value, name: str | None = None) -> ir.Value:

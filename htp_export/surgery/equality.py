@@ -8,10 +8,10 @@ from collections.abc import Hashable, Iterator
 import numpy as np
 import onnx_ir as ir
 
-__all__ = ["body_key"]
+__all__ = ["body_key", "constant_key", "is_constant"]
 
 
-def body_key(graph: ir.Graph) -> Hashable:
+def body_key(graph: ir.Graph, *, constants: bool = True) -> Hashable:
     """What two bodies have in common if one can stand for the other.
 
     Operators, attributes with the values of their tensors, who reads what, subgraphs, inputs and outputs in order.
@@ -19,6 +19,7 @@ def body_key(graph: ir.Graph) -> Hashable:
 
     Args:
         graph: The body of a function: it reads nothing from outside.
+        constants: Whether the values of ``Constant`` nodes count, too; those in subgraphs always do.
 
     Examples:
         >>> import onnx_ir as ir
@@ -31,18 +32,31 @@ def body_key(graph: ir.Graph) -> Hashable:
         ... )
         (True, False)
     """
-    return _graph_key(graph, {})
+    return _graph_key(graph, {}, constants=constants)
 
 
-def _graph_key(graph: ir.Graph, numbers: dict[ir.Value, int]) -> Hashable:
+def is_constant(node: ir.Node) -> bool:
+    """Whether a node is a ``Constant``."""
+    return (node.domain, node.op_type) == ("", "Constant")
+
+
+def constant_key(node: ir.Node) -> Hashable:
+    """The value of a ``Constant`` node."""
+    return tuple((name, _attribute_key(attribute, {})) for name, attribute in node.attributes.items())
+
+
+def _graph_key(graph: ir.Graph, numbers: dict[ir.Value, int], *, constants: bool = True) -> Hashable:
     for value in (*graph.inputs, *graph.initializers.values()):
         numbers.setdefault(value, len(numbers))
     tensors = tuple(_tensor_key(value.const_value) for value in graph.initializers.values())
-    nodes = tuple(_node_key(node, numbers) for node in graph)
+    nodes = tuple(_node_key(node, numbers, constants=constants) for node in graph)
     return len(graph.inputs), tensors, nodes, tuple(numbers[value] for value in graph.outputs)
 
 
-def _node_key(node: ir.Node, numbers: dict[ir.Value, int]) -> Hashable:
+def _node_key(node: ir.Node, numbers: dict[ir.Value, int], *, constants: bool) -> Hashable:
+    if is_constant(node) and not constants:
+        numbers[node.outputs[0]] = len(numbers)
+        return "Constant", tuple(node.attributes)
     inputs = tuple(None if value is None else numbers[value] for value in node.inputs)
     attributes = tuple(
         (name, int(attribute.type), _attribute_key(attribute, numbers))

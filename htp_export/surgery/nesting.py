@@ -15,13 +15,13 @@ from htp_export.files.model_files import check_target, write_model
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.columns import Column, text_table
-from htp_export.model.function_records import DOMAIN, Records
+from htp_export.model.function_records import DOMAIN, Instance, Records
 from htp_export.model.inlining import dissolve
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import GraphIndex, all_nodes
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames
-from htp_export.surgery.bodies import Bodies
+from htp_export.surgery.bodies import Bodies, differing_constants
 from htp_export.surgery.formals import Formals
 from htp_export.surgery.levels import Levels
 from htp_export.surgery.originals import flat_order, share_bodies
@@ -62,7 +62,7 @@ class Nested(HoldsModel):
         functions: Identifier → the function.
         skipped: Path of each selected module that stayed flat → reason.
         outside: Path of a module that became a function → number of its nodes outside of the function: shared with
-            other modules, or on a path that leaves the module and returns.
+            other modules, on a path that leaves the module and returns, or constants that differ between modules.
     """
 
     model: ir.Model
@@ -152,13 +152,9 @@ def functions(
             f"model {tagged.model.graph.name!r}: its modules are known from torch's own scopes alone, which are not "
             "exact enough to move nodes by; export it with htp_export.export(...)"
         )
-    source = _flat(tagged)
     wanted = [path for path in selected if path and tagged.hierarchy[path].fate == "computed"]
-    model = source.model.clone()
-    sources = dict(zip(all_nodes(model), source.nodes, strict=True))
-    work = TaggedModel(model, tagged.hierarchy)
-    index, placement = GraphIndex(model, work.work_of), Placement(work, wanted)
-    bodies = _make(work, index, placement)
+    built = _built(_flat(tagged), wanted)
+    model, index, placement, bodies = built.work.model, built.index, built.placement, built.bodies
     made = _functions_of(bodies)
     hierarchy = tagged.hierarchy
     skipped = {
@@ -168,9 +164,8 @@ def functions(
         listed = "; ".join(f"{path or '(root)'}: {reason}" for path, reason in list(skipped.items())[:5])
         more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
         raise InputError(f"no selected module can be a function: {listed}{more}")
-    _finish(
-        model, Records(share_bodies(bodies.occurrences, sources, hierarchy, work.calls), flat_order(bodies, sources))
-    )
+    records = share_bodies(bodies.occurrences, built.sources, hierarchy, built.work.calls)
+    _finish(model, Records(records, flat_order(bodies, built.sources)))
     if output is not None:
         write_model(model, output, share_weights=share_weights)
     ordered = {path: made[path] for path in selected if path in made}
@@ -184,6 +179,46 @@ def _flat(tagged: TaggedModel) -> TaggedModel:
     model = tagged.model.clone()
     dissolve(model, tagged.hierarchy, tagged.calls)
     return load(model)
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A copy of a model with functions.
+
+    Attributes:
+        sources: Node of the copy → node of the model.
+        work: The copy.
+        index: What was known of it before there were functions.
+        placement: The instances that its nodes are in.
+        bodies: The functions.
+    """
+
+    sources: Mapping[ir.Node, ir.Node]
+    work: TaggedModel
+    index: GraphIndex
+    placement: Placement
+    bodies: Bodies
+
+
+def _built(source: TaggedModel, wanted: Collection[str]) -> _Built:
+    """Make functions of a copy of a model; constants in which functions differ become inputs, so that one is left.
+
+    A constant that is left outside of a module is in the one around it, whose functions may then differ in it.
+    """
+    outside: dict[ir.Node, set[Instance]] = {}
+    while True:
+        model = source.model.clone()
+        sources = dict(zip(all_nodes(model), source.nodes, strict=True))
+        work = TaggedModel(model, source.hierarchy)
+        index, placement = GraphIndex(model, work.work_of), Placement(work, wanted)
+        for node in list(placement.chains) if outside else ():
+            placement.without(node, outside.get(sources[node], ()))
+        built = _Built(sources, work, index, placement, _make(work, index, placement))
+        known = sum(map(len, outside.values()))
+        for node, instances in differing_constants(built.bodies.occurrences.values(), source.hierarchy).items():
+            outside.setdefault(sources[node], set()).update(instances)
+        if sum(map(len, outside.values())) == known:
+            return built
 
 
 def _make(work: TaggedModel, index: GraphIndex, placement: Placement) -> Bodies:
