@@ -167,3 +167,11 @@ def test_configs_inside_a_config_are_walked() -> None:
     inner = config(hidden_size=512)
     outer = SimpleNamespace(to_dict=lambda: {"text_config": {}}, sub_configs={"text_config": object}, text_config=inner)
     assert smaller(outer) == {"text_config.hidden_size": 64}
+
+
+def test_the_sections_of_a_rotary_embedding_share_half_of_a_head() -> None:
+    rope = {"rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    assert smaller(config(head_dim=128, rope_parameters=rope)) == {
+        "head_dim": 16,
+        "rope_parameters.mrope_section": [2, 3, 3],
+    }

@@ -65,8 +65,18 @@ def _walk(config: Any, above: str, level: str) -> Iterator[tuple[str, object]]:
             nested = getattr(config, name)
             if hasattr(nested, "to_dict") or isinstance(nested, Mapping):
                 yield from _walk(nested, f"{above}{name}.", level)
+        elif isinstance(value, Mapping):
+            yield from _of_rotation(value, f"{above}{name}.", level)
         elif (new := _changed(name, value, level)) not in (None, value) and not (new == LAYERS and value in lengths):
             yield above + name, new  # a number of layers stays where a list has an entry for each
+
+
+def _of_rotation(settings: Mapping[str, Any], above: str, level: str) -> Iterator[tuple[str, object]]:
+    """The sections of a rotary embedding, which share half of a head."""
+    for name, value in settings.items():
+        if str(name).endswith("section") and _is_list(value) and level == "small":
+            share = [max(1, each * HEAD // 2 // sum(value)) for each in value]
+            yield above + name, [HEAD // 2 - sum(share[1:]), *share[1:]]
 
 
 def _changed(name: str, value: Any, level: str) -> object | None:

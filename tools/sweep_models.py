@@ -48,6 +48,7 @@ _BACKBONE = {
     "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1],
     "layer_type": "basic",
 }  # fmt: skip
+_FORECAST = {"prediction_length": 4, "num_time_features": 1}
 _LAST = {"backbone_config": {**_BACKBONE, "out_features": ["stage4"]}}
 _LAST_THREE = {"backbone_config": {**_BACKBONE, "out_features": ["stage2", "stage3", "stage4"]}}
 
@@ -56,13 +57,23 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
     **dict.fromkeys(("detr", "conditional_detr", "table-transformer", "dab-detr"), _LAST),
     "deformable_detr": _LAST_THREE,
     "funnel": {"block_sizes": [1, 1], "block_repeats": [1, 1]},
-    "time_series_transformer": {"prediction_length": 4},
-    "informer": {"prediction_length": 4},
-    "autoformer": {"prediction_length": 4},
+    **dict.fromkeys(("time_series_transformer", "informer", "autoformer"), _FORECAST),
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {"num_key_value_heads": 4},
     "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
     "wav2vec2": {"num_conv_pos_embedding_groups": 4, "conv_dim": [32] * 7},
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+}
+
+# Shapes of inputs that a config does not describe.
+_SERIES = {
+    "past_values": [1, 11], "past_time_features": [1, 11, 1], "past_observed_mask": [1, 11],
+    "future_values": [1, 4], "future_time_features": [1, 4, 1],
+}  # fmt: skip
+SHAPES: Mapping[str, Mapping[str, object]] = {
+    **dict.fromkeys(("time_series_transformer", "informer", "autoformer"), _SERIES),
+    "timesfm": {"past_values": [1, 64]},
 }
 
 TIMM = """test_vit test_resnet test_efficientnet test_convnext test_byobnet test_mambaout test_nfnet
@@ -148,7 +159,7 @@ def transformers_model(name: str) -> Built:
             model = load_model(name, random_weights=True, overrides=overrides)
             if sum(each.numel() for each in model.parameters()) > LARGEST:
                 raise ValueError("no way to shrink its config was found")
-            inputs = dict(example_inputs(model, shapes=text_shape(model)))
+            inputs = dict(example_inputs(model, shapes={**text_shape(model), **SHAPES.get(name, {})}))
             if "decoder_input_ids" in inputs:
                 inputs["decoder_input_ids"] %= TOKENS  # the config of a decoder keeps its usual first token
             with torch.no_grad():
