@@ -38,6 +38,7 @@ TORCH = {
     "test_signatures",
     "test_torch_internals",
     "test_torch_warnings",
+    "test_wrapped_modules",
     "test_transformers_exporters",
     "test_verify",
     "test_verify_faults",
