@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import itertools
 import json
 import re
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -167,12 +168,34 @@ def namespace(path: str, called: Collection[str]) -> str:
         >>> namespace("branches.a/b", {""})
         'branches.a%2Fb'
     """
-    levels = [up for up in ancestors(path) if up and (up in called or up == path)]
-    parts, above = [], ""
-    for level in reversed(levels):
-        parts.append(_escape(level[len(above) + 1 :] if above else level))
-        above = level
-    return "/".join(parts)
+    return namespaces([path], called)[path]
+
+
+def namespaces(paths: Iterable[str], called: Collection[str]) -> dict[str, str]:
+    """Each path → its `namespace`. What paths have in common is looked at once.
+
+    Args:
+        paths: Module paths.
+        called: The paths of the modules that ran.
+
+    Examples:
+        >>> namespaces(["layers.0.act", "layers.0"], {"", "layers.0", "layers.0.act"})
+        {'layers.0.act': 'layers.0/act', 'layers.0': 'layers.0'}
+    """
+    levels, found = {"": ""}, {}  # of modules that ran
+    for path in paths:
+        below, above = list[str](), path
+        while above not in levels:
+            below.append(above)
+            above = next(up for up in itertools.islice(ancestors(above), 1, None) if up in called or not up)
+        space = levels[above]
+        for level in reversed(below):
+            part = _escape(level[len(above) + 1 :] if above else level)
+            space, above = f"{space}/{part}" if space else part, level
+            if level in called:
+                levels[level] = space
+        found[path] = space
+    return found
 
 
 def owners_of(metadata: Mapping[str, str]) -> tuple[str, ...]:

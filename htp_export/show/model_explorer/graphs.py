@@ -72,16 +72,14 @@ def node_ids(inventory: Inventory) -> list[str]:
 
 def layers_of(inventory: Inventory) -> list[str]:
     """The layer that each node lies in: that of its owner, or the deepest one above all its owners."""
-    spaces = {path: tags.namespace(path, inventory.called) for path in {node.module for node in inventory.nodes}}
+    spaces = tags.namespaces({node.module for node in inventory.nodes}, inventory.called)
     return [spaces[node.module] for node in inventory.nodes]
 
 
 def _layers(inventory: Inventory) -> dict[str, ModuleEntry]:
-    return {
-        tags.namespace(path, inventory.called): module
-        for path, module in inventory.modules.items()
-        if path and (module.nodes or module.calls)
-    }
+    drawn = {path: module for path, module in inventory.modules.items() if path and (module.nodes or module.calls)}
+    spaces = tags.namespaces(drawn, inventory.called)
+    return {spaces[path]: module for path, module in drawn.items()}
 
 
 def _node(node: NodeEntry, identifier: str, layer: str, names: Sequence[str]) -> dict[str, Any]:
