@@ -19,7 +19,7 @@ _LAYER = "___group___"  # what Model Explorer puts after a namespace to name the
 
 def drawing(inventory: Inventory, measures: Sequence[Measure]) -> dict[str, Any]:
     """What ``page/assets/graph.js`` reads."""
-    spaces = {path: tags.namespace(path, inventory.called) for path in drawn_parents(inventory.modules)}
+    spaces = tags.namespaces(drawn_parents(inventory.modules), inventory.called)
     return {
         "graphs": {"graphs": [graph_of(inventory, measures, keep_layers=False)]},
         "overlays": overlays_of(inventory, measures),
