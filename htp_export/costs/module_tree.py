@@ -10,7 +10,7 @@ from htp_export.costs.columns import TREE_COLUMNS
 from htp_export.costs.result import Cost
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.model.columns import Column, chosen, plain, record
+from htp_export.model.columns import Column, chosen, json_value, record
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tables import ModuleTable
@@ -71,7 +71,7 @@ class ModuleTree(ModuleTable):
             3
         """
         modules = {
-            row.path: {key: plain(value) for key, value in record(self.columns, row).items() if value is not None}
+            row.path: {key: json_value(value) for key, value in record(self.columns, row).items() if value is not None}
             for row in self.rows
         }
         return {

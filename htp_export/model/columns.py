@@ -18,8 +18,8 @@ __all__ = [
     "Column",
     "chosen",
     "csv_text",
+    "json_value",
     "names_of",
-    "plain",
     "record",
     "si",
     "sorted_by",
@@ -149,7 +149,7 @@ def record(columns: Iterable[Column[R]], row: R) -> dict[str, Any]:
     return {column.name: column.data(row) for column in columns}
 
 
-def plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """A value as JSON has it, which knows neither NaN nor infinity."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 

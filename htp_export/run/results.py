@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from htp_export.model.columns import CLASS_NAME, Column, chosen, plain, record
+from htp_export.model.columns import CLASS_NAME, Column, chosen, json_value, record
 from htp_export.model.tables import ModuleTable
 from htp_export.model.tag_facts import TagFacts, tag_lines
 from htp_export.runtime.comparing import Difference
@@ -121,7 +121,11 @@ class ModuleResult:
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data."""
         return {
-            **{name: plain(value) for name, value in record(COMPARISON_COLUMNS, self).items() if _known(name, value)},
+            **{
+                name: json_value(value)
+                for name, value in record(COMPARISON_COLUMNS, self).items()
+                if _known(name, value)
+            },
             "calls": [_call_to_dict(call) for call in self.calls],
         }
 
@@ -146,7 +150,7 @@ def _call_to_dict(call: CallResult) -> dict[str, Any]:
     def tensors(listed: Sequence[TensorResult]) -> list[dict[str, Any]]:
         rows = []
         for tensor in listed:
-            numbers: dict[str, Any] = {name: plain(getattr(tensor.difference, name)) for name in _NUMBERS}
+            numbers: dict[str, Any] = {name: json_value(getattr(tensor.difference, name)) for name in _NUMBERS}
             remarks = {"problem": tensor.difference.problem, "note": tensor.difference.note}
             rows.append(
                 {"name": tensor.name, "tensor": tensor.tensor, **numbers, **{k: v for k, v in remarks.items() if v}}
