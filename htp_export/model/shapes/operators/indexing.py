@@ -107,19 +107,6 @@ def _gather(node: Operation, known: Known) -> Sequence[Dims | None] | None:
     return [[*data[:axis], *indices, *data[axis + 1 :]]]
 
 
-@shape_rule("GatherND")
-def _gather_nd(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    data, indices = (known.shape(value) for value in node.inputs)
-    if data is None or indices is None or not isinstance(indices[-1], int):
-        return None
-    return [[*indices[:-1], *data[node.attributes.get_int("batch_dims", 0) + indices[-1] :]]]
-
-
-@shape_rule("GatherElements")
-def _like_indices(node: Operation, known: Known) -> Sequence[Dims | None]:
-    return [known.shape(node.inputs[1])]
-
-
 @content_rule("Gather")
 def _gathered_contents(node: Operation, known: Known) -> Contents | None:
     contents, places = known.contents(node.inputs[0]), known.contents(node.inputs[1])

@@ -26,15 +26,6 @@ def _reduce(node: Operation, known: Known) -> Sequence[Dims | None] | None:
     return [[1 if place in gone else dim for place, dim in enumerate(shape) if keep or place not in gone]]
 
 
-@shape_rule("ArgMax", "ArgMin")
-def _arg(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    shape = known.shape(node.inputs[0])
-    if shape is None:
-        return None
-    axis, keep = normalized(node.attributes.get_int("axis", 0), len(shape)), node.attributes.get_int("keepdims", 1)
-    return [[1 if place == axis else dim for place, dim in enumerate(shape) if keep or place != axis]]
-
-
 @content_rule("ReduceProd")
 def _product_contents(node: Operation, known: Known) -> Contents | None:
     contents = known.contents(node.inputs[0])

@@ -47,12 +47,6 @@ def _window(node: Operation, known: Known) -> Sequence[Dims | None] | None:
     return [result] * len(node.outputs)
 
 
-@shape_rule("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
-def _global_pool(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    shape = known.shape(node.inputs[0])
-    return None if shape is None else [[*shape[:2], *[1] * (len(shape) - 2)]]
-
-
 @shape_rule("Pad")
 def _pad(node: Operation, known: Known) -> Sequence[Dims | None] | None:
     shape = known.shape(node.inputs[0])
