@@ -15,7 +15,8 @@ from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.reasons import Reason
 from htp_export.format.signatures import Signature
 from htp_export.model.cutting import Cut, same_dimensions
-from htp_export.model.tagged import TaggedModel, all_nodes
+from htp_export.model.regions import all_nodes, all_values
+from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import rename
 
 __all__ = ["cut_graph", "cut_model", "model_around", "narrow_owners", "output_name"]
@@ -208,7 +209,7 @@ def _own_outputs(graph: ir.Graph, path: str) -> None:
 def _name_inputs(graph: ir.Graph, names: Sequence[str]) -> dict[str, str]:
     """Name the inputs after the arguments; what has such a name already gets another. Old name → new."""
     inputs, renamed = set(graph.inputs), {}
-    taken = {value.name: value for value in _all_values(graph) if value not in inputs}
+    taken = {value.name: value for value in all_values(graph) if value not in inputs}
     for name in names:
         holder = taken.get(name)
         if holder is not None:
@@ -220,12 +221,6 @@ def _name_inputs(graph: ir.Graph, names: Sequence[str]) -> dict[str, str]:
         renamed[str(value.name)] = name
         rename(value, name)
     return renamed
-
-
-def _all_values(graph: ir.Graph) -> list[ir.Value]:
-    bodies = [graph, *graph.subgraphs()]
-    formals = [value for body in bodies for value in (*body.inputs, *body.initializers.values())]
-    return list(dict.fromkeys((*formals, *(value for node in graph.all_nodes() for value in node.outputs))))
 
 
 def _functions_used(model: ir.Model, graph: ir.Graph) -> list[ir.Function]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -19,7 +19,7 @@ from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.function_records import DOMAIN, Expectations, Instance, Record, Records, entry_of, restore
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.regions import all_nodes, subgraphs
+from htp_export.model.regions import all_nodes, all_values, subgraphs
 from htp_export.model.rewiring import replace_inputs
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames, rename
@@ -225,7 +225,7 @@ class _Dissolver:
         self._functions, self._expected, self._inlined = functions, expected, inlined
         self.counts = {f"{domain}::{name}": 0 for domain, name, _ in functions}
         self._node_names = UsedNames(str(node.name) for node in graph.all_nodes())
-        self._value_names = UsedNames(str(value.name) for value in _values(graph))
+        self._value_names = UsedNames(str(value.name) for value in all_values(graph))
 
     def dissolve(self, call: ir.Node, record: Record) -> None:
         """Replace a call, and the calls in what comes in its place.
@@ -269,7 +269,7 @@ class _Dissolver:
 
     def _put_in_place(self, body: ir.Graph, call: ir.Node, graph: ir.Graph) -> None:
         returned = set(body.outputs)
-        for value in _values(body):
+        for value in all_values(body):
             if value.name and value not in returned and not value.is_graph_input():
                 rename(value, self._value_names.unused(value.name))
         arguments = dict(zip(body.inputs, call.inputs, strict=False))
@@ -332,13 +332,3 @@ def _inline_others(model: ir.Model) -> dict[str, int]:
         if above and not (named and all(any(tags.is_under(path, up) for up in above) for path in named)):
             tags.tag_node(node.metadata_props, caller)
     return called
-
-
-def _values(graph: ir.Graph) -> Iterator[ir.Value]:
-    """Every value of a graph and its subgraphs."""
-    yield from graph.inputs
-    yield from graph.initializers.values()
-    for node in graph:
-        yield from node.outputs
-        for body in subgraphs(node):
-            yield from _values(body)

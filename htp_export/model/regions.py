@@ -19,7 +19,7 @@ from htp_export.model.boundaries import OUTSIDE, Boundaries
 from htp_export.model.dependence import input_dependent_values
 from htp_export.model.operators import RANDOM, subgraphs
 
-__all__ = ["GraphIndex", "Region", "all_nodes", "subgraphs"]
+__all__ = ["GraphIndex", "Region", "all_nodes", "all_values", "subgraphs"]
 
 
 def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
@@ -35,6 +35,16 @@ def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
     yield from model.graph.all_nodes()
     for function in model.functions.values():
         yield from function.all_nodes()
+
+
+def all_values(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Every value of a graph and its subgraphs: inputs, initializers, and the outputs of nodes."""
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in graph:
+        yield from node.outputs
+        for body in subgraphs(node):
+            yield from all_values(body)
 
 
 class GraphIndex:
