@@ -1,4 +1,4 @@
-"""What ``verify`` and ``compare`` have in common: tolerances as they are typed, and the report."""
+"""Tolerances and report of ``verify`` and ``compare``."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Interrupts:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def accept(self) -> None:
-        """Take an interrupt for what it was meant to be; the command goes on as if none had come."""
+        """Accept an interrupt as handled; the command continues."""
         with self._sending:
             self.seen = False
 
@@ -76,7 +76,7 @@ class Interrupts:
 
 
 def accept_interrupt() -> None:
-    """Say that Ctrl-C was meant to end what a command did until then, such as serving a page."""
+    """Declare that Ctrl-C ended only the last step, such as serving a page; the command continues."""
     owner = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     if isinstance(owner, Interrupts):
         owner.accept()

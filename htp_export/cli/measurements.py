@@ -19,11 +19,7 @@ _WRONG = ("differs", "inherits")
 
 
 def read_measured(profile: Path | None, verify: Path | None) -> dict[str, Measured]:
-    """Module path → what the files say of it.
-
-    Args:
-        profile: What ``htp-export profile --json`` wrote.
-        verify: What ``htp-export verify --json`` or ``compare --json`` wrote.
+    """Module path → its measurements, from the JSON of ``profile``, and of ``verify`` or ``compare``.
 
     Raises:
         FileError: If a file cannot be read, or was written by something else.

@@ -1,4 +1,4 @@
-"""The files that a command writes: refused before any work if they cannot be written, or would replace an input."""
+"""Files that a command writes: checked before any work, so that no input is replaced."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def report(
 
     Args:
         result: The result.
-        as_json: Write it as JSON.
-        draw: Draws it; as text without one.
+        as_json: Whether to write it as JSON.
+        draw: Draws it; None to print it as text.
         output: The model that was written.
-        **facts: What JSON says before the result.
+        **facts: Further keys of the JSON.
     """
     if as_json:
         print_json({**facts, **result.to_dict()})

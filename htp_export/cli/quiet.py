@@ -1,4 +1,4 @@
-"""The terminal left to the commands: what libraries print on stderr is dropped, what htp_export logs is shown."""
+"""Output of libraries on stderr is dropped; what htp_export logs is shown."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ __all__ = ["Sizes", "parse_dims", "read_sizes"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What says how large inputs are.
+    """Values, sizes or shapes of inputs.
 
     Attributes:
         inputs: Input name → array.
@@ -29,7 +29,7 @@ class Sizes:
 
     @property
     def given(self) -> bool:
-        """Whether anything is."""
+        """Whether there is any of them."""
         return bool(self.inputs or self.dims or self.shapes)
 
 

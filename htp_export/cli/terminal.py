@@ -1,6 +1,6 @@
-"""What the commands have in common at the terminal: results on stdout, progress and errors on stderr.
+"""Output of all commands: results on stdout, progress and errors on stderr.
 
-All that is printed goes through here, so that a terminal acts on no name of a file (`printable`).
+Everything is printed here, so that no name in a file controls the terminal (`printable`).
 """
 
 from __future__ import annotations

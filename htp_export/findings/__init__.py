@@ -1,1 +1,1 @@
-"""Patterns of a graph that somebody may want to be otherwise, by module, and what changes them."""
+"""Patterns of a graph that can be simplified, by module, and the passes that do it."""

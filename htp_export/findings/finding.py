@@ -1,4 +1,4 @@
-"""Findings: what passes would change in a graph, and what looks like their work and stays."""
+"""Findings: what passes would change in a graph, and what they leave unchanged."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class Forensics:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What readers have to know besides: passes that could not run."""
+        """Lines below the table: passes that could not run."""
         return tuple(f"{name} could not run, and is left out: {why}" for name, why in self.failed.items())
 
     def __str__(self) -> str:
@@ -224,7 +224,7 @@ KIND_COLUMNS: tuple[Column[KindSummary], ...] = (
     Column("fix", "fixed by", right=False),
     Column("not_fixed", "not fixed", style="yellow", right=False),
 )
-"""What is known of all findings of a kind."""
+"""Columns of the table of kinds."""
 
 
 def _summed(kind: str, findings: tuple[Finding, ...]) -> KindSummary:

@@ -1,4 +1,4 @@
-"""Forensics: what each pass would change in a graph, by module, and what looks like its work and stays."""
+"""Forensics: what each pass would change in a graph, by module, and what it leaves unchanged and why."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class _Copy:
 
     Attributes:
         tagged: The copy.
-        origins: Each node → the nodes of the model whose work it does.
-        written: Those that stand in the model itself.
+        origins: Node → the original nodes that it replaces.
+        written: Its nodes that are in the original model.
     """
 
     tagged: TaggedModel
@@ -90,19 +90,19 @@ class _Copy:
     written: Collection[ir.Node]
 
     def again(self) -> _Copy:
-        """A copy of it as it is now."""
+        """A copy of its present state."""
         tagged = self.tagged.clone()
         pairs = list(zip(self.tagged.nodes, tagged.nodes, strict=True))
         origins = {copy: self.origins.get(node, ()) for node, copy in pairs}
         return _Copy(tagged, origins, {copy for node, copy in pairs if node in self.written})
 
     def origins_of(self, nodes: Iterable[ir.Node]) -> tuple[ir.Node, ...]:
-        """The nodes of the model whose work some nodes do."""
+        """The original nodes that some nodes replace."""
         return tuple(dict.fromkeys(origin for node in nodes for origin in self.origins.get(node, ())))
 
 
 class _Investigation:
-    """Passes that run on copies of a model, and what they did to its nodes.
+    """Passes that run on copies of a model, and their changes.
 
     Attributes:
         failed: Passes that raised → why.
@@ -167,7 +167,7 @@ class _Investigation:
                 self.failed[pipeline.running] = str(error).splitlines()[0]
 
     def _watch(self, copy: _Copy, level: Level, info: PassInfo, difference: Difference, model: ir.Model) -> None:
-        """Take in what a pass did."""
+        """Add the findings of one run of a pass."""
         add = functools.partial(self._add, fixed_by=info.name, level=max(level, info.level, key=LEVELS.index))
         for rewrite in rewrites(difference, one_by_one=info.name == ONE_BY_ONE):
             origins = copy.origins_of(rewrite.removed)
@@ -192,7 +192,7 @@ class _Investigation:
             add("unused_initializers", (), detail=f"{len(unread)}, {size:,} bytes", tensors=tensors)
 
     def _left(self, copy: _Copy, found: Iterable[Declined]) -> None:
-        """Take in what looks like the work of a pass, and stays; not what a pass changes after all."""
+        """Add nodes that passes leave unchanged, unless another pass changes them."""
         known: defaultdict[str, set[str]] = defaultdict(set)
         for finding in self._found:
             known[finding.kind].update(finding.nodes)
@@ -222,13 +222,13 @@ class _Investigation:
 
 
 def _applies(info: PassInfo, model: ir.Model) -> bool:
-    """Whether a pass may find something in a model, as far as it states what it requires."""
+    """Whether a model has what a pass requires, as far as the pass states it."""
     made = info.make
     return not (isinstance(made, type) and issubclass(made, NodePass)) or made.applies(model)
 
 
 def _why(kind: str) -> str:
-    """Why nodes of a kind stay of which no pass says it."""
+    """Why nodes of a kind stay, if no pass says why."""
     known = KINDS.get(kind)
     return (
         "" if known is None else known.why or f"{known.fixed_by} leaves it: it does not meet the conditions of the pass"

@@ -11,7 +11,7 @@ from htp_export.model.operators import RESHAPING
 __all__ = ["ONE_BY_ONE", "kind_of"]
 
 ONE_BY_ONE = "eliminate_identity_ops"
-"""The pass each of whose nodes is a finding of its own, also where several stand in a row."""
+"""The pass whose every node is a finding of its own, also if several are consecutive."""
 
 
 def kind_of(name: str, rewrite: Rewrite) -> str:

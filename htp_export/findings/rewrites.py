@@ -1,4 +1,4 @@
-"""What a pass did, rewrite by rewrite: nodes that went together, and nodes that do their work now."""
+"""The rewrites of a pass: nodes that were eliminated together, and the nodes that replace them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Rewrite:
     Attributes:
         removed: The nodes, in the order in which they stood.
         added: New nodes in their place; a node that was changed is in both.
-        inputs: What the first of them read.
-        readers: Other nodes that read what they made.
+        inputs: The inputs of the first of them.
+        readers: Other consumers of their outputs.
     """
 
     removed: tuple[ir.Node, ...]
@@ -44,7 +44,7 @@ def rewrites(difference: Difference, *, one_by_one: bool = False) -> Iterator[Re
 
     Args:
         difference: What the pass did to the graph.
-        one_by_one: Each node is a rewrite of its own, as where a pass takes out nodes that do nothing.
+        one_by_one: Each node is a rewrite of its own, for passes that remove nodes without effect.
     """
     removed, added = dict.fromkeys(difference.removed), dict.fromkeys(difference.added)
     groups: Groups[ir.Node] = Groups()
@@ -69,7 +69,7 @@ def rewrites(difference: Difference, *, one_by_one: bool = False) -> Iterator[Re
                 readers.setdefault(value, []).append(node)
     for members in groups:
         gone = tuple(node for node in members if node in removed)
-        if gone and not (one_by_one and members[0] in added):  # that one stays, and only lost an attribute
+        if gone and not (one_by_one and members[0] in added):  # it stays, and only lost an attribute
             values = (value for node in gone for value in difference.before.nodes[node].outputs)
             read = dict.fromkeys(node for value in values for node in readers.get(value, ()))
             news = tuple(node for node in members if node in added)

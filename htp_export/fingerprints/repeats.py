@@ -1,7 +1,7 @@
-"""Equal pieces of the chain that leads from an input to the outputs, for graphs that know no modules.
+"""Equal pieces of the chain from an input to the outputs, for graphs without tags.
 
-A node is a *link* of the chain if every way from the input to the end leads through it: the additions of residual
-connections, and whatever lies on no branch. Between two links lies a piece. Blocks are runs of pieces that come again.
+A node is a *link* of the chain if every path from the input to the end contains it: the additions of residual
+connections, and all nodes outside of branches. Pieces are between links. Blocks are repeated runs of pieces.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WEIGHED = frozenset((
 
 
 def repeated_pieces(facts: GraphFacts) -> list[list[tuple[ir.Node, ...]]]:
-    """Blocks that come again right after each other, each with the nodes of every one of them."""
+    """Consecutive equal blocks, each with the nodes of every repetition."""
     hasher, repeated, taken = Hasher(facts), list[list[tuple[ir.Node, ...]]](), set[ir.Node]()
     for model_input in ModelInputs(facts).data:
         pieces = _chain(facts, model_input.value)[:_LONGEST_CHAIN]
@@ -43,7 +43,7 @@ def repeated_pieces(facts: GraphFacts) -> list[list[tuple[ir.Node, ...]]]:
 
 
 def holds_weights(node: ir.Node) -> bool:
-    """Whether a node is of an operator that most work of networks is made of; blocks have such nodes."""
+    """Whether a node has an operator with weights or attention, as every block has."""
     return node.op_type in _WEIGHED
 
 
@@ -62,7 +62,7 @@ def _chain(facts: GraphFacts, start: ir.Value) -> list[tuple[ir.Node, ...]]:
 
 
 def _between(facts: GraphFacts, start: ir.Value) -> list[ir.Node]:
-    """The nodes on ways from a value to the outputs of the graph, in order; sizes lead nowhere."""
+    """The nodes on paths from a value to the outputs of the graph, in order; paths through sizes do not count."""
     graph = facts.tagged.model.graph
     starts: dict[ir.Value | None, int] = {start: 1}
     reached = dependence(reads_and_results(graph), starts)
@@ -76,7 +76,7 @@ def _between(facts: GraphFacts, start: ir.Value) -> list[ir.Node]:
 
 
 def _runs(keys: Sequence[str], weights: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Where a sequence repeats itself: start, period and count; what covers most first, and nothing twice."""
+    """Repetitions in a sequence: start, period and count; the largest first, without overlaps."""
     numbers = np.unique(np.array(keys, dtype=object).astype(str), return_inverse=True)[1] if keys else np.zeros(0, int)
     pending = [(0, len(numbers))]
     while pending:

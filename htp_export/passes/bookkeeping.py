@@ -52,8 +52,8 @@ class Bookkeeping:
 
     Attributes:
         model: The model, as passes left it.
-        hierarchy: The module tree, with the fates that the graph has given it so far.
-        difference: What the pass did that was taken in last.
+        hierarchy: The module tree, with the present fates.
+        difference: The changes by the last pass.
     """
 
     def __init__(self, tagged: TaggedModel) -> None:

@@ -1,4 +1,4 @@
-"""Nodes whose results nothing needs."""
+"""Nodes and functions on which no output depends."""
 
 from __future__ import annotations
 

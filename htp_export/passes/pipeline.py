@@ -150,5 +150,5 @@ class Pipeline:
 
     @property
     def attribution(self) -> dict[str, dict[str, Change]]:
-        """Pass → module path → what it did to nodes of the module itself."""
+        """Pass → module path → its changes to nodes of the module itself."""
         return {account.info.name: dict(account.changes) for account in self._accounts}

@@ -85,8 +85,8 @@ _Make = TypeVar("_Make", bound=Callable[[], ir.passes.PassBase])
 def register(name: str, level: Level, after: str | None = None) -> Callable[[_Make], _Make]:
     """Make a pass known by a name; for a class, or a function without arguments, that makes an onnx_ir pass.
 
-    The pass needs to know nothing of tags. It has to keep one rule: a node that stays in the graph computes what it
-    computed before. What computes something else is a new node, and takes the name of a value only to hold that value.
+    The pass does not need to know about tags. It has to follow one rule: a node that stays computes what it computed
+    before. What computes something else is a new node, and uses the name of a value only for that value.
 
     Args:
         name: The name. A name that is registered again means the new pass.

@@ -64,7 +64,7 @@ class SummaryNode:
         attributes: Its attributes, as a short hash.
         words: Its attributes that are strings, such as names of operators that it absorbed.
         scope: As of `SummaryValue`.
-        holder: The node whose subgraph it stands in; `NOTHING` in the main graph.
+        holder: The node whose subgraph it is in; `NOTHING` in the main graph.
         has_bodies: Whether it holds subgraphs.
         owners: Its owners, empty where it has no tags.
         call: What it says of its calls, as of ``tags.encoded_calls``.

@@ -39,11 +39,11 @@ def equal_values(
     """Run both models on the same inputs, and find tensors of one in the other.
 
     Args:
-        before: The model that a tool was given, and its summary.
-        after: What the tool made of it, and its summary.
+        before: The original model and its summary.
+        after: The result of the tool and its summary.
         inputs: Input name of ``before`` → array.
-        portion_bytes: How many bytes of tensors are taken out of one run, as far as their sizes are known, and how
-            many of those before stay in memory; the others go to files that are gone afterwards.
+        portion_bytes: Bytes of tensors that are outputs of one run, as far as their sizes are known; and of original
+            tensors that stay in memory. The others go to temporary files.
 
     Returns:
         Value after → values before with the same dtype, shape and numbers, within rounding. Only values of the main

@@ -1,4 +1,4 @@
-"""What the library advises in Python, said as commands, or as both for pages: the same messages are shown in all."""
+"""Messages of the library with commands in place of Python, or beside it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def in_commands(text: str) -> str:
 
 
 def in_both(text: str) -> str:
-    """A message with commands beside Python, for pages: nobody knows from where their readers come.
+    """A message with commands beside Python, for pages, which have readers of both.
 
     Examples:
         >>> in_both("Export it with htp_export.export(...) in place of torch.onnx.export(...).")

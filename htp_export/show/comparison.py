@@ -1,4 +1,4 @@
-"""What ``verify`` and ``compare`` found, drawn for a terminal or a pipe."""
+"""Results of ``verify`` and ``compare``, drawn for a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def render(comparison: Comparison, *, everything: bool = False) -> RenderableTyp
 
 
 def _alike(module: ModuleResult, first_wrong: str | None) -> object:
-    """What makes the lines of two modules the same but for numbers; the first wrong one stands alone."""
+    """Equal for modules whose lines differ in numbers only; the first wrong module has its own line."""
     first = module.path if module.path == first_wrong else None
     return (module.class_name, module.status, module.reason, module.problem, first)
 
 
 def _worst(group: list[ModuleResult]) -> ModuleResult:
-    """The module that differs most; one whose difference is no number before all others."""
+    """The module that differs most; NaN is the largest difference."""
     return max(group, key=lambda module: math.inf if module.max_abs != module.max_abs else module.max_abs or 0.0)

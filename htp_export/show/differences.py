@@ -19,10 +19,10 @@ _SHARED = "shared: bytes of weights that other modules read too; in the modules 
 
 
 def render(difference: ModelDifference, *, depth: int | None = None, only_changed: bool = False) -> RenderableType:
-    """A table with a line for each module, alike ones once: what became of it, what it has; then a sum.
+    """A table with a line for each module, alike ones once, and a sum.
 
-    Modules that were moved, added or removed together with one above them are no lines. Names are drawn as they are,
-    whatever markup they look like.
+    Modules that were moved, added or removed together with one above them have no line. Markup in names is not
+    interpreted.
 
     Args:
         difference: What to draw.

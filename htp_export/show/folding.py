@@ -1,6 +1,6 @@
-"""Siblings that are alike and follow each other, ``layer.0`` to ``layer.11``, which tables and pages draw once.
+"""Consecutive siblings that are alike, ``layer.0`` to ``layer.11``, which tables and pages draw once.
 
-This is the one rule for both: names that end in consecutive numbers, and the same shape, down to the last module below.
+Their names end in consecutive numbers, and all modules below them are alike.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def runs(siblings: Iterable[T], name: Callable[[T], str], shape: Callable[[T], o
     """Siblings, in order, in runs of alike ones; most runs hold a single one.
 
     Args:
-        siblings: What lies right below one module.
-        name: What a sibling is called.
-        shape: What has to be equal, below the sibling too.
+        siblings: The children of one module.
+        name: The name of a sibling.
+        shape: Equal for siblings that are alike, with all modules below them.
 
     Examples:
         >>> runs(["layer.0", "layer.1", "head.2"], name=str, shape=len)
@@ -72,12 +72,12 @@ def repeats(parents: Mapping[str, str | None], alike: Callable[[str], Hashable])
 
 
 def gathered(rows: Iterable[T], path: Callable[[T], str], alike: Callable[[T], Hashable]) -> list[tuple[str, list[T]]]:
-    """The rows of a list, those once whose paths differ in one number alone: what they are called together, and they.
+    """Rows in groups whose paths differ in one number only: a common name, and the rows of the group.
 
     Args:
-        rows: What is listed.
+        rows: The rows.
         path: The module path of a row.
-        alike: What has to be equal.
+        alike: Equal for rows that may be in one group.
 
     Examples:
         >>> paths = ["layer.0.fc", "layer.0.act", "layer.1.fc", "layer.1.act", "layer.3.act", "head"]
@@ -108,7 +108,7 @@ def _without_a_number(path: str) -> list[tuple[str | None, ...]]:
 
 
 def _together(pattern: Sequence[str | None], paths: Sequence[str]) -> str:
-    """What paths are called that differ in the number that a pattern leaves out."""
+    """The common name of paths that differ in the number that a pattern leaves out."""
     place = pattern.index(None)
     numbers = sorted(int(path.split(".")[place]) for path in paths)
     name = ".".join(_ranges(numbers) if part is None else part for part in pattern)

@@ -1,4 +1,4 @@
-"""What a drawing of a model needs of it: every module and every node, as plain data, and what is known of the tags."""
+"""The modules, nodes and tags of a model as plain data, for drawing."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ __all__ = ["Inventory", "ModuleEntry", "take_inventory"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleEntry(ModuleFacts):
-    """One module: its facts, and what a drawing shows of it.
+    """One module.
 
     Attributes:
-        own_nodes: Positions, in ``Inventory.nodes``, of those that it computes itself, and no module below it.
-        shared: Of its nodes, those that do what several modules did each.
-        fused: Of its nodes, those that do a part of several modules' work each.
+        own_nodes: Positions in ``Inventory.nodes`` of the nodes that no module below it computes.
+        shared: Number of its nodes with the reason ``shared``.
+        fused: Number of its nodes with the reason ``fused``.
         operators: Operator → its nodes, the most frequent first.
         reasons: ``htp.reason`` → its nodes.
         weights: The weights that it reads itself.
         inputs: The tensors that enter its region.
         outputs: The tensors that leave it.
-        tied: Parameters that it holds itself and a module before it holds too: full name → full name there.
-        counted_parameters: Of ``parameters``, those that a module at or below it is the first to hold: siblings add up
-            to what is above them. None where that is not known.
+        tied: Parameters that an earlier module holds, too: full name → full name there.
+        counted_parameters: Of ``parameters``, those that no module before it holds, so that siblings add up; None if
+            unknown.
         counted_bytes: The same of ``weight_bytes``.
-        source: Where its ``forward`` stands, ``modeling_bert.py:140-172``, as far as the file says; else ``""``.
+        source: The lines of its ``forward``, ``modeling_bert.py:140-172``; ``""`` if unknown.
         failure: Why it could not be exported; ``""`` as a rule.
     """
 
@@ -177,7 +177,7 @@ def _module(
 
 
 def _source(nodes: list[NodeEntry]) -> str:
-    """The file in which most of a module's own nodes were written down, with the lines, first to last."""
+    """The source file of most of a module's own nodes, with the first and the last line."""
     lines: dict[str, list[int]] = {}
     for node in nodes:
         if node.source is not None:

@@ -1,4 +1,4 @@
-"""Numbers by module, out of any result that has them: columns of a table, sizes and colours of a drawing."""
+"""Numbers by module from any result: columns of a table, sizes and colours of a drawing."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Measure:
     """One number for each module.
 
     Attributes:
-        key: What it is called in the result: ``total_ms``.
-        title: What it is called at the head of a column: ``time``.
+        key: Its name in the result: ``total_ms``.
+        title: The title of its column: ``time``.
         unit: ``ms``, ``B`` for bytes, or ``""``.
         additive: Whether a module's value is the sum of its own and those of the modules below it.
-        main: Whether it is shown before anybody asks for it.
+        main: Whether it is shown at first.
         total: Module path → value, with everything below the module.
-        own: Module path → what the module has itself; empty where the result does not say.
-        nodes: Name of a node → value, as far as the result says.
-        words: Module path → what the result says in words: ``differs``.
+        own: Module path → value of the module itself; empty if unknown.
+        nodes: Name of a node → value, if known.
+        words: Module path → text of the result, such as ``differs``.
     """
 
     key: str
@@ -72,14 +72,14 @@ _KINDS = {
     "bytes_before": _Kind("bytes before", "B", main=True),
     "bytes_after": _Kind("bytes after", "B", main=True),
 }
-# What is in every drawing anyway, and what is a part of another number.
+# These are in every drawing, or parts of other numbers.
 _KNOWN_ANYWAY = frozenset(
     ("path", "class_name", "calls", "fate", "nodes", "own_nodes", "parameters", "weight_bytes", "share", "number")
 )
 
 
 def measures_of(result: object) -> list[Measure]:
-    """The numbers by module that a result holds, those that are to be shown first in front.
+    """The numbers by module of a result, the main ones first.
 
     Args:
         result: Anything with ``modules``, a mapping from module path to an object or a mapping with numbers in it: what
@@ -177,7 +177,7 @@ def _numbers(entry: object) -> Iterator[tuple[str, float]]:
 
 
 def _by_node(result: object, name: str) -> dict[str, float]:
-    """What a result says of single nodes: the nodes of a cost, the kernels of a profile."""
+    """Values of single nodes: the nodes of a cost, the kernels of a profile."""
     entries, field_name = (_get(result, "kernels"), "ms") if name == "total_ms" else (_get(result, "nodes"), name)
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         return {}

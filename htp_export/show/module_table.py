@@ -57,9 +57,9 @@ class TreeTable(Generic[M]):
 
     Attributes:
         rows: The modules, in the order of ``named_modules()``.
-        columns: What is said of each.
-        alike: What makes siblings alike, so that they are drawn once; None to draw every one.
-        merged: Makes one row of those of alike siblings.
+        columns: The columns.
+        alike: Equal for siblings that are drawn once; None to draw every one.
+        merged: Returns one row for alike siblings.
         flat: Whether to draw a list in place of a tree, in the order of ``rows``, with whole paths.
     """
 
@@ -133,7 +133,7 @@ class TreeTable(Generic[M]):
         """Every line with the guide lines in front of it; those at the top have none.
 
         A line is drawn from alike runs: one, or that of each of the modules above that are drawn once. Lines wait in a
-        list of our own, since modules may lie deeper than functions can call each other.
+        list, because modules may be nested deeper than Python's limit of recursion.
         """
         from rich.text import Text
 

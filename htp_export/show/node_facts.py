@@ -1,4 +1,4 @@
-"""One node of a model as plain data: what it computes, for whom, from what, and which line of Python asked for it."""
+"""One node of a model as plain data: operator, owners, inputs, outputs, and the line of Python it comes from."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class NodeEntry:
         reason: How the owners are known, a word of the file format; ``""`` where it does not say.
         call: Which call of the owner, as written; ``""`` where that ran once.
         module: The owner, or the deepest module above all owners.
-        inputs: What it reads, and after that what its subgraphs give back.
-        outputs: What it makes.
+        inputs: Its inputs, then the outputs of its subgraphs.
+        outputs: Its outputs.
         attributes: Name → value, shortened.
         source: Where it was captured, if the file says so.
     """
@@ -136,7 +136,7 @@ class NodeReader:
             yield from map(self._link, body.outputs)
 
     def _link(self, value: ir.Value) -> Link:
-        """Where a tensor is made; what goes into a subgraph is made where the node that holds it takes it from."""
+        """The producer of a tensor; for an input of a subgraph, that of the argument of the node that holds it."""
         name, seen = value.name or "", {value}
         while True:
             producer = value.producer()
@@ -145,7 +145,7 @@ class NodeReader:
             holders = self._tagged.index.holders(value.graph) if value.is_graph_input() else ()
             if len(holders) != 1 or value.graph is None:
                 return Link(name)
-            # Loop and Scan give what they are given to their body, in the same order; so do calls of functions.
+            # Loop, Scan and calls of functions have the inputs of their body, in the same order.
             position = next(k for k, formal in enumerate(value.graph.inputs) if formal is value)
             argument = holders[0].inputs[position] if position < len(holders[0].inputs) else None
             if argument is None or argument in seen:

@@ -1,4 +1,4 @@
-"""A PyTorch model that does not export as a whole: what each of its modules comes to, exported alone."""
+"""A PyTorch model that does not export as a whole: its modules, each exported alone."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _exported(
 
 
 class _Parts:
-    """What became of the modules of one model."""
+    """The modules of one model, those that were exported alone and those that failed."""
 
     def __init__(self, model: torch.nn.Module, options: Mapping[str, Any]) -> None:
         self._model = model

@@ -166,7 +166,7 @@ def view(
 
 @names_model_faults("model")
 def inventory_of(model: ModelSource, statistics: bool = False) -> Inventory:
-    """What is drawn of a model, with the statistics of its weights if asked for; it is called by its file's name."""
+    """The inventory of a model, with the name of its file, and the statistics of its weights if requested."""
     name = Path(model).name if isinstance(model, str | os.PathLike) else ""
     return take_inventory(read_flat(model), name, statistics)
 

@@ -1,4 +1,4 @@
-"""What the values of weights are like: mean, spread, range and zeros of each."""
+"""Statistics of the values of weights: mean, standard deviation, range and zeros."""
 
 from __future__ import annotations
 

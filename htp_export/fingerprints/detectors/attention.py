@@ -96,7 +96,7 @@ def _from_operator(inputs: ModelInputs, masks: CausalMasks, node: ir.Node) -> At
 
 
 def _weighs(facts: GraphFacts, softmax: ir.Node) -> bool:
-    """Whether a softmax weighs what another computed matrix holds: attention whose scores come about otherwise."""
+    """Whether a softmax weights a computed matrix: attention whose scores have another form."""
     rank = facts.rank(softmax.outputs[0])
     if rank is not None and rank < 3:
         return False

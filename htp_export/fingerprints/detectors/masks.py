@@ -1,4 +1,4 @@
-"""Whether a mask is causal, told by computing it: by what it is, not by how it is written."""
+"""Whether a mask is causal, determined by computing it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HEAVY = frozenset((
 
 
 class CausalMasks:
-    """Tells which masks let each position see only those before it.
+    """Determines which masks are causal: each position sees only those before it.
 
     A mask is computed from what it depends on; inputs of the model are all ones, so that nothing is padding. Equal
     questions are answered once.
@@ -53,8 +53,8 @@ class CausalMasks:
 def _causal(array: Array, role: str) -> bool | None:
     """Whether what lies above the diagonal is masked, and the diagonal not; None for a mask of one position.
 
-    Rows and columns are the last two dimensions, but for those of size one that stand behind them: what is masked may
-    have several channels for each pair of positions.
+    Rows and columns are the last two dimensions, except for those of size one after them: scores may have several
+    channels for each pair of positions.
     """
     while array.ndim > 2 and array.shape[-1] == 1:
         array = array[..., 0]
@@ -68,7 +68,7 @@ def _causal(array: Array, role: str) -> bool | None:
     else:
         hidden = array.astype(bool) if role == "dropped" else ~array.astype(bool)
     rows, columns = hidden.shape[-2:]
-    offset = max(columns - rows, 0)  # keys of earlier calls stand before
+    offset = max(columns - rows, 0)  # keys of earlier calls come first
     ahead = np.triu(np.ones((rows, columns), bool), k=1 + offset)
     if not ahead.any():
         return False
@@ -125,7 +125,7 @@ def _needed(facts: GraphFacts, value: ir.Value) -> tuple[set[ir.Node], dict[ir.V
 
 
 def _leaf(facts: GraphFacts, value: ir.Value) -> Array | None:
-    """What stands for a value that nothing computes: an initializer, or ones for an input."""
+    """The elements of a value without producer: those of an initializer, or ones for an input."""
     source = facts.tagged.index.initializer(value)
     if source is not None and source.const_value is not None:
         if source.const_value.size > _MOST_ELEMENTS:

@@ -109,7 +109,7 @@ def _entry(depth: dict[ir.Value, int], piece: ir.Value) -> int:
 
 @dataclass(frozen=True)
 class _Decayed:
-    """What has become of cumulative sums of decays so far.
+    """Cumulative sums of decays, and the operations on them so far.
 
     Attributes:
         decays: What is summed, each step's own.
@@ -126,7 +126,7 @@ class _Decayed:
     mixed: bool = False
 
     def and_also(self, other: _Decayed) -> _Decayed:
-        """What is known of the two together."""
+        """The operations on both."""
         return _Decayed(
             self.decays,
             self.between or other.between,
@@ -187,7 +187,7 @@ def _summed(facts: GraphFacts, node: ir.Node) -> dict[ir.Value, _Decayed]:
 
 
 def _one_step(facts: GraphFacts, masks: CausalMasks, node: ir.Node, so_far: _Decayed, ours: set[ir.Value]) -> _Decayed:
-    """What becomes of decays by one operator."""
+    """The state of decays after one operator."""
     others = [value for value in node.inputs if value is not None and value not in ours]
     between, lower, mixed = so_far.between, so_far.lower, so_far.mixed
     if node.op_type in ("Add", "Sub") and not so_far.shares:

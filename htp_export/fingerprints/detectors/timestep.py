@@ -24,7 +24,7 @@ _AFTERWARDS = frozenset((
 def timestep_inputs(facts: GraphFacts) -> list[ir.Value]:
     """The inputs of one number for each example whose sines and cosines enter a linear layer.
 
-    Rotary positions are told apart: their sines and cosines multiply queries and keys, and enter no layer.
+    Rotary positions do not count: their sines and cosines multiply queries and keys, and enter no layer.
     """
     graph = facts.tagged.model.graph
     return [

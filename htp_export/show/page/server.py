@@ -65,7 +65,7 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is; whoever has it can read the page."""
+        """The address of the page, with the token that gives access to it."""
         return f"http://{self.hosts[0]}{self.path}"
 
     def run(self, page: str) -> None:
