@@ -13,7 +13,7 @@ are the removed nodes, and the nodes that replace them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -203,16 +203,8 @@ def _slice(
     return list(behind), ends
 
 
-class _MergedOwners:
-    """The owners of the nodes that one node replaces, with their calls."""
-
-    def __init__(self) -> None:
-        self.groups: list[list[Mapping[str, str]]] = []
-
-    def add(self, nodes: Iterable[Mapping[str, str]]) -> None:
-        group = [metadata for metadata in nodes if tags.MODULE in metadata]
-        if group:
-            self.groups.append(group)
+_Groups = list[list[Mapping[str, str]]]
+"""Metadata of the nodes that one node replaces, those of one value together."""
 
 
 def merge_tags(difference: Difference, order: Mapping[str, int], called: Collection[str], calls: CallTree) -> None:
@@ -224,7 +216,7 @@ def merge_tags(difference: Difference, order: Mapping[str, int], called: Collect
         called: Paths of the modules that ran.
         calls: Their calls.
     """
-    work: defaultdict[ir.Node, _MergedOwners] = defaultdict(_MergedOwners)
+    work: defaultdict[ir.Node, _Groups] = defaultdict(list)
     before, after = difference.before, difference.after
     is_new = set(difference.added)
     for old, new in list(difference.equal.items()):
@@ -236,7 +228,7 @@ def merge_tags(difference: Difference, order: Mapping[str, int], called: Collect
             # Nodes that compute on constants and sizes are replaced by no node, unless there are no others.
             done = [gone for gone in replaced if gone in difference.live] or replaced
             for node in difference.replacing(new):
-                work[node].add(before.nodes[gone].metadata for gone in done)
+                work[node].append([before.nodes[gone].metadata for gone in done])
         elif replaced and new not in ends:
             for gone, remaining in _twins(difference, old, new):
                 if gone not in difference.live and not difference.same(gone, remaining):
@@ -244,12 +236,10 @@ def merge_tags(difference: Difference, order: Mapping[str, int], called: Collect
                 if before.holds(gone, remaining):
                     continue  # an inlined branch: the node that held it only returned its results
                 if tags.owners_of(before.nodes[gone].metadata) != tags.owners_of(remaining.metadata_props):
-                    work[remaining].add([remaining.metadata_props])
-                    work[remaining].add([before.nodes[gone].metadata])
+                    work[remaining] += [[remaining.metadata_props], [before.nodes[gone].metadata]]
                     difference.merged[remaining] = None
-    for node, merged in work.items():
-        _write(node, merged, order, called, calls)
-    _tag_by_neighbours([node for node in reversed(difference.added) if not work[node].groups], order, called, calls)
+    tagged = {node for node, groups in work.items() if _tag(node, groups, order, called, calls)}
+    _tag_by_neighbours([node for node in reversed(difference.added) if node not in tagged], order, called, calls)
 
 
 def _twins(difference: Difference, old: ir.Value, new: ir.Value) -> Iterator[tuple[ir.Node, ir.Node]]:
@@ -271,14 +261,14 @@ def _twins(difference: Difference, old: ir.Value, new: ir.Value) -> Iterator[tup
             )
 
 
-def _write(
-    node: ir.Node, work: _MergedOwners, order: Mapping[str, int], called: Collection[str], calls: CallTree
-) -> None:
-    if not work.groups:
-        return
-    groups = [dict.fromkeys(owner for entry in group for owner in tags.owners_of(entry)) for group in work.groups]
+def _tag(node: ir.Node, merged: _Groups, order: Mapping[str, int], called: Collection[str], calls: CallTree) -> bool:
+    """Tag a node that replaces others; False if none of them has owners."""
+    entries = [entry for group in merged for entry in group if tags.MODULE in entry]
+    if not entries:
+        return False
+    owned = (dict.fromkeys(owner for entry in group for owner in tags.owners_of(entry)) for group in merged)
+    groups = [group for group in owned if group]
     owners = sorted(dict.fromkeys(owner for group in groups for owner in group), key=lambda path: order.get(path, 0))
-    entries = [entry for group in work.groups for entry in group]
     works = {(tags.owners_of(entry), tags.encoded_calls(entry)): None for entry in entries}
     reasons = {entry.get(tags.REASON, Reason.FLOW) for entry in entries}
     if len(owners) == 1:
@@ -289,6 +279,7 @@ def _write(
         reason = Reason.SHARED if all(len(group) == 1 for group in groups) else Reason.FUSED
     entry = tags.node_tags(owners, reason, called, calls.encode_merged_calls(tuple(owners), works))
     tags.tag_node(node.metadata_props, entry)
+    return True
 
 
 def _tag_by_neighbours(
