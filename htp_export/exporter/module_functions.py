@@ -166,6 +166,12 @@ class _WithFunctions:
             program.model = nested.model
         return program
 
+    def replaced(self, old: Any, new: Any) -> None:
+        self._exporter.replaced(old, new)
+
+    def settle(self) -> None:
+        self._exporter.settle()
+
     def program(self, export: Callable[[], Any], model: Any) -> Any:
         return self._exporter.program(export, model)
 
