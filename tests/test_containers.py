@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree
 
+from htp_export.exporter.caches import prepare_caches
 from tests.exporting import exported
 from tests.nets import spread, x
-from tests.truth import owners_of
+from tests.truth import owners_of, untagged
 
 
 class Box:
@@ -57,3 +60,75 @@ def test_a_container_that_computes_while_it_is_built_again_can_be_taken_and_retu
     found = session.run(None, {name: tensor.numpy() for name, tensor in feeds.items()})
     for one, other in zip(found, (wanted, box.tensor), strict=True):
         np.testing.assert_allclose(one, other.detach().numpy(), rtol=1e-5)
+
+
+def llama(layers: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    config = LlamaConfig(**size, num_hidden_layers=layers, num_key_value_heads=1, bos_token_id=0, eos_token_id=1)
+    return spread(LlamaForCausalLM(config)).eval()
+
+
+def with_cache(model: Any) -> dict[str, Any]:
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    for layer in range(model.config.num_hidden_layers):
+        cache.update(x(2, 1, 3, 8, seed=layer), x(2, 1, 3, 8, seed=layer + 9), layer)
+    ids = torch.arange(4).reshape(2, 2)
+    return {"input_ids": ids, "attention_mask": torch.ones(2, 5, dtype=torch.long), "past_key_values": cache}
+
+
+ENTRY = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}
+
+
+# What torch.export and transformers do there warns their own developers.
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_decoder_exports_with_a_cache_and_one_entry_for_its_dynamic_shapes(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")
+    model, both = llama(1), dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)
+    shapes = {"input_ids": both, "attention_mask": both, "past_key_values": ENTRY}
+    file = exported(model, with_cache(model), "dynamo", tmp_path, dynamic_shapes=shapes)
+    assert untagged(file) == []
+    sizes = {
+        given.name: [dim.dim_param or dim.dim_value for dim in given.type.tensor_type.shape.dim]
+        for given in file.graph.input
+    }
+    caches = [name for name in sizes if name.startswith("past_key_values")]
+    assert len(caches) == 2
+    for name in caches:
+        assert [type(size) for size in sizes[name]] == [str, int, str, int]
+    session = ort.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    given = with_cache(model)
+    layer = given["past_key_values"].layers[0]
+    feeds = dict(zip(sizes, [given["input_ids"], given["attention_mask"], layer.keys, layer.values], strict=True))
+    found = session.run(None, {name: tensor.numpy() for name, tensor in feeds.items()})
+    with torch.no_grad():
+        wanted = model(**with_cache(model)).logits
+    np.testing.assert_allclose(found[0], wanted.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ENTRY,
+        [(ENTRY, ENTRY)] * 3,
+        [ENTRY] * 6,
+        [[ENTRY] * 3, [ENTRY] * 3],
+        {"key_cache": [ENTRY] * 3, "value_cache": [ENTRY] * 3},
+    ],
+    ids=["one", "pairs", "flat", "keys_then_values", "named"],
+)
+def test_dynamic_shapes_of_a_cache_are_taken_in_every_usual_form(spec: Any) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")
+    kwargs = with_cache(llama(3))
+    given = prepare_caches((), kwargs, {"input_ids": {0: 1}, "past_key_values": spec})
+    assert given == {"input_ids": {0: 1}, "past_key_values": [ENTRY] * 6}
+
+
+def test_keys_and_values_keep_their_own_dynamic_shapes() -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")
+    kwargs, key, value = with_cache(llama(3)), {2: "keys"}, {2: "values"}
+    for spec in ([(key, value)] * 3, [[key] * 3, [value] * 3]):
+        assert prepare_caches((), kwargs, {"past_key_values": spec}) == {"past_key_values": [key, value] * 3}

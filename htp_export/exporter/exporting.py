@@ -14,6 +14,7 @@ import torch
 from torch.onnx import OperatorExportTypes, TrainingMode
 
 from htp_export.errors import CaptureError, TorchChangedError
+from htp_export.exporter.caches import prepare_caches
 from htp_export.exporter.capture import patches, running, torch_internals
 from htp_export.exporter.capture.guarded import export_untagged, seam
 from htp_export.exporter.capture.opsets import check_opset, other_opset
@@ -84,7 +85,8 @@ def export(
             `UserWarning` names both.
         dynamo: Whether to export with ``torch.export``; otherwise with TorchScript.
         external_data: Whether to write weights into a separate file (``dynamo=True``).
-        dynamic_shapes: Dynamic dimensions (``dynamo=True``).
+        dynamic_shapes: Dynamic dimensions (``dynamo=True``). A key-value cache of transformers may have one entry for
+            all of its tensors; see ``docs/export.md``.
         custom_translation_table: Translations of your own operators (``dynamo=True``).
         report: Whether to write a report (``dynamo=True``).
         optimize: Whether to optimise the graph (``dynamo=True``).
@@ -127,6 +129,8 @@ def export(
     uses_dynamo = dynamo is True or isinstance(model, torch_internals.exported_by_dynamo_alone())
     check_opset(opset_version, dynamo=uses_dynamo)
     entry = patches.DYNAMO_ENTRY if uses_dynamo else patches.TORCHSCRIPT_ENTRY
+    if uses_dynamo and not isinstance(args, torch.Tensor):
+        dynamic_shapes = prepare_caches(args, kwargs or {}, dynamic_shapes)
     exporter = running.wanted() or _Exporter()
     run: Callable[..., torch.onnx.ONNXProgram | None] = torch.onnx.export
     if export_modules_as_functions:

@@ -1,0 +1,101 @@
+"""Key-value caches of transformers as arguments of ``torch.export``.
+
+torch takes a container only if it is registered, and dynamic shapes only in the structure of that registration. The
+registration of ``transformers.exporters`` is used, which computes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+__all__ = ["prepare_caches"]
+
+
+def prepare_caches(args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Any:
+    """Register the caches among the arguments, as ``transformers.exporters`` does.
+
+    Args:
+        args: The positional arguments of a model.
+        kwargs: Its keyword arguments.
+        dynamic_shapes: As of ``torch.export``. For a keyword argument that is a cache, also one entry for all of its
+            keys and values, a pair for each layer, a list of entries ``[key, value, key, ...]``, or the keys and the
+            values, as ``{"key_cache": [...], "value_cache": [...]}`` or as two lists.
+
+    Returns:
+        The dynamic shapes in the structure that torch takes.
+    """
+    from torch.utils import _pytree
+
+    caches = [each for each in _leaves([*args, *kwargs.values()]) if _is_cache(each)]
+    for cache in caches:
+        if type(cache) not in _pytree.SUPPORTED_NODES:
+            _register(type(cache))
+    if not isinstance(dynamic_shapes, dict):
+        return dynamic_shapes
+    return {name: _structured(spec, kwargs.get(name)) for name, spec in dynamic_shapes.items()}
+
+
+def _is_cache(value: Any) -> bool:
+    known = sys.modules.get("transformers.cache_utils")
+    return known is not None and isinstance(value, known.Cache)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _leaves(item)
+    elif isinstance(tree, dict):
+        yield from _leaves(list(tree.values()))
+    else:
+        yield tree
+
+
+def _register(kind: type) -> None:
+    try:
+        from transformers.exporters.exporter_dynamo import register_pytree_node
+    except ImportError:  # transformers before 5.23: torch says what to do
+        return
+    register_pytree_node(kind)
+
+
+def _structured(spec: Any, cache: Any) -> Any:
+    """An entry of dynamic shapes, in the structure in which torch flattens the cache that it is for."""
+    from torch.utils import _pytree
+
+    node = _pytree.SUPPORTED_NODES.get(type(cache))
+    if node is None or spec is None or not _is_cache(cache) or not hasattr(cache, "layers"):
+        return spec
+    children = list(node.flatten_fn(cache)[0])
+    layers = [(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    entries = _of_layers(spec, len(layers))
+    if entries is None:
+        return spec
+    given = {
+        id(tensor): entry
+        for pair, two in zip(layers, entries, strict=True)
+        for tensor, entry in zip(pair, two, strict=True)
+    }
+
+    def rebuilt(child: Any) -> Any:
+        return [rebuilt(each) for each in child] if isinstance(child, (list, tuple)) else given.get(id(child))
+
+    return rebuilt(children)
+
+
+def _of_layers(spec: Any, count: int) -> list[Sequence[Any]] | None:
+    """The entries of the key and the value of each layer; None for what is in no form that is known."""
+    if isinstance(spec, dict) and set(spec) == {"key_cache", "value_cache"}:
+        spec = [list(spec["key_cache"]), list(spec["value_cache"])]
+    if isinstance(spec, dict):
+        return [(spec, spec)] * count
+    if not isinstance(spec, (list, tuple)):
+        return None
+    if len(spec) == 2 and all(isinstance(part, list) and len(part) == count for part in spec):
+        return list(zip(*spec, strict=True))
+    if len(spec) == count and all(isinstance(part, (list, tuple)) and len(part) == 2 for part in spec):
+        return list(spec)
+    if len(spec) == 2 * count and not any(isinstance(part, (list, tuple)) for part in spec):
+        return [spec[place : place + 2] for place in range(0, len(spec), 2)]
+    return None
