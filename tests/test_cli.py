@@ -13,7 +13,7 @@ import torch
 
 import htp_export
 from htp_export.cli.main import main
-from htp_export.exporter import exporting as exporting
+from htp_export.exporter import rewriting, watched
 from tests import faults
 
 SMALL = ["num_hidden_layers=1", "hidden_size=16", "num_attention_heads=2", "intermediate_size=32", "vocab_size=100"]
@@ -185,7 +185,8 @@ class TestExport:
     def test_a_fault_of_the_capture_is_status_1_and_names_the_option_that_goes_on(
         self, folder, capsys, monkeypatch, exporter
     ):
-        monkeypatch.setattr(exporting, "make_tags", None)
+        for module in (rewriting, watched):
+            monkeypatch.setattr(module, "make_tags", None)
         command = [*entry(folder, "named"), exporter, "-o", "net.onnx", "--quiet"]
         assert main(command) == 1
         captured = capsys.readouterr()
@@ -201,7 +202,8 @@ class TestExport:
         assert not [entry.key for entry in model.metadata_props if entry.key.startswith("htp.")]
 
     def test_json_says_why_there_are_no_tags(self, folder, capsys, monkeypatch):
-        monkeypatch.setattr(exporting, "make_tags", None)
+        for module in (rewriting, watched):
+            monkeypatch.setattr(module, "make_tags", None)
         assert main([*entry(folder, "named"), "-o", "net.onnx", "--json", "--allow-untagged"]) == 0
         assert "finding the owners" in json.loads(capsys.readouterr().out)["untagged"]
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
+from htp_export.errors import InputError
 from htp_export.exporter.caches import prepare_caches
 from tests.exporting import exported
 from tests.nets import spread, x
@@ -132,3 +133,10 @@ def test_keys_and_values_keep_their_own_dynamic_shapes() -> None:
     kwargs, key, value = with_cache(llama(3)), {2: "keys"}, {2: "values"}
     for spec in ([(key, value)] * 3, [[key] * 3, [value] * 3]):
         assert prepare_caches((), kwargs, {"past_key_values": spec}) == {"past_key_values": [key, value] * 3}
+
+
+def test_a_cache_with_tensors_is_refused_under_torchscript(tmp_path: Path) -> None:
+    model = llama(1)
+    with pytest.raises(InputError, match="takes no DynamicCache as an input; use dynamo=True"):
+        exported(model, with_cache(model), "torchscript", tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["prepare_caches"]
+from htp_export.errors import InputError
+
+__all__ = ["prepare_caches", "refuse_caches"]
 
 
 def prepare_caches(args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Any:
@@ -35,6 +37,18 @@ def prepare_caches(args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shape
     if not isinstance(dynamic_shapes, dict):
         return dynamic_shapes
     return {name: _structured(spec, kwargs.get(name)) for name, spec in dynamic_shapes.items()}
+
+
+def refuse_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse caches with tensors under TorchScript, whose tracer takes none as inputs: they would become constants.
+
+    Raises:
+        InputError: One is among the arguments.
+    """
+    for each in _leaves([*args, *kwargs.values()]):
+        if _is_cache(each) and any(getattr(layer, "keys", None) is not None for layer in getattr(each, "layers", ())):
+            kind = type(each).__name__
+            raise InputError(f"the TorchScript exporter takes no {kind} as an input; use dynamo=True")
 
 
 def _is_cache(value: Any) -> bool:

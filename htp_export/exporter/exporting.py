@@ -14,7 +14,7 @@ import torch
 from torch.onnx import OperatorExportTypes, TrainingMode
 
 from htp_export.errors import CaptureError, TorchChangedError
-from htp_export.exporter.caches import prepare_caches
+from htp_export.exporter.caches import prepare_caches, refuse_caches
 from htp_export.exporter.capture import patches, running, torch_internals
 from htp_export.exporter.capture.guarded import export_untagged, seam
 from htp_export.exporter.capture.opsets import check_opset, other_opset
@@ -111,8 +111,9 @@ def export(
     Raises:
         OSError: The file cannot be written in its folder; raised before the model runs.
         Exception: Errors of ``torch.onnx.export``, with a note that names the running module. No new file is left.
-        InputError: torch's exporter cannot write ``opset_version``, or ``export_modules_as_functions`` names no module;
-            nothing was exported. Or none of these modules can be a function; no file was written.
+            InputError: torch's exporter cannot write ``opset_version``, or takes no key-value caches (``dynamo=False``), or
+            ``export_modules_as_functions`` names no module; nothing was exported. Or none of these modules can be a
+            function; no file was written.
         CaptureError: htp_export failed to follow the export, a fault of its own. Inside `tagging` with
             ``strict=False``, the model is exported without tags instead.
         TorchChangedError: The installed torch lacks a part that htp_export needs.
@@ -129,8 +130,11 @@ def export(
     uses_dynamo = dynamo is True or isinstance(model, torch_internals.exported_by_dynamo_alone())
     check_opset(opset_version, dynamo=uses_dynamo)
     entry = patches.DYNAMO_ENTRY if uses_dynamo else patches.TORCHSCRIPT_ENTRY
-    if uses_dynamo and not isinstance(args, torch.Tensor):
-        dynamic_shapes = prepare_caches(args, kwargs or {}, dynamic_shapes)
+    given = args if isinstance(args, tuple | list) else (args,)
+    if uses_dynamo:
+        dynamic_shapes = prepare_caches(given, kwargs or {}, dynamic_shapes)
+    else:
+        refuse_caches(given, kwargs or {})
     exporter = running.wanted() or _Exporter()
     run: Callable[..., torch.onnx.ONNXProgram | None] = torch.onnx.export
     if export_modules_as_functions:
