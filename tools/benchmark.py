@@ -6,6 +6,7 @@
     python tools/benchmark.py repair           # owners and fates of a synthetic graph of 50,000 nodes
     python tools/benchmark.py run              # verify, extract and profile, against PyTorch and ONNX Runtime alone
     python tools/benchmark.py carry --nodes 20000   # tags onto a synthetic graph that an optimiser changed
+    python tools/benchmark.py functions        # files with modules as functions, against flat ones
     python tools/benchmark.py scale --sizes 2000 10000 --levels 330   # how each command grows with the graph
 
 Every ratio is a median of pairs that ran one after the other in one process, in turn which of the two comes first,
@@ -30,6 +31,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import function_files
 import large_model
 import onnx
 import scale
@@ -363,7 +365,7 @@ def run_carry(size: int) -> None:
 def main() -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["export", "repair", "run", "carry", "memory", "scale"])
+    parser.add_argument("what", choices=["export", "repair", "run", "carry", "memory", "functions", "scale"])
     parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
     parser.add_argument("--exporter", choices=["dynamo", "torchscript", "both"], default="both")
     parser.add_argument("--pairs", type=int, default=5)
@@ -379,6 +381,9 @@ def main() -> None:
         run_repair(given.nodes)
     elif given.what == "carry":
         run_carry(given.nodes)
+    elif given.what == "functions":
+        exporters = ["dynamo", "torchscript"] if given.exporter == "both" else [given.exporter]
+        function_files.run({name: MODELS[name] for name in given.models}, exporters, given.pairs)
     elif given.what == "scale":
         scale.run(given.sizes, given.levels, given.commands)
     elif given.what == "memory":
