@@ -111,7 +111,7 @@ def export(
     Raises:
         OSError: The file cannot be written in its folder; raised before the model runs.
         Exception: Errors of ``torch.onnx.export``, with a note that names the running module. No new file is left.
-            InputError: torch's exporter cannot write ``opset_version``, or takes no key-value caches (``dynamo=False``), or
+        InputError: torch's exporter cannot write ``opset_version`` or takes no key-value caches (``dynamo=False``), or
             ``export_modules_as_functions`` names no module; nothing was exported. Or none of these modules can be a
             function; no file was written.
         CaptureError: htp_export failed to follow the export, a fault of its own. Inside `tagging` with
