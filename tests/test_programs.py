@@ -18,7 +18,7 @@ import htp_export
 from htp_export.exporter.capture.programs import captured_with
 from tests.exporting import SharedFiles, exported, metadata
 from tests.nets import NETS
-from tests.truth import nodes_of, tree_of
+from tests.truth import Judge, nodes_of, tree_of
 
 ENCODER = "transformer_encoder"
 
@@ -103,6 +103,15 @@ def test_copies_of_a_program_are_as_exact_as_the_program(tmp_path: Path) -> None
         verifiers=program.verifiers,
     )
     assert told(file_of(again, tmp_path)) == whole
+
+
+def test_a_decomposed_program_keeps_module_tree_parameters_and_exact_tags(tmp_path: Path) -> None:
+    model, kwargs = NETS["called_twice"].build()
+    with htp_export.tagging():
+        program = torch.export.export(model, (), kwargs, strict=False).run_decompositions()
+    file = file_of(program, tmp_path)
+    assert Judge(model, kwargs, file).faults() == []
+    assert "htp.parameters" in {entry.key for entry in file.metadata_props}
 
 
 def test_what_was_captured_is_for_this_process_alone() -> None:
