@@ -42,14 +42,14 @@ def test_a_fused_node_is_followed_over_the_nodes_that_it_took_in(beyond: int) ->
 def test_tensors_are_told_apart_by_a_number_of_different_values(fewer: int) -> None:
     different = values._FEWEST - fewer
     array = np.arange(1000, dtype=np.float32) % different
-    assert values._telling(array) == (not fewer)
+    assert values._is_distinctive(array) == (not fewer)
 
 
 def test_values_outside_of_the_sample_count_too() -> None:
     array = np.zeros(values._LOOKED_AT * 4, dtype=np.float32)
     array[1:4] = 1, 2, 3
     assert len(np.unique(values._sample(array))) == 1
-    assert values._telling(array)
+    assert values._is_distinctive(array)
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
