@@ -766,6 +766,37 @@ class LastIsIdentity(nn.Module):
 net("identity_at_the_end", LastIsIdentity, truth=Truth({"fc": "computed", "drop": "identity"}, {"Gemm": [("fc",)]}))
 
 
+class SpreadsWeights(nn.Module):
+    """Returns, beside its result, an expanded tensor that nobody reads: averaged weights, for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.value = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weights = self.score(x).softmax(-1)
+        averaged = weights.mean(0)[:, None].expand(-1, 3)
+        return self.value(x) * weights, averaged, x.sum(0)
+
+
+class DropsSpreadWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = SpreadsWeights(), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, _, bias = self.attention(x)
+        result: torch.Tensor = self.head(values + bias)
+        return result
+
+
+net(
+    "expanded_result_that_nobody_reads",
+    DropsSpreadWeights,
+    truth=Truth(computed("", "attention", "attention.score", "attention.value", "head")),
+)
+
+
 # --- names ---------------------------------------------------
 
 

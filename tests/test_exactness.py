@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.exporting import SharedFiles, exported, exported_net
 from tests.nets import EXPORTERS, NETS, Net, spread, x
-from tests.truth import inexact, nodes_of, owners_of, tree_of, untagged
+from tests.truth import inexact, nodes_of, owners_of, shift, tree_of, untagged
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
@@ -239,3 +239,47 @@ def test_the_judge_sees_a_false_fate(
     file = shared_files.read(net, "dynamo")
     declare(file, path, fate, others)
     assert [where for where, _ in inexact(*NETS[net].build(), file)] == [path]
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_the_judge_finds_out_whether_an_expanded_result_is_read(read: bool, tmp_path: Path) -> None:
+    class Expands(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x.cos(), x.mean(0).expand(2, 4)
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.expands = Expands()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second = self.expands(x)
+            return first * second if read else first
+
+    model = Holds()
+    file = exported(model, {"x": x(2, 4)}, "torchscript", tmp_path)
+    assert inexact(model, {"x": x(2, 4)}, file) == []
+    for node in file.graph.node:  # as if the second result were the work of the caller
+        if node.op_type in ("ReduceMean", "Expand"):
+            next(entry for entry in node.metadata_props if entry.key == "htp.module").value = ""
+    faults = [("expands", "output 1 of call 0 is not made in its region")] if read else []
+    assert [fault for fault in inexact(model, {"x": x(2, 4)}, file) if "output" in fault[1]] == faults
+
+
+@pytest.mark.parametrize(
+    ("view", "expected"),
+    [
+        (lambda x: x[:, 1:3], [[0, 2, 3, 3], [4, 6, 7, 7]]),
+        (lambda x: x[1].expand(3, 4), [[0, 1, 2, 3], [5, 6, 7, 8]]),
+        (lambda x: x[0].unfold(0, 3, 1), [[1, 2, 3, 4], [4, 5, 6, 7]]),
+        (lambda x: x.t()[:2], [[1, 2, 2, 3], [5, 6, 6, 7]]),
+        (lambda x: x[:0], [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ],
+    ids=["slice", "expand", "unfold", "transpose", "empty"],
+)
+def test_the_judge_changes_each_element_once(
+    view: Callable[[torch.Tensor], torch.Tensor], expected: list[list[int]]
+) -> None:
+    tensor = torch.arange(8).reshape(2, 4)
+    shift(view(tensor))
+    assert tensor.tolist() == expected

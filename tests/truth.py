@@ -84,8 +84,7 @@ def run_pytorch(
             nth, returned = running[path].pop(), leaves(result)
             calls[path][nth].returned.extend(copied(leaf) for leaf in returned)
             if shifted is not None and shifted[:2] == (path, nth):
-                leaf = returned[shifted[2]]
-                leaf.copy_(~leaf if leaf.dtype == torch.bool else leaf + 1)
+                shift(returned[shifted[2]])
 
         return hook
 
@@ -100,6 +99,15 @@ def run_pytorch(
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
         result = model(**kwargs)
     return dict(calls), [copied(leaf) for leaf in leaves(result)]
+
+
+def shift(tensor: torch.Tensor) -> None:
+    """Change every element in place, each once: those of an expanded tensor share memory, and torch refuses that."""
+    if tensor.numel():
+        size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        memory = tensor.as_strided((size,), (1,))
+        places = torch.arange(size).as_strided(tensor.shape, tensor.stride()).unique()
+        memory[places] = ~memory[places] if tensor.dtype == torch.bool else memory[places] + 1
 
 
 def branch(taken: Any, yes: Any, no: Any, operands: Any = ()) -> Any:
