@@ -1590,6 +1590,95 @@ net(
 )
 
 
+class ShiftsAndReads(nn.Module):
+    """Changes what it is given in place, and reads it then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.norm, self.head = nn.Parameter(torch.ones(6, 4)), nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += self.shift
+        result: torch.Tensor = self.head(self.norm(x)) * x.sin().mean()
+        return result
+
+
+class ChangesAndReadsViews(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        turn = Apply(lambda x: x.permute(0, 2, 3, 1).flatten(1, 2))
+        self.features = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), turn)
+        self.classify = ShiftsAndReads()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.classify(self.features(x))
+        return result
+
+
+# Functionalization writes the changed view back into the result of the ReLU, which nobody reads, and makes it again.
+net(
+    "view_changed_and_read",
+    ChangesAndReadsViews,
+    lambda: {"x": x(2, 4, 2, 3)},
+    truth=Truth(
+        computed("features", "features.2", "classify", "classify.norm", "classify.head"), {"Sin": [("classify",)]}
+    ),
+    dynamo=Truth(owners={"Reshape": [("features.2",), ("classify",), ("classify",)]}),
+    torchscript=Truth(owners={"Reshape": [("features.2",)]}),
+)
+
+
+class ChangesUnderAView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.turn, self.head = nn.Linear(4, 4), Apply(lambda x: x.t()), nn.Linear(2, 3)
+        self.block = Apply(lambda whole, view: whole.add_(1.0).sum() * view.sin())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = self.fc(x)
+        view = self.turn(whole)
+        result: torch.Tensor = self.head(view.cos() + self.block(whole, view))
+        return result
+
+
+net(
+    "tensor_changed_under_a_view_that_is_read",
+    ChangesUnderAView,
+    skip=("torchscript",),  # its graph reads the view as it was before the change, in torch too
+    truth=Truth(
+        computed("", "fc", "turn", "block", "head"),
+        {"Transpose": [("turn",), ("block",)], "Cos": [("",)], "Sin": [("block",)]},
+    ),
+)
+
+
+class ChangesReadsAndReturns(nn.Module):
+    """Another module reads the changed view, too; it is returned beside what was computed from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.after, self.head = nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 2)
+        self.turn = Apply(lambda x: x.permute(0, 2, 3, 1).flatten(1, 2))
+        self.block = nn.Sequential(Apply(lambda x: (x.mul_(2.0).exp(), x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, changed = self.block(self.turn(self.fc(x)))
+        result: torch.Tensor = self.head(one + self.after(changed))
+        return result
+
+
+net(
+    "view_changed_read_and_returned",
+    ChangesReadsAndReturns,
+    lambda: {"x": x(2, 4, 2, 4)},
+    truth=Truth(
+        computed("fc", "turn", "block", "block.0", "after", "head"),
+        {"Exp": [("block.0",)], "Sigmoid": [("after",)]},
+    ),
+    dynamo=Truth(owners={"Reshape": [("turn",), ("block.0",), ("block.0",)]}),
+)
+
+
 class ToOwnType(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -131,9 +131,10 @@ class Decomposition:
                 self._note(result, node)
         places = ((self._decomposed.read(node), node.name) for node in program.graph.nodes)
         self._names = {place: name for place, name in places if place is not None}
-        for number, call, now in self._replays.moved:
-            if not self._named([number, *self._replays.again.get(number, ())]):
-                self.moved.setdefault(call, set()).add(now)
+        self._replays.settle(program.graph.nodes)
+        for moved in self._replays.moved:
+            if not self._named([moved.first, *self._replays.again.get(moved.first, ())]):
+                self.moved.setdefault(moved.call, set()).add(moved.now)
 
     def name_of(self, result: Result | None, *, read: bool = False) -> str | None:
         """The name of the decomposed program's node that has a result; None where that is gone, or cannot be told.

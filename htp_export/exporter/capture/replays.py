@@ -9,7 +9,8 @@ Functionalization replaces each change in place by a new tensor, and keeps the t
   reversed, ``slice_scatter`` for ``slice``, and then the view is computed again.
 
 torch gives all these nodes the scope of the operation that reads the view or changes it, although they are the work of
-those who made the views, or who have the tensor under them.
+those who made the views, or who have the tensor under them. Where a module changes a view and reads it afterwards, they
+are its own work: its region would otherwise take in what it computed itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
+from htp_export.exporter.capture.calls import NO_CALL
 from htp_export.exporter.capture.torch_internals import ExecutedNode, State, is_view, reversed_view
 
 
@@ -62,13 +64,30 @@ class Repeated(NamedTuple):
     base: Any
 
 
+class Moved(NamedTuple):
+    """A view that was computed again, and belongs to another call than the one that made it first.
+
+    Attributes:
+        first: The number of the node that made it first.
+        call: The call that did.
+        again: The number of the node that computed it again.
+        now: The call to which that node belongs.
+    """
+
+    first: int
+    call: int
+    again: int
+    now: int
+
+
 class Replays:
     """Finds the calls to which these nodes belong.
 
     A view computed again from the same tensor is the work of the call that made it first. Computed from another state
     of the tensor, it combines the work of that call and of the call that made the change: it belongs to the innermost
     call around both. What is written back belongs to the innermost call that has the tensor under the view: the call
-    around the one that made the change and those that made the views.
+    around the one that made the change and those that made the views. Both belong to a call inside of that one if it
+    makes the change and reads the result, too (`settle`).
 
     Args:
         mark: A node of the decomposed graph → a number that copies of the node have too.
@@ -77,8 +96,8 @@ class Replays:
         assign: Gives a node of the decomposed graph to a call.
 
     Attributes:
-        moved: For views that were computed again from another state of the tensor, and do not belong to the call that
-            made them first: the number of the node that made them first, that call, and the call that has them now.
+        moved: Views that were computed again from another state of the tensor, and do not belong to the call that made
+            them first.
         again: Number of the node that made a view first → the numbers of those that computed the same again.
     """
 
@@ -91,9 +110,10 @@ class Replays:
     ) -> None:
         self._mark, self._call_of, self._common, self._assign = mark, call_of, common, assign
         self._first: dict[Any, Way] = {}  # node of the exported graph → how its tensor was first made
-        self.moved: list[tuple[int, int, int]] = []
+        self.moved: list[Moved] = []
         self.again: dict[int, list[int]] = {}
         self._written: set[Any] = set()  # nodes that write back
+        self._change: dict[int, int] = {}  # number of a node that follows a change → the call that made the change
 
     def record(self, executed: ExecutedNode) -> dict[Any, Any]:
         """Assign owners to the nodes that were added when a node of the exported graph was executed.
@@ -131,6 +151,27 @@ class Replays:
             if node in self._first:
                 self._computed_again(self._first[node], again, late)
 
+    def settle(self, nodes: Iterable[Any]) -> None:
+        """Assign nodes that follow a change to a call that makes the change and reads the result.
+
+        Where such a call is inside of the one that has the tensor under the view, nodes outside of it would take what
+        it changed, and give it back.
+
+        Args:
+            nodes: The nodes of the decomposed graph, when it is complete.
+        """
+        settled: dict[int, int] = {}
+        for node in reversed(list(nodes)):
+            change = self._change.get(self._mark(node), NO_CALL)
+            call = before = self._call_of(node)
+            for reader in node.users if change != NO_CALL else ():
+                both = self._common(change, self._call_of(reader))  # around the change, as `call` is
+                call = both if self._common(both, call) == call else call
+            if call != before:
+                self._assign(node, call)
+                settled[self._mark(node)] = call
+        self.moved = [moved._replace(now=settled.get(moved.again, moved.now)) for moved in self.moved]
+
     def _way(self, maker: Any) -> Way:
         views = []
         node = maker
@@ -162,15 +203,18 @@ class Replays:
         if repeated is None:
             return
         same = self._mark(repeated.base) == first.views[len(repeated.views) - 1].below
-        change = self._call_of(repeated.base)
+        base = self._call_of(repeated.base)
+        change = self._change.get(self._mark(repeated.base), base)
         for nodes, view in zip(repeated.views, first.views, strict=False):
-            call = view.call if same else self._common(view.call, change)
+            call = view.call if same else self._common(view.call, base)
             for node in nodes:
                 self._assign(node, call)
+                if not same:
+                    self._change[self._mark(node)] = change
             if same:
                 self.again.setdefault(view.number, []).append(self._mark(nodes[0]))
             if call != view.call:
-                self.moved.append((view.number, view.call, call))
+                self.moved.append(Moved(view.number, view.call, self._mark(nodes[0]), call))
 
     def _before_change(self, first: Way, traced: list[Any]) -> Any:
         """The node that computes a view again before the view is changed; None where it was not out of date."""
@@ -190,7 +234,8 @@ class Replays:
         if repeated is None or repeated.base not in traced:
             return None
         node, value = repeated.base, None
-        call, calls = self._call_of(node), []
+        change = call = self._call_of(node)
+        calls = []
         for view in first.views:
             call = self._common(call, view.call)
             calls.append(call)
@@ -199,10 +244,12 @@ class Replays:
             if value is None:
                 break
             self._assign(node, call)
+            self._change[self._mark(node)] = change
             self._written.add(node)
             below = node.args[0]
             while below is not value and below in traced and is_view(below):  # the views before this one, as they were
                 self._assign(below, call)
+                self._change[self._mark(below)] = change
                 below = below.args[0]
             node = value
         self._computed_again(first, state.maker, traced)
