@@ -766,6 +766,26 @@ class LastIsIdentity(nn.Module):
 net("identity_at_the_end", LastIsIdentity, truth=Truth({"fc": "computed", "drop": "identity"}, {"Gemm": [("fc",)]}))
 
 
+class SkipsInputs(nn.Module):
+    """Nothing reads the first input and a part of the last one; TorchScript names the others after what reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.fc = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, unread: torch.Tensor, x: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
+        result: torch.Tensor = self.fc(x) * self.scale(states[1]).sin()
+        return result
+
+
+net(
+    "inputs_that_nothing_reads",
+    SkipsInputs,
+    lambda: {"unread": x(2, 4, seed=1), "x": x(2, 4), "states": [x(2, 4, seed=2), x(2, 4, seed=3)]},
+    truth=Truth(computed("", "scale", "fc"), {"Gemm": [("fc",), ("scale",)], "Sin": [("",)]}),
+)
+
+
 class SpreadsWeights(nn.Module):
     """Returns, beside its result, an expanded tensor that nobody reads: averaged weights, for each head."""
 

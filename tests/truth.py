@@ -31,12 +31,18 @@ Array = np.ndarray[Any, Any]
 Fault = tuple[str, str]
 
 
+def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in nested containers, in order, with the keys that lead to it: ``states.1``."""
+    if isinstance(tree, torch.Tensor):
+        yield name, tree
+    parts = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    for key, part in parts:
+        yield from named_leaves(part, f"{name}.{key}" if name else str(key))
+
+
 def leaves(tree: Any) -> list[torch.Tensor]:
     """Every tensor in nested containers, in order."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    return [leaf for part in parts for leaf in leaves(part)]
+    return [leaf for _, leaf in named_leaves(tree)]
 
 
 def another(value: Any, seed: int = 99) -> Any:
@@ -307,9 +313,18 @@ def input_names(model: onnx.ModelProto) -> list[str]:
 
 
 def inputs_of(model: onnx.ModelProto, kwargs: dict[str, Any]) -> list[Array]:
-    """The inputs of a file, in its order; an exporter may have taken those away that nothing reads."""
-    given, names = leaves(kwargs), input_names(model)
-    return [copied(leaf) for leaf in (given if len(given) == len(names) else [kwargs[name] for name in names])]
+    """The inputs of a file, in its order; an exporter may have taken those away that nothing reads.
+
+    TorchScript may name those that are left after what reads them. The file's signatures say which argument each is; if
+    that is false, the file computes another result than PyTorch, and is not exact.
+    """
+    given, names = dict(named_leaves(kwargs)), input_names(model)
+    if len(given) == len(names):
+        return [*map(copied, given.values())]
+    said = {entry.key: entry.value for entry in model.metadata_props}
+    calls = json.loads(said.get("htp.signatures", "{}")).get("", [])
+    arguments = {tensor: argument for argument, tensor in calls[0][0].items()} if calls else {}
+    return [copied(given[name if name in given else arguments[name]]) for name in names]
 
 
 def inside(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
