@@ -6,11 +6,11 @@ registration of ``transformers.exporters`` is used, which computes nothing.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from htp_export.errors import InputError
+from htp_export.exporter.capture.leaves import is_cache
 
 __all__ = ["prepare_caches", "refuse_caches"]
 
@@ -30,7 +30,7 @@ def prepare_caches(args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shape
     """
     from torch.utils import _pytree
 
-    caches = [each for each in _leaves([*args, *kwargs.values()]) if _is_cache(each)]
+    caches = [each for each in _leaves([*args, *kwargs.values()]) if is_cache(each)]
     for cache in caches:
         if type(cache) not in _pytree.SUPPORTED_NODES:
             _register(type(cache))
@@ -46,14 +46,9 @@ def refuse_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         InputError: One is among the arguments.
     """
     for each in _leaves([*args, *kwargs.values()]):
-        if _is_cache(each) and any(getattr(layer, "keys", None) is not None for layer in getattr(each, "layers", ())):
+        if is_cache(each) and any(getattr(layer, "keys", None) is not None for layer in getattr(each, "layers", ())):
             kind = type(each).__name__
             raise InputError(f"the TorchScript exporter takes no {kind} as an input; use dynamo=True")
-
-
-def _is_cache(value: Any) -> bool:
-    known = sys.modules.get("transformers.cache_utils")
-    return known is not None and isinstance(value, known.Cache)
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
@@ -79,7 +74,7 @@ def _structured(spec: Any, cache: Any) -> Any:
     from torch.utils import _pytree
 
     node = _pytree.SUPPORTED_NODES.get(type(cache))
-    if node is None or spec is None or not _is_cache(cache) or not hasattr(cache, "layers"):
+    if node is None or spec is None or not is_cache(cache) or not hasattr(cache, "layers"):
         return spec
     children = list(node.flatten_fn(cache)[0])
     layers = [(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "keys", None) is not None]

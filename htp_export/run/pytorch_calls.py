@@ -6,13 +6,14 @@ import collections
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import InputError
 from htp_export.exporter.capture import running
-from htp_export.exporter.capture.calls import arguments_by_name, named_leaves, named_tensors_in
+from htp_export.exporter.capture.calls import arguments_by_name
+from htp_export.exporter.capture.leaves import named_leaves, named_tensors_in
 from htp_export.exporter.capture.modules import keep_training_modes
 from htp_export.exporter.capture.torch_internals import turn_compilation_off
 from htp_export.format.module_paths import module_paths
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["ModuleCall", "evaluating", "record_calls", "with_registered"]
+__all__ = ["ModuleCall", "evaluating", "record_calls"]
 
 
 @dataclass(frozen=True)
@@ -139,21 +140,6 @@ def _failed(model: nn.Module, running: Sequence[str], error: Exception) -> str:
     return f"{type(model).__name__} cannot run on these inputs{where}: {type(error).__name__}: {message}"
 
 
-def with_registered(leaves: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The same leaves, and in the place of each container that torch.export takes apart (a cache) what is in it.
-
-    Such containers are inputs and outputs of a graph, as the model's own arguments and results. Inside the model one
-    cache is passed to every layer, and each layer uses its own part of it.
-    """
-    from torch.utils._pytree import SUPPORTED_NODES, tree_leaves
-
-    for name, leaf in leaves:
-        if type(leaf) in SUPPORTED_NODES:
-            yield from ((f"{name}.{place}", inner) for place, inner in enumerate(tree_leaves(leaf)))
-        else:
-            yield name, leaf
-
-
 class _Recorder:
     """Records calls by hooks."""
 
@@ -190,8 +176,7 @@ class _Recorder:
             while self._open[-1][0] != path:  # calls that raised, and whose error somebody caught
                 self._open.pop()
             _, number, began, inputs = self._open.pop()
-            leaves = (leaf for _, leaf in (named_leaves(output) if path else with_registered(named_leaves(output))))
-            returned = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | int | float)]
+            returned = [leaf for _, leaf in named_leaves(output) if isinstance(leaf, torch.Tensor | int | float)]
             outputs = tuple(self._hold(leaf) for leaf in returned if isinstance(leaf, torch.Tensor))
             places = tuple(isinstance(leaf, torch.Tensor) for leaf in returned)
             self.calls.append(ModuleCall(path, number, inputs, outputs, began, places))

@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from htp_export.attention.decomposing import attention_as_in
 from htp_export.errors import InputError
-from htp_export.exporter.capture.calls import arguments_by_name, defaults_of, named_leaves
+from htp_export.exporter.caches import prepare_caches
+from htp_export.exporter.capture.calls import arguments_by_name, defaults_of
+from htp_export.exporter.capture.leaves import named_leaves, named_tensors_in
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
@@ -21,7 +23,7 @@ from htp_export.run.isolating import check_isolated
 from htp_export.run.locating import Blame, blame_by_graph, blame_by_nesting, with_missing_outputs
 from htp_export.run.pairing import input_arguments, pair_call, unmatched_calls
 from htp_export.run.parameters import known_parameters, misplaced_parameters
-from htp_export.run.pytorch_calls import ModuleCall, evaluating, record_calls, with_registered
+from htp_export.run.pytorch_calls import ModuleCall, evaluating, record_calls
 from htp_export.run.readers import parameter_readers
 from htp_export.run.reporting import module_results, tolerance_of
 from htp_export.run.results import Verification
@@ -93,6 +95,7 @@ def verify(
         (True, None, 'agrees')
     """
     kwargs = dict(kwargs or {})
+    prepare_caches(args, kwargs, None)  # a model adds to its cache: `record_calls` copies what torch takes apart
     tagged, name = read_flat(onnx), name_of(onnx, "the ONNX model")
     check_has_modules(tagged, name)
     chosen = set(tagged.paths if select is None else tagged.select(select))
@@ -180,12 +183,9 @@ def feed_of_call(
     Raises:
         InputError: If the call does not have the inputs of the file, or they have other types or shapes.
     """
-    import torch
-
     inputs = Inputs.of(tagged.model)
     call = arguments_by_name(model.forward, tuple(args), kwargs)
-    values: dict[str, Any] = dict(with_registered(named_leaves(call)))
-    values = {argument: leaf for argument, leaf in values.items() if isinstance(leaf, torch.Tensor)}
+    values: dict[str, Any] = dict(named_tensors_in(call))
     names = input_arguments(tagged)
     numbers = {name: leaf for name, leaf in named_leaves({**defaults_of(model.forward), **call}) if _is_number(leaf)}
     values.update((argument, numbers[argument]) for argument in names.values() if argument in numbers)

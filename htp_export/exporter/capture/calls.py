@@ -5,10 +5,11 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from htp_export.exporter.capture.leaves import containers_in, named_tensors_in, tensors_in
 from htp_export.format import tags
 
 NO_CALL = -1
@@ -36,10 +37,41 @@ class CallTensors:
     Attributes:
         inputs: Name of the argument of ``forward``, ``mask`` or ``states.1``, and key of each tensor.
         outputs: The keys of the tensors that ``forward`` returned, in order.
+        containers: As of `Given`.
     """
 
     inputs: tuple[tuple[str, Any], ...]
     outputs: tuple[Any, ...]
+    containers: tuple[str, ...] = ()
+
+    def is_part(self, argument: str) -> bool:
+        """Return whether an argument is a part of a container."""
+        return any(argument.startswith(f"{container}.") for container in self.containers)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The arguments of one call at its beginning: a module may change the cache that it is given.
+
+    Attributes:
+        tensors: Name of the argument of ``forward``, ``mask`` or ``states.1``, and each tensor.
+        containers: The names of arguments that are caches, or other containers of tensors that only torch knows.
+    """
+
+    tensors: tuple[tuple[str, Any], ...]
+    containers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
+        """Read the arguments of a call.
+
+        Args:
+            forward: The ``forward`` of the module.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+        """
+        arguments = arguments_by_name(forward, args, kwargs)
+        return cls(tuple(named_tensors_in(arguments)), tuple(containers_in(arguments)))
 
 
 @dataclass
@@ -57,7 +89,7 @@ class CallLog:
     stack: list[int] = field(default_factory=list)
     returned_inputs: dict[str, bool] = field(default_factory=dict)
     call_tensors: dict[int, CallTensors] = field(default_factory=dict)
-    _inputs: dict[int, tuple[set[int], tuple[tuple[str, Any], ...]]] = field(default_factory=dict)
+    _inputs: dict[int, tuple[set[int], CallTensors]] = field(default_factory=dict)
     _counts: collections.Counter[str] = field(default_factory=collections.Counter)
     _first: dict[str, int] = field(default_factory=dict)
     _chains: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -88,16 +120,16 @@ class CallLog:
         above = [up for up in tags.ancestors(path) if up != path]
         return next((self._first[up] for up in above if up in self._first), NO_CALL)
 
-    def record_inputs(self, arguments: Mapping[str, Any], key: Callable[[Any], Any]) -> None:
+    def record_inputs(self, given: Given, key: Callable[[Any], Any]) -> None:
         """Record the inputs of the innermost running call.
 
         Args:
-            arguments: The arguments of ``forward``, by name.
+            given: The arguments of ``forward``.
             key: Tensor → its key in the graph that is being captured.
         """
-        named = list(named_tensors_in(arguments))
-        names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
-        self._inputs[self.stack[-1]] = set(map(id, tensors)), tuple(zip(names, _keys(tensors, key), strict=True))
+        names, tensors = [name for name, _ in given.tensors], [tensor for _, tensor in given.tensors]
+        entering = CallTensors(tuple(zip(names, _keys(tensors, key), strict=True)), (), given.containers)
+        self._inputs[self.stack[-1]] = set(map(id, tensors)), entering
 
     def exit(self, returned: Any, key: Callable[[Any], Any]) -> None:
         """Record the outputs and the end of the innermost running call.
@@ -107,10 +139,10 @@ class CallLog:
             key: As in ``record_inputs``.
         """
         index, results = self.stack.pop(), list(tensors_in(returned))
-        path, (input_ids, inputs) = self.calls[index].path, self._inputs.pop(index)
+        path, (input_ids, entered) = self.calls[index].path, self._inputs.pop(index)
         if self.returned_inputs.get(path, True):
             self.returned_inputs[path] = all(id(tensor) in input_ids for tensor in results)
-        self.call_tensors[index] = CallTensors(inputs, _keys(results, key))
+        self.call_tensors[index] = replace(entered, outputs=_keys(results, key))
 
     def count(self, path: str) -> int:
         """Return how often a module ran."""
@@ -189,37 +221,3 @@ def _positional_names(function: Any, bound: bool) -> tuple[tuple[str, ...], str]
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     rest = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), "args")
     return tuple(p.name for p in parameters if p.kind in by_position), rest
-
-
-def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything in nested tuples, lists and mappings (transformers' outputs are such), with the keys that lead to it.
-
-    A key that is no word and no number counts by its place: a tensor must not be looked at, while it is being traced.
-
-    Examples:
-        >>> list(named_leaves({"x": 1, "states": (None, 2)}))
-        [('x', 1), ('states.0', None), ('states.1', 2)]
-    """
-    items: Any
-    if isinstance(tree, Mapping):
-        named = (key if isinstance(key, (str, int)) else place for place, key in enumerate(tree))
-        items = zip(named, tree.values(), strict=True)
-    elif isinstance(tree, (tuple, list)):
-        items = enumerate(tree)
-    else:
-        yield name, tree
-        return
-    for key, item in items:
-        yield from named_leaves(item, f"{name}.{key}" if name else str(key))
-
-
-def named_tensors_in(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Iterate over the tensors among the leaves, in order, with the keys that lead to them, joined by dots."""
-    import torch
-
-    return ((name, leaf) for name, leaf in named_leaves(tree) if isinstance(leaf, torch.Tensor))
-
-
-def tensors_in(tree: Any) -> Iterator[Any]:
-    """Iterate over the tensors among the leaves, in order."""
-    return (tensor for _, tensor in named_tensors_in(tree))

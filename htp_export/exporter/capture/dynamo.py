@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from htp_export.exporter.capture.bodies import Bodies
 from htp_export.exporter.capture.body_functions import bodies_of_node, every_node
-from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, arguments_by_name
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, Given
 from htp_export.exporter.capture.decomposition import Decomposition, Marks, Result
 from htp_export.exporter.capture.guarded import Guarded
 from htp_export.exporter.capture.onnx_graph import STAMP, copy_stamps, describe, reads_of, values_of
@@ -108,8 +108,8 @@ class DynamoCapture(Guarded):
         if name is not None:
             self._scoped[path, self._scope_counts[path]] = index
             self._scope_counts[path] += 1
-        arguments = arguments_by_name(module.forward, args, kwargs)
-        self.log.record_inputs(arguments, functools.partial(self._result_of, tracer=tracer))
+        given = Given.of(module.forward, args, kwargs)
+        self.log.record_inputs(given, functools.partial(self._result_of, tracer=tracer))
         self._nodes_before.append(len(tracer.graph.nodes))
         return True
 
@@ -214,6 +214,7 @@ class DynamoCapture(Guarded):
             call: CallTensors(
                 tuple((name, self._value_of(result, read=True)) for name, result in tensors.inputs),
                 tuple(map(self._value_of, tensors.outputs)),
+                tensors.containers,
             )
             for call, tensors in self.log.call_tensors.items()
         }

@@ -19,7 +19,7 @@ from typing import Any
 
 from htp_export.errors import CaptureError
 from htp_export.exporter.capture import dynamo_patches, late_saving, torch_internals
-from htp_export.exporter.capture.calls import arguments_by_name
+from htp_export.exporter.capture.calls import Given
 from htp_export.exporter.capture.jit_graph import may_have_blocks
 from htp_export.exporter.capture.patching import Patch, Patches
 from htp_export.exporter.capture.root_call import RootCall
@@ -73,6 +73,7 @@ def _slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             if name is None:
                 result = original(self, *input, **kwargs)
             else:
+                given = capture.step("noting what a module is given", Given.of, self.forward, input, kwargs)
                 if name:
                     tracing_state.push_scope(name)
                 try:
@@ -80,7 +81,7 @@ def _slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 finally:
                     if name:
                         tracing_state.pop_scope()
-                arguments = (capture, tracing_state, self, input, kwargs, result, root)
+                arguments = (capture, tracing_state, self, given, result, root)
                 waits = bool(capture.step("noting that a module returns", _returns, *arguments))
         finally:
             capture.root_runs = root is None
@@ -89,12 +90,9 @@ def _slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _returns(
-    capture: Any, tracing_state: Any, module: Any, input: Any, kwargs: Any, result: Any, root: RootCall | None
-) -> bool:
-    arguments = arguments_by_name(module.forward, input, kwargs)
+def _returns(capture: Any, tracing_state: Any, module: Any, given: Any, result: Any, root: RootCall | None) -> bool:
     changed = None if root is None else root.result
-    return bool(capture.returns(module, tracing_state, arguments, result, changed))
+    return bool(capture.returns(module, tracing_state, given, result, changed))
 
 
 def _traced(original: Callable[..., Any]) -> Callable[..., Any]:

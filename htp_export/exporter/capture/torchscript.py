@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx
 
-from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, Given
 from htp_export.exporter.capture.guarded import Guarded
 from htp_export.exporter.capture.jit_calls import Matched, TracedNode, match_by_inputs, match_by_scope, place_between
 from htp_export.exporter.capture.jit_graph import (
@@ -134,9 +134,7 @@ class TorchScriptCapture(Guarded):
         self._has_root_scope = bool(name) if is_root else self._has_root_scope
         return name
 
-    def returns(
-        self, module: Any, state: Any, arguments: dict[str, Any], result: Any, changed: Callable[[Any], Any] | None
-    ) -> bool:
+    def returns(self, module: Any, state: Any, given: Given, result: Any, changed: Callable[[Any], Any] | None) -> bool:
         """Note that the innermost running module's ``forward`` is over.
 
         The user's forward hooks run outside of the module's scope; what they compute is the module's work. Where there
@@ -145,7 +143,7 @@ class TorchScriptCapture(Guarded):
         Args:
             module: The module.
             state: The tracer's state.
-            arguments: What ``forward`` was given, by name.
+            given: What ``forward`` was given.
             result: What it returned.
             changed: Gives what the module is to give back in place of what it and the hooks returned; None for that.
 
@@ -154,19 +152,19 @@ class TorchScriptCapture(Guarded):
         """
 
         def after_hooks(returned: Any) -> Any:
-            self.step("noting that a module returns", self.leave, state, arguments, returned)
+            self.step("noting that a module returns", self.leave, state, given, returned)
             return None if changed is None else changed(returned)
 
         if not run_after_hooks(self.changes, module, after_hooks):
-            self.leave(state, arguments, result)
+            self.leave(state, given, result)
             return False
         self._between.setdefault(self.log.stack[-1], [next_number()])
         return True
 
-    def leave(self, state: Any, arguments: dict[str, Any], result: Any) -> None:
+    def leave(self, state: Any, given: Given, result: Any) -> None:
         """Note that the innermost running module returns."""
         # Only now: the tracer would make a tensor that it does not know a constant, and name it by the caller's scope.
-        self.log.record_inputs(arguments, traced_number)
+        self.log.record_inputs(given, traced_number)
         index = self.log.stack[-1]
         self.log.exit(result, traced_number)
         if index in self._between:
@@ -372,6 +370,7 @@ class TorchScriptCapture(Guarded):
             record.call_tensors[call] = CallTensors(
                 tuple((name, self._versions.state(key, began)) for name, key in inputs),
                 tuple(self._versions.state(number(traced), ended) for traced in tensors.outputs),
+                tensors.containers,
             )
         if self._first:
             record.inputs, record.outputs = set(self._first.inputs), self._outputs

@@ -48,6 +48,10 @@ class ExportEvidence(Evidence[Key]):
                 useful[path] = useful.get(path, False) or is_wanted
         return useful
 
+    def read_by(self, path: str) -> Collection[Key]:
+        """The captured tensors that calls of a module read, and that were computed outside of them."""
+        return self._passed.get(path, CallBoundary()).inputs
+
     def settled(self, path: str) -> Outcome | None:
         """The fate of a module that never ran, computed nothing, or nothing that is needed."""
         has_nodes = self.has_nodes(path)

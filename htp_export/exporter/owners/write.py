@@ -78,8 +78,9 @@ def model_metadata(
     tree, contamination = find_fates(hierarchy, evidence)
     metadata: dict[str, str] = {}
     unknown = [(path, str(getattr(key, "name", key)), leaves) for path, key, leaves in contamination]
+    signatures = _signatures(record, evidence)
     write_model_metadata(
-        metadata, tree, calls=calls, signatures=_signatures(record), parameters=parameters, contamination=unknown
+        metadata, tree, calls=calls, signatures=signatures, parameters=parameters, contamination=unknown
     )
     return tree, metadata
 
@@ -91,13 +92,22 @@ def _with_calls(hierarchy: Hierarchy, log: CallLog) -> Hierarchy:
     return Hierarchy([replace(module, calls=log.count(module.path)) for module in known])
 
 
-def _signatures(record: Record) -> dict[str, list[Signature]]:
-    """Module path → its calls; only modules all of whose calls were seen from inside."""
+def _signatures(record: Record, evidence: ExportEvidence) -> dict[str, list[Signature]]:
+    """Module path → its calls; only modules all of whose calls were seen from inside.
+
+    Every layer is given the whole cache. Its signature has the parts that it reads or gives back: all of them in all
+    layers would be as many entries as the square of the number of layers.
+    """
     signatures: dict[str, list[Signature]] = {}
     for index, call in enumerate(record.log.calls):
         tensors = record.call_tensors.get(index)
         if tensors is not None:
-            inputs = {name: _name(record, key) for name, key in tensors.inputs}
+            used = {*evidence.read_by(call.path), *tensors.outputs}
+            inputs = {
+                name: _name(record, key)
+                for name, key in tensors.inputs
+                if not call.path or key in used or not tensors.is_part(name)
+            }
             outputs = tuple(_name(record, key) for key in tensors.outputs)
             signatures.setdefault(call.path, []).append(Signature(inputs, outputs))
     return {path: calls for path, calls in signatures.items() if len(calls) == record.log.count(path)}

@@ -1,0 +1,123 @@
+"""The leaves of arguments and results, with the keys that lead to them.
+
+Tuples, lists and mappings are taken apart, and so are containers that torch knows as such: classes registered with
+``torch.utils._pytree`` (dataclasses, for example) and the key/value caches of transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["containers_in", "is_cache", "named_leaves", "named_tensors_in", "tensors_in"]
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache of transformers."""
+    known = sys.modules.get("transformers.cache_utils")
+    return known is not None and isinstance(value, known.Cache)
+
+
+def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in nested containers (transformers' outputs are mappings), with the keys that lead to it.
+
+    A key that is no word and no number counts by its place: a tensor must not be looked at, while it is being traced.
+
+    Examples:
+        >>> list(named_leaves({"x": 1, "states": (None, 2)}))
+        [('x', 1), ('states.0', None), ('states.1', 2)]
+    """
+    items = _items(tree)
+    if items is None:
+        items = _parts(tree)
+    if items is None:
+        yield name, tree
+        return
+    for key, item in items:
+        yield from named_leaves(item, _joined(name, key))
+
+
+def named_tensors_in(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Iterate over the tensors among the leaves, in order, with the keys that lead to them, joined by dots."""
+    import torch
+
+    return ((name, leaf) for name, leaf in named_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def tensors_in(tree: Any) -> Iterator[Any]:
+    """Iterate over the tensors among the leaves, in order."""
+    return (tensor for _, tensor in named_tensors_in(tree))
+
+
+def containers_in(tree: Any, name: str = "") -> Iterator[str]:
+    """The names of the containers that are no tuples, lists or mappings: caches, and others that torch knows."""
+    items = _items(tree)
+    if items is None:
+        if _parts(tree) is not None:
+            yield name
+        return
+    for key, item in items:
+        yield from containers_in(item, _joined(name, key))
+
+
+def _joined(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _items(tree: Any) -> Iterator[tuple[Any, Any]] | None:
+    """The keys and items of a tuple, a list or a mapping; None for anything else."""
+    if isinstance(tree, Mapping):
+        named = (key if isinstance(key, (str, int)) else place for place, key in enumerate(tree))
+        return iter(list(zip(named, tree.values(), strict=True)))
+    return iter(list(enumerate(tree))) if isinstance(tree, (tuple, list)) else None
+
+
+def _parts(container: Any) -> Iterator[tuple[Any, Any]] | None:
+    """The parts of a container that torch takes apart, in torch's order, and of a cache; None for anything else.
+
+    Where torch only counts the parts, as transformers has it for caches, a tensor is named by the attributes that
+    lead to it: ``layers.0.keys``.
+    """
+    from torch.utils._pytree import SUPPORTED_NODES
+
+    node = SUPPORTED_NODES.get(type(container))
+    if node is None:
+        return _attributes(container) if is_cache(container) else None
+    try:
+        if node.flatten_with_keys_fn is None:
+            children: list[Any] = list(enumerate(node.flatten_fn(container)[0]))
+        else:
+            children = [(_plain(key), child) for key, child in node.flatten_with_keys_fn(container)[0]]
+    except Exception:  # the code of another library: what it cannot take apart is one leaf
+        return None
+    if all(isinstance(key, int) for key, _ in children):
+        known: dict[int, list[str]] = {}
+        for key, tensor in _attributes(container):
+            known.setdefault(id(tensor), []).append(key)
+        children = [(known[id(child)].pop(0) if known.get(id(child)) else key, child) for key, child in children]
+    return iter(children)
+
+
+def _plain(key: Any) -> Any:
+    """The key, position or attribute that an entry of one of torch's key paths stands for."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return str(key)
+
+
+def _attributes(value: Any, name: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every tensor in the attributes of an object, at any depth, with the attributes and keys that lead to it."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield name, value
+        return
+    items: Any = _items(value)
+    if items is None and hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
+        items = iter(list(vars(value).items()))
+    if items is None or id(value) in above:
+        return
+    for key, item in items:
+        yield from _attributes(item, _joined(name, key), (*above, id(value)))
