@@ -118,7 +118,8 @@ class ModelOptions:
         taken = named_parameters(model)
         fitting = {name: shape for name, shape in (shapes or {}).items() if name in taken}
         wanted = {**fitting, **read_shapes(self.inputs)}
-        kwargs = example_inputs(model, task=task, shapes=wanted, batch=batch, seed=self.seed)
+        processor = self._processor()
+        kwargs = example_inputs(model, task=task, shapes=wanted, batch=batch, seed=self.seed, processor=processor)
         return Call(model, (), dict(kwargs), checkpoint=self._checkpoint(model, stream_weights))
 
     def calls_by_task(
@@ -160,6 +161,7 @@ class ModelOptions:
             sizes=sizes,
             shapes=read_shapes(self.inputs) or None,
             seed=self.seed,
+            processor=self._processor(),
         )
         return {name: Call(each.model, (), each.kwargs, each, checkpoint) for name, each in found.items()}
 
@@ -197,6 +199,17 @@ class ModelOptions:
             attn_implementation=self.attention,
             seed=self.seed,
             stream_weights=stream_weights,
+        )
+
+    def _processor(self) -> Any:
+        """The tokenizer and the image processor that lie beside the model."""
+        from htp_export.huggingface import load_processor
+
+        return load_processor(
+            str(self.source),
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            overrides=parse_overrides(self.settings or ()),
         )
 
     def _checkpoint(self, model: Any, stream_weights: bool) -> Checkpoint | None:

@@ -8,14 +8,17 @@ from htp_export.huggingface.example_calls import ExampleCall
 from htp_export.huggingface.files_by_task import example_call, example_calls
 from htp_export.huggingface.inputs import dynamic_shapes, example_inputs
 from htp_export.huggingface.models import load_model
+from htp_export.huggingface.processors import Processor, load_processor
 from htp_export.huggingface.streaming import map_weights
 
 __all__ = [
     "ExampleCall",
+    "Processor",
     "dynamic_shapes",
     "example_call",
     "example_calls",
     "example_inputs",
     "load_model",
+    "load_processor",
     "map_weights",
 ]

@@ -10,6 +10,7 @@ from htp_export.errors import InputError
 from htp_export.huggingface.caches import emptied, empty_cache, let_torch_export_see_caches
 from htp_export.huggingface.example_calls import CacheNames, ExampleCall, described, run
 from htp_export.huggingface.inputs import example_inputs, named_parameters
+from htp_export.huggingface.processors import Processor
 from htp_export.huggingface.task_names import Axes
 from htp_export.huggingface.tasks import split_task, task_of
 
@@ -63,6 +64,7 @@ class _Maker:
     cache_names: CacheNames
     sizes: Mapping[str, int]
     seed: int
+    processor: Processor | None = None
 
     def forward(self, shapes: Mapping[str, Any] | None) -> ExampleCall:
         """One file without a cache: all that ``forward`` takes and the config describes."""
@@ -70,7 +72,7 @@ class _Maker:
             runs = {"forward": self._tokens(self.sizes["past_sequence_length"] + self.sizes["sequence_length"])}
         else:
             batch = self.sizes["batch_size"]
-            inputs = example_inputs(self.model, shapes=shapes, batch=batch, seed=self.seed)
+            inputs = example_inputs(self.model, shapes=shapes, batch=batch, seed=self.seed, processor=self.processor)
             runs = {"forward": dict(inputs)}
         return described(self.task, self.model, runs, self.cache_names)
 
@@ -95,7 +97,9 @@ class _Maker:
         encoder, is_text = self.model.get_encoder(), self.model.main_input_name == "input_ids"
         sizes = [self.sizes["batch_size"], self.sizes["encoder_sequence_length"]]
         shapes = {"input_ids": sizes} if is_text else None
-        inputs = dict(example_inputs(self.model, shapes=shapes, batch=sizes[0], seed=self.seed))
+        inputs = dict(
+            example_inputs(self.model, shapes=shapes, batch=sizes[0], seed=self.seed, processor=self.processor)
+        )
         ids = self._decoder_ids()
         given = {name: inputs[name] for name in (self.model.main_input_name, "attention_mask") if name in inputs}
         given = {name: value for name, value in given.items() if name in named_parameters(encoder)}
@@ -151,7 +155,7 @@ class _Maker:
         import torch
 
         shapes = {"input_ids": [self.sizes["batch_size"], length]}
-        ids = example_inputs(self.model, shapes=shapes, seed=self.seed)["input_ids"]
+        ids = example_inputs(self.model, shapes=shapes, seed=self.seed, processor=self.processor)["input_ids"]
         mask = torch.ones_like(ids)
         mask[-1, 1:2] = 0
         taken = named_parameters(self.model)
@@ -161,7 +165,7 @@ class _Maker:
     def _decoder_ids(self) -> Any:
         length = self.sizes["past_sequence_length"] + self.sizes["sequence_length"]
         shapes = {"decoder_input_ids": [self.sizes["batch_size"], length]}
-        return example_inputs(self.model, shapes=shapes, seed=self.seed)["decoder_input_ids"]
+        return example_inputs(self.model, shapes=shapes, seed=self.seed, processor=self.processor)["decoder_input_ids"]
 
     def _ordered(self, kwargs: Mapping[str, Any], cache: Any) -> dict[str, Any]:
         given = {**kwargs, "past_key_values": cache}
@@ -185,6 +189,7 @@ def example_calls(
     sizes: Mapping[str, int] | None = None,
     shapes: Mapping[str, Any] | None = None,
     seed: int = 0,
+    processor: Processor | None = None,
 ) -> dict[str, ExampleCall]:
     """The files of a task, and the call that each is exported from, with optimum's names and dynamic axes.
 
@@ -202,6 +207,7 @@ def example_calls(
             ``past_sequence_length``, ``encoder_sequence_length``.
         shapes: As for `example_inputs`, for tasks without a cache.
         seed: Of the example inputs.
+        processor: As for `example_inputs`.
 
     Returns:
         Name of the file, without ``.onnx`` → call.
@@ -214,7 +220,7 @@ def example_calls(
     unknown = [name for name in sizes or {} if name not in _SIZES]
     if unknown:
         raise InputError(f"no size {unknown[0]!r} in a call with a cache; there are {', '.join(_SIZES)}")
-    maker = _Maker(model, task, cache_names, {**_SIZES, **(sizes or {})}, seed)
+    maker = _Maker(model, task, cache_names, {**_SIZES, **(sizes or {})}, seed, processor)
     if not has_cache:
         return {"model": maker.forward(shapes)}
     if "past_key_values" not in named_parameters(model):
@@ -233,6 +239,7 @@ def example_call(
     sizes: Mapping[str, int] | None = None,
     shapes: Mapping[str, Any] | None = None,
     seed: int = 0,
+    processor: Processor | None = None,
 ) -> ExampleCall:
     """The call that the one file of a task is exported from; see `example_calls`.
 
@@ -243,6 +250,7 @@ def example_call(
         sizes: Name of a dimension → its size in the example.
         shapes: As for `example_inputs`, for tasks without a cache.
         seed: Of the example inputs.
+        processor: As for `example_inputs`.
 
     Raises:
         InputError: If the task has several files, or the model cannot be called so.
@@ -259,7 +267,9 @@ def example_call(
         >>> call.axes["present.0.key"]
         {0: 'batch_size', 2: 'past_sequence_length + sequence_length'}
     """
-    calls = example_calls(model, task=task, cache_names=cache_names, sizes=sizes, shapes=shapes, seed=seed)
+    calls = example_calls(
+        model, task=task, cache_names=cache_names, sizes=sizes, shapes=shapes, seed=seed, processor=processor
+    )
     if len(calls) > 1:
         raise InputError(f"this task has {len(calls)} files, {', '.join(calls)}: use example_calls")
     return next(iter(calls.values()))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import InputError
 from htp_export.huggingface.configs import find, nearest
+from htp_export.huggingface.processors import Processor
 
 if TYPE_CHECKING:
     import torch
@@ -47,11 +49,12 @@ def example_inputs(
     shapes: Mapping[str, Any] | None = None,
     seed: int = 0,
     batch: int = 1,
+    processor: Processor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Keyword arguments for one call of a transformers model, in the order of ``forward``'s signature.
 
-    Texts are 16 tokens long, the last 3 of them padding, images as large as the config says, sound is a second long or
-    as long as the config says.
+    Texts are 16 tokens long, the last 3 of them padding, images as large as the image processor or the config says,
+    sound is a second long or as long as the config says. Tokens are random without a tokenizer.
 
     Args:
         model: The model, or any module with a ``config`` and a ``main_input_name``.
@@ -62,6 +65,7 @@ def example_inputs(
             follow the batch and length of the main input.
         seed: Of the values. Torch's own generator is left as it was.
         batch: Examples in one call.
+        processor: The tokenizer and the image processor of the model, from ``load_processor``.
 
     Raises:
         InputError: If ``shapes`` names what ``forward`` does not take or is no shape, or if ``forward`` needs an input
@@ -81,9 +85,9 @@ def example_inputs(
     if unknown:
         raise InputError(f"the model takes no input {unknown[0]!r}" + nearest(unknown[0], parameters, "inputs"))
     if any(_OPEN in spec.shape for spec in wanted.values()):
-        usual = _Describer(model, parameters, {}, batch).specs()
+        usual = _Describer(model, parameters, {}, batch, processor).specs()
         wanted = {name: spec.completed(name, usual.get(name)) for name, spec in wanted.items()}
-    specs = _Describer(model, parameters, wanted, batch).specs()
+    specs = _Describer(model, parameters, wanted, batch, processor).specs()
     specs = {name: spec for name, spec in specs.items() if (shapes or {}).get(name, ()) is not None}
     missing = [name for name, spec in parameters.items() if spec.default is spec.empty and name not in specs]
     if missing:
@@ -93,7 +97,7 @@ def example_inputs(
     if not specs:
         raise InputError(f"the config of {type(model).__name__} describes none of its inputs: give their shapes")
     generator = torch.Generator().manual_seed(seed)
-    fill = _Filler(model, generator)
+    fill = _Filler(model, generator, processor)
     return {name: fill(name, specs[name]) for name in parameters if name in specs}
 
 
@@ -163,8 +167,15 @@ _AXES: dict[str, Callable[[str, torch.Tensor], int | None]] = {
 class _Describer:
     """What shape each input has that ``forward`` takes and the config describes."""
 
-    def __init__(self, model: Any, parameters: Iterable[str], wanted: Mapping[str, _Spec], batch: int) -> None:
-        self.config = model.config
+    def __init__(
+        self,
+        model: Any,
+        parameters: Iterable[str],
+        wanted: Mapping[str, _Spec],
+        batch: int,
+        processor: Processor | None,
+    ) -> None:
+        self.config, self.processor = model.config, processor or Processor()
         self.main = getattr(model, "main_input_name", "")
         self.modalities = getattr(model, "input_modalities", ()) or ()
         self.float = str(getattr(model, "dtype", "float32")).removeprefix("torch.")
@@ -220,7 +231,7 @@ class _Describer:
         return _Spec((self.batch, self.length), "int64")
 
     def _pixel_values(self) -> _Spec:
-        size = find(self.config, "image_size") or 224
+        size = self.processor.image_size or find(self.config, "image_size") or 224
         if isinstance(size, dict):
             size = (size.get("height", 224), size.get("width", 224))
         height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
@@ -251,9 +262,9 @@ class _Describer:
 class _Filler:
     """Values for an input: tokens within the vocabulary, masks with padding at the end, noise for all else."""
 
-    def __init__(self, model: Any, generator: torch.Generator) -> None:
+    def __init__(self, model: Any, generator: torch.Generator, processor: Processor | None) -> None:
         config = model.config
-        self.generator, self.whole = generator, config
+        self.generator, self.whole, self.processor = generator, config, processor or Processor()
         self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.decoder = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
@@ -293,8 +304,11 @@ class _Filler:
         return torch.tensor(usual or [0])[picked]
 
     def _ids(self, shape: tuple[int, ...]) -> torch.Tensor:
-        ids = self._random_ids(self.config, shape)
         vocabulary = find(self.config, "vocab_size") or 2
+        text = self._text(self.config, shape, self._visible(shape) if shape else 0, special=True)
+        if text is not None:
+            return text
+        ids = self._random_ids(self.config, shape)
         end, padding = (getattr(self.config, f"{kind}_token_id", None) for kind in ("eos", "pad"))
         if shape and isinstance(end, int) and 0 <= end < vocabulary:
             ids[..., self._visible(shape) - 1] = end
@@ -302,8 +316,25 @@ class _Filler:
             ids[..., self._visible(shape) :] = padding
         return ids
 
+    def _text(self, config: Any, shape: tuple[int, ...], visible: int, *, special: bool) -> torch.Tensor | None:
+        """Tokens of texts, and padding after as many as are visible; None without a tokenizer that fits the model."""
+        import torch
+
+        if self.processor.tokenizer is None or not visible:
+            return None
+        vocabulary, rows = find(config, "vocab_size"), []
+        known = (self.processor.padding, getattr(config, "pad_token_id", None))
+        padding = next((token for token in known if token is not None), 0)
+        for start in torch.randint(0, 1_000, (math.prod(shape[:-1]),), generator=self.generator).tolist():
+            tokens = self.processor.tokens(visible, start, vocabulary, special=special)
+            if tokens is None:
+                return None
+            rows.append([*tokens, *[padding] * (shape[-1] - visible)])
+        return torch.tensor(rows).reshape(shape)
+
     def _decoder_ids(self, shape: tuple[int, ...]) -> torch.Tensor:
-        ids = self._random_ids(self.decoder, shape)
+        text = self._text(self.decoder, shape, shape[-1] if shape else 0, special=False)
+        ids = self._random_ids(self.decoder, shape) if text is None else text
         starts = (getattr(each, "decoder_start_token_id", None) for each in (self.whole, self.decoder))
         start = next((each for each in starts if isinstance(each, int)), None)
         if start is not None and 0 <= start < (find(self.decoder, "vocab_size") or start + 1):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["load_model", "names_a_generating_class", "spread_parameters"]
+__all__ = ["has_files", "hub_options", "load_model", "names_a_generating_class", "spread_parameters"]
 
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -119,11 +119,31 @@ def _source_config(
     trust_remote_code: bool,
 ) -> tuple[Any, dict[str, Any]]:
     """The config of a model, and the options with which its files are read from the hub."""
+    hub, offline = hub_options(source, random_weights, revision, trust_remote_code)
+    return _config(source, overrides or {}, random_weights, hub, offline), hub
+
+
+def hub_options(
+    source: str, random_weights: bool, revision: str | None, trust_remote_code: bool
+) -> tuple[dict[str, Any], str]:
+    """The options with which the files of a model are read, and why the hub cannot be reached, if it is needed.
+
+    Args:
+        source: As for `load_model`, like all that follow.
+        random_weights: Whether a model type may be named.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Run the Python code that comes with the model.
+    """
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     offline = why_unreachable() if _is_hub_id(source, random_weights) else ""
     if offline:  # what is in the cache of this machine can be had
         hub["local_files_only"] = True
-    return _config(source, overrides or {}, random_weights, hub, offline), hub
+    return hub, offline
+
+
+def has_files(source: str) -> bool:
+    """Whether a source is a folder or a hub id; a model type has no files."""
+    return Path(source).is_dir() or _is_hub_id(source, True)
 
 
 def spread_parameters(model: nn.Module, generator: torch.Generator, scale: float = 0.02) -> None:
