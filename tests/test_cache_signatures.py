@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,31 @@ def test_what_a_call_leaves_in_the_cache_is_given_to_the_next_call_only(exporter
     result = htp_export.verify(model, tmp_path / "model.onnx", kwargs=kwargs)
     assert result.ok, result.summary
     assert [len(call.inputs) for call in result.modules["layer"].calls] == [2, 2]
+
+
+# What torch.export and transformers do there warns their own developers.
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_process_in_which_torch_does_not_know_caches_verifies(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")
+    from tests.test_containers import llama, with_cache
+
+    model = llama(2)
+    exported(model, with_cache(model), "dynamo", tmp_path)
+    code = """
+import sys
+import htp_export
+from tests.test_containers import llama, with_cache
+model = llama(2)
+kwargs = with_cache(model)
+for _ in range(2):
+    result = htp_export.verify(model, sys.argv[1], kwargs=kwargs)
+    call = result.modules["model.layers.1.self_attn"].calls[0]
+    print(result.ok, [entry.name for entry in call.inputs if entry.name.startswith("past")])
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "model.onnx")]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    line = "True ['past_key_values.layers.1.keys', 'past_key_values.layers.1.values']"
+    assert found.stdout.splitlines() == [line, line], found.stderr
 
 
 class TestLeaves:

@@ -52,6 +52,24 @@ def test_names_are_those_of_optimum(exported: Any) -> None:
     assert outputs["decoder_with_past_model"] == {"logits"} | grown
 
 
+def test_signatures_of_the_decoder_have_what_each_attention_reads_of_the_cache(exported: Any) -> None:
+    tagged = htp_export.load(exported[1]["decoder_with_past_model"][1])
+    sides = {"decoder": "self_attention_cache", "encoder": "cross_attention_cache"}
+    paths = [path for path in tagged.paths if path.endswith(("SelfAttention", "self_attn"))]
+    paths += [path for path in tagged.paths if path.endswith(("EncDecAttention", "encoder_attn"))]
+    paths = [path for path in paths if path.startswith(("decoder.", "model.decoder."))]
+    assert len(paths) == 4
+    for place, path in enumerate(paths):
+        side, layer = ("decoder", "encoder")[place // 2], place % 2
+        inputs = tagged.signature(path, 0).inputs
+        caches = {name: tensor for name, tensor in inputs.items() if name.startswith("past_key_values")}
+        wanted = {
+            f"past_key_values.{sides[side]}.layers.{layer}.{kind}s": f"past_key_values.{layer}.{side}.{kind}"
+            for kind in ("key", "value")
+        }
+        assert caches == wanted, path
+
+
 def test_dimensions_are_named_as_optimum_names_them(exported: Any) -> None:
     model, files = exported
     if model.main_input_name != "input_ids":

@@ -70,6 +70,28 @@ def test_every_module_agrees_in_prefill_and_in_decode(exported: Any) -> None:
             assert len(result.modules[""].calls[0].outputs) == len(call.output_names), "the cache is compared, too"
 
 
+def test_signatures_have_the_cache_whole_in_the_model_and_by_layer_in_the_layers(exported: Any) -> None:
+    _, call, program = exported
+    tagged = htp_export.load(program)
+
+    def caches(path: str) -> dict[str, str | None]:
+        inputs = tagged.signature(path, 0).inputs
+        return {name: tensor for name, tensor in inputs.items() if name.startswith("past_key_values")}
+
+    parts = [(f"layers.{layer}.{kind}s", f"{layer}.{kind}") for layer in range(2) for kind in ("key", "value")]
+    assert caches("") == {f"past_key_values.{own}": f"past_key_values.{optimum}" for own, optimum in parts}
+    assert tagged.signature("", 0).outputs == call.output_names
+    attention = [path for path in tagged.paths if path.rpartition(".")[2] in ("attn", "self_attn")]
+    assert len(attention) == 2
+    for layer, path in enumerate(attention):
+        own = {name: tensor for name, tensor in caches("").items() if f".{layer}." in name}
+        assert caches(path) == own
+        assert caches(path.rpartition(".")[0]) == own
+    decode = htp_export.verify(call.model, program, kwargs=call.runs["decode"])
+    compared = [each.name for each in decode.modules[attention[1]].calls[0].inputs]
+    assert {"past_key_values.layers.1.keys", "past_key_values.layers.1.values"} <= set(compared)
+
+
 def test_export_leaves_the_example_cache_as_it_is(exported: Any) -> None:
     _, call, _ = exported
     assert {layer.keys.shape[2] for layer in call.kwargs["past_key_values"].layers} == {5}

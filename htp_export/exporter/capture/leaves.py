@@ -54,7 +54,7 @@ def containers_in(tree: Any, name: str = "") -> Iterator[str]:
     """The names of the containers that are no tuples, lists or mappings: caches, and others that torch knows."""
     items = _items(tree)
     if items is None:
-        if _parts(tree) is not None:
+        if is_cache(tree) or _node_of(tree) is not None:
             yield name
         return
     for key, item in items:
@@ -79,9 +79,7 @@ def _parts(container: Any) -> Iterator[tuple[Any, Any]] | None:
     Where torch only counts the parts, as transformers has it for caches, a tensor is named by the attributes that
     lead to it: ``layers.0.keys``.
     """
-    from torch.utils._pytree import SUPPORTED_NODES
-
-    node = SUPPORTED_NODES.get(type(container))
+    node = _node_of(container)
     if node is None:
         return _attributes(container) if is_cache(container) else None
     try:
@@ -97,6 +95,13 @@ def _parts(container: Any) -> Iterator[tuple[Any, Any]] | None:
             known.setdefault(id(tensor), []).append(key)
         children = [(known[id(child)].pop(0) if known.get(id(child)) else key, child) for key, child in children]
     return iter(children)
+
+
+def _node_of(value: Any) -> Any:
+    """How torch takes apart the values of a type; None if it does not."""
+    from torch.utils._pytree import SUPPORTED_NODES
+
+    return SUPPORTED_NODES.get(type(value))
 
 
 def _plain(key: Any) -> Any:
