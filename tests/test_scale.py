@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import sys
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx
@@ -32,6 +35,7 @@ from htp_export.process.garbage_collection import rare_collections
 from htp_export.show.inventory import take_inventory
 from htp_export.show.model_explorer.drawing import drawing
 from htp_export.show.tree import render
+from htp_export.surgery import placing
 from htp_export.surgery.placing import MOST_NESTED
 from htp_export.surgery.splicing import _drop_unused as drop_unused
 from tools import scale
@@ -53,11 +57,46 @@ def test_modules_nested_deeper_than_onnx_allows_functions_to_be_stay_flat() -> N
     assert len(nested.modules) == 2 * MOST_NESTED  # of both towers
     last = "a" + ".m" * MOST_NESTED
     assert last not in nested.modules
-    assert nested.skipped[last] == "ONNX allows 100 functions inside one another"
+    too_deep = {path: reason for path, reason in nested.skipped.items() if path}
+    assert len(too_deep) == 2 * 20
+    assert set(too_deep.values()) == {"ONNX allows 100 functions inside one another"}
     onnx.checker.check_model(ir.to_proto(nested.model))  # it refuses deeper ones
     flat = htp_export.inline(nested.model).model
     before = {node.name: (node.op_type, dict(node.metadata_props)) for node in ir.from_proto(model).graph}
     assert {node.name: (node.op_type, dict(node.metadata_props)) for node in flat.graph} == before
+
+
+def test_functions_and_inline_do_not_walk_up_from_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placing, "MOST_NESTED", 8)  # each function around names the weights: as many times the work
+
+    def python_calls(run: Callable[[], htp_export.Nested | htp_export.Inlined]) -> tuple[int, Any]:
+        events: Counter[str] = Counter()
+        sys.setprofile(lambda _frame, event, _argument: events.update((event,)))
+        try:
+            result = run()
+        finally:
+            sys.setprofile(None)
+        return events["call"] + events["c_call"], result.model
+
+    def of_depth(levels: int) -> tuple[int, int]:
+        tagged = htp_export.load(scale.deep(levels))
+        there, nested = python_calls(lambda: htp_export.functions(tagged, "**"))
+        back, _ = python_calls(lambda: htp_export.inline(nested))
+        return there, back
+
+    of_depth(10)  # imports
+    (there, back), (twice_there, twice_back) = of_depth(100), of_depth(200)
+    assert twice_there < 2.2 * there  # 2.8 when every node looked at all modules around it
+    assert twice_back < 2.2 * back
+
+
+def test_weights_of_deep_modules_have_short_names_in_functions() -> None:
+    nested = htp_export.functions(scale.deep(MOST_NESTED + 20), "**")
+    for function in nested.model.functions.values():
+        names = [str(value.name) for value in function.inputs]
+        assert len(set(names)) == len(names)
+        assert max(map(len, names)) <= 128 + len("_100")
+        assert {name.rpartition(".")[2].partition("_")[0] for name in names} <= {"bias", "input", "x"}
 
 
 def test_calls_of_modules_nested_a_thousand_levels_are_known() -> None:

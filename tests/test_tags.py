@@ -134,3 +134,18 @@ def test_namespaces_of_many_paths_are_those_of_each_and_common_levels_are_looked
     called = Called(paths)
     tags.namespaces(paths, called)
     assert called.asked < 3 * len(paths)
+
+
+def test_tags_of_nodes_look_at_common_levels_once() -> None:
+    class Counting(tags.CalledModules):
+        asked = 0
+
+        def __contains__(self, path: object) -> bool:
+            type(self).asked += 1
+            return super().__contains__(path)
+
+    paths = list(itertools.accumulate(["m"] * 300, lambda above, name: f"{above}.{name}"))
+    called = Counting(["", *paths])
+    for path in paths:
+        assert tags.node_tags([path], "scope", called)["namespace"] == path.replace(".", "/")
+    assert Counting.asked < 3 * len(paths)

@@ -314,7 +314,7 @@ class CallTree:
     def of_calls(self, owners: tuple[str, ...], calls: Iterable[Instance]) -> NodeCalls:
         """Return the calls of a node with these owners into which the work of the given calls was merged."""
         every = list(dict.fromkeys(calls))
-        around = {up for call in every for up in self.chain(call)[1:]}
+        around = {up for call in every for up in self.chain(call)[1:]} if len(every) > 1 else ()
         parts = tuple(self._part(call) for call in every if call not in around)
         modules = parts[0].modules if len(parts) == 1 else frozenset().union(*(part.modules for part in parts))
         return NodeCalls(owners, parts, modules)
@@ -356,11 +356,22 @@ class CallTree:
     def _part(self, call: Instance) -> Part:
         if call not in self._parts:
             chain = self.chain(call)
-            paths = [running.path for running in chain]
-            inside = [path for path, inner in zip(paths[1:], paths, strict=False) if self._nearest(inner) != path]
-            containers = map(self._never_ran, (call.path, *inside))  # those above the others are above these, too
-            self._parts[call] = Part(call, frozenset(chain), frozenset(("", *paths)).union(*containers))
+            known = next((place for place, running in enumerate(chain) if running in self._parts), len(chain))
+            if known < len(chain) and self.chain(chain[known]) != chain[known:]:
+                known = len(chain)  # the calls go in a circle
+            inside, paths = chain[:known], {"", *(running.path for running in chain[:known])}
+            part = Part(call, frozenset(inside), frozenset(paths.union(*self._containers_around(inside))))
+            if known < len(chain):
+                around = self._parts[chain[known]]
+                part = Part(call, around.running | part.running, around.modules | part.modules)
+            self._parts[call] = part
         return self._parts[call]
+
+    def _containers_around(self, chain: Sequence[Instance]) -> list[frozenset[str]]:
+        """Return the modules above those of a chain that never ran."""
+        paths = [running.path for running in chain]
+        inside = [path for path, inner in zip(paths[1:], paths, strict=False) if self._nearest(inner) != path]
+        return [self._never_ran(path) for path in (*paths[:1], *inside)]  # those above the others are above these, too
 
     def _calls_of(self, owners: tuple[str, ...], encoded: str) -> list[Instance]:
         listed = tags.calls_listed(encoded)

@@ -80,7 +80,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
     Examples:
         >>> tree = Hierarchy([ModuleInfo("", "net.Net", 1, "computed"), ModuleInfo("fc", "torch.nn.Linear")])
         >>> list(tree), tree["fc"].fate, tree.children(""), tree.called
-        (['', 'fc'], 'uncalled', ('fc',), frozenset({''}))
+        (['', 'fc'], 'uncalled', ('fc',), CalledModules({''}))
     """
 
     def __init__(self, modules: Iterable[ModuleInfo]) -> None:
@@ -249,9 +249,9 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         return self._modules[""]
 
     @cached_property
-    def called(self) -> frozenset[str]:
+    def called(self) -> tags.CalledModules:
         """The paths of the modules whose ``forward`` ran."""
-        return frozenset(path for path, module in self.items() if module.calls > 0)
+        return tags.CalledModules(path for path, module in self.items() if module.calls > 0)
 
     @cached_property
     def classes(self) -> Mapping[str, str]:

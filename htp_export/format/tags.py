@@ -160,7 +160,8 @@ def namespace(path: str, called: Collection[str]) -> str:
 
     Args:
         path: A module path.
-        called: The paths of the modules that ran. The others (``nn.ModuleList`` and the like) are no level.
+        called: The paths of the modules that ran. The others (``nn.ModuleList`` and the like) are no level. For many
+            calls, pass `CalledModules`: namespaces are then computed from those of the modules around.
 
     Examples:
         >>> namespace("encoder.layer.0.query", {"", "encoder", "encoder.layer.0", "encoder.layer.0.query"})
@@ -182,20 +183,44 @@ def namespaces(paths: Iterable[str], called: Collection[str]) -> dict[str, str]:
         >>> namespaces(["layers.0.act", "layers.0"], {"", "layers.0", "layers.0.act"})
         {'layers.0.act': 'layers.0/act', 'layers.0': 'layers.0'}
     """
-    levels, found = {"": ""}, {}  # of modules that ran
-    for path in paths:
-        below, above = list[str](), path
-        while above not in levels:
-            below.append(above)
-            above = next(up for up in itertools.islice(ancestors(above), 1, None) if up in called or not up)
-        space = levels[above]
-        for level in reversed(below):
-            part = _escape(level[len(above) + 1 :] if above else level)
-            space, above = f"{space}/{part}" if space else part, level
-            if level in called:
-                levels[level] = space
-        found[path] = space
-    return found
+    levels = called.levels if isinstance(called, CalledModules) else {"": ""}
+    return {path: _namespace(path, called, levels) for path in paths}
+
+
+class CalledModules(frozenset[str]):
+    """The paths of the modules that ran; their namespaces are computed once.
+
+    Attributes:
+        levels: Path of a module that ran → its namespace, as far as it was computed.
+
+    Examples:
+        >>> called = CalledModules(["", "encoder", "encoder.layer.0"])
+        >>> namespace("encoder.layer.0.query", called), called.levels["encoder.layer.0"]
+        ('encoder/layer.0/query', 'encoder/layer.0')
+    """
+
+    levels: dict[str, str]
+
+    def __new__(cls, paths: Iterable[str] = ()) -> CalledModules:
+        """Take the paths."""
+        called = super().__new__(cls, paths)
+        called.levels = {"": ""}
+        return called
+
+
+def _namespace(path: str, called: Collection[str], levels: dict[str, str]) -> str:
+    """The namespace of a path; ``levels`` gets those of the modules around it that ran."""
+    below, above = list[str](), path
+    while above not in levels:
+        below.append(above)
+        above = next(up for up in itertools.islice(ancestors(above), 1, None) if up in called or not up)
+    space = levels[above]
+    for level in reversed(below):
+        part = _escape(level[len(above) + 1 :] if above else level)
+        space, above = f"{space}/{part}" if space else part, level
+        if level in called:
+            levels[level] = space
+    return space
 
 
 def owners_of(metadata: Mapping[str, str]) -> tuple[str, ...]:

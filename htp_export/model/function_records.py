@@ -7,8 +7,9 @@ metadata) is written down in the model's metadata, as ``htp.functions``; see ``d
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -108,7 +109,7 @@ class Expectations:
     def __init__(self, hierarchy: Hierarchy, calls: CallTree) -> None:
         self._hierarchy, self._calls = hierarchy, calls
         self._owners: dict[ir.Node, tuple[str, ...]] = {}
-        self._owned: dict[ir.Node, dict[str, list[str]]] = {}
+        self._owned: dict[ir.Node, list[tuple[str, int]]] = {}  # owners and their places, sorted
 
     def metadata(self, shared: ir.Node, instance: Instance) -> dict[str, str]:
         """The metadata that a node of a body has in one call.
@@ -152,13 +153,17 @@ class Expectations:
         owners = self._owners_of(shared)
         if len(owners) == 1:
             return owners
+        if not path:
+            return owners
         if shared not in self._owned:
-            below: defaultdict[str, list[str]] = defaultdict(list)
-            for owner in self._owners_of(shared):
-                for up in tags.ancestors(owner):
-                    below[up].append(owner)
-            self._owned[shared] = dict(below)
-        return self._owned[shared].get(path) or owners
+            self._owned[shared] = sorted((f"{owner}.", place) for place, owner in enumerate(owners))
+        ordered, start = self._owned[shared], f"{path}."  # what starts alike is sorted together
+        found: list[int] = []
+        for key, place in itertools.islice(ordered, bisect.bisect_left(ordered, (start, -1)), None):
+            if not key.startswith(start):
+                break
+            found.append(place)
+        return [owners[place] for place in sorted(found)] or owners
 
     def _call(self, owner: str, instance: Instance) -> str:
         """Which call of a module it is, where that ran several times, and once in the one that is called."""

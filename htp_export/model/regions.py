@@ -60,8 +60,6 @@ class GraphIndex:
         nodes: Every node, in the order of ``all_nodes``.
         works: Node → whose work it does.
         owners: Node → its owners.
-        below: Module path → the nodes in its region, in order: those with an owner at or below it, but for what such
-            a module computed when another one called it.
         bodies: Node → its subgraphs, for nodes that have any.
     """
 
@@ -70,11 +68,6 @@ class GraphIndex:
         self.nodes = list(all_nodes(model))
         self.works = {node: work_of(node) for node in self.nodes}
         self.owners = {node: work.owners for node, work in self.works.items()}
-        below: defaultdict[str, list[ir.Node]] = defaultdict(list)
-        for node, work in self.works.items():
-            for path in work.modules:
-                below[path].append(node)
-        self.below: Mapping[str, Sequence[ir.Node]] = dict(below)
         self.bodies = {node: bodies for node in self.nodes if (bodies := subgraphs(node))}
         self._holder = {body: node for node, bodies in self.bodies.items() for body in bodies}
         self._functions = {function.graph: function for function in model.functions.values()}
@@ -83,6 +76,19 @@ class GraphIndex:
     def place(self) -> Mapping[ir.Node, int]:
         """Node → its place in ``nodes``."""
         return {node: place for place, node in enumerate(self.nodes)}
+
+    @cached_property
+    def below(self) -> Mapping[str, Sequence[ir.Node]]:
+        """Module path → the nodes in its region, in order.
+
+        These are the nodes with an owner at or below it, except what such a module computed when another one called it.
+        An entry for each pair of a node and a module around it: made only if it is needed.
+        """
+        below: defaultdict[str, list[ir.Node]] = defaultdict(list)
+        for node, work in self.works.items():
+            for path in work.modules:
+                below[path].append(node)
+        return dict(below)
 
     @cached_property
     def _called(self) -> dict[ir.Node, list[ir.Graph]]:

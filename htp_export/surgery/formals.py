@@ -13,6 +13,9 @@ from htp_export.model.tensor_names import UsedNames
 
 __all__ = ["Formals"]
 
+_LONGEST = 128
+"""Characters of a name: every function around a deep module names its weights anew."""
+
 
 class Formals:
     """Orders and names the inputs of functions.
@@ -49,7 +52,8 @@ class Formals:
 
         Arguments have the names of ``forward``'s parameters, and weights those that they have in the module,
         ``query.weight``. What has no such name in the file (exporters transpose weights and fold constants) has the
-        name of the module that reads it in front, and the model's own inputs keep theirs.
+        name of the module that reads it in front, and the model's own inputs keep theirs. Of a name that is too long,
+        the last parts are used.
 
         Args:
             values: What the nodes read from outside.
@@ -82,7 +86,7 @@ class Formals:
         if not self._is_weight(value):
             return name if value.is_graph_input() and name else "input"
         if value.is_initializer() and name.startswith(path + "."):
-            return name[len(path) + 1 :]
+            return _last_parts(name[len(path) + 1 :])
         node, position = reader
         if node in self._callees:
             instance, formals = self._callees[node]
@@ -94,4 +98,12 @@ class Formals:
 
 def _relative(path: str, above: str, name: str) -> str:
     below = path[len(above) + 1 :] if above and tags.is_under(path, above) else path if not above else ""
-    return f"{below}.{name}" if below else name
+    return _last_parts(f"{below}.{name}" if below else name)
+
+
+def _last_parts(name: str) -> str:
+    """The end of a name, without the parts for which there is no space."""
+    if len(name) <= _LONGEST:
+        return name
+    end = name[-_LONGEST - 1 :]
+    return end.partition(".")[2] or end[1:]

@@ -157,9 +157,7 @@ def functions(
     model, index, placement, bodies = built.work.model, built.index, built.placement, built.bodies
     made = _functions_of(bodies)
     hierarchy = tagged.hierarchy
-    skipped = {
-        path: _why_flat(hierarchy[path], index.below.get(path, ()), placement) for path in selected if path not in made
-    }
+    skipped = {path: _why_flat(hierarchy[path], index, placement) for path in selected if path not in made}
     if not made:
         listed = "; ".join(f"{path or '(root)'}: {reason}" for path, reason in list(skipped.items())[:5])
         more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
@@ -279,7 +277,7 @@ def _outside(index: GraphIndex, placement: Placement, made: Collection[str]) -> 
     return {path: counts[path] for path in made if counts[path]}
 
 
-def _why_flat(module: ModuleInfo, nodes: Collection[ir.Node], placement: Placement) -> str:
+def _why_flat(module: ModuleInfo, index: GraphIndex, placement: Placement) -> str:
     """Why a selected module is no function."""
     if not module.path:
         return "it is the graph itself"
@@ -294,10 +292,11 @@ def _why_flat(module: ModuleInfo, nodes: Collection[ir.Node], placement: Placeme
     }
     if module.fate in reasons:
         return reasons[module.fate]
-    if not nodes:
-        return "it has no nodes"
     if module.path in placement.flat:
         return placement.flat[module.path]
+    nodes = index.below.get(module.path, ())
+    if not nodes:
+        return "it has no nodes"
     if all(node not in placement.chains for node in nodes):
         return "it lies in functions that the model has already; inline them first"
     return "all its nodes are shared with other modules"

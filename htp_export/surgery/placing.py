@@ -61,13 +61,17 @@ class Placement:
 
     def _selected_around(self, call: Instance) -> Chain:
         """The selected instances that a call ran in, outermost first, as far as they are known."""
-        if call not in self._around:
-            chain = reversed(self._calls.chain(call))
-            around = tuple(each for each in chain if each.path in self._selected and each.call >= 0)
-            if len(around) > self._most:
-                self.flat[around[self._most].path] = f"ONNX allows {MOST_NESTED} functions inside one another"
-            self._around[call] = around[: self._most]
-        return self._around[call]
+        chain = self._calls.chain(call)
+        known = next((place for place, running in enumerate(chain) if running in self._around), len(chain))
+        around = self._around[chain[known]] if known < len(chain) else ()
+        for running in reversed(chain[:known]):  # each call is in those of its caller, and in itself
+            if running.path in self._selected and running.call >= 0:
+                if len(around) < self._most:
+                    around = (*around, running)
+                else:
+                    self.flat[running.path] = f"ONNX allows {MOST_NESTED} functions inside one another"
+            self._around[running] = around
+        return around
 
     def _in_several_graphs(self) -> dict[Instance, str]:
         """Instances that have nodes in several graphs, and no node of theirs that holds them all."""
