@@ -116,6 +116,11 @@ class TestLoadModel:
             ("bert", {"random_weights": True, "overrides": {"hidden_size.x": 2}}, "no keys below"),
             ("bert", {"random_weights": True, "overrides": {"num_hidden_layers": "two"}}, "num_hidden_layers='two'"),
             ("bert", {"random_weights": True, "overrides": {**BERT, "hidden_size": 15}}, "cannot be built|refuses"),
+            (
+                "whisper",
+                {"random_weights": True, "overrides": {**WHISPER, "vocab_size": 100}},
+                "cannot be built: .*; not in its vocabulary of 100: .*pad_token_id=50256",
+            ),
             ("clip", {"random_weights": True, "overrides": {"text_config.layers": 2}}, "no 'layers' in text_config"),
             ("bert", {"random_weights": True, "task": "fil-mask"}, "nearest tasks: fill-mask"),
             ("bert", {"random_weights": True, "task": "image-classification"}, "its tasks: .*fill-mask"),
@@ -143,6 +148,14 @@ class TestExampleInputs:
 
     def test_mask_has_padding_at_the_end(self):
         assert example_inputs(bert())["attention_mask"].tolist() == [[1] * 13 + [0] * 3]
+
+    @pytest.mark.parametrize("start", [7, 99, 100, 50257])
+    def test_a_decoder_begins_with_its_start_token_if_the_vocabulary_has_it(self, start):
+        overrides = {**WHISPER, "vocab_size": 100, "pad_token_id": 0, "decoder_start_token_id": start}
+        inputs = example_inputs(load_model("whisper", random_weights=True, overrides=overrides), batch=2)
+        ids = inputs["decoder_input_ids"]
+        assert 0 <= ids.min() <= ids.max() < 100
+        assert (ids[:, 0].tolist() == [start, start]) is (start < 100)
 
     def test_tokens_lie_within_the_vocabulary(self):
         ids = example_inputs(bert())["input_ids"]

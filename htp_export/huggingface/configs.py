@@ -8,7 +8,7 @@ from typing import Any
 
 from htp_export.errors import ModelSourceError
 
-__all__ = ["apply_overrides", "find", "nearest", "sub_configs", "with_cache", "without_cache"]
+__all__ = ["apply_overrides", "find", "nearest", "sub_configs", "tokens_outside", "with_cache", "without_cache"]
 
 
 def sub_configs(config: Any) -> Iterator[Any]:
@@ -85,6 +85,23 @@ def nearest(name: str, known: Iterable[str], what: str) -> str:
     """Return a hint for a message: the known names nearest to an unknown one."""
     matches = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
     return f"; nearest {what}: {', '.join(matches)}" if matches else ""
+
+
+def tokens_outside(config: Any) -> str:
+    """Return a hint for a message: the tokens that a config, or one inside it, names beyond its own vocabulary.
+
+    Examples:
+        >>> from transformers import BertConfig
+        >>> tokens_outside(BertConfig(vocab_size=10, pad_token_id=12))
+        '; not in its vocabulary of 10: pad_token_id=12'
+    """
+    vocabulary = getattr(config, "vocab_size", None)
+    if isinstance(vocabulary, int):
+        tokens = {name: value for name, value in config.to_dict().items() if name.endswith("_token_id")}
+        outside = {name: value for name, value in tokens.items() if isinstance(value, int) and value >= vocabulary}
+        if outside:
+            return f"; not in its vocabulary of {vocabulary}: {_shown(outside)}"
+    return next((hint for inner in sub_configs(config) if (hint := tokens_outside(inner))), "")
 
 
 def _with(config: Any, overrides: Mapping[str, object]) -> dict[str, Any]:

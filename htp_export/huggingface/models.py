@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import ModelSourceError
-from htp_export.huggingface.configs import apply_overrides, nearest, with_cache, without_cache
+from htp_export.huggingface.configs import apply_overrides, nearest, tokens_outside, with_cache, without_cache
 from htp_export.huggingface.reaching import why_unreachable
 from htp_export.huggingface.streaming import check_loaded, find_checkpoint, weights_in_files
 from htp_export.huggingface.tasks import AUTO, class_for_task, generates, split_task, task_hint
@@ -241,7 +241,8 @@ def _random(source: str, model_class: Any, config: Any, options: dict[str, Any],
             torch.default_generator.manual_seed(seed)
             model = build(config, **options)
     except Exception as error:  # whatever a model's own code raises on numbers that do not fit together
-        raise ModelSourceError(source, f"the model cannot be built: {_first_line(error)}") from error
+        problem = f"the model cannot be built: {_first_line(error)}{tokens_outside(config)}"
+        raise ModelSourceError(source, problem) from error
     spread_parameters(model, torch.Generator().manual_seed(seed))
     return model
 
