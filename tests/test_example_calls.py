@@ -8,8 +8,8 @@ import onnxruntime
 import pytest
 
 import htp_export
-from htp_export.huggingface import example_call
-from tests.decoders import DECODERS, decoder, generated, greedy, prompt
+from htp_export.huggingface import example_call, example_calls
+from tests.decoders import DECODERS, decoder, encoder_decoder, generated, greedy, prompt
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
 
@@ -120,3 +120,10 @@ def test_a_model_whose_cache_is_off_says_so() -> None:
     model = load_model("gpt2", task="text-generation", random_weights=True, overrides=DECODERS["gpt2"])
     with pytest.raises(htp_export.InputError, match="use_cache"):
         example_call(model, task="text-generation-with-past")
+
+
+def test_an_encoder_and_decoder_whose_cache_is_off_say_so() -> None:
+    model = encoder_decoder("whisper")
+    model.config.use_cache = False
+    with pytest.raises(htp_export.InputError, match="use_cache"):
+        example_calls(model, task="automatic-speech-recognition-with-past")

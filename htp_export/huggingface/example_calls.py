@@ -165,14 +165,19 @@ def described(
     outputs = named_leaves_of(returned)
     has_cache = any(path.startswith(_CACHE) for path in inputs)
     if has_cache and not any(path.startswith(_CACHE) for path in outputs):
-        problem = "its config has use_cache=False, or it uses a cache of its own"
-        raise InputError(f"{type(model).__name__} returns no past_key_values: {problem}")
+        raise without_a_cache(model)
     ins, outs = _names(inputs, outputs, cache_names)
     known = {path: _axes_of(path, axes) or input_axes(base, path, tensor) for path, tensor in inputs.items()}
     made = {path: _axes_of(f"present.{path}", axes) or axes.get(path) or output_axes(base, path) for path in outputs}
     named = {ins[path]: dims for path, dims in known.items()} | {outs[path]: dims for path, dims in made.items()}
     shapes = {name: _dynamic(name, value, known) for name, value in kwargs.items()}
     return ExampleCall(task, model, kwargs, shapes, tuple(ins.values()), tuple(outs.values()), named, runs, adapt)
+
+
+def without_a_cache(model: nn.Module) -> InputError:
+    """The error for a model that puts nothing into a cache."""
+    problem = "its config has use_cache=False, or it uses a cache of its own"
+    return InputError(f"{type(model).__name__} returns no past_key_values: {problem}")
 
 
 def _keeping(names: list[str]) -> Adapt:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import InputError
 from htp_export.huggingface.caches import emptied, empty_cache, let_torch_export_see_caches
-from htp_export.huggingface.example_calls import CacheNames, ExampleCall, described, run
+from htp_export.huggingface.example_calls import CacheNames, ExampleCall, described, run, without_a_cache
 from htp_export.huggingface.inputs import example_inputs, named_parameters
 from htp_export.huggingface.processors import Processor
 from htp_export.huggingface.task_names import Axes
@@ -124,6 +124,8 @@ class _Maker:
             return {"logits": returned.logits, "past_key_values.self_attention_cache": grown}
 
         run(self.model, {**_own_names(first), "past_key_values": cache})
+        if not cache.cross_attention_cache.get_seq_length():
+            raise without_a_cache(self.model)
         following = {"input_ids": ids[:, split:], **about, "past_key_values": cache}
         return {
             "encoder_model": call,
