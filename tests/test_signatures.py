@@ -15,7 +15,7 @@ import htp_export
 from htp_export.format.signatures import Signature, signatures_from_json, signatures_to_json
 from tests.exporting import SharedFiles, exported, exported_net
 from tests.nets import EXPORTERS, NETS, spread, x
-from tests.truth import equal, evaluate, leaves, run_pytorch, with_branches_taken
+from tests.truth import equal, evaluate, input_names, inputs_of, run_pytorch, with_branches_taken
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
@@ -25,7 +25,7 @@ def signatures_of(file: onnx.ModelProto) -> dict[str, tuple[Signature, ...]]:
 
 
 def values_of(file: onnx.ModelProto, kwargs: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    feeds = {value.name: leaf.numpy() for value, leaf in zip(file.graph.input, leaves(kwargs), strict=True)}
+    feeds = dict(zip(input_names(file), inputs_of(file, kwargs), strict=True))
     constants = {each.name: onnx.numpy_helper.to_array(each) for each in file.graph.initializer}
     return {**constants, **evaluate(with_branches_taken(file, feeds), feeds)}
 
