@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from htp_export.passes.optimizing import optimize
     from htp_export.passes.results import Optimized
     from htp_export.provenance.carrying import Carried, carry, embed_map
+    from htp_export.run.attention_reporting import attention_report
     from htp_export.run.file_comparing import compare
     from htp_export.run.latency import ModuleLatency, Profile, profile
     from htp_export.run.results import Comparison, Verification
@@ -75,6 +76,7 @@ __all__ = [
     "Verification",
     "View",
     "Work",
+    "attention_report",
     "carry",
     "compare",
     "contamination",
@@ -130,6 +132,7 @@ _HOMES = {
     "Verification": "run.results",
     "View": "show.viewing",
     "Work": "costs.work",
+    "attention_report": "run.attention_reporting",
     "carry": "provenance.carrying",
     "compare": "run.file_comparing",
     "contamination": "exporter.repair_report",

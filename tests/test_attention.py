@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,71 @@ def test_a_vision_transformer_exports_with_seven_steps_a_layer_and_no_more_nodes
         assert kinds["context"] == {"MatMul"}
         assert kinds["q_proj"] == kinds["k_proj"] == kinds["v_proj"] == kinds["out_proj"] == {"MatMul", "Add"}
         assert {"Mul", "MatMul"} <= kinds["scores"]
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_large_vision_transformer_has_seven_steps_in_each_of_twelve_layers(exporter: str, tmp_path: Path) -> None:
+    model = varied(Vision(depth=12, width=768, heads=12, size=224, patch=16).eval())
+    options: dict[str, Any] = {"dynamo": exporter == "dynamo", "verbose": False}
+    files = tmp_path / "whole.onnx", tmp_path / "steps.onnx"
+    htp_export.export(model, (torch.randn(1, 3, 224, 224),), files[0], **options)
+    with decomposed_attention(model):
+        htp_export.export(model, (torch.randn(1, 3, 224, 224),), files[1], **options)
+    plain, tagged = map(htp_export.load, files)
+    assert len(tagged.nodes) <= len(plain.nodes)
+    for layer in range(12):
+        path = f"encoder.layers.encoder_layer_{layer}.self_attention"
+        assert set(tagged[path].children) == {f"{path}.{step}" for step in STEPS}
+        assert all(tagged[f"{path}.{step}"].nodes for step in STEPS)
+
+
+@pytest.mark.torch
+def test_the_report_has_the_numbers_of_both_exports_and_of_each_step() -> None:
+    model, image = varied(Vision().eval()), torch.randn(1, 3, 16, 16)
+    report = htp_export.attention_report(model, (image,))
+    layers = [f"encoder.layers.encoder_layer_{layer}.self_attention" for layer in range(2)]
+    assert report.modules == tuple(layers)
+    assert set(report.before) == {"model", "attention"}
+    assert set(report.after) == {"model", "attention", *STEPS}
+    whole = htp_export.export(model, (image,), verbose=False)
+    with decomposed_attention(model):
+        steps = htp_export.export(model, kwargs={"image": image}, verbose=False)
+    for rows, program in ((report.before, whole), (report.after, steps)):
+        tagged, costs = htp_export.load(program), htp_export.cost(program).modules
+        assert rows["model"].nodes == len(tagged.nodes)
+        assert rows["attention"].nodes == sum(len(tagged[path].nodes) for path in layers)
+        calls = [node for node in program.exported_program.graph.nodes if node.op == "call_function"]
+        assert rows["model"].operations == len(calls) > rows["attention"].operations > 0
+        cost = rows["model"].cost
+        root = costs[""]
+        assert (cost.traffic_bytes, cost.fused_traffic_bytes) == (root.traffic_bytes, root.fused_traffic_bytes)
+        assert (cost.peak_bytes, cost.fused_peak_bytes) == (root.peak_bytes, root.fused_peak_bytes)
+        cost = rows["attention"].cost
+        assert cost.traffic_bytes == sum(costs[path].traffic_bytes for path in layers)
+        assert cost.fused_traffic_bytes == sum(costs[path].fused_traffic_bytes for path in layers)
+        assert cost.peak_bytes == max(costs[path].peak_bytes for path in layers) > cost.fused_peak_bytes
+    named = [report.after[step] for step in STEPS]
+    assert all(row.modules == 2 for row in named)
+    assert sum(row.nodes for row in named) <= report.after["attention"].nodes
+    assert sum(row.operations for row in named) <= report.after["attention"].operations
+    assert report.after["scores"].cost.fused_traffic_bytes < report.after["scores"].cost.traffic_bytes
+    assert report.after["softmax"].cost.fused_traffic_bytes == report.after["softmax"].cost.traffic_bytes  # one node
+    assert report.after["model"].nodes <= report.before["model"].nodes
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["after"]["scores"]["cost"]["traffic_bytes"] == report.after["scores"].cost.traffic_bytes
+    lines = str(report).splitlines()
+    assert [line.split()[:2] for line in lines[1:3]] == [["before", "model"], ["before", "attention"]]
+    assert len(lines) == 1 + 2 + 2 + len(STEPS) + 1
+    assert lines[-1] == report.summary
+    assert lines[-1].startswith("2 modules with attention; ONNX nodes from ")
+
+
+@pytest.mark.torch
+def test_there_is_no_report_on_a_model_without_attention() -> None:
+    with pytest.raises(InputError, match=r"no module .* scaled_dot_product_attention"):
+        htp_export.attention_report(nn.Linear(2, 2).eval(), (torch.randn(1, 2),))
 
 
 @pytest.mark.torch

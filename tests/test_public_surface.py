@@ -42,6 +42,7 @@ PUBLIC = [
     "Verification",
     "View",
     "Work",
+    "attention_report",
     "carry",
     "compare",
     "contamination",

@@ -129,6 +129,11 @@ class Timeline:
         after = int(self._after[end]) if end < len(self.live) else 0
         return max(before, rest, after)
 
+    def peak_while(self, steps: Sequence[int], without: Sequence[Life] = ()) -> int:
+        """The most that is live while one of some steps runs, if some activations took no memory."""
+        live = self.live - _occupied(without, 0, len(self.live))
+        return int(live[list(steps)].max(initial=0))
+
     @cached_property
     def _moved(self) -> Mapping[Tensor, int]:
         """Memory → bytes that are written into it and read from it by all steps."""
