@@ -23,6 +23,7 @@ from htp_export.fingerprints.blocks import repeated_blocks
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.model.function_records import Expectations
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.module_facts import contents_of
 from htp_export.model.region_digests import RegionDigests
@@ -97,6 +98,18 @@ def test_weights_of_deep_modules_have_short_names_in_functions() -> None:
         assert len(set(names)) == len(names)
         assert max(map(len, names)) <= 128 + len("_100")
         assert {name.rpartition(".")[2].partition("_")[0] for name in names} <= {"bias", "input", "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "owners"),
+    [("a", "a.x.z a.x"), ("a-b", "a-b.y"), ("", "ab a.x.z a-b.y a.x"), ("c", "ab a.x.z a-b.y a.x")],
+)
+def test_of_the_owners_of_a_shared_node_those_below_the_called_module_are_its_own(path: str, owners: str) -> None:
+    every = ["ab", "a.x.z", "a-b.y", "a.x"]
+    tree = Hierarchy([ModuleInfo(each, "Net", 1, "computed") for each in ["", "c", "a", "a-b", *every]])
+    shared = ir.node("Relu", [ir.val("v")], metadata_props=tags.node_tags(every, "shared", tree.called))
+    found = Expectations(tree, CallTree(tree)).metadata(shared, Instance(path))
+    assert tags.owners_of(found) == tuple(owners.split())
 
 
 def test_calls_of_modules_nested_a_thousand_levels_are_known() -> None:
