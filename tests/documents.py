@@ -118,7 +118,7 @@ _MACHINE = (
     (re.compile(r"\d+(\.\d+)?e-\d+"), "#"),
     (re.compile(r"\d+\.\d+ (ms|s)\b"), "# s"),
     (re.compile(r"max \d+(\.\d+)?"), "max #"),
-    (re.compile(r"(\.onnx) \(\d+(\.\d+)? [KMG]iB\)"), r"\1 (#)"),  # torch writes paths of sources into a model
+    (re.compile(r"(\.onnx) \(\d+(\.\d+)? [kMG]?B\)"), r"\1 (#)"),  # torch writes paths of sources into a model
 )
 # The lines of a table of `profile`: its times, and the operators that took longest.
 _TIMES = re.compile(r"(?:\s+\d+\.\d{3}){2}\s+\d+\.\d%(\s+\d+).*")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
 from collections.abc import Mapping
@@ -147,22 +148,24 @@ class ModelOptions:
         if not self.has_task:
             return {}
         from htp_export.huggingface import example_calls
+        from htp_export.huggingface.streaming import released_when_read
 
         if cache_names not in ("optimum", "transformers"):
             raise InputError(f"--cache-names {cache_names}: choose optimum or transformers")
         model = self._model(self.task or _AUTO, stream_weights)
         checkpoint = self._checkpoint(model, stream_weights)
         task = None if self.task in (None, _AUTO) else self.task
-        found = example_calls(
-            model,
-            task=task,
-            two_files=two_files,
-            cache_names=cache_names,  # type: ignore[arg-type] # it is one of them
-            sizes=sizes,
-            shapes=read_shapes(self.inputs) or None,
-            seed=self.seed,
-            processor=self._processor(),
-        )
+        with released_when_read(model) if stream_weights else contextlib.nullcontext():
+            found = example_calls(
+                model,
+                task=task,
+                two_files=two_files,
+                cache_names=cache_names,  # type: ignore[arg-type] # it is one of them
+                sizes=sizes,
+                shapes=read_shapes(self.inputs) or None,
+                seed=self.seed,
+                processor=self._processor(),
+            )
         return {name: Call(each.model, (), each.kwargs, each, checkpoint) for name, each in found.items()}
 
     @property

@@ -7,6 +7,7 @@ each part after it was written (`exporter.capture.mapped_weights`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import tempfile
@@ -17,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import FileError
 from htp_export.files.checkpoint import Checkpoint, read_checkpoint
-from htp_export.process.mapped_memory import MappedFiles
+from htp_export.process.mapped_memory import MappedFiles, release_pages
 from htp_export.process.restoring import Changes, restored
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["check_loaded", "find_checkpoint", "map_weights", "weights_in_files"]
+__all__ = ["check_loaded", "find_checkpoint", "map_weights", "released_when_read", "weights_in_files"]
 
 _LARGE_BYTES = 1 << 20
 _RELEASED_BYTES = 1 << 28  # of converted weights, after which the pages that they were read from are released
@@ -185,6 +186,28 @@ class _Files:
 def _is_mapped(value: torch.Tensor) -> bool:
     storage = value.untyped_storage()
     return MappedFiles.now().path_of(storage.data_ptr(), storage.nbytes()) is not None
+
+
+@contextlib.contextmanager
+def released_when_read(model: nn.Module) -> Iterator[None]:
+    """Release the pages of mapped weights after each run of the module that holds them, inside a ``with`` block."""
+
+    def make(changes: Changes) -> None:
+        mapped = MappedFiles.now()
+        for module in model.modules():
+            ranges = [(weight.data_ptr(), weight.nbytes) for weight in module.parameters(recurse=False)]
+            ranges = [each for each in ranges if each[1] >= _LARGE_BYTES and mapped.path_of(*each) is not None]
+            if ranges:
+                hook = functools.partial(_release, ranges)
+                changes.will_undo(module.register_forward_hook(hook, always_call=True).remove)
+
+    with restored(make):
+        yield
+
+
+def _release(ranges: Iterable[tuple[int, int]], *_: Any) -> None:
+    for address, length in ranges:
+        release_pages(address, length)
 
 
 @contextlib.contextmanager
