@@ -223,6 +223,24 @@ def test_sizes_taken_elsewhere_keep_their_owners():
     assert same(model, changed, x=array(2, 6))
 
 
+def test_an_equal_shape_after_one_that_was_put_together_reads_the_new_one():
+    net = Builder(x=["n", 3])
+    net.const("zero", np.int64([0]))
+    net.const("first", np.array([True, False]))
+    net.const("other", np.int64([5, 7]))
+    net.add("Shape", "x", "sizes", "a")
+    net.add("Gather", "sizes zero", "n", "a")
+    net.add("ConstantOfShape", "n", "w", "a")
+    for name in "yz":
+        net.add("Where", "first sizes other", f"{name}.wanted", name)
+        net.add("ConstantOfShape", f"{name}.wanted", name, name)
+    model = net.model("w y z")
+    changed, _ = passed(model, "simplify_shape_chains")
+    assert ops(changed).count("Where") == 0
+    assert ops(changed).count("Concat") == 1
+    assert same(model, changed, x=array(2, 3))
+
+
 def test_tensors_of_equal_size_are_not_taken_for_one_another():
     net = Builder(x=["n", 3], z=["n", 4])
     net.const("first", np.array([0]))

@@ -76,7 +76,9 @@ def _put_together(
             parts.append(seen[dtype, (1,), item])
         else:
             return False
-    replace(node, [ir.node("Concat", parts, {"axis": 0})])
+    concat = ir.node("Concat", parts, {"axis": 0})
+    replace(node, [concat])
+    seen[dtype, contents.shape, *contents.tolist()] = concat.outputs[0]  # the old value has no producer any more
     return True
 
 
