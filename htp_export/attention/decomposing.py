@@ -14,7 +14,7 @@ from htp_export.attention.sdpa import StepsOfSdpa
 from htp_export.attention.steps import AttentionSteps, KernelPart, KernelSteps, PackedProjection, SeparateSteps
 from htp_export.errors import InputError
 from htp_export.format.module_paths import module_paths
-from htp_export.process.restoring import Changes
+from htp_export.process.restoring import Changes, restored
 from htp_export.process.shared_settings import turn_attention_fast_path_off
 
 if TYPE_CHECKING:
@@ -97,16 +97,13 @@ def _in_steps(model: nn.Module, *, exact: bool, keep_kernel: bool, callers: Sequ
     if exact and keep_kernel:
         raise InputError("exact and keep_kernel exclude each other: a kernel rounds in its own way")
     make_steps = KernelSteps if keep_kernel else functools.partial(SeparateSteps, exact)
-    changes = Changes()
-    try:
-        try:
-            turn_attention_fast_path_off(changes)
-            _install(changes, model, make_steps, exact, callers)
-            yield
-        finally:
-            changes.take_back()
-    finally:
-        changes.take_back()
+
+    def make(changes: Changes) -> None:
+        turn_attention_fast_path_off(changes)
+        _install(changes, model, make_steps, exact, callers)
+
+    with restored(make):
+        yield
 
 
 def _install(

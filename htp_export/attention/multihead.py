@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from htp_export.attention.steps import AttentionSteps, PackedProjection, Projection, Step
+from htp_export.attention.steps import AttentionSteps, PackedProjection, Projection, SdpaCall, Step
 from htp_export.errors import InputError
 
 __all__ = ["forward_in_steps", "projections_of"]
@@ -148,9 +148,8 @@ class _Call:
         """The context of each head, and the weights, ``(batch, heads, queries, ...)``."""
         scale = math.sqrt(1.0 / float(self.attention.head_dim))
         dropout = self.attention.dropout if self.attention.training else 0.0
-        if self.need_weights:
-            return self.steps.attend_with_weights(*heads, mask, scale, dropout)
-        return self.steps.attend(*heads, mask, scale=scale, dropout=dropout, causal=causal), None
+        call = SdpaCall(*heads, mask, dropout, causal, scale)
+        return self.steps.attend_with_weights(call) if self.need_weights else (self.steps.attend(call), None)
 
     def joined(self, context: Tensor) -> Tensor:
         """The output, of the layout of the query."""

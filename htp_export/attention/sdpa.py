@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from htp_export.attention.steps import AttentionSteps, Step
+from htp_export.attention.steps import AttentionSteps, SdpaCall, Step
 from htp_export.process.restoring import Changes
 
 __all__ = ["StepsOfSdpa"]
@@ -69,7 +69,7 @@ class StepsOfSdpa(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is functional.scaled_dot_product_attention and self._stack and not isinstance(self._stack[-1], Step):
-            return self._attend(*args, **(kwargs or {}))
+            return self._steps_in(self._stack[-1]).attend(SdpaCall(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
     @property
@@ -83,23 +83,6 @@ class StepsOfSdpa(TorchFunctionMode):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         while self._stack and self._stack.pop() is not module:
             pass
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        steps = self._steps_in(self._stack[-1])
-        return steps.attend(
-            query, key, value, attn_mask, scale=scale, dropout=dropout_p, causal=is_causal, grouped=enable_gqa
-        )
 
     def _steps_in(self, module: nn.Module) -> AttentionSteps:
         """The steps of a module, made at its first call; with other names if it has modules of these names."""

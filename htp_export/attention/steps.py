@@ -11,13 +11,22 @@ import math
 import warnings
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["AttentionSteps", "KernelPart", "KernelSteps", "PackedProjection", "Projection", "SeparateSteps", "Step"]
+__all__ = [
+    "AttentionSteps",
+    "KernelPart",
+    "KernelSteps",
+    "PackedProjection",
+    "Projection",
+    "SdpaCall",
+    "SeparateSteps",
+    "Step",
+]
 
 
 class Step(nn.Module):
@@ -126,6 +135,19 @@ class Context(Step):
         return torch.matmul(weights, value)
 
 
+class SdpaCall(NamedTuple):
+    """The arguments of ``scaled_dot_product_attention``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
 class AttentionSteps(Protocol):
     """How scores, softmax and context are computed in a module."""
 
@@ -133,23 +155,10 @@ class AttentionSteps(Protocol):
     def modules(self) -> dict[str, Step]:
         """The modules, by the last part of their paths."""
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        *,
-        scale: float | None,
-        dropout: float,
-        causal: bool,
-        grouped: bool = False,
-    ) -> Tensor:
+    def attend(self, call: SdpaCall) -> Tensor:
         """What ``scaled_dot_product_attention`` returns."""
 
-    def attend_with_weights(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float
-    ) -> tuple[Tensor, Tensor]:
+    def attend_with_weights(self, call: SdpaCall) -> tuple[Tensor, Tensor]:
         """The same in the order of ``nn.MultiheadAttention``, and the weights; NaN for a query that may see no key."""
 
 
@@ -168,39 +177,27 @@ class SeparateSteps:
     def modules(self) -> dict[str, Step]:
         return {"scores": self.scores, "softmax": self.softmax, "context": self.context}
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        *,
-        scale: float | None,
-        dropout: float,
-        causal: bool,
-        grouped: bool = False,
-    ) -> Tensor:
+    def attend(self, call: SdpaCall) -> Tensor:
         """Source: the implementation in the documentation of ``scaled_dot_product_attention``."""
+        query, key, value, mask, dropout, causal, _, grouped = call
         if causal and mask is not None:
             raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")  # as torch says it
         if grouped:
             groups = query.shape[-3] // key.shape[-3]
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-        factor = 1 / math.sqrt(_fixed_size(query, -1)) if scale is None else scale
         arithmetic = _Arithmetic.SDPA if self._exact else _Arithmetic.SHORT
-        scores = self.scores(query, key, mask, factor, arithmetic, causal)
+        scores = self.scores(query, key, mask, _scale(call), arithmetic, causal)
         context: Tensor = self.context(self.softmax(scores, dropout, mask is not None), value)
         return context
 
-    def attend_with_weights(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float
-    ) -> tuple[Tensor, Tensor]:
+    def attend_with_weights(self, call: SdpaCall) -> tuple[Tensor, Tensor]:
+        query, key, value, mask = call[:4]
         batch, heads, queries, keys = *query.shape[:-1], key.shape[-2]
         if self._exact:  # one batch of matrices
             mask = None if mask is None else mask.expand(batch, heads, queries, keys).flatten(0, 1)
             query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
-        scores = self.scores(query, key, mask, scale, _Arithmetic.BADDBMM if self._exact else _Arithmetic.SHORT)
-        weights = self.softmax(scores, dropout, False)
+        arithmetic = _Arithmetic.BADDBMM if self._exact else _Arithmetic.SHORT
+        weights = self.softmax(self.scores(query, key, mask, _scale(call), arithmetic), call.dropout_p, False)
         context = self.context(weights, value)
         return context.view(batch, heads, queries, -1), weights.view(batch, heads, queries, keys)
 
@@ -213,51 +210,39 @@ class KernelPart(Step):
 
 
 class KernelSteps:
-    """One call of ``scaled_dot_product_attention`` does the work of all three steps.
-
-    Each step runs inside the one before, and the last one runs the kernel: what a module computes that runs inside
-    another one, not below it, belongs to both.
-    """
+    """One call of ``scaled_dot_product_attention`` does the work of all three steps."""
 
     def __init__(self) -> None:
         self.modules: dict[str, Step] = {name: KernelPart() for name in ("scores", "softmax", "context")}
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        *,
-        scale: float | None,
-        dropout: float,
-        causal: bool,
-        grouped: bool = False,
-    ) -> Tensor:
-        attention = functional.scaled_dot_product_attention
-        kernel: Callable[[], Tensor] = functools.partial(
-            attention, query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
-        )
-        for step in reversed(self.modules.values()):
-            kernel = functools.partial(step, kernel)
-        return kernel()
+    def attend(self, call: SdpaCall) -> Tensor:
+        *arguments, scale, grouped = call
+        attention: Callable[..., Tensor] = functional.scaled_dot_product_attention
+        return self._in_all(functools.partial(attention, *arguments, scale=scale, enable_gqa=grouped))
 
-    def attend_with_weights(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float
-    ) -> tuple[Tensor, Tensor]:
+    def attend_with_weights(self, call: SdpaCall) -> tuple[Tensor, Tensor]:
         """The kernel returns no weights: what does the work of all steps is several operations."""
         weights: list[Tensor] = []
 
         def compute() -> Tensor:
-            scores = Scores().forward(query, key, mask, scale, _Arithmetic.SHORT)
-            weights.append(Softmax().forward(scores, dropout, False))
-            return torch.matmul(weights[-1], value)
+            scores = Scores().forward(call.query, call.key, call.attn_mask, _scale(call), _Arithmetic.SHORT)
+            weights.append(Softmax().forward(scores, call.dropout_p, False))
+            return torch.matmul(weights[-1], call.value)
 
-        kernel: Callable[[], Tensor] = compute
+        return self._in_all(compute), weights[-1]
+
+    def _in_all(self, kernel: Callable[[], Tensor]) -> Tensor:
+        """Run a kernel in the last step, which runs inside the one before, and so on.
+
+        What a module computes that runs inside another one, not below it, belongs to both.
+        """
         for step in reversed(self.modules.values()):
             kernel = functools.partial(step, kernel)
-        context = kernel()
-        return context, weights[-1]
+        return kernel()
+
+
+def _scale(call: SdpaCall) -> float:
+    return 1 / math.sqrt(_fixed_size(call.query, -1)) if call.scale is None else call.scale
 
 
 def _fixed_size(tensor: Tensor, dim: int) -> int:
