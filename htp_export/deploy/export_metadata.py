@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from htp_export.errors import FileError, InputError
+from htp_export.files.json_file import write_json
 from htp_export.files.model_files import read_model
 from htp_export.huggingface.companions import write_configs
 
@@ -66,9 +66,7 @@ def write_export_metadata(
         "export_format": "onnx",
         "components": {path.stem: component},
     }
-    target = path.with_name(EXPORT_JSON)
     try:
-        target.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        return (target, *write_configs(model, path.parent))
+        return (write_json(path.with_name(EXPORT_JSON), content), *write_configs(model, path.parent))
     except OSError as error:
         raise FileError(path.parent, f"cannot be written: {error.strerror or error}") from error

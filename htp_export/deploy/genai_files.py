@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from htp_export.errors import FileError
+from htp_export.files.json_file import write_json
 from htp_export.files.model_files import read_model
 from htp_export.huggingface.companions import copy_companions, write_configs
 from htp_export.huggingface.genai import GENAI_CONFIG, genai_config
@@ -33,10 +33,8 @@ def write_genai(file: str | os.PathLike[str], model: Any, *, companions: Path | 
     path = Path(file)
     generation = getattr(model, "generation_config", None)
     content = genai_config(read_model(path), model.config, generation, filename=path.name)
-    config = path.with_name(GENAI_CONFIG)
     try:
-        config.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        written = [config, *write_configs(model, path.parent)]
+        written = [write_json(path.with_name(GENAI_CONFIG), content), *write_configs(model, path.parent)]
         if companions is not None:
             written += copy_companions(companions, path.parent)
     except OSError as error:

@@ -6,7 +6,6 @@ https://github.com/huggingface/transformers.js.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.errors import FileError, HtpExportError, InputError
+from htp_export.files.json_file import read_json, write_json
 from htp_export.files.model_files import read_model, write_model
 from htp_export.files.replacing import Move, work_folder
 from htp_export.huggingface.companions import copy_companions, is_companion, write_configs
@@ -149,7 +149,5 @@ def _variants(name: str, file: Path, folder: Path, dtypes: Sequence[str]) -> lis
 
 def _say_external(config: Path, names: Sequence[str]) -> None:
     """Say in ``config.json`` which models have one file with weights beside them: a browser has to fetch it."""
-    content = json.loads(config.read_text(encoding="utf-8"))
     settings = {"use_external_data_format": dict.fromkeys(names, 1)}
-    content["transformers.js_config"] = settings
-    config.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(config, {**read_json(config), "transformers.js_config": settings})

@@ -1,4 +1,4 @@
-"""JSON files that users give."""
+"""JSON files: those that users give, and those that lie beside models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from htp_export.errors import FileError
 
-__all__ = ["read_json"]
+__all__ = ["read_json", "write_json"]
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
@@ -27,3 +27,13 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise FileError(file, "is not JSON: it is no text") from error
     except (ValueError, RecursionError) as error:
         raise FileError(file, f"is not JSON: {error}") from error
+
+
+def write_json(file: Path, content: Any) -> Path:
+    """Write a JSON file into a folder that is written whole, and return it.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return file

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.errors import FileError, ModelSourceError
+from htp_export.files.json_file import write_json
 from htp_export.huggingface.reaching import why_unreachable
 
 __all__ = ["companion_files", "copy_companions", "is_companion", "source_folder", "write_configs"]
@@ -89,16 +90,11 @@ def write_configs(model: Any, target: Path) -> list[Path]:
         OSError: If they cannot be written.
     """
     config = {**json.loads(model.config.to_json_string()), "architectures": [type(model).__name__]}
-    written = [_write_json(target / "config.json", config)]
+    written = [write_json(target / "config.json", config)]
     generation = getattr(model, "generation_config", None)
     if generation is not None:
-        written.append(_write_json(target / "generation_config.json", json.loads(generation.to_json_string())))
+        written.append(write_json(target / "generation_config.json", json.loads(generation.to_json_string())))
     return written
-
-
-def _write_json(file: Path, content: Any) -> Path:
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return file
 
 
 def source_folder(source: str, revision: str | None = None) -> Path | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from htp_export.files.json_file import read_json
 from htp_export.huggingface.models import has_files, hub_options
 
 __all__ = ["Processor", "load_processor"]
@@ -121,7 +120,7 @@ def _image_size(source: str, hub: dict[str, Any]) -> tuple[int, int] | None:
     try:
         for name in _IMAGE_FILES:
             file = _file(source, name, hub)
-            settings = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+            settings = {} if file is None else read_json(file)
             size = size_of_images(settings.get("image_processor") or settings)
             if size is not None:
                 return size

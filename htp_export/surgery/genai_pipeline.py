@@ -7,7 +7,6 @@ https://github.com/microsoft/onnxruntime-genai.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.errors import FileError, InputError
-from htp_export.files.json_file import read_json
+from htp_export.files.json_file import read_json, write_json
 from htp_export.huggingface.companions import copy_companions
 from htp_export.huggingface.genai import GENAI_CONFIG
 from htp_export.surgery.partitions import Partition
@@ -78,8 +77,7 @@ class GenaiPipeline:
         options = {"log_id": "onnxruntime-genai", "provider_options": list[Any]()}
         decoder = {**self._decoder, "session_options": options, "pipeline": stages}
         config = {"model": {"type": "decoder-pipeline", **self._model, "decoder": decoder}, "search": self._search}
-        text = json.dumps(config, indent=2, ensure_ascii=False)
-        (folder / GENAI_CONFIG).write_text(text + "\n", encoding="utf-8")
+        write_json(folder / GENAI_CONFIG, config)
         copy_companions(self._file.parent, folder)
         return partition
 

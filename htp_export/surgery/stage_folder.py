@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from htp_export.errors import FileError, HtpExportError
+from htp_export.files.json_file import write_json
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.replacing import Move, work_folder
 from htp_export.process.progress import counted
@@ -65,8 +65,7 @@ def write_folder(partition: Partition, folder: Path, extras: Callable[[Partition
             written = replace(partition, stages=stages, folder=new)
             written = extras(written, new)
             written = replace(written, files=tuple(sorted(_files(new))))
-            text = json.dumps(written.to_dict(), indent=2, ensure_ascii=False)
-            (new / MANIFEST).write_text(text + "\n", encoding="utf-8")
+            write_json(new / MANIFEST, written.to_dict())
             work.commit([Move(new, folder)])
     except HtpExportError:
         raise
