@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.exporter.capture.leaves import containers_in, named_leaves
+from htp_export.format.leaves import containers_in, named_leaves
 from htp_export.format.signatures import Signature, signatures_from_json
 from tests.exporting import exported
 from tests.nets import spread, x

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -137,12 +136,10 @@ def export_command(
         calls = _calls(model, dynamo, axes, two_files, cache_names, stream_weights)
     deploy.check_files(calls)
     options = _Options(dynamo, opset, axes, external_data, tuple(functions or ()), decompose_attention, keep_attention)
-    seed = model.seed if model.random else None
-    beside = functools.partial(deploy.write_beside, model)
-    check = _Check(steps, deploy, beside, verify, as_json, quiet, strict=not allow_untagged, with_map=with_map)
+    check = _Check(model, deploy, steps, verify, as_json, quiet, strict=not allow_untagged, with_map=with_map)
     failures, records, targets = [], dict[str, dict[str, Any]](), _targets(calls, output)
     for name, target in targets.items():
-        record, failure = _export_and_check(calls[name], target, options, seed, check)
+        record, failure = _export_and_check(calls[name], target, options, check)
         records[name] = record
         failures += [failure] if failure else []
     if deploy.transformers_js is not None:
@@ -170,9 +167,9 @@ def _opset_with_attention(opset: int | None, dynamo: bool) -> int:
 class _Check:
     """How each file is exported, shown and checked."""
 
-    steps: Steps
+    model: ModelOptions
     deploy: DeployOptions
-    beside: Callable[[Call, Path, Any], None]
+    steps: Steps
     verify: bool
     as_json: bool
     quiet: bool
@@ -227,9 +224,7 @@ def _targets(calls: Mapping[str, Call], output: Path) -> dict[str, Path]:
     return {name: output / f"{name}.onnx" for name in calls}
 
 
-def _export_and_check(
-    call: Call, output: Path, options: _Options, seed: int | None, check: _Check
-) -> tuple[dict[str, Any], str]:
+def _export_and_check(call: Call, output: Path, options: _Options, check: _Check) -> tuple[dict[str, Any], str]:
     """Write one file, show it, and check it: what JSON says of it, and what is wrong with it, or ``""``."""
     from htp_export.files.external_writers import readable
     from htp_export.model.inlining import read_flat
@@ -243,7 +238,7 @@ def _export_and_check(
             tagged = load(file)
             tree = _tree(call, read_flat(tagged))
         exporter = "dynamo" if options.dynamo else "TorchScript"
-        facts = _facts(tagged, exporter, seed)
+        facts = _facts(tagged, exporter, check.model.seed if check.model.random else None)
         if call.example is not None:
             facts["task"] = call.example.task
         if untagged is not None:
@@ -291,7 +286,7 @@ def _export(call: Call, output: Path, options: _Options, check: _Check) -> str |
                 from htp_export.provenance.carrying import embed_map
 
                 embed_map(target, target)
-            check.beside(call, target, program)
+            check.deploy.write_beside(check.model, call, target, program)
         except (HtpExportError, CheckFailed):
             raise
         except Exception as error:  # torch's exporters raise what the model, the tracer or a translation raises

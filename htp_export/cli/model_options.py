@@ -7,6 +7,7 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -168,7 +169,7 @@ class ModelOptions:
             )
         return {name: Call(each.model, (), each.kwargs, each, checkpoint) for name, each in found.items()}
 
-    @property
+    @cached_property
     def has_task(self) -> bool:
         """Whether a task is given, or guessed from the config of a folder or hub id.
 

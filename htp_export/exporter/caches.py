@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from htp_export.errors import InputError
-from htp_export.exporter.capture.leaves import is_cache
+from htp_export.format.leaves import is_cache
 
 __all__ = ["prepare_caches", "refuse_caches"]
 

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from htp_export.errors import InputError
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 __all__ = [
     "emptied",
     "empty_cache",
     "leaf_name",
     "let_torch_export_see_caches",
-    "named_leaves_of",
     "tracing_as_transformers_does",
     "translations",
 ]
@@ -109,30 +108,6 @@ def emptied(cache: Any) -> Any:
         if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
             layer.keys, layer.values = layer.keys[..., :0, :], layer.values[..., :0, :]
     return made
-
-
-def named_leaves_of(value: Any) -> dict[str, torch.Tensor]:
-    """Every tensor in an argument or a result, by transformers' path to it, in the order in which torch counts them.
-
-    Args:
-        value: A dictionary of arguments, or what a model returns.
-    """
-    import torch
-    from torch.utils._pytree import tree_flatten_with_path, tree_leaves
-
-    if not _has_exporters():
-        listed = tree_flatten_with_path(value)[0]
-        return {_dotted(path): leaf for path, leaf in listed if isinstance(leaf, torch.Tensor)}
-    from transformers.exporters.utils import get_leaf_tensors
-
-    paths: dict[int, list[str]] = {}
-    for path, tensor in get_leaf_tensors(value).items():
-        paths.setdefault(id(tensor), []).append(path)
-    return {paths[id(leaf)].pop(0): leaf for leaf in tree_leaves(value) if paths.get(id(leaf))}
-
-
-def _dotted(path: Any) -> str:
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 
 
 def leaf_name(path: str, prefix: str) -> str:

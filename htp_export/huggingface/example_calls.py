@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import onnx_ir as ir
 
 from htp_export.errors import InputError
-from htp_export.huggingface.caches import leaf_name, named_leaves_of, tracing_as_transformers_does, translations
+from htp_export.format.leaves import named_tensors_in, tensors_in
+from htp_export.huggingface.caches import leaf_name, tracing_as_transformers_does, translations
 from htp_export.huggingface.task_names import Axes, input_axes, output_axes, wanted_outputs
 from htp_export.huggingface.tasks import split_task
+from htp_export.process.restoring import Changes, restored
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +72,7 @@ class ExampleCall:
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
         """The tensors of ``kwargs``, those of a cache too, under the names that the file has for them."""
-        return dict(zip(self.input_names, named_leaves_of(self.kwargs).values(), strict=True))
+        return dict(zip(self.input_names, tensors_in(self.kwargs), strict=True))
 
     @contextlib.contextmanager
     def adapted(self) -> Iterator[None]:
@@ -119,14 +121,18 @@ def adapted(model: nn.Module, adapt: Adapt | None, kwargs: Mapping[str, Any]) ->
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind, default=None) for name in kwargs]
     forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # inspect reads it
-    model.forward = forward  # of this object alone, until the block ends
-    try:
-        yield
-    finally:
-        if own is None:
-            del model.forward
-        else:
+
+    def put_back() -> None:
+        vars(model).pop("forward", None)
+        if own is not None:
             model.forward = own
+
+    def make(changes: Changes) -> None:
+        changes.will_undo(put_back)
+        model.forward = forward  # of this object alone, until the block ends
+
+    with restored(make):
+        yield
 
 
 def described(
@@ -153,7 +159,7 @@ def described(
     """
     kwargs, axes = list(runs.values())[-1], axes or {}
     base = str(split_task(task)[0])
-    inputs = named_leaves_of(kwargs)
+    inputs = dict(named_tensors_in(kwargs))
     with adapted(model, adapt, kwargs):
         returned = run(model, copy.deepcopy(kwargs))
     if adapt is None and isinstance(returned, Mapping):
@@ -162,7 +168,7 @@ def described(
         if len(kept) < len(returned):
             adapt = _keeping(kept)
             returned = {name: returned[name] for name in kept}
-    outputs = named_leaves_of(returned)
+    outputs = dict(named_tensors_in(returned))
     has_cache = any(path.startswith(_CACHE) for path in inputs)
     if has_cache and not any(path.startswith(_CACHE) for path in outputs):
         raise without_a_cache(model)
@@ -216,9 +222,8 @@ def _dynamic(name: str, value: Any, axes: Mapping[str, Axes]) -> Any:
     if name in axes:
         decided = {"height", "width", "num_channels"}
         return {place: torch.export.Dim.AUTO if dim in decided else dim for place, dim in axes[name].items()}
-    if isinstance(value, torch.Tensor) or not named_leaves_of({name: value}):
-        return None
-    return [axes[path] for path in named_leaves_of({name: value})]
+    paths = [path for path, _ in named_tensors_in({name: value})]
+    return [axes[path] for path in paths] if paths and not isinstance(value, torch.Tensor) else None
 
 
 def _names(

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from htp_export.errors import InputError
 from htp_export.exporter.capture import running
 from htp_export.exporter.capture.calls import arguments_by_name
-from htp_export.exporter.capture.leaves import named_leaves, named_tensors_in
 from htp_export.exporter.capture.modules import keep_training_modes
 from htp_export.exporter.capture.torch_internals import turn_compilation_off
+from htp_export.format.leaves import named_leaves, named_tensors_in
 from htp_export.format.module_paths import module_paths
 from htp_export.process.restoring import Changes
 from htp_export.process.shared_settings import turn_attention_fast_path_off

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from htp_export.exporter.capture.leaves import containers_in, named_tensors_in, tensors_in
 from htp_export.format import tags
+from htp_export.format.leaves import containers_in, named_tensors_in, tensors_in
 
 NO_CALL = -1
 

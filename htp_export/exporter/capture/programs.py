@@ -6,7 +6,6 @@ another library copies the graph, changes it, or makes another program around it
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,11 +46,9 @@ class Captured:
 
 def captured_with(program: Any) -> Captured | None:
     """What was captured while a program was made; None if nothing was, or if its nodes come from several models."""
-    found = Counter(id(node.meta[_CAPTURED]) for node in _nodes(program) if node.meta.get(_CAPTURED) is not None)
-    if len(found) != 1:
-        return None
-    captured: Captured = next(node.meta[_CAPTURED] for node in _nodes(program) if node.meta.get(_CAPTURED) is not None)
-    return captured
+    noted = (node.meta.get(_CAPTURED) for node in _nodes(program))
+    found: dict[int, Captured] = {id(captured): captured for captured in noted if captured is not None}
+    return next(iter(found.values())) if len(found) == 1 else None
 
 
 def _nodes(program: Any) -> Iterator[Any]:

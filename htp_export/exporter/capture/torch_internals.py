@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from htp_export.exporter.capture.leaves import tensors_in
+from htp_export.format.leaves import tensors_in
 from htp_export.process.restoring import Changes
 from htp_export.process.shared_settings import SharedSetting
 

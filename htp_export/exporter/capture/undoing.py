@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from htp_export.exporter.capture.leaves import tensors_in
+from htp_export.format.leaves import tensors_in
 
 
 class Before:
