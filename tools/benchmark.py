@@ -36,6 +36,7 @@ import large_model
 import onnx
 import scale
 import torch
+from peak_memory import own_peak
 
 import htp_export
 from htp_export.format import tags
@@ -174,8 +175,7 @@ def run_memory(name: str, exporter: str, side: str) -> None:
     with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
         once(export, tiny, {"input": torch.randn(1, 2)}, exporter)
         once(export, model, inputs, exporter)
-    status = Path("/proc/self/status").read_text()
-    print(next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")))
+    print(own_peak())
 
 
 def run_repair(size: int) -> None:

@@ -23,7 +23,6 @@ import io
 import json
 import logging
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -39,6 +38,7 @@ sys.path.insert(0, os.fspath(Path(__file__).parent.parent))
 import onnx
 
 from tools.compare_models import MODELS, SIZES, build, export
+from tools.peak_memory import own_peak
 from tools.scatter import Dot, correlation, scatter
 
 LEVELS = ("exact", "tolerant", "fused")
@@ -119,20 +119,16 @@ TOOLS: dict[str, Callable[[], Callable[[str, str], None]]] = {
 }
 
 
-def peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def one(tool: str, source: str, target: str) -> dict[str, Any]:
     """Run one tool in this process."""
     import onnxruntime  # noqa: F401 - most tools need it: its import is nobody's time
 
     run = TOOLS[tool]()
-    before, began, worked = peak(), time.perf_counter(), time.process_time()
+    before, began, worked = own_peak(), time.perf_counter(), time.process_time()
     with contextlib.redirect_stdout(io.StringIO()):
         run(source, target)
     times = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - worked}
-    return {**times, "bytes": peak() - before}
+    return {**times, "bytes": own_peak() - before}
 
 
 def written_by(tool: str, source: str, target: str) -> dict[str, Any]:

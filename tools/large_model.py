@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
+from peak_memory import PeakOfOwn, own_peak, status
 
 import htp_export
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
@@ -61,40 +61,13 @@ def write_model(file: Path, gigabytes: float) -> None:
     onnx.save(ir.to_proto(model), file)
 
 
-class Peak:
-    """The most memory that the process itself held, looked at every few milliseconds."""
-
-    def __init__(self) -> None:
-        self.own = 0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Peak:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.005):
-            self.own = max(self.own, status("RssAnon"))
-
-
-def status(field: str) -> int:
-    """Bytes of a field of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
 def measure(what: str, file: Path, stages: int) -> dict[str, float]:
     """Do one thing in this process; seconds, and peaks in MB above what the process held before."""
     import onnxruntime  # noqa: F401 - loaded before, so that it does not count
 
     folder = file.parent / "stages"
     before = status("RssAnon")
-    with Peak() as peak:
+    with PeakOfOwn() as peak:
         start = time.perf_counter()
         if what == "extract":
             htp_export.extract(file, LAYER, output=folder.with_name("part.onnx"))
@@ -111,7 +84,7 @@ def measure(what: str, file: Path, stages: int) -> dict[str, float]:
             width = htp_export.load_partition(folder).inputs["x"].shape[1]
             htp_export.load_partition(folder).run({"x": np.ones((1, width), np.float32)})
         seconds = time.perf_counter() - start
-    return {"seconds": seconds, "own": (peak.own - before) / 1e6, "resident": status("VmHWM") / 1e6}
+    return {"seconds": seconds, "own": (peak.own - before) / 1e6, "resident": own_peak() / 1e6}
 
 
 def main() -> None:

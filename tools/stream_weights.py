@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +23,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.peak_memory import own_peak, peak_of
 
 SHARD_BYTES = 500_000_000
 WIDTH = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 16}
@@ -78,12 +78,8 @@ def export(source: Path, output: Path, options: Sequence[str] = ("--stream-weigh
     """Export a folder in a process of its own, and return the seconds, and the bytes of its peak."""
     command = [sys.executable, "-m", "htp_export", "export", str(source), "-o", str(output), "--quiet", *options]
     start = time.perf_counter()
-    process = subprocess.Popen(command)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
-    return time.perf_counter() - start, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = peak_of(command)
+    return time.perf_counter() - start, peak
 
 
 def _bytes(model: torch.nn.Module) -> int:
@@ -104,8 +100,7 @@ def main() -> None:
         shards = len(list((folder / "model").glob("*.safetensors")))
         options = [*([] if chosen.in_memory else ["--stream-weights"]), *chosen.options]
         seconds, peak = export(folder / "model", folder / "model.onnx", options)
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(f"checkpoint {size / 1e9:.2f} GB in {shards} shards; writing it took {own / 1e6:.2f} GB of memory")
+        print(f"checkpoint {size / 1e9:.2f} GB in {shards} shards; writing it took {own_peak() / 1e9:.2f} GB of memory")
         print(f"export {seconds:.0f} s, peak {peak / 1e9:.2f} GB")
     finally:
         shutil.rmtree(folder)
