@@ -25,7 +25,7 @@ from htp_export.errors import InputError, UntaggedModelError
 from htp_export.exporter.capture.running import Exporter
 from htp_export.files.filesystem import is_special
 from htp_export.files.replacing import work_folder
-from htp_export.format import tags
+from htp_export.format import selectors
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.tagged import ModelSource, load
 from htp_export.surgery.nesting import Nested, functions
@@ -63,7 +63,7 @@ class ModuleFunctions:
                 raise _no_modules(each)
         if isinstance(model, torch.nn.Module):
             classes = Hierarchy.from_module(model).classes
-            tags.select(self._selector(classes), classes)
+            selectors.select(self._selector(classes), classes)
 
     def around(self, exporter: Exporter, run: _Run, *, dynamo: bool) -> tuple[Exporter, _Run]:
         """The same exporter and ``torch.onnx.export``, with functions in what they return or write.

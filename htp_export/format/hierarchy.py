@@ -255,7 +255,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
 
     @cached_property
     def classes(self) -> Mapping[str, str]:
-        """Module path → fully qualified class, in order; what ``tags.select`` takes."""
+        """Module path → fully qualified class, in order; what ``selectors.select`` takes."""
         return {path: module.class_name for path, module in self.items()}
 
     def parent(self, path: str) -> str | None:

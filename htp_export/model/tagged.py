@@ -15,7 +15,7 @@ import onnx_ir as ir
 from htp_export.errors import FileError, InputError, UnknownModuleError, UntaggedModelError
 from htp_export.files.function_calls import check_flat_size
 from htp_export.files.model_files import model_from_proto, read_model, write_model
-from htp_export.format import tags
+from htp_export.format import selectors, tags
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.parameters import ModuleParameters, parameters_from_json
@@ -236,14 +236,14 @@ class TaggedModel:
         return self.calls.work(self.owners_of(node), encoded)
 
     def select(self, patterns: str | Sequence[str]) -> list[str]:
-        """The module paths that a selector names; see ``tags.select`` for the language.
+        """The module paths that a selector names; see ``format.selectors`` for the language.
 
         Raises:
             SelectorError: If the selector cannot be read, or a part of it matches no module.
             UntaggedModelError: If the model has no tags.
         """
         self.require_tags()
-        return tags.select(patterns, self.hierarchy.classes)
+        return selectors.select(patterns, self.hierarchy.classes)
 
     def save(
         self, path: str | os.PathLike[str], external_data: str | None = None, *, share_weights: bool = False

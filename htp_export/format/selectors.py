@@ -1,0 +1,149 @@
+"""Selectors: one small language wherever modules are named, by path or by class."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from htp_export.errors import SelectorError
+
+__all__ = ["select"]
+
+
+def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str]:
+    r"""The module paths that a selector names.
+
+    ==================  ===============================================================================
+    ``encoder.layer.*``  a glob on paths: ``*``, ``?`` and ``[...]`` stay within one part of a path
+    ``encoder.**``       ``**`` is any number of parts, none too: ``encoder`` and everything below it
+    ``.`` or ``""``      the root
+    ``class:LayerNorm``  a glob on the class, by its simple or its full name
+    ``re:.*\.(q|k)``      a regular expression that matches the whole path; it may hold commas
+    ``a,b`` or a list    the union
+    ``!dropout``         not these, wherever it stands; with nothing but exclusions, all others
+    ==================  ===============================================================================
+
+    Args:
+        pattern: The selector. A comma splits it, except inside ``[...]`` and after ``re:``.
+        classes: Module path → fully qualified class name, for every module.
+
+    Returns:
+        The selected paths, each once, in the order of ``classes``.
+
+    Raises:
+        SelectorError: If the selector is empty or cannot be read, or if a part of it matches no module.
+
+    Examples:
+        >>> classes = {"": "net.Net", "layer": "net.List", "layer.0": "net.Block", "layer.0.fc": "torch.nn.Linear"}
+        >>> select("layer.*", classes), select("**.fc", classes), select(".", classes)
+        (['layer.0'], ['layer.0.fc'], [''])
+        >>> select("class:Block, class:torch.nn.*", classes), select(["layer.**", "!layer"], classes)
+        (['layer.0', 'layer.0.fc'], ['layer.0', 'layer.0.fc'])
+    """
+    terms = [_term(text) for item in ([pattern] if isinstance(pattern, str) else pattern) for text in _split(item)]
+    if not terms:
+        raise SelectorError("", "an empty list selects nothing; write '**' for every module")
+    chosen: set[str] = set() if any(not term.excludes for term in terms) else set(classes)
+    excluded: set[str] = set()
+    for term in terms:
+        matches = [path for path, name in classes.items() if term.matches(path, name)]
+        if not matches:
+            raise SelectorError(term.text, "matches no module" + term.hint(classes))
+        (excluded if term.excludes else chosen).update(matches)
+    chosen -= excluded
+    if not chosen:
+        raise SelectorError(", ".join(term.text for term in terms), "excludes every module that it selects")
+    return [path for path in classes if path in chosen]
+
+
+@dataclass(frozen=True)
+class _Term:
+    """One part of a selector: what it says about a module's path or class."""
+
+    text: str
+    excludes: bool
+    kind: str  # "glob", "class" or "re"
+    regex: re.Pattern[str]
+
+    def matches(self, path: str, class_name: str) -> bool:
+        if self.kind == "class":
+            return any(map(self.regex.fullmatch, (class_name.rpartition(".")[2], class_name)))
+        if self.kind == "glob" and path:
+            path = "." + path  # as in _glob_regex: every part stands after a dot, and the root is ""
+        return self.regex.fullmatch(path) is not None
+
+    def hint(self, classes: Mapping[str, str]) -> str:
+        wanted = self.text.removeprefix("!").removeprefix(self.kind + ":")
+        known = {name.rpartition(".")[2] for name in classes.values()} if self.kind == "class" else classes
+        nearest = difflib.get_close_matches(wanted, sorted(known), n=3, cutoff=0.4)
+        return f"; nearest: {', '.join(map(repr, nearest))}" if nearest else ""
+
+
+_BRACKETS = r"\[!?\]?[^\]]*\]"  # "]" is literal where it stands first; a bracket that is never closed is no bracket
+
+
+def _split(text: str) -> list[str]:
+    """The parts of a selector between commas; a comma in brackets or after ``re:`` splits nothing."""
+    if not isinstance(text, str):
+        raise SelectorError(repr(text), "a selector is a string or a list of strings")
+    parts, rest = [], text
+    while not re.match(r"\s*!?\s*re:", rest):
+        part = re.match(rf"(?:{_BRACKETS}|[^,])*", rest)
+        end = part.end() if part else 0
+        if end == len(rest):
+            break
+        parts.append(rest[:end].strip())
+        rest = rest[end + 1 :]
+    parts.append(rest.strip())
+    if len(parts) > 1 and "" in parts:
+        raise SelectorError(text, "nothing stands between two commas; write '.' for the root")
+    return parts
+
+
+@lru_cache(maxsize=1024)
+def _term(text: str) -> _Term:
+    excludes = text.startswith("!")
+    body = text[1:].lstrip() if excludes else text
+    if excludes and not body:
+        raise SelectorError(text, "nothing after '!'; write '!.' to exclude the root")
+    kind, colon, rest = body.partition(":")
+    if not colon or kind not in ("class", "re"):
+        kind, rest = "glob", body
+    elif not rest:
+        raise SelectorError(text, f"nothing after '{kind}:'")
+    try:
+        regex = re.compile(fnmatch.translate(rest) if kind == "class" else rest if kind == "re" else _glob_regex(rest))
+    except (re.error, ValueError) as error:
+        raise SelectorError(text, str(error)) from error
+    return _Term(text, excludes, kind, regex)
+
+
+def _glob_regex(glob: str) -> str:
+    """The regular expression of a glob on paths that are written with a dot before every part."""
+    if glob in ("", "."):
+        return ""
+    parts = re.findall(rf"\.((?:{_BRACKETS}|[^.])*)", "." + glob)
+    if "" in parts:
+        raise ValueError("a part between two dots is empty")
+    return "".join(r"(?:\.[^.]+)*" if part == "**" else r"\." + _part_regex(part) for part in parts)
+
+
+def _part_regex(part: str) -> str:
+    regex = []
+    for token in re.findall(rf"{_BRACKETS}|\*+|.", part, re.DOTALL):
+        if token[0] == "*":
+            regex.append("[^.]*")
+        elif token == "?":
+            regex.append("[^.]")
+        elif len(token) > 1:
+            inside = token[1:-1].replace("\\", r"\\").replace("[", r"\[")
+            negated = inside.startswith("!")
+            inside = inside.removeprefix("!").replace("]", r"\]")
+            regex.append(rf"(?!\.)[{'^' if negated else ''}{inside}]")
+        else:
+            regex.append(re.escape(token))
+    return "".join(regex)

@@ -1,0 +1,87 @@
+"""The selector language."""
+
+from __future__ import annotations
+
+import pytest
+
+from htp_export.errors import SelectorError
+from htp_export.format import selectors
+
+CLASSES = {
+    "": "net.Encoder",
+    "layer": "torch.nn.modules.container.ModuleList",
+    "layer.0": "net.Block",
+    "layer.0.attention": "net.Attention",
+    "layer.0.inner": "net.Inner",
+    "layer.0.inner.attention": "net.Attention",
+    "layer.1": "net.Block",
+    "layer.1.attention": "net.Attention",
+    "layer.1.norm": "torch.nn.modules.normalization.LayerNorm",
+    "branches.a/b": "net.Odd",
+    "branches.x,y": "net.Odd",
+    "branches.[z]": "net.Odd",
+}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "selected"),
+    [
+        ("layer.0", ["layer.0"]),
+        ("", [""]),
+        (".", [""]),
+        ("layer.*.attention", ["layer.0.attention", "layer.1.attention"]),
+        ("**.attention", ["layer.0.attention", "layer.0.inner.attention", "layer.1.attention"]),
+        ("layer.**.attention", ["layer.0.attention", "layer.0.inner.attention", "layer.1.attention"]),
+        ("layer.1.**", ["layer.1", "layer.1.attention", "layer.1.norm"]),
+        ("**", list(CLASSES)),
+        ("*", ["layer"]),
+        ("layer.?", ["layer.0", "layer.1"]),
+        ("layer.[1-9]", ["layer.1"]),
+        ("layer.[!1]", ["layer.0"]),
+        ("branches.a/*", ["branches.a/b"]),
+        ("branches.x[,]y", ["branches.x,y"]),
+        ("branches.[[]z]", ["branches.[z]"]),
+        ("class:LayerNorm", ["layer.1.norm"]),
+        ("class:Layer*", ["layer.1.norm"]),
+        ("class:torch.nn.*", ["layer", "layer.1.norm"]),
+        (r"re:layer\.\d{1,2}", ["layer.0", "layer.1"]),
+        ("layer.1 , layer.0", ["layer.0", "layer.1"]),
+        (["layer.1", "layer.0,class:LayerNorm"], ["layer.0", "layer.1", "layer.1.norm"]),
+        ("layer.1.**,!layer.1", ["layer.1.attention", "layer.1.norm"]),
+        (["!layer.1", "layer.1.**"], ["layer.1.attention", "layer.1.norm"]),
+        (["!layer.**", "!class:Odd"], [""]),
+        ("!re:.+,?.*", [""]),
+    ],
+)
+def test_a_selector_names_these_modules_in_the_order_of_the_model(
+    pattern: str | list[str], selected: list[str]
+) -> None:
+    assert selectors.select(pattern, CLASSES) == selected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ([], "empty list"),
+        ("re:(", r"selector 're:\(': missing \)"),
+        ("layer.[z-a]", "bad character range"),
+        ("re:", "nothing after 're:'"),
+        ("class:", "nothing after 'class:'"),
+        ("layer.0,!", "nothing after '!'"),
+        ("layer.0,,layer.1", "between two commas"),
+        ("layer..0", "between two dots"),
+        ("layer.0.attentoin", "matches no module; nearest: 'layer.0.attention'"),
+        ("class:LayreNorm", "matches no module; nearest: 'LayerNorm'"),
+        ("layer.0,nothing_like_it", "selector 'nothing_like_it': matches no module$"),
+        ("layer.0,!layer.7.attention", "selector '!layer.7.attention': matches no module; nearest"),
+        ("layer.0,!layer.*", "excludes every module that it selects"),
+        ([3], "a selector is a string"),
+    ],
+)
+def test_a_selector_that_selects_nothing_is_refused_and_named(pattern: list[str] | str, message: str) -> None:
+    with pytest.raises(SelectorError, match=message):
+        selectors.select(pattern, CLASSES)
+
+
+def test_a_star_in_a_glob_takes_no_dot_even_through_a_negated_class() -> None:
+    assert selectors.select("layer[!x]*", {"layer.0": "a", "layers": "a"}) == ["layers"]
