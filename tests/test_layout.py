@@ -24,7 +24,8 @@ ROWS = [
     ["surgery"],
     ["attention", "exporter"],
     ["findings", "provenance"],
-    ["compress", "deploy", "differences", "fingerprints", "run"],
+    ["deploy", "differences", "fingerprints", "run"],
+    ["compress"],
     ["show"],
     ["cli"],
 ]

@@ -85,3 +85,12 @@ def test_a_selector_that_selects_nothing_is_refused_and_named(pattern: list[str]
 
 def test_a_star_in_a_glob_takes_no_dot_even_through_a_negated_class() -> None:
     assert selectors.select("layer[!x]*", {"layer.0": "a", "layers": "a"}) == ["layers"]
+
+
+def test_a_selector_with_all_below_takes_an_excluded_module_with_those_below_it() -> None:
+    classes = {"": "net.Net", "a": "net.Block", "a.fc": "nn.Linear", "b": "net.Block", "b.fc": "nn.Linear"}
+    assert selectors.select_below("class:Block", classes) == ["a", "a.fc", "b", "b.fc"]
+    assert selectors.select_below(["**", "!a"], classes) == ["", "b", "b.fc"]
+    assert selectors.select_below("!b", classes) == ["", "a", "a.fc"]
+    with pytest.raises(SelectorError, match="excludes every module"):
+        selectors.select_below("a.fc,!a", classes)

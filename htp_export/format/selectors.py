@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from htp_export.errors import SelectorError
+from htp_export.format.tags import ancestors
 
-__all__ = ["select"]
+__all__ = ["select", "select_below"]
 
 
 def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str]:
@@ -44,9 +45,43 @@ def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str
         >>> select("class:Block, class:torch.nn.*", classes), select(["layer.**", "!layer"], classes)
         (['layer.0', 'layer.0.fc'], ['layer.0', 'layer.0.fc'])
     """
+    terms = _terms(pattern)
+    chosen, excluded = _matched(terms, classes)
+    return _remaining(terms, chosen - excluded, classes)
+
+
+def select_below(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str]:
+    """The modules that a selector names, with all modules below them; an excluded module takes those below it with it.
+
+    Args:
+        pattern: The selector, as for `select`.
+        classes: Module path → fully qualified class name, for every module.
+
+    Returns:
+        The paths, each once, in the order of ``classes``.
+
+    Raises:
+        SelectorError: As for `select`.
+
+    Examples:
+        >>> classes = {"": "net.Net", "layer": "net.Block", "layer.fc": "torch.nn.Linear", "head": "torch.nn.Linear"}
+        >>> select_below("layer", classes), select_below("**,!layer", classes), select_below(".", classes)
+        (['layer', 'layer.fc'], ['', 'head'], ['', 'layer', 'layer.fc', 'head'])
+    """
+    terms = _terms(pattern)
+    chosen, excluded = _matched(terms, classes)
+    return _remaining(terms, _with_below(chosen, classes) - _with_below(excluded, classes), classes)
+
+
+def _terms(pattern: str | Sequence[str]) -> list[_Term]:
     terms = [_term(text) for item in ([pattern] if isinstance(pattern, str) else pattern) for text in _split(item)]
     if not terms:
         raise SelectorError("", "an empty list selects nothing; write '**' for every module")
+    return terms
+
+
+def _matched(terms: Sequence[_Term], classes: Mapping[str, str]) -> tuple[set[str], set[str]]:
+    """The paths that the terms of a selector name, and those that they exclude."""
     chosen: set[str] = set() if any(not term.excludes for term in terms) else set(classes)
     excluded: set[str] = set()
     for term in terms:
@@ -54,10 +89,17 @@ def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str
         if not matches:
             raise SelectorError(term.text, "matches no module" + term.hint(classes))
         (excluded if term.excludes else chosen).update(matches)
-    chosen -= excluded
+    return chosen, excluded
+
+
+def _remaining(terms: Sequence[_Term], chosen: set[str], classes: Mapping[str, str]) -> list[str]:
     if not chosen:
         raise SelectorError(", ".join(term.text for term in terms), "excludes every module that it selects")
     return [path for path in classes if path in chosen]
+
+
+def _with_below(paths: set[str], classes: Mapping[str, str]) -> set[str]:
+    return {path for path in classes if any(above in paths for above in ancestors(path))}
 
 
 @dataclass(frozen=True)
