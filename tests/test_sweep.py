@@ -96,17 +96,19 @@ def row(name: str, **exporters: Any) -> dict[str, Any]:
 def test_the_page_counts_what_is_exported_exact_and_tagged() -> None:
     refused = {"torch": {"error": "TypeError: no"}, "ours": {"error": "TypeError: no"}}
     wrong = one(agrees=False, exact=1)
-    rows = [row("b/two", dynamo=one(), torchscript=refused), row("a/one", dynamo=one(exact=6), torchscript=wrong)]
+    inexact = one(exact=6, faults=["gate: view leaves, and is no output of it"])
+    rows = [row("b/two", dynamo=one(), torchscript=refused), row("a/one", dynamo=inexact, torchscript=wrong)]
     text = page(rows, listed=3)
     assert "3 architectures are listed, 2 were run, and 2 of these could be built." in text
     assert "| dynamo | 2 | 2 | 2 of 2 | 2 of 2 | 0 | 13 of 14 | 2 | 2.00 |" in text
     assert "| TorchScript | 1 | 1 | 1 of 1 | 1 of 1 | 0 | 0 of 0 | 0 | 2.00 |" in text
-    assert text.index("| a/one | Net | dynamo | yes | yes | yes | yes | 0 | 6 of 7, 1 fused | 2.00 |") < text.index(
+    assert text.index("| a/one | Net | dynamo | yes | yes | yes | yes | 0 | 6 of 7, 1 fused (1) | 2.00 |") < text.index(
         "b/two"
     )
     assert "|  |  | TorchScript | yes | yes | yes | no | 0 | not comparable | 2.00 |" in text
-    assert "|  |  | TorchScript | no (1) | no (1) |  |  |  |  |  |" in text
-    assert "1. `TypeError: no`" in text
+    assert "|  |  | TorchScript | no (2) | no (2) |  |  |  |  |  |" in text
+    assert "1. `gate: view leaves, and is no output of it`" in text
+    assert "2. `TypeError: no`" in text
     assert "and by us with none: none." in text
 
 

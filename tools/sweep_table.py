@@ -33,8 +33,9 @@ and by `htp_export`. {versions}
 - **untagged**: nodes without an owner.
 - **exact**: modules that are exact, of all modules, and how many of them are `fused`. The check is `tests/truth.py`: it
   runs PyTorch with hooks and ONNX Runtime with every tensor exposed, and compares the tensors at the boundary of each
-  module; it does not use how tags are made. Modules are not comparable if the file does not compute what PyTorch does
-  (the graph is torch's), or if the model draws random numbers.
+  module; it does not use how tags are made. If a module is not exact, a number refers to the first three such modules
+  among the reasons. Modules are not comparable if the file does not compute what PyTorch does (the graph is torch's),
+  or if the model draws random numbers.
 - **time**: processor time of the export with tags divided by torch's, one run each. For every second architecture,
   torch's export is the first one, which takes longer.
 
@@ -133,6 +134,8 @@ def _lines(row: Row, reasons: dict[str, int]) -> Iterator[str]:
         if cell.ours:
             fused = f", {one['fused']} fused" if one.get("fused") else ""
             exact = f"{one.get('exact')} of {one.get('total')}{fused}" if cell.comparable else "not comparable"
+            if cell.comparable and one.get("faults"):
+                exact += f" {_note('; '.join(one['faults']), reasons)}"
             agrees = "random" if row.get("random") else agrees
         if "judge_error" in one:
             exact = f"not compared {_note(one['judge_error'], reasons)}"
