@@ -161,6 +161,14 @@ class TestExampleInputs:
         ids = example_inputs(bert())["input_ids"]
         assert 0 <= ids.min() <= ids.max() < 100
 
+    @pytest.mark.parametrize("ends", [2, [2, 5, 9]])
+    def test_a_text_ends_once_with_its_only_or_first_end_token(self, ends):
+        small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        overrides = {**small, "num_key_value_heads": 2, "vocab_size": 12, "eos_token_id": ends}
+        [ids] = example_inputs(load_model("llama", random_weights=True, overrides=overrides))["input_ids"].tolist()
+        assert ids[12] == 2
+        assert not {2, 5, 9}.intersection(ids[:12]) if isinstance(ends, list) else 2 not in ids[:12]
+
     def test_same_seed_gives_the_same_inputs_and_leaves_torchs_generator_alone(self):
         before = torch.get_rng_state()
         model = bert()

@@ -298,7 +298,7 @@ class _Filler:
         import torch
 
         vocabulary = find(config, "vocab_size") or 2
-        special = {getattr(config, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos", "mask")}
+        special = {token for kind in ("pad", "bos", "eos", "mask") for token in _special_tokens(config, kind)}
         usual = [token for token in range(min(3, vocabulary - 1), min(vocabulary, 10_000)) if token not in special]
         picked = torch.randint(0, len(usual) or 1, shape, generator=self.generator)
         return torch.tensor(usual or [0])[picked]
@@ -309,11 +309,13 @@ class _Filler:
         if text is not None:
             return text
         ids = self._random_ids(self.config, shape)
-        end, padding = (getattr(self.config, f"{kind}_token_id", None) for kind in ("eos", "pad"))
-        if shape and isinstance(end, int) and 0 <= end < vocabulary:
-            ids[..., self._visible(shape) - 1] = end
-        if shape and isinstance(padding, int) and 0 <= padding < vocabulary:
-            ids[..., self._visible(shape) :] = padding
+        if not shape:
+            return ids
+        visible = self._visible(shape)
+        for kind, place in (("eos", slice(visible - 1, visible)), ("pad", slice(visible, None))):
+            token = next(iter(_special_tokens(self.config, kind)), -1)
+            if 0 <= token < vocabulary:
+                ids[..., place] = token
         return ids
 
     def _text(self, config: Any, shape: tuple[int, ...], visible: int, *, special: bool) -> torch.Tensor | None:
@@ -340,6 +342,12 @@ class _Filler:
         if start is not None and 0 <= start < (find(self.decoder, "vocab_size") or start + 1):
             ids[..., 0] = start
         return ids
+
+
+def _special_tokens(config: Any, kind: str) -> list[int]:
+    """Tokens of one kind that a config names; a text may end with each of several tokens."""
+    named = getattr(config, f"{kind}_token_id", None)
+    return [token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)]
 
 
 def named_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
