@@ -49,6 +49,15 @@ _BACKBONE = {
     "layer_type": "basic",
 }  # fmt: skip
 _FORECAST = {"prediction_length": 4, "num_time_features": 1}
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+_DINO = {
+    "model_type": "dinov2", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "image_size": 56,
+    "out_indices": [1, 2, 3, 4], "reshape_hidden_states": False,
+}  # fmt: skip
+_WINDOWED = {
+    "model_type": "lw_detr_vit", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_windows": 4,
+    "window_block_indices": [0], "out_indices": [1, 3],
+}  # fmt: skip
 _LAST = {"backbone_config": {**_BACKBONE, "out_features": ["stage4"]}}
 _LAST_THREE = {"backbone_config": {**_BACKBONE, "out_features": ["stage2", "stage3", "stage4"]}}
 
@@ -56,8 +65,45 @@ _LAST_THREE = {"backbone_config": {**_BACKBONE, "out_features": ["stage2", "stag
 OVERRIDES: Mapping[str, Mapping[str, object]] = {
     **dict.fromkeys(("detr", "conditional_detr", "table-transformer", "dab-detr"), _LAST),
     "deformable_detr": _LAST_THREE,
-    "funnel": {"block_sizes": [1, 1], "block_repeats": [1, 1]},
-    **dict.fromkeys(("time_series_transformer", "informer", "autoformer"), _FORECAST),
+    "depth_anything": {"backbone_config": _DINO},
+    "efficientnet": {"hidden_dim": 2560},
+    "esm": {"vocab_size": 33, "pad_token_id": 1},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
+    "funnel": {"block_sizes": [1, 1], "block_repeats": [1, 1], "architectures": ["FunnelModel"]},
+    "gemma3n_text": {
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": [0.5, 0.0],
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "lw_detr": {"backbone_config": _WINDOWED, "projector_scale_factors": [1.0]},
+    "mimi": {"upsample_groups": 64, "codebook_dim": 64},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "minicpm3": {"num_key_value_heads": 4},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    **dict.fromkeys(("time_series_transformer", "informer"), _FORECAST),
+    "autoformer": {**_FORECAST, "label_length": 2},
+    **{name: {"text_config.rope_parameters": _SECTIONS} for name in ("qwen2_vl", "qwen2_5_vl")},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"],
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "n_mamba_heads": 8,
+    },
+    "zamba": {
+        "num_hidden_layers": 5,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
+    "align": {"projection_dim": 256},
+    "codegen": {"rotary_dim": 8},
+    "cvt": {"num_heads": [1, 2, 2], "embed_dim": [32, 32, 32], "depth": [1, 2, 3]},
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {"num_key_value_heads": 4},
     "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
@@ -66,6 +112,9 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
 }
 
+# Of those without a base model.
+TASKS: Mapping[str, str] = {"depth_anything": "depth-estimation", "upernet": "semantic-segmentation"}
+
 # Shapes of inputs that a config does not describe.
 _SERIES = {
     "past_values": [1, 11], "past_time_features": [1, 11, 1], "past_observed_mask": [1, 11],
@@ -73,7 +122,26 @@ _SERIES = {
 }  # fmt: skip
 SHAPES: Mapping[str, Mapping[str, object]] = {
     **dict.fromkeys(("time_series_transformer", "informer", "autoformer"), _SERIES),
-    "timesfm": {"past_values": [1, 64]},
+    "timesfm": {
+        "past_values": [1, 64],
+        "past_values_padding": {"shape": [1, 64], "dtype": "int64"},
+        "freq": {"shape": [1, 1], "dtype": "int64"},
+    },
+    "dac": {"input_values": [1, 1, 16_000]},
+    "lxmert": {"visual_feats": [1, 4, 64], "visual_pos": [1, 4, 4]},
+    "parakeet_encoder": {"input_features": [1, 64, 80]},
+    "speecht5": {"input_values": [1, 8, 64], "decoder_input_values": [1, 6, 64]},
+    "udop": {"bbox": {"shape": [1, 8, 4], "dtype": "float32"}},
+    "univnet": {"input_features": [1, 16, 100]},
+    "vjepa2": {"pixel_values_videos": [1, 4, 3, 256, 256]},
+    "decision_transformer": {
+        "states": [1, 3, 17],
+        "actions": [1, 3, 4],
+        "rewards": [1, 3, 1],
+        "returns_to_go": [1, 3, 1],
+        "timesteps": [1, 3],
+        "attention_mask": [1, 3],
+    },
 }
 
 TIMM = """test_vit test_resnet test_efficientnet test_convnext test_byobnet test_mambaout test_nfnet
@@ -154,9 +222,9 @@ def transformers_model(name: str) -> Built:
 
     problem: Exception | None = None
     for level in ("small", "shallow"):
-        overrides = {**smaller(AutoConfig.for_model(name), level), **OVERRIDES.get(name, {})}
+        overrides = overridden(smaller(AutoConfig.for_model(name), level), OVERRIDES.get(name, {}))
         try:
-            model = load_model(name, random_weights=True, overrides=overrides)
+            model = load_model(name, task=TASKS.get(name), random_weights=True, overrides=overrides)
             if sum(each.numel() for each in model.parameters()) > LARGEST:
                 raise ValueError("no way to shrink its config was found")
             inputs = dict(example_inputs(model, shapes={**text_shape(model), **SHAPES.get(name, {})}))
@@ -169,6 +237,12 @@ def transformers_model(name: str) -> Built:
         else:
             return model, inputs
     raise problem or ValueError(name)
+
+
+def overridden(small: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
+    """The settings of both; those below one that is given as a whole are left out."""
+    kept = {key: value for key, value in small.items() if not any(key.startswith(given + ".") for given in own)}
+    return {**kept, **own}
 
 
 def text_shape(model: torch.nn.Module) -> dict[str, object]:
