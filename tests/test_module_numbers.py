@@ -19,6 +19,7 @@ from htp_export.format import tags
 from htp_export.model.inlining import read_flat
 from htp_export.show.inventory import take_inventory
 from htp_export.show.page.payload import page_data
+from htp_export.show.shown_graph import ShownGraph
 from htp_export.tools import float16, quantize_dynamic, quantize_static
 from tests.exporting import exported
 from tests.handmade import with_function
@@ -261,7 +262,7 @@ def tables(model: Any) -> Iterator[tuple[str, dict[str, Row]]]:
         "view",
         {
             m["path"]: Row(m["class"], m["fate"], m["calls"], m["nodes"], len(m["own"]), m["parameters"], m["bytes"])
-            for m in page_data(inventory, [], "")["modules"]
+            for m in page_data(ShownGraph(inventory))["modules"]
         },
     )
     if tagged.source != "none":

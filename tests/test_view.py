@@ -324,6 +324,79 @@ def test_a_model_that_exports_in_parts_shows_them_and_what_failed(capsys):
     assert not any(module._forward_pre_hooks for module in net.modules())
 
 
+def page_data_of(page: str, name: str = "data"):
+    return json.loads(re.search(rf'id="{name}">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def test_the_parts_of_a_model_have_their_costs_and_what_is_above_them_has_the_sum():
+    shown = htp_export.view(Half().eval(), torch.ones(2, 4), graph=False)
+    data = page_data_of(shown.html)
+    flops = next(measure for measure in data["measures"] if measure["key"] == "flops")
+    by_path = dict(zip((module["path"] for module in data["modules"]), flops["total"], strict=True))
+    linear = 2 * 2 * 4 * 4
+    assert by_path == {
+        "": 2 * linear,
+        "good": linear,
+        "good.0": linear,
+        "good.1": 0,
+        "bad": linear,
+        "bad.inner": linear,
+    }
+    assert flops["nodes"] == [linear, 0, linear]
+
+
+def test_a_page_has_the_costs_of_its_nodes_and_the_parameters_that_they_read():
+    model = handmade.encoder()
+    costs = htp_export.cost(model)
+    data = page_data_of(htp_export.view(model, graph=False).html)
+    measures = {measure["key"]: measure for measure in data["measures"]}
+    assert list(measures) == ["flops", "other_flops", "activation_bytes"]
+    for key, measure in measures.items():
+        paths = [module["path"] for module in data["modules"]]
+        assert measure["total"] == [getattr(costs.modules[path], key) for path in paths]
+        assert measure["nodes"] == [getattr(node, key) for node in costs.nodes]
+        assert measure["said"] is True
+    assert sum(measures["flops"]["nodes"]) > 0
+    read = {node["name"]: node["parameters"] for node in data["nodes"] if "parameters" in node}
+    assert read == {"node_turned": 16, "node_fc1": 16}
+
+
+def test_numbers_that_the_user_gives_replace_those_that_view_computes():
+    given = {"modules": {"": {"flops": 7.0, "total_ms": 1.0}}}
+    data = page_data_of(htp_export.view(handmade.encoder(), graph=False, results=[given]).html)
+    keys = [measure["key"] for measure in data["measures"]]
+    assert sorted(keys) == ["activation_bytes", "flops", "other_flops", "total_ms"]
+    assert data["measures"][keys.index("flops")]["total"][0] == 7
+
+
+def test_work_of_an_operator_without_a_formula_is_not_written_as_zero():
+    x = handmade.value("x")
+    node = handmade.tagged_node("Neg", [x], "a", "y")
+    node.domain, node.op_type = "some.domain", "Unheard"
+    model = handmade.model([x], [node], [], [ModuleInfo("", "net.Net", 1, "computed")])
+    model.graph.opset_imports["some.domain"] = 1
+    data = page_data_of(htp_export.view(model, graph=False).html)
+    measures = {measure["key"]: measure for measure in data["measures"]}
+    assert (measures["flops"]["nodes"], measures["flops"]["said"]) == ([None], [])
+    assert measures["activation_bytes"]["said"] is True
+
+
+def test_a_page_says_which_sizes_its_costs_are_for():
+    x = ir.val("x", ir.DataType.FLOAT, ["batch", 4])
+    model = handmade.model([x], [handmade.tagged_node("Neg", [x], "", "y")], [], [])
+    shown = htp_export.view(model, graph=False)
+    [graph] = page_data_of(shown.html, "graphs")
+    assert graph["note"] == "FLOPs and activations: size 'batch' is 1."
+
+
+def test_a_model_whose_costs_cannot_be_computed_is_drawn_without_them():
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
+    model = handmade.model([x], [handmade.tagged_node("Neg", [x], "", "y")], [], [])
+    shown = htp_export.view(model, graph=False)
+    assert page_data_of(shown.html)["measures"] == []
+    assert page_data_of(shown.html, "graphs")[0]["note"].startswith("FLOPs and activations are not known: ")
+
+
 class Numbered(torch.nn.Linear):
     def __init__(self, number: int) -> None:
         super().__init__(4, 4)

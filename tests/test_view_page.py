@@ -109,9 +109,9 @@ def test_the_page_opens_without_an_error_or_a_request(page, net):
 def test_columns_hold_what_the_results_say(page, net):
     start(page, net)
     heads = page.run("[...document.querySelectorAll('#head > div')].map((cell) => cell.textContent)")
-    assert heads == ["module", "class", "time ms", "max abs error", "nodes", "parameters", "fate"]
-    assert cells(page, "layer.1") == ["5.00", "NaN", "3", "72"]
-    assert cells(page, "layer.0.fc") == ["2.50", "", "1", "72"]
+    assert heads == ["module", "class", "time ms", "max abs error", "FLOPs", "nodes", "parameters", "fate"]
+    assert cells(page, "layer.1") == ["5.00", "NaN", "256", "3", "72"]
+    assert cells(page, "layer.0.fc") == ["2.50", "", "256", "1", "72"]
     detail = page.run("document.getElementById('detail').innerText")
     assert "torch.nn.modules.linear.Linear" in detail
     assert "float32[2, 8]" in detail
@@ -229,7 +229,7 @@ def test_the_graph_unfolds_to_a_module_with_its_attributes_and_its_time(page, ne
     said = page.run(text)
     assert "layer.1.fc" in said
     assert "torch.nn.modules.linear.Linear" in said
-    assert re.search(r"Sum\s+-\s+3\b", said)  # of the errors there is no sum
+    assert re.search(r"Sum\s+256\s+-\s+3\b", said)  # of the errors there is no sum
     assert page.said == []
 
 
@@ -447,7 +447,7 @@ def test_alike_siblings_are_one_row_with_their_mean_time_and_largest_error(page,
     assert shown(page) == FOLDED
     page.run("htp.select(htp.byPath.get('layer.0').run.fold, 'table')")
     numbers = "[...document.querySelectorAll('.row.selected .number')].map((cell) => cell.innerText)"
-    assert page.run(numbers) == ["2.50", "1k", "3", "72"]
+    assert page.run(numbers) == ["2.50", "1k", "256", "3", "72"]
     assert page.run("document.querySelector('.row.selected .number').title.split('\\n')[1]") == (
         "the mean of 4: 1.00 to 4.00"
     )

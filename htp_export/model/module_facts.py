@@ -29,7 +29,7 @@ from htp_export.model.operators import is_standard
 from htp_export.model.shapes.facts import constant_tensor
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Contents", "ModuleContents", "ModuleFacts", "contents_of", "dtype_name", "tied_parameters"]
+__all__ = ["Contents", "ModuleContents", "ModuleFacts", "contents_of", "dtype_name", "elements_of", "tied_parameters"]
 
 _QUANTIZED_BITS = 8
 _WITH_QUANTIZED_BIAS = frozenset(("QLinearConv", "DequantizeLinear", "QGemm"))
@@ -129,7 +129,7 @@ def contents_of(tagged: TaggedModel) -> Contents:
     for node, owners in index.owners.items():
         for owner in owners or ("",):
             own_nodes[owner].append(node)
-    stored = {value: _TensorHolders(_elements(value), tuple(paths)) for value, paths in _readers(tagged).items()}
+    stored = {value: _TensorHolders(elements_of(value), tuple(paths)) for value, paths in _readers(tagged).items()}
     weights = _weight_sizes(stored)
     declared = _declared(tagged)
     listed = list(stored.items()) if declared is None else list(declared.items())
@@ -279,7 +279,7 @@ def _is_weight(value: ir.Value, reader: ir.Node) -> bool:
     tensor = _tensor(value)
     if tensor is None or not len(tensor.shape):
         return False
-    if value.producer() is not None and _elements(value) <= 1:
+    if value.producer() is not None and elements_of(value) <= 1:
         return False
     dtype = tensor.dtype
     if dtype.is_floating_point() or dtype in _COMPLEX:
@@ -294,7 +294,8 @@ def _tensor(value: ir.Value) -> ir.TensorProtocol | None:
     return value.const_value if value.producer() is None else constant_tensor(value)
 
 
-def _elements(value: ir.Value) -> int:
+def elements_of(value: ir.Value) -> int:
+    """The elements of an initializer or constant; 0 for any other value."""
     tensor = _tensor(value)
     return 0 if tensor is None else math.prod(tensor.shape.numpy())
 

@@ -115,11 +115,11 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
         >>> inventory.modules["act"].operators, inventory.tags.reasons
         ({'Relu': 1}, {'scope': 1})
     """
-    reader = NodeReader(tagged)
+    contents = contents_of(tagged).modules
+    reader = NodeReader(tagged, {weight for content in contents.values() for weight in content.own_weights})
     nodes = reader.entries()
     model = tagged.model
     place = {node: position for position, node in enumerate(tagged.nodes)}
-    contents = contents_of(tagged).modules
     modules = {path: _module(tagged, content, reader, nodes, place) for path, content in contents.items()}
     parameters, weight_bytes = Counter[str](), Counter[str]()
     for path, content in contents.items():

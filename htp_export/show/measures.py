@@ -72,6 +72,7 @@ _KINDS = {
     "bytes_before": _Kind("bytes before", "B", main=True),
     "bytes_after": _Kind("bytes after", "B", main=True),
 }
+_WORK = ("macs", "flops", "other_flops")  # of nodes that are not counted, these are unknown, and written as 0
 # These are in every drawing, or parts of other numbers.
 _KNOWN_ANYWAY = frozenset(
     ("path", "class_name", "calls", "fate", "nodes", "own_nodes", "parameters", "weight_bytes", "share", "number")
@@ -183,6 +184,8 @@ def _by_node(result: object, name: str) -> dict[str, float]:
         return {}
     values: dict[str, float] = {}
     for entry in entries:
+        if name in _WORK and _get(entry, "counted") is False:
+            continue
         key, value = _get(entry, "name"), _get(entry, field_name)
         if isinstance(key, str) and key and isinstance(value, int | float) and math.isfinite(value):
             values[key] = values.get(key, 0.0) + value

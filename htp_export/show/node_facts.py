@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from htp_export.format import tags
+from htp_export.model.module_facts import elements_of
 from htp_export.model.tagged import TaggedModel
 
 __all__ = ["Link", "NodeEntry", "NodeReader", "Source", "TensorEntry"]
@@ -74,6 +75,7 @@ class NodeEntry:
         inputs: Its inputs, then the outputs of its subgraphs.
         outputs: Its outputs.
         attributes: Name → value, shortened.
+        parameters: Elements of the weights that it reads.
         source: Where it was captured, if the file says so.
     """
 
@@ -87,6 +89,7 @@ class NodeEntry:
     inputs: tuple[Link, ...] = ()
     outputs: tuple[TensorEntry, ...] = ()
     attributes: Mapping[str, str] = field(default_factory=dict)
+    parameters: int = 0
     source: Source | None = None
 
     @property
@@ -96,10 +99,16 @@ class NodeEntry:
 
 
 class NodeReader:
-    """Reads the nodes of one model."""
+    """Reads the nodes of one model.
 
-    def __init__(self, tagged: TaggedModel) -> None:
+    Args:
+        tagged: The model.
+        weights: Its weights, whose elements are the parameters of the nodes that read them.
+    """
+
+    def __init__(self, tagged: TaggedModel, weights: Set[ir.Value] = frozenset()) -> None:
         self._tagged = tagged
+        self._weights = weights
         self._place = {node: position for position, node in enumerate(tagged.nodes)}
 
     def entries(self) -> tuple[NodeEntry, ...]:
@@ -126,6 +135,9 @@ class NodeReader:
             inputs=tuple(self._links(node)),
             outputs=tuple(map(self.tensor_entry, node.outputs)),
             attributes={name: _attribute_text(attribute) for name, attribute in node.attributes.items()},
+            parameters=sum(
+                elements_of(value) for value in {*node.inputs} if value is not None and value in self._weights
+            ),
             source=_innermost_frame(metadata.get(_STACK_TRACE, "")),
         )
 

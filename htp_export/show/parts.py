@@ -19,27 +19,29 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.module_paths import module_paths
 from htp_export.model.tag_facts import TagFacts
 from htp_export.model.tagged import load
-from htp_export.show.inventory import Inventory, ModuleEntry, take_inventory
+from htp_export.show.inventory import Inventory, ModuleEntry
+from htp_export.show.measures import Measure
 from htp_export.show.node_facts import NodeEntry
+from htp_export.show.shown_graph import ShownGraph, shown_graph
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["inventory_of_module"]
+__all__ = ["graphs_of_module"]
 
 _log = logging.getLogger(__name__)
 
 _LONGEST = 300  # characters of an error that are kept
 
 
-def inventory_of_module(
+def graphs_of_module(
     model: torch.nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     statistics: bool = False,
     **options: Any,
-) -> Inventory:
-    """A PyTorch model, exported to memory, ready to be drawn.
+) -> list[ShownGraph]:
+    """A PyTorch model, exported to memory, ready to be drawn: the graphs between which its page has a choice.
 
     Where the model does not export, its modules are exported one by one, with what they are given in one run of it:
     those that do not export in turn by their own modules. Each module that fails says why. Modules that are alike, and
@@ -57,14 +59,15 @@ def inventory_of_module(
     """
     with translations_read_once():
         try:
-            return _exported(model, tuple(args), dict(kwargs or {}), options, statistics)
+            return [_exported(model, tuple(args), dict(kwargs or {}), options, statistics)]
         except Exception as error:  # whatever torch raises on what it cannot export
             parts = _Parts(model, options)
             failure = parts.run(tuple(args), dict(kwargs or {}))
             parts.take("", _text(error) if failure is None else failure)
             partial = parts.inventory()
             unread = ("The weights were not read: of parts that are alike, one is exported.",) if statistics else ()
-            return replace(partial, notes=(*partial.notes, *unread))
+            noted = replace(partial, notes=(*partial.notes, *unread))
+            return [ShownGraph(noted, parts.measures())]
 
 
 def _exported(
@@ -73,7 +76,7 @@ def _exported(
     kwargs: dict[str, Any],
     options: Mapping[str, Any],
     statistics: bool = False,
-) -> Inventory:
+) -> ShownGraph:
     stderr = io.StringIO()  # torch prints the graph of what fails; the page says why
     try:
         with contextlib.redirect_stderr(stderr):
@@ -82,7 +85,7 @@ def _exported(
         _log.debug("%s", stderr.getvalue())
     if program is None:
         raise TypeError("a model is shown from memory; leave out f and dynamo=False")
-    return take_inventory(load(program), statistics=statistics)
+    return shown_graph(load(program), statistics=statistics)
 
 
 class _Parts:
@@ -96,8 +99,8 @@ class _Parts:
         self._calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._counts = Counter[str]()
         self._failures: dict[str, str] = {}
-        self._done: dict[str, Inventory] = {}  # of modules that were exported alone
-        self._exports: dict[Hashable, Inventory | str] = {}
+        self._done: dict[str, ShownGraph] = {}  # of modules that were exported alone
+        self._exports: dict[Hashable, ShownGraph | str] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Run the model once and note what each module was given; why it failed, if it did."""
@@ -127,7 +130,7 @@ class _Parts:
             else:
                 self._done[child] = result
 
-    def _part(self, path: str) -> Inventory | str:
+    def _part(self, path: str) -> ShownGraph | str:
         """A module exported alone, or why that failed; of modules that are alike, the first is exported."""
         module, (args, kwargs) = self._modules[path], self._calls[path]
         alike = call_signature(module, args, kwargs)
@@ -150,13 +153,14 @@ class _Parts:
         """All of it: the whole tree, with the nodes of what was exported."""
         nodes: list[NodeEntry] = []
         entries: dict[str, ModuleEntry] = {}
-        for prefix, part in self._done.items():
+        inventories = {prefix: part.inventory for prefix, part in self._done.items()}
+        for prefix, part in inventories.items():
             entries |= {_below(prefix, path): m for path, m in _moved(prefix, part, len(nodes)).items()}
             nodes += [_moved_node(prefix, node, len(nodes)) for node in part.nodes]
         counted = self._tree.with_results(calls=self._counts)
         modules = {path: entries.get(path) or ModuleEntry(**vars(info)) for path, info in counted.items()}
         for path in modules:
-            inside = [part.modules[""] for prefix, part in self._done.items() if tags.is_under(prefix, path)]
+            inside = [part.modules[""] for prefix, part in inventories.items() if tags.is_under(prefix, path)]
             if path not in entries and inside:
                 modules[path] = _sum(modules[path], inside)
             if path in self._failures:
@@ -172,6 +176,23 @@ class _Parts:
                 f"and {len(self._innermost())} could not be: see those whose fate is failed.",
             ),
         )
+
+    def measures(self) -> list[Measure]:
+        """The numbers of the parts, each at its place; a module above them has their sum."""
+        kinds = {measure.key: measure for part in self._done.values() for measure in part.measures}
+        return [self._measure(kind) for kind in kinds.values() if kind.additive]
+
+    def _measure(self, kind: Measure) -> Measure:
+        total, own, nodes = Counter[str](), dict[str, float](), dict[str, float]()
+        for prefix, part in self._done.items():
+            for measure in part.measures:
+                if measure.key != kind.key:
+                    continue
+                total.update({_below(prefix, path): value for path, value in measure.total.items()})
+                total.update({path: measure.total[""] for path in tags.ancestors(prefix) if path != prefix})
+                own |= {_below(prefix, path): value for path, value in measure.own.items()}
+                nodes |= {f"{prefix}/{name}": value for name, value in measure.nodes.items()}
+        return replace(kind, total=dict(total), own=own, nodes=nodes)
 
     def _innermost(self) -> list[str]:
         return [

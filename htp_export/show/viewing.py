@@ -24,12 +24,13 @@ from htp_export.show.model_explorer.application import MissingApplicationError, 
 from htp_export.show.model_explorer.drawing import drawing
 from htp_export.show.page.document import asset, document
 from htp_export.show.page.payload import page_data
+from htp_export.show.shown_graph import ShownGraph, shown_graph
 from htp_export.show.text_file import check_name, write_text
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["View", "inventory_of", "read_results", "view"]
+__all__ = ["View", "inventory_of", "page_of", "read_results", "view"]
 
 _FRAME = "width:100%;height:720px;border:1px solid #ccc;border-radius:8px"
 
@@ -152,23 +153,32 @@ def view(
         check_target(path)
     measures = read_results(results)
     if _is_module(model):
-        from htp_export.show.parts import inventory_of_module
+        from htp_export.show.parts import graphs_of_module
 
-        inventory = inventory_of_module(model, _as_tuple(args), kwargs, statistics=weights)
+        graphs = graphs_of_module(model, _as_tuple(args), kwargs, statistics=weights)
     else:
-        inventory = inventory_of(model, weights)
-    page, missing = _page(inventory, measures, graph)
+        graphs = [_graph_of(model, weights)]
+    page, missing = page_of([each.with_results(measures) for each in graphs], graph)
     if path is not None:
         write_text(path, page)
-    failures = {path: module.failure for path, module in inventory.modules.items() if module.failure}
-    return View(page, path, len(inventory.nodes), len(drawn_parents(inventory.modules)), missing, failures)
+    shown = graphs[0].inventory
+    failures = {path: module.failure for path, module in shown.modules.items() if module.failure}
+    return View(page, path, len(shown.nodes), len(drawn_parents(shown.modules)), missing, failures)
 
 
 @names_model_faults("model")
-def inventory_of(model: ModelSource, statistics: bool = False) -> Inventory:
-    """The inventory of a model, with the name of its file, and the statistics of its weights if requested."""
-    name = Path(model).name if isinstance(model, str | os.PathLike) else ""
-    return take_inventory(read_flat(model), name, statistics)
+def inventory_of(model: ModelSource) -> Inventory:
+    """The inventory of a model, with the name of its file."""
+    return take_inventory(read_flat(model), _name_of(model))
+
+
+@names_model_faults("model")
+def _graph_of(model: ModelSource, statistics: bool) -> ShownGraph:
+    return shown_graph(read_flat(model), _name_of(model), statistics)
+
+
+def _name_of(model: ModelSource) -> str:
+    return Path(model).name if isinstance(model, str | os.PathLike) else ""
 
 
 def read_results(results: Sequence[Result]) -> list[Measure]:
@@ -191,17 +201,26 @@ def read_results(results: Sequence[Result]) -> list[Measure]:
     return measures
 
 
-def _page(inventory: Inventory, measures: Sequence[Measure], graph: bool) -> tuple[str, str]:
-    """The page, and why there is no graph in it."""
-    in_page: dict[str, str] = {}
-    missing = "" if graph else "it was left out"
-    if graph:
+def page_of(graphs: Sequence[ShownGraph], interactive: bool = True) -> tuple[str, str]:
+    """A page of one or more graphs, the first of which is shown at first; and why it has no interactive graph.
+
+    Args:
+        graphs: The graphs. The page has a choice between their titles if there are several.
+        interactive: Include Model Explorer's drawing of each.
+    """
+    packed_parts: dict[str, str] = {}
+    missing = "" if interactive else "it was left out"
+    if interactive:
         try:
-            in_page["graph-application"] = packed(application(asset("frame.js")))
-            in_page["graph-drawing"] = packed(drawing(inventory, measures))
+            packed_parts["graph-application"] = packed(application(asset("frame.js")))
+            packed_parts |= {
+                f"graph-drawing-{k}": packed(drawing(each.inventory, each.measures)) for k, each in enumerate(graphs)
+            }
         except MissingApplicationError as error:
             missing = str(error)
-    return document(inventory.name, page_data(inventory, measures, missing), in_page), missing
+    data: dict[str, Any] = {f"data-{k}": page_data(each, missing) for k, each in enumerate(graphs[1:], 1)}
+    data["graphs"] = [{"title": each.name, "note": each.note} for each in graphs]
+    return document(graphs[0].inventory.name, page_data(graphs[0], missing), packed_parts, data), missing
 
 
 def _is_module(model: object) -> bool:

@@ -29,6 +29,7 @@ def document(
     title: str,
     data: Mapping[str, Any],
     packed: Mapping[str, str] | None = None,
+    more: Mapping[str, Any] | None = None,
     template: str = "page.html",
     style: Sequence[str] = ("page.css",),
     scripts: Sequence[str] = SCRIPTS,
@@ -39,6 +40,7 @@ def document(
         title: Its title, any text.
         data: What its scripts read, as plain data.
         packed: ``id`` → what its scripts unpack, in base64.
+        more: ``id`` → what its scripts read besides, as plain data.
         template: Which of the package's templates it is made of.
         style: Its style sheets.
         scripts: Its scripts.
@@ -54,9 +56,15 @@ def document(
         "title": html.escape(title),
         "style": "\n" + "\n".join(map(asset, style)),
         "data": as_script_text(data),
-        "graph": "\n".join(
-            f'<script type="application/octet-stream" id="{identifier}">{text}</script>'
-            for identifier, text in (packed or {}).items()
+        "more": "\n".join(
+            [
+                f'<script type="{kind}" id="{identifier}">{text}</script>'
+                for kind, texts in (
+                    ("application/json", {name: as_script_text(each) for name, each in (more or {}).items()}),
+                    ("application/octet-stream", packed or {}),
+                )
+                for identifier, text in texts.items()
+            ]
         ),
         "scripts": "\n".join(f"<script>{source}</script>" for source in sources),
     }
@@ -68,7 +76,7 @@ def asset(name: str) -> str:
     return (resources.files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
-def as_script_text(data: Mapping[str, Any]) -> str:
+def as_script_text(data: Mapping[str, Any] | Sequence[Any]) -> str:
     r"""JSON that may stand inside a script element.
 
     Examples:

@@ -14,21 +14,22 @@ from htp_export.show.folding import likeness, repeats
 from htp_export.show.inventory import Inventory, ModuleEntry
 from htp_export.show.measures import Measure, spread
 from htp_export.show.node_facts import NodeEntry, TensorEntry
+from htp_export.show.shown_graph import ShownGraph
 from htp_export.show.weight_statistics import WeightStatistics
 
 __all__ = ["page_data", "tags_data"]
 
 
-def page_data(inventory: Inventory, measures: Sequence[Measure], missing_graph: str = "") -> dict[str, Any]:
-    """The data of a page.
+def page_data(graph: ShownGraph, missing_graph: str = "") -> dict[str, Any]:
+    """The data of one graph of a page.
 
     Modules that hold others and never ran themselves are left out: their names stand before those of what they hold.
 
     Args:
-        inventory: The model.
-        measures: The columns besides those that every page has.
+        graph: The graph; its measures are columns besides those that every page has.
         missing_graph: Why there is no interactive graph in it; ``""`` where there is one.
     """
+    inventory, measures = graph.inventory, graph.measures
     above = drawn_parents(inventory.modules)
     place = {path: position for position, path in enumerate(above)}
     modules = [inventory.modules[path] for path in above]
@@ -148,6 +149,7 @@ def _node(node: NodeEntry) -> dict[str, Any]:
         "owners": list(node.owners),
         "reason": node.reason,
         "call": node.call,
+        **({"parameters": node.parameters} if node.parameters else {}),
         "inputs": [(link.tensor, link.node) for link in node.inputs if link.tensor],
         "outputs": _tensors(node.outputs),
         "attributes": dict(node.attributes),
@@ -161,6 +163,7 @@ def _tensors(tensors: Sequence[TensorEntry]) -> list[tuple[str, str]]:
 
 def _measure(measure: Measure, paths: Sequence[str], inventory: Inventory) -> dict[str, Any]:
     by_node = spread(measure, inventory) if measure.additive and (measure.main or measure.nodes) else []
+    said = [position for position, node in enumerate(inventory.nodes) if node.name in measure.nodes]
     return {
         "key": measure.key,
         "title": measure.title,
@@ -170,7 +173,7 @@ def _measure(measure: Measure, paths: Sequence[str], inventory: Inventory) -> di
         "total": [_number(measure.total, path) for path in paths],
         "own": [_number(measure.own, path) for path in paths],
         "nodes": [None if value is None else float(f"{value:.6g}") for value in by_node],
-        "said": [position for position, node in enumerate(inventory.nodes) if node.name in measure.nodes],
+        "said": True if len(said) == len(inventory.nodes) else said,
         "words": {position: measure.words[path] for position, path in enumerate(paths) if path in measure.words},
     }
 

@@ -6,7 +6,7 @@
   const LARGE = 1500; // nodes and layers; from here on, laying them out at once takes long, and the page does not answer
   const PHONE = "@media (max-width: 700px) { info-panel, title-bar, legends-panel, snapshot-manager { display: none !important; } }";
   const packed = document.getElementById("graph-application");
-  const drawing = document.getElementById("graph-drawing");
+  const drawing = document.getElementById(`graph-drawing-${htp.shown}`);
   let unpacked = null;
   let frame = null;
 

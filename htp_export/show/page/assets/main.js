@@ -7,6 +7,19 @@
   const count = (number, word) => `${number.toLocaleString("en")} ${word}${number === 1 ? "" : "s"}`;
 
   byId("name").textContent = data.name;
+  // Several graphs: another one is shown by loading the page again, since every part of it is made for one graph.
+  const choice = document.querySelector("#choice select");
+  choice.append(...htp.graphs.map(({ title }, k) => htp.make("option", { value: k, textContent: title })));
+  choice.value = htp.shown;
+  byId("choice").hidden = htp.graphs.length < 2;
+  choice.onchange = () => {
+    const state = new URLSearchParams(location.hash.slice(1));
+    for (const key of ["node", "modules", "search"]) state.delete(key);
+    state.set("graph", choice.value);
+    location.hash = state;
+  };
+  byId("note").textContent = htp.graphs[htp.shown].note;
+  byId("note").hidden = !byId("note").textContent;
   const inside = data.count - htp.modules.length;
   const facts = [htp.simple(htp.root.class), count(htp.nodes.length, "node"), count(htp.modules.length, "module"),
     `${htp.compact(htp.root.parameters)} parameters`, htp.compact(htp.root.bytes, "B"), ...data.facts].filter(Boolean);
@@ -80,6 +93,7 @@
     if (!begun) return;
     const state = new URLSearchParams();
     const item = htp.selected;
+    if (htp.shown) state.set("graph", htp.shown);
     if (tab !== "modules") state.set("tab", tab);
     if (item?.kind === "node") state.set("node", nameOf.get(item));
     else if (item?.kind === "fold") state.set("modules", item.path);
@@ -92,6 +106,7 @@
     } catch { /* a page inside of another has no address of its own */ }
   }
   function restore() {
+    if (htp.asked() !== htp.shown) return location.reload();
     begun = false;
     let given = location.hash.slice(1);
     try {

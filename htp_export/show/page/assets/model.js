@@ -3,7 +3,14 @@
 // it gets into the page as text only, through `make` and `textContent`, never as HTML.
 const htp = (window.htp = {}); // a property, so that the frame of the graph sees it
 
-htp.data = JSON.parse(document.getElementById("data").textContent);
+// A page has one graph or several; the address says which one is shown, so that the others need not be read.
+htp.graphs = JSON.parse(document.getElementById("graphs").textContent);
+htp.asked = () => {
+  const asked = new URLSearchParams(location.hash.slice(1)).get("graph");
+  return Object.hasOwn(htp.graphs, asked) ? Number(asked) : 0;
+};
+htp.shown = htp.asked();
+htp.data = JSON.parse(document.getElementById(htp.shown ? `data-${htp.shown}` : "data").textContent);
 
 htp.make = function (tag, properties = {}, ...children) {
   const element = document.createElement(tag);
@@ -81,14 +88,14 @@ htp.REASONS = REASONS;
   }
   const built = [
     { key: "nodes", title: "nodes", unit: "", additive: true, main: true, of: (module) => module.nodes },
-    { key: "parameters", title: "parameters", unit: "", additive: true, main: true, of: (module) => module.parameters, once: (module) => module.counted?.[0] ?? module.parameters },
+    { key: "parameters", title: "parameters", unit: "", additive: true, main: true, of: (module) => module.parameters, ofNode: (node) => node.parameters ?? null, isSaid: () => true, once: (module) => module.counted?.[0] ?? module.parameters },
     { key: "weight_bytes", title: "weights", unit: "B", additive: true, main: false, of: (module) => module.bytes, once: (module) => module.counted?.[1] ?? module.bytes },
   ];
   const given = data.measures.map((measure) => {
     const total = measure.total.map(htp.number);
     const own = measure.own.map(htp.number);
-    const said = new Set(measure.said);
-    const byNode = { ofNode: (node) => measure.nodes[node.id] ?? null, isSaid: (node) => said.has(node.id) };
+    const said = measure.said === true ? null : new Set(measure.said);
+    const byNode = { ofNode: (node) => measure.nodes[node.id] ?? null, isSaid: (node) => !said || said.has(node.id) };
     return { ...measure, ...byNode, of: (module) => total[module.id] ?? null, ownOf: (module) => own[module.id] ?? null };
   });
   htp.columns = [...given.filter((column) => column.main), ...built, ...given.filter((column) => !column.main)];
