@@ -65,6 +65,8 @@ _LAST_THREE = {"backbone_config": {**_BACKBONE, "out_features": ["stage2", "stag
 OVERRIDES: Mapping[str, Mapping[str, object]] = {
     **dict.fromkeys(("detr", "conditional_detr", "table-transformer", "dab-detr"), _LAST),
     "deformable_detr": _LAST_THREE,
+    # Of scores that are nearly equal, rounding decides which are the largest.
+    "d_fine": {"num_queries": 5},
     "depth_anything": {"backbone_config": _DINO},
     "efficientnet": {"hidden_dim": 2560},
     "esm": {"vocab_size": 33, "pad_token_id": 1},
