@@ -78,19 +78,21 @@ def generated(model: Any, ids: npt.NDArray[np.int64], tokens: int = 20) -> list[
     return found[:, ids.shape[1] :].tolist()
 
 
-def greedy(session: Any, ids: npt.NDArray[np.int64], tokens: int = 20) -> list[list[int]]:
-    """What a file with a cache appends: once all tokens with an empty cache, then one token at a time."""
-    feed: dict[str, Any] = {
+def nothing_past(session: Any, batch: int) -> dict[str, Any]:
+    """An empty cache, as optimum and transformers.js make it: sizes that the file leaves open are 0."""
+    return {
         value.name: np.zeros(
-            [
-                ids.shape[0] if place == 0 else size if isinstance(size, int) else 0
-                for place, size in enumerate(value.shape)
-            ],
+            [batch if place == 0 else size if isinstance(size, int) else 0 for place, size in enumerate(value.shape)],
             np.float32,
         )
         for value in session.get_inputs()
         if value.name.startswith("past_key_values.")
     }
+
+
+def greedy(session: Any, ids: npt.NDArray[np.int64], tokens: int = 20) -> list[list[int]]:
+    """What a file with a cache appends: once all tokens with an empty cache, then one token at a time."""
+    feed = nothing_past(session, ids.shape[0])
     taken, outputs = {value.name for value in session.get_inputs()}, [value.name for value in session.get_outputs()]
     new, made = ids, ids[:, :0]
     for _ in range(tokens):
@@ -129,9 +131,9 @@ def generated_from(model: Any, inputs: Mapping[str, torch.Tensor], tokens: int =
 def greedy_from(
     encoder: Any, first: Any, following: Any, inputs: Mapping[str, npt.NDArray[Any]], start: int, tokens: int = 20
 ) -> list[list[int]]:
-    """The same of the three files: the encoder once, the decoder for the first token, and the one with a cache."""
+    """The same of the files: the encoder once, the decoder for the first token, and the one for those after it."""
     hidden = encoder.run(["last_hidden_state"], dict(inputs))[0]
-    feed: dict[str, Any] = {"encoder_hidden_states": hidden}
+    feed: dict[str, Any] = {"encoder_hidden_states": hidden, **nothing_past(first, hidden.shape[0])}
     if "attention_mask" in inputs:
         feed["encoder_attention_mask"] = inputs["attention_mask"]
     new, made, session = np.full((hidden.shape[0], 1), start), [], first

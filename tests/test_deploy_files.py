@@ -170,13 +170,54 @@ def test_what_cannot_be_written_is_refused_before_the_export(
     assert files_in(tmp_path) == {"config.json"}
 
 
-def test_encoder_decoders_are_refused_before_the_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"num_layers": 1, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "vocab_size": 50}
-    words = ["export", "t5", "--random-weights", *(f"--set={name}={value}" for name, value in sizes.items())]
-    words += ["--task", "text2text-generation-with-past", "-o", str(tmp_path / "t5")]
-    assert main([*words, "--transformers-js", str(tmp_path / "js")]) == 2
-    assert "models of one file, and this one has 3: encoder_model, decoder_model" in capsys.readouterr().err
+T5 = {"num_layers": 1, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "vocab_size": 50}
+T5_WORDS = ["export", "t5", "--random-weights", *(f"--set={name}={value}" for name, value in T5.items())]
+T5_WORDS += ["--task", "text2text-generation-with-past"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--genai"], "models of one file, and this one has 3: encoder_model, decoder_model"),
+        (["--transformers-js", "{}/js", "--two-files"], "runs decoders of one file; leave --two-files away"),
+    ],
+)
+def test_encoder_decoders_are_refused_before_the_export(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23")
+    assert main([*T5_WORDS, "-o", str(tmp_path / "t5"), *(word.format(tmp_path) for word in options)]) == 2
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_an_encoder_decoder_becomes_a_folder_for_transformers_js(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23")
+    output, folder = tmp_path / "t5", tmp_path / "js"
+    assert main([*T5_WORDS, "-o", str(output), "--transformers-js", str(folder), "--verify", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["models"]
+    assert list(said) == ["encoder_model", "decoder_model_merged"]
+    assert {run: each["ok"] for run, each in said["decoder_model_merged"]["verify"].items()} == {
+        "prefill": True,
+        "decode": True,
+    }
+    names = {"encoder_model", "decoder_model_merged", "encoder_model_q4", "decoder_model_merged_q4"}
+    models = {f"onnx/{name}{end}" for name in names for end in (".onnx", ".onnx_data")}
+    assert files_in(folder) == {"config.json", "generation_config.json", *models}
+    assert json.loads((folder / "config.json").read_text())["is_encoder_decoder"] is True
+    assert main(["verify", str(output / "decoder_model_merged.onnx"), *T5_WORDS[1:]]) == 0
+
+
+def test_a_new_folder_is_gone_after_a_failed_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23")
+    (tmp_path / "kept").mkdir()
+    for folder in ("new", "kept"):
+        assert main([*T5_WORDS, "-o", str(tmp_path / folder), "--functions", "class:NoSuchClass"]) == 2
+        assert "NoSuchClass" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 LLAMA = {
@@ -191,7 +232,9 @@ LLAMA = {
 
 
 @pytest.mark.slow
-def test_a_folder_with_a_decoder_and_its_tokenizer_becomes_one_for_genai(tmp_path: Path) -> None:
+def test_a_folder_with_a_decoder_and_its_tokenizer_becomes_one_for_genai(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23")
     from tests.test_genai import generated_by_genai
 
@@ -202,10 +245,12 @@ def test_a_folder_with_a_decoder_and_its_tokenizer_becomes_one_for_genai(tmp_pat
         (source / name).write_text("{}")
     output = tmp_path / "genai" / "model.onnx"
     output.parent.mkdir()
-    words = ["export", str(source), "--task", "text-generation-with-past", "-o", str(output), "--quiet", "--genai"]
+    words = ["export", str(source), "--task", "text-generation-with-past", "-o", str(output), "--json", "--genai"]
     assert main([*words, "--transformers-js", str(tmp_path / "js")]) == 0
     names = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert files_in(output.parent) == {*names, "genai_config.json", "model.onnx", "model.onnx.data"}
+    said = json.loads(capsys.readouterr().out)["files"]
+    assert set(said) == {str(folder / name) for folder in (output.parent, tmp_path / "js") for name in files_in(folder)}
     models = {f"onnx/model{end}" for end in (".onnx", ".onnx_data", "_q4.onnx", "_q4.onnx_data")}
     assert files_in(tmp_path / "js") == names | models
     assert generated_by_genai(output.parent, prompt()) == generated(model, prompt())

@@ -1,4 +1,4 @@
-"""The three files of models with an encoder and a decoder: optimum's names, PyTorch's tokens, and exact modules."""
+"""The files of models with an encoder and a decoder: optimum's names, PyTorch's tokens, and exact modules."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 
 import htp_export
+from htp_export.format.leaves import tensors_in
 from htp_export.huggingface import example_calls
 from tests.decoders import ENCODER_DECODERS, encoder_decoder, generated_from, greedy_from, start_of
 
@@ -18,16 +19,24 @@ MODELS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) fo
 KINDS = [f"{layer}.{kind}" for layer in range(2) for kind in ("key", "value")]
 
 
+MERGED = "decoder_model_merged"
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def exported(request: pytest.FixtureRequest) -> Any:
     model = encoder_decoder(request.param)
+    calls = {**example_calls(model), MERGED: example_calls(model, two_files=False)[MERGED]}
     files = {}
-    for name, call in example_calls(model).items():
+    for name, call in calls.items():
         with call.exporting():
             program = htp_export.export(call.model, verbose=False, **call.options)
         call.name_dimensions(program.model.graph)
         files[name] = call, program
     return model, files
+
+
+def session_of(program: Any) -> Any:
+    return onnxruntime.InferenceSession(program.model_proto.SerializeToString())
 
 
 def shapes(values: Any) -> dict[str, list[Any]]:
@@ -36,7 +45,7 @@ def shapes(values: Any) -> dict[str, list[Any]]:
 
 def test_names_are_those_of_optimum(exported: Any) -> None:
     model, files = exported
-    assert list(files) == ["encoder_model", "decoder_model", "decoder_with_past_model"]
+    assert list(files) == ["encoder_model", "decoder_model", "decoder_with_past_model", MERGED]
     graphs = {name: program.model.graph for name, (_, program) in files.items()}
     inputs = {name: set(shapes(graph.inputs)) for name, graph in graphs.items()}
     outputs = {name: set(shapes(graph.outputs)) for name, graph in graphs.items()}
@@ -50,6 +59,8 @@ def test_names_are_those_of_optimum(exported: Any) -> None:
     assert inputs["decoder_with_past_model"] == {"input_ids", *encoder_masks, *past}
     grown = {f"present.{kind.replace('.', '.decoder.')}" for kind in KINDS}
     assert outputs["decoder_with_past_model"] == {"logits"} | grown
+    assert inputs[MERGED] == inputs["decoder_model"] | inputs["decoder_with_past_model"]
+    assert outputs[MERGED] == outputs["decoder_model"]
 
 
 def test_signatures_of_the_decoder_have_what_each_attention_reads_of_the_cache(exported: Any) -> None:
@@ -87,10 +98,44 @@ def test_dimensions_are_named_as_optimum_names_them(exported: Any) -> None:
 
 def test_onnxruntime_generates_what_pytorch_generates(exported: Any) -> None:
     model, files = exported
-    sessions = [onnxruntime.InferenceSession(program.model_proto.SerializeToString()) for _, program in files.values()]
+    encoder, first, following, merged = (session_of(program) for _, program in files.values())
     inputs = files["encoder_model"][0].kwargs
     arrays = {name: value.numpy() for name, value in inputs.items()}
-    assert greedy_from(*sessions, arrays, start_of(model)) == generated_from(model, inputs)
+    expected = generated_from(model, inputs)
+    assert greedy_from(encoder, first, following, arrays, start_of(model)) == expected
+    assert greedy_from(encoder, merged, merged, arrays, start_of(model)) == expected
+
+
+def test_a_merged_decoder_is_one_flat_graph_with_each_weight_and_module_once(exported: Any) -> None:
+    _, files = exported
+    merged = htp_export.load(files[MERGED][1])
+    separate = htp_export.load(files["decoder_model"][1])
+    graph = merged.model.graph
+    assert not any(attribute.type.name.startswith("GRAPH") for node in graph for attribute in node.attributes.values())
+    assert all("htp.module" in node.metadata_props for node in graph)
+    assert list(merged.paths) == list(separate.paths)
+    assert {path: merged.hierarchy[path].fate for path in merged} == {
+        path: separate.hierarchy[path].fate for path in separate
+    }
+    assert (
+        htp_export.cost(files[MERGED][1]).modules[""].parameters
+        == htp_export.cost(files["decoder_model"][1]).modules[""].parameters
+    )
+
+
+def test_a_merged_decoder_computes_one_state_of_the_encoder_where_the_cache_has_all(exported: Any) -> None:
+    model, files = exported
+    call, program = files[MERGED]
+    projections = [
+        path for path, _ in model.named_modules() if path.endswith(("EncDecAttention.k", "encoder_attn.k_proj"))
+    ]
+    assert len(projections) == 2
+    flops = {}
+    for run, kwargs in call.runs.items():
+        found = htp_export.cost(program, dict(zip(call.input_names, tensors_in(kwargs), strict=True)))
+        flops[run] = [found.modules[path].flops for path in projections]
+    states = call.kwargs["encoder_hidden_states"].shape[1]
+    assert flops["prefill"] == [states * each for each in flops["decode"]]
 
 
 def test_every_module_of_every_file_agrees(exported: Any) -> None:

@@ -19,8 +19,8 @@ from torch import nn
 import htp_export
 from htp_export.deploy.transformers_js import DTYPES, write_transformers_js
 from htp_export.errors import FileError, InputError
-from htp_export.huggingface import example_call
-from tests.decoders import decoder, generated
+from htp_export.huggingface import example_calls
+from tests.decoders import decoder, encoder_decoder, generated, generated_from, start_of
 from tests.nets import spread
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "transformers_js.mjs"
@@ -50,31 +50,56 @@ def words(folder: Path) -> Path:
     return folder
 
 
+def exported(calls: dict[str, Any], folder: Path) -> dict[str, Path]:
+    """The files of a model: name → file."""
+    files = {}
+    for name, call in calls.items():
+        with call.exporting():
+            made: Any = htp_export.export(call.model, verbose=False, **call.options)
+        call.name_dimensions(made.model.graph)
+        made.save(folder / f"{name}.onnx")
+        files[name] = folder / f"{name}.onnx"
+    return files
+
+
+def in_node(folder: Path, ids: list[int], dtype: str) -> list[int]:
+    """The tokens that transformers.js generates."""
+    program, package = node()
+    command = [program, str(SCRIPT), str(folder), " ".join(f"w{number}" for number in ids), dtype]
+    done = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found: list[int] = json.loads(done.stdout)["ids"]
+    return found
+
+
 @pytest.mark.slow
 def test_transformers_js_generates_the_tokens_of_pytorch(tmp_path: Path) -> None:
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
-    program, package = node()
+    node()
     model = decoder("llama")
-    call = example_call(model)
-    made: Any = htp_export.export(model, verbose=False, **call.options)
-    call.name_dimensions(made.model.graph)
-    made.save(tmp_path / "decoder.onnx")
+    files = exported(example_calls(model), tmp_path)
+    folder = write_transformers_js(files, tmp_path / "tiny", model, companions=words(tmp_path / "words"))
+    ids = [3, 14, 15, 9, 26]
+    assert in_node(folder, ids, "fp32") == [*ids, *generated(model, np.array([ids]), 20)[0]]
+    assert in_node(folder, ids, "q4")[:5] == ids
+    assert len(in_node(folder, ids, "q4")) == 25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_transformers_js_generates_the_tokens_of_an_encoder_decoder(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+    node()
+    model = encoder_decoder(name)
+    model.generation_config.update(decoder_start_token_id=start_of(model), eos_token_id=2, pad_token_id=0)
+    files = exported(example_calls(model, two_files=False), tmp_path)
     folder = write_transformers_js(
-        {"model": tmp_path / "decoder.onnx"}, tmp_path / "tiny", model, companions=words(tmp_path / "words")
+        files, tmp_path / "tiny", model, companions=words(tmp_path / "words"), dtypes=["fp32", "q8"]
     )
-    ids = np.array([[3, 14, 15, 9, 26]])
-    text = " ".join(f"w{number}" for number in ids[0])
-
-    def run(dtype: str) -> list[int]:
-        command = [program, str(SCRIPT), str(folder), text, dtype]
-        done = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr
-        found: list[int] = json.loads(done.stdout)["ids"]
-        return found
-
-    assert run("fp32") == [*ids[0], *generated(model, ids, 20)[0]]
-    assert run("q4")[:5] == ids[0].tolist()
-    assert len(run("q4")) == 25
+    ids = [3, 14, 15, 9, 26]
+    inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, 5, dtype=torch.int64)}
+    assert in_node(folder, ids, "fp32") == [start_of(model), *generated_from(model, inputs)[0]]
+    assert len(in_node(folder, ids, "q8")) == 21
 
 
 # --- the folder -------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,6 +65,10 @@ class DeployOptions:
                 raise InputError(f"{output} lies in {self.transformers_js}, which is replaced; export to another place")
             check_transformers_js(folder, self._dtypes)
 
+    def wanted_files(self, two_files: bool | None) -> bool | None:
+        """Whether a decoder is to have two files: not for transformers.js, if nothing else was asked for."""
+        return False if two_files is None and self.transformers_js is not None else two_files
+
     def check_files(self, names: Iterable[str]) -> None:
         """Refuse a model whose files the other runtimes do not take, before it is exported.
 
@@ -72,16 +76,16 @@ class DeployOptions:
             names: The names of its files.
 
         Raises:
-            InputError: If there are several.
+            InputError: If there are such files.
         """
         listed = list(names)
-        if self._any and len(listed) > 1:
-            raise InputError(
-                f"--genai, --export-json and --transformers-js are for models of one file, and this one has "
-                f"{len(listed)}: {', '.join(listed)}"
-            )
+        if (self.genai or self.export_json) and len(listed) > 1:
+            problem = f"this one has {len(listed)}: {', '.join(listed)}"
+            raise InputError(f"--genai and --export-json are for models of one file, and {problem}")
+        if self.transformers_js is not None and "decoder_with_past_model" in listed:
+            raise InputError("--transformers-js: it runs decoders of one file; leave --two-files away")
 
-    def write_beside(self, model: ModelOptions, call: Call, file: Path, made: Any) -> None:
+    def write_beside(self, model: ModelOptions, call: Call, file: Path, made: Any) -> list[str]:
         """Write the files that lie beside the model.
 
         Args:
@@ -89,23 +93,29 @@ class DeployOptions:
             call: What was exported.
             file: The exported model, where it lies now.
             made: What the exporter returned.
+
+        Returns:
+            Their names.
         """
+        written: list[Path] = []
         if self.genai:
             from htp_export.deploy.genai_files import write_genai
 
-            write_genai(file, call.model, companions=_companions(model))
+            written += write_genai(file, call.model, companions=_companions(model))
         if self.export_json:
             from htp_export.deploy.export_metadata import write_export_metadata
 
-            write_export_metadata(file, call.model, call.kwargs, getattr(made, "exported_program", None))
+            exported_program = getattr(made, "exported_program", None)
+            written += write_export_metadata(file, call.model, call.kwargs, exported_program)
+        return list(dict.fromkeys(path.name for path in written))
 
-    def write_folder(self, files: Mapping[str, Path], model: ModelOptions, call: Call) -> dict[str, int]:
+    def write_folder(self, files: Mapping[str, Path], model: ModelOptions, calls: Sequence[Call]) -> dict[str, int]:
         """Write the folder for transformers.js; its files with their sizes.
 
         Args:
             files: Name in the folder → exported file.
             model: The options that name the model.
-            call: What was exported.
+            calls: What was exported; the last one is a call of the whole model, not of its encoder.
         """
         if self.transformers_js is None:
             return {}
@@ -113,14 +123,9 @@ class DeployOptions:
         from htp_export.deploy.transformers_js import write_transformers_js
 
         folder = write_transformers_js(
-            files, self.transformers_js, call.model, companions=_companions(model), dtypes=self._dtypes
+            files, self.transformers_js, calls[-1].model, companions=_companions(model), dtypes=self._dtypes
         )
         return written_folder(folder)
-
-    def beside(self, output: Path) -> dict[str, int]:
-        """The files that were written beside a model, with their sizes."""
-        names = [*(["genai_config.json"] if self.genai else []), *(["export.json"] if self.export_json else [])]
-        return {str(output.with_name(name)): output.with_name(name).stat().st_size for name in names}
 
     @property
     def _any(self) -> bool:

@@ -127,7 +127,7 @@ class ModelOptions:
     def calls_by_task(
         self,
         *,
-        two_files: bool = False,
+        two_files: bool | None = None,
         cache_names: str = "optimum",
         sizes: Mapping[str, int] | None = None,
         stream_weights: bool = False,
@@ -137,7 +137,7 @@ class ModelOptions:
         A task is guessed for folders and hub ids whose config names a class that generates.
 
         Args:
-            two_files: Whether a decoder has one file for prefill and one for decoding.
+            two_files: Whether a decoder has one file for prefill and one for decoding; None for what is usual.
             cache_names: ``optimum`` or ``transformers``.
             sizes: Name of a dimension → its size in the example.
             stream_weights: Whether the weights stay in their safetensors files.

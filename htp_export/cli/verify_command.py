@@ -83,16 +83,16 @@ def _call_by_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str
     if not (is_cached or split_task(options.task)[1] or (options.task is not None and not sizes)):
         return None
     cache_names = "transformers" if any(".layers." in name for name in names) else "optimum"
-    known: list[str] = []
-    for two_files in (False, True) if is_cached else (False,):
+    known: dict[str, str] = {}
+    for two_files in (None, False, True) if is_cached else (None,):
         calls = options.calls_by_task(two_files=two_files, cache_names=cache_names, sizes=sizes)
         inputs = {name: call.example.input_names for name, call in calls.items() if call.example is not None}
         found = [calls[name] for name, given in inputs.items() if set(given) == names]
         if found:
             return found[0]
-        known += [f"{name} takes {', '.join(given)}" for name, given in inputs.items()]
+        known |= {name: f"{name} takes {', '.join(given)}" for name, given in inputs.items()}
     if known and is_cached:
-        raise InputError(f"the file has the inputs of none of the task's files: {'; '.join(known)}")
+        raise InputError(f"the file has the inputs of none of the task's files: {'; '.join(known.values())}")
     return None
 
 

@@ -7,12 +7,9 @@ import copy
 import importlib.util
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from htp_export.errors import InputError
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "emptied",
@@ -99,14 +96,14 @@ def empty_cache(model: Any) -> Any:
     return EncoderDecoderCache(cache(), cache()) if model.config.is_encoder_decoder else cache()
 
 
-def emptied(cache: Any) -> Any:
-    """A cache of the same layers whose tensors hold no token; the cache itself stays as it is."""
+def emptied(cache: Any, length: int = 0) -> Any:
+    """A cache of the same layers that holds the first tokens alone, or none; the cache itself stays as it is."""
     from transformers.cache_utils import DynamicLayer
 
     made = copy.deepcopy(cache)
     for layer in made.layers:
         if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
-            layer.keys, layer.values = layer.keys[..., :0, :], layer.values[..., :0, :]
+            layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
     return made
 
 

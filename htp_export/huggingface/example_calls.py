@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["CacheNames", "ExampleCall", "described"]
+__all__ = ["Adapt", "CacheNames", "ExampleCall", "adapted", "described", "run", "without_a_cache"]
 
 CacheNames = Literal["optimum", "transformers"]
 Adapt = Callable[[Callable[..., Any], dict[str, Any]], Any]
@@ -143,21 +143,23 @@ def described(
     *,
     adapt: Adapt | None = None,
     axes: Mapping[str, Axes] | None = None,
+    example: dict[str, Any] | None = None,
 ) -> ExampleCall:
     """A call with the names of its inputs and of its outputs, as the model returns them.
 
     Args:
         task: The task.
         model: The module that is called.
-        runs: As for `ExampleCall`; the last one is exported.
+        runs: As for `ExampleCall`.
         cache_names: Whose names the tensors of a cache have.
         adapt: As for `ExampleCall`.
         axes: Input or output → dimension → name, where it is not optimum's of the task.
+        example: The arguments of the call that is exported; by default, those of the last run.
 
     Raises:
         InputError: If the model does not return the cache.
     """
-    kwargs, axes = list(runs.values())[-1], axes or {}
+    kwargs, axes = example or list(runs.values())[-1], axes or {}
     base = str(split_task(task)[0])
     inputs = dict(named_tensors_in(kwargs))
     with adapted(model, adapt, kwargs):

@@ -1,0 +1,90 @@
+"""What the calls of all files of a model have in common: its tokens, its caches, and how they are described."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from htp_export.huggingface.caches import emptied, empty_cache
+from htp_export.huggingface.example_calls import CacheNames, ExampleCall, described, run
+from htp_export.huggingface.inputs import example_inputs, named_parameters
+from htp_export.huggingface.processors import Processor
+from htp_export.huggingface.task_names import Axes
+
+__all__ = ["CACHE", "DECODER", "CallMaker"]
+
+CACHE = "past_key_values."
+_TOTAL = "past_sequence_length + sequence_length"
+DECODER: dict[str, Axes] = {
+    "attention_mask": {0: "batch_size", 1: _TOTAL},
+    CACHE: {0: "batch_size", 2: "past_sequence_length"},
+    f"present.{CACHE}": {0: "batch_size", 2: _TOTAL},
+}
+"""Dimensions of a decoder that takes a cache."""
+
+
+@dataclass(frozen=True)
+class CallMaker:
+    """Makes the calls of one model.
+
+    Attributes:
+        model: A model of transformers.
+        task: The task.
+        cache_names: Whose names the tensors of a cache have.
+        sizes: Name of a dimension → its size in the example.
+        seed: Of the example inputs.
+        processor: The tokenizer and the image processor of the model.
+    """
+
+    model: Any
+    task: str
+    cache_names: CacheNames
+    sizes: Mapping[str, int]
+    seed: int
+    processor: Processor | None = None
+
+    def call(self, runs: Mapping[str, dict[str, Any]], **options: Any) -> ExampleCall:
+        """The call that a file is exported from.
+
+        Args:
+            runs: Name → arguments; see `ExampleCall`.
+            **options: Of `described`; ``model``, if it is not the whole one, too.
+        """
+        return described(self.task, options.pop("model", self.model), runs, self.cache_names, **options)
+
+    def inputs(self, shapes: Mapping[str, Any] | None, batch: int = 1) -> dict[str, Any]:
+        """Example inputs of the model; see `example_inputs`."""
+        made = example_inputs(self.model, shapes=shapes, batch=batch, seed=self.seed, processor=self.processor)
+        return dict(made)
+
+    def tokens(self, length: int) -> dict[str, Any]:
+        """Tokens, their mask and their positions, as far as the model takes them.
+
+        One token of the last text is masked. It is not the first: a token that may look at no token at all has no
+        defined result, and kernels differ in it.
+        """
+        import torch
+
+        ids = self.inputs({"input_ids": [self.sizes["batch_size"], length]})["input_ids"]
+        mask = torch.ones_like(ids)
+        mask[-1, 1:2] = 0
+        made = {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1}
+        return {name: made[name] for name in named_parameters(self.model) if name in made}
+
+    def prefill_and_decode(self, whole: Mapping[str, Any], length: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Arguments with an empty cache, and arguments with a cache in which the first tokens are.
+
+        Args:
+            whole: Arguments for all tokens; the second dimension is that of the tokens.
+            length: How many of the tokens are in the cache.
+        """
+        first = {name: value[:, :length] for name, value in whole.items()}
+        rest = {name: value if name == "attention_mask" else value[:, length:] for name, value in whole.items()}
+        cache = empty_cache(self.model)
+        run(self.model, {**first, "past_key_values": cache})
+        return self._ordered(first, emptied(cache)), self._ordered(rest, cache)
+
+    def _ordered(self, kwargs: Mapping[str, Any], cache: Any) -> dict[str, Any]:
+        given = {**kwargs, "past_key_values": cache}
+        return {name: given[name] for name in named_parameters(self.model) if name in given}

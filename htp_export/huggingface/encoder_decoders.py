@@ -1,0 +1,202 @@
+"""The files of a model with an encoder and a decoder: the encoder, and its decoder as two files or as one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from htp_export.errors import InputError
+from htp_export.huggingface.caches import emptied, empty_cache
+from htp_export.huggingface.call_maker import CACHE, CallMaker
+from htp_export.huggingface.example_calls import Adapt, ExampleCall, adapted, run, without_a_cache
+from htp_export.huggingface.inputs import named_parameters
+from htp_export.huggingface.task_names import Axes
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["EncoderAndDecoder"]
+
+_CROSS = f"{CACHE}cross"
+_ENCODER_TEXT: Axes = {0: "batch_size", 1: "encoder_sequence_length"}
+_ENCODER: dict[str, Axes] = {
+    "input_ids": _ENCODER_TEXT,
+    "attention_mask": _ENCODER_TEXT,
+    "last_hidden_state": _ENCODER_TEXT,
+}
+_NEW_TOKENS: Axes = {0: "batch_size", 1: "decoder_sequence_length"}
+_FIRST_TOKENS: dict[str, Axes] = {
+    "input_ids": _NEW_TOKENS,
+    "logits": _NEW_TOKENS,
+    "encoder_attention_mask": _ENCODER_TEXT,
+    "encoder_hidden_states": _ENCODER_TEXT,
+    f"present.{CACHE}": {0: "batch_size", 2: "decoder_sequence_length"},
+    f"present.{_CROSS}": {0: "batch_size", 2: "encoder_sequence_length"},
+}
+_NEXT_TOKENS: dict[str, Axes] = {
+    **_FIRST_TOKENS,
+    CACHE: {0: "batch_size", 2: "past_decoder_sequence_length"},
+    _CROSS: {0: "batch_size", 2: "encoder_sequence_length"},
+    f"present.{CACHE}": {0: "batch_size", 2: "past_decoder_sequence_length + decoder_sequence_length"},
+}
+_ANY_TOKENS: dict[str, Axes] = {**_NEXT_TOKENS, _CROSS: {0: "batch_size", 2: "past_encoder_sequence_length"}}
+_SHORTEST = 4  # states of the encoder: torch.export takes 0 and 1 for constants, and half of them are in the cache
+_DIFFERENT = 0.02  # of the largest logit: more than kernels differ by in half precision
+
+
+class EncoderAndDecoder:
+    """The calls of the files of one model.
+
+    Args:
+        maker: Of the model.
+
+    Raises:
+        InputError: If the model puts nothing into a cache.
+    """
+
+    def __init__(self, maker: CallMaker) -> None:
+        self._maker, self._model, self._sizes = maker, maker.model, maker.sizes
+        ids = self._decoder_ids()
+        split = self._sizes["past_sequence_length"]
+        self._first_ids, self._next_ids = ids[:, :split], ids[:, split:]
+        self._cache = empty_cache(self._model)
+        run(self._model, {**_own_names(self._first), "past_key_values": self._cache})
+        if not self._cache.cross_attention_cache.get_seq_length():
+            raise without_a_cache(self._model)
+
+    def encoder(self) -> ExampleCall:
+        """The call of the encoder."""
+        given = self._encoder_inputs
+        return self._maker.call({"encode": given}, model=self._model.get_encoder(), axes=_ENCODER)
+
+    def two_decoders(self) -> dict[str, ExampleCall]:
+        """A decoder for the first tokens, and one for those after them."""
+        following = {"input_ids": self._next_ids, **self._mask, "past_key_values": self._cache}
+        call = self._maker.call
+        return {
+            "decoder_model": call({"prefill": self._first}, adapt=_begin, axes=_FIRST_TOKENS),
+            "decoder_with_past_model": call({"decode": following}, adapt=_going_on(self._hidden), axes=_NEXT_TOKENS),
+        }
+
+    def merged_decoder(self) -> dict[str, ExampleCall]:
+        """One decoder for all tokens, without a branch: of both caches, it computes what is not in them yet.
+
+        Raises:
+            InputError: If the model does not compute then what it computes otherwise.
+        """
+        length = self._hidden.shape[1]
+        if length < _SHORTEST:
+            raise InputError(f"the example of a merged decoder needs an encoder_sequence_length of {_SHORTEST} or more")
+        nothing = copy.copy(self._cache)
+        nothing.self_attention_cache = emptied(self._cache.self_attention_cache)
+        nothing.cross_attention_cache = emptied(self._cache.cross_attention_cache)
+        some = copy.copy(self._cache)
+        some.cross_attention_cache = emptied(self._cache.cross_attention_cache, length // 2)
+        given = {**self._mask, "encoder_hidden_states": self._hidden}
+        runs = {
+            "prefill": {"input_ids": self._first_ids, **given, "past_key_values": nothing},
+            "decode": {"input_ids": self._next_ids, **given, "past_key_values": self._cache},
+        }
+        self._check_merged(runs)
+        example = {"input_ids": self._next_ids, **given, "past_key_values": some}
+        call = self._maker.call(runs, adapt=_all_missing, axes=_ANY_TOKENS, example=example)
+        return {"decoder_model_merged": call}
+
+    def _check_merged(self, runs: Mapping[str, dict[str, Any]]) -> None:
+        """Compare one decoder with the model itself, without a cache and with one."""
+        import torch
+
+        with adapted(self._model, _all_missing, runs["prefill"]):
+            found = [run(self._model, copy.deepcopy(kwargs))["logits"] for kwargs in runs.values()]
+        following = {**_own_names({**self._first, "input_ids": self._next_ids}), "past_key_values": self._cache}
+        wanted = [run(self._model, _own_names(self._first)).logits, run(self._model, copy.deepcopy(following)).logits]
+        for one, other in zip(found, wanted, strict=True):
+            if not torch.allclose(one, other, rtol=0, atol=_DIFFERENT * float(other.abs().max())):
+                problem = "does not compute the keys and values of an encoder from a part of its states"
+                raise InputError(f"{type(self._model).__name__} {problem}: export its decoder as two files")
+
+    @cached_property
+    def _encoder_inputs(self) -> dict[str, Any]:
+        encoder, main = self._model.get_encoder(), self._model.main_input_name
+        sizes = [self._sizes["batch_size"], self._sizes["encoder_sequence_length"]]
+        inputs = self._maker.inputs({"input_ids": sizes} if main == "input_ids" else None, sizes[0])
+        taken = named_parameters(encoder)
+        return {name: inputs[name] for name in (main, "attention_mask") if name in inputs and name in taken}
+
+    @cached_property
+    def _hidden(self) -> torch.Tensor:
+        """What the encoder found."""
+        hidden: torch.Tensor = run(self._model.get_encoder(), self._encoder_inputs).last_hidden_state
+        return hidden
+
+    @property
+    def _mask(self) -> dict[str, Any]:
+        mask = self._encoder_inputs.get("attention_mask")
+        return {} if mask is None else {"encoder_attention_mask": mask}
+
+    @property
+    def _first(self) -> dict[str, Any]:
+        return {"input_ids": self._first_ids, **self._mask, "encoder_hidden_states": self._hidden}
+
+    def _decoder_ids(self) -> torch.Tensor:
+        length = self._sizes["past_sequence_length"] + self._sizes["sequence_length"]
+        shapes = {"decoder_input_ids": [self._sizes["batch_size"], length]}
+        ids: torch.Tensor = self._maker.inputs(shapes)["decoder_input_ids"]
+        return ids
+
+
+def _own_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a decoder's file under the names that an encoder-decoder model has for them."""
+    names = {"input_ids": "decoder_input_ids", "encoder_attention_mask": "attention_mask"}
+    own = {names.get(name, name): value for name, value in arguments.items()}
+    own["encoder_outputs"] = (own.pop("encoder_hidden_states"),)
+    return own
+
+
+def _begin(forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """The first tokens: nothing is in a cache."""
+    returned = forward(**_own_names(arguments))
+    return {"logits": returned.logits, "past_key_values": returned.past_key_values}
+
+
+def _going_on(hidden: torch.Tensor) -> Adapt:
+    """The tokens after the first ones: what the encoder found is in the cache.
+
+    Args:
+        hidden: What an encoder found. The model asks for it again, and reads its sizes alone.
+    """
+    import torch
+
+    width, dtype = hidden.shape[-1], hidden.dtype
+
+    def go_on(forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        keys = arguments["past_key_values"].cross_attention_cache.layers[0].keys
+        unread = torch.zeros(keys.shape[0], keys.shape[2], width, dtype=dtype, device=keys.device)
+        returned = forward(**_own_names({**arguments, "encoder_hidden_states": unread}))
+        grown = returned.past_key_values.self_attention_cache
+        return {"logits": returned.logits, "past_key_values.self_attention_cache": grown}
+
+    return go_on
+
+
+def _all_missing(forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Any tokens: the model computes what the cache does not have of the encoder's states.
+
+    If the cache has all of them, the last one is computed again: models reshape their keys, and no keys at all have no
+    shape to reshape.
+    """
+    import torch
+
+    cache, hidden = arguments["past_key_values"], arguments["encoder_hidden_states"]
+    layers = cache.cross_attention_cache.layers
+    known, length = layers[0].keys.shape[2], hidden.shape[1]
+    kept = known - known // length
+    for bound in (kept >= 0, kept <= known, kept <= length):
+        torch._check(bound)  # type: ignore[no-untyped-call] # torch.export does not know it of a quotient
+    for layer in layers:
+        layer.keys, layer.values = layer.keys[:, :, :kept], layer.values[:, :, :kept]
+    cache.is_updated = dict.fromkeys(range(len(layers)), False)  # otherwise, the model computes nothing
+    returned = forward(**_own_names({**arguments, "encoder_hidden_states": hidden[:, kept:]}))
+    return {"logits": returned.logits, "past_key_values": returned.past_key_values}
