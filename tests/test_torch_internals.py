@@ -107,6 +107,33 @@ def test_modules_have_the_same_names_in_the_scopes_of_a_trace_and_once_it_is_inl
     assert torch_internals.names_of_inlined_scope("net.Net::") == ""
 
 
+def test_tensors_computed_a_second_time_stand_for_the_first_in_a_trace() -> None:
+    class Twice(nn.Module):
+        def __init__(self, read: bool) -> None:
+            super().__init__()
+            self.read = read
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            product = x * x  # twice an input of its own node
+            first = (product + product).exp()
+            early = product.sin() if self.read else x
+            again = x * x
+            second = (again + again).exp()
+            torch_internals.take_over_trace([(product, again), (first, second)])
+            return first + product + early
+
+    for read in (False, True):
+        graph = torch.jit.trace(Twice(read), (torch.ones(2),), check_trace=False).graph
+        kinds = [node.kind() for node in graph.nodes() if node.kind() != "prim::Constant"]
+        assert kinds.count("aten::exp") == 1
+        assert kinds.count("aten::mul") == (2 if read else 1)
+        exponential, product = (next(node for node in graph.nodes() if node.kind() == f"aten::{name}").output()
+                                for name in ("exp", "mul"))  # fmt: skip
+        assert exponential.uses()[0].user.kind() == "aten::add"
+        assert {use.user.kind() for use in product.uses()} == ({"aten::sin"} if read else {"aten::add"})
+    torch_internals.take_over_trace([(torch.ones(1), torch.ones(1))])  # nothing outside of a trace
+
+
 def test_what_torch_gives_to_the_dynamo_exporter_whatever_is_asked_for() -> None:
     types = torch_internals.exported_by_dynamo_alone()
     assert torch.export.ExportedProgram in types

@@ -21,6 +21,7 @@ __all__ = [
     "AttentionSteps",
     "KernelPart",
     "KernelSteps",
+    "ObservedStep",
     "PackedProjection",
     "Projection",
     "SdpaCall",
@@ -133,6 +134,19 @@ class Context(Step):
 
     def forward(self, weights: Tensor, value: Tensor) -> Tensor:
         return torch.matmul(weights, value)
+
+
+class ObservedStep(Step):
+    """A step that runs operations of the ``forward`` of the module that it is in."""
+
+    def forward(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Run the operations.
+
+        Args:
+            compute: Runs them.
+            tensors: What they read.
+        """
+        return compute(*tensors)
 
 
 class SdpaCall(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from htp_export.attention import decomposed_attention
+from htp_export.attention.decomposing import attention_as_in, decomposed_attention
 from htp_export.costs.fusing import FusedCost, cost_of_fusing
 from htp_export.errors import InputError
 from htp_export.exporter.capture.torch_internals import scopes_of
@@ -125,11 +125,17 @@ def attention_report(
     """
     with decomposed_attention(model):
         tagged, operations = _exported(model, args, kwargs)
+    if not _made_of_steps(tagged) <= frozenset().union(*operations):
+        with attention_as_in(tagged.hierarchy, model):  # torch knows the modules that there were when its export began
+            tagged, operations = _exported(model, args, kwargs)
     steps: defaultdict[str, list[str]] = defaultdict(list)
     hierarchy = tagged.hierarchy
     paths = tuple(dict.fromkeys(hierarchy.parent(path) or "" for path, info in hierarchy.items() if info.synthetic))
     if not paths:
-        raise InputError("no module of the model calls nn.MultiheadAttention or scaled_dot_product_attention")
+        raise InputError(
+            "no module of the model computes attention: nn.MultiheadAttention, scaled_dot_product_attention, or the "
+            "softmax of a product of two tensors"
+        )
     for path in (child for attention in paths for child in hierarchy.children(attention)):
         if tagged[path].nodes:
             name = path.rpartition(".")[2]
@@ -137,6 +143,11 @@ def attention_report(
     after = _numbers(tagged, operations, {_ATTENTION: paths, **steps})
     tagged, operations = _exported(model, args, kwargs)
     return AttentionReport(paths, _numbers(tagged, operations, {_ATTENTION: paths}), after)
+
+
+def _made_of_steps(tagged: TaggedModel) -> set[str]:
+    """The steps that have nodes."""
+    return {path for path, info in tagged.hierarchy.items() if info.synthetic and tagged[path].nodes}
 
 
 def _exported(

@@ -11,7 +11,7 @@ import itertools
 import operator
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from htp_export.format.leaves import tensors_in
@@ -617,6 +617,45 @@ def traced_number(*tensor: Any) -> int | None:
         return int(torch._C._get_value_trace(*tensor).unique())  # type: ignore[attr-defined]
     except RuntimeError:  # a parameter that is none of the model's: the tracer takes it for no constant
         return None
+
+
+def take_over_trace(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Let tensors that were computed a second time stand for the first ones in the TorchScript trace that runs.
+
+    What computed the first ones is removed from the trace, unless something else reads it: exporters would merge it
+    with what computes the second ones, and keep the scopes of the first.
+
+    Args:
+        pairs: Each first tensor with the second one, in the order of their computation.
+    """
+    import torch
+
+    if tracing_state() is None:
+        return
+    removed: set[int] = set()
+
+    def remove(value: Any) -> None:
+        node = value.node()
+        outputs, inputs = list(node.outputs()), [(each.unique(), each) for each in node.inputs()]
+        if node.kind() == "prim::Param" or any(output.uses() for output in outputs):
+            return
+        removed.update(output.unique() for output in outputs)
+        node.destroy()
+        for number, each in inputs:
+            if number not in removed:
+                remove(each)
+
+    value_of = functools.partial(_value_of, torch._C._get_value_trace)  # type: ignore[attr-defined]
+    values = [(first, value_of(first), value_of(second)) for first, second in pairs]
+    for first, _, value in values:
+        torch._C._set_value_trace(first, value)  # type: ignore[attr-defined]
+    if values:
+        remove(values[-1][1])
+
+
+def _value_of(get: Callable[[Any], Any], *tensor: Any) -> Any:
+    """The value of a tensor in the trace, which gets no name from a variable: see `traced_number`."""
+    return get(*tensor)
 
 
 def fx_node_of(tensor: Any, tracer: Any) -> Any:
