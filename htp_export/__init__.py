@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from htp_export.attention.decomposing import decomposed_attention
+    from htp_export.compress.pruned import Pruned, PrunedModule
+    from htp_export.compress.pruning import prune
     from htp_export.costs.costing import cost
     from htp_export.costs.result import Cost
     from htp_export.costs.work import Work
@@ -69,6 +71,8 @@ __all__ = [
     "Optimized",
     "Partition",
     "Profile",
+    "Pruned",
+    "PrunedModule",
     "Region",
     "Splice",
     "Stage",
@@ -95,6 +99,7 @@ __all__ = [
     "optimize",
     "partition",
     "profile",
+    "prune",
     "splice",
     "tagging",
     "verify",
@@ -125,6 +130,8 @@ _HOMES = {
     "Optimized": "passes.results",
     "Partition": "surgery.partitions",
     "Profile": "run.latency",
+    "Pruned": "compress.pruned",
+    "PrunedModule": "compress.pruned",
     "Region": "model.tagged",
     "Splice": "surgery.splicing",
     "Stage": "surgery.stages",
@@ -151,6 +158,7 @@ _HOMES = {
     "optimize": "passes.optimizing",
     "partition": "surgery.staging",
     "profile": "run.latency",
+    "prune": "compress.pruning",
     "splice": "surgery.splicing",
     "tagging": "exporter.exporting",
     "verify": "run.verifying",

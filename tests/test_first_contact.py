@@ -506,6 +506,7 @@ JSON_COMMANDS = (
     "inline nested.onnx -o x.onnx",
     "partition net.onnx 2 -o stages",
     "optimize net.onnx -o x.onnx",
+    "prune net.onnx 0=0.5 -o x.onnx",
     "run onnxruntime net.onnx -o tool.onnx",
     "carry net.onnx tool.onnx -o x.onnx",
     "forensics net.onnx",

@@ -35,6 +35,8 @@ PUBLIC = [
     "Optimized",
     "Partition",
     "Profile",
+    "Pruned",
+    "PrunedModule",
     "Region",
     "Splice",
     "Stage",
@@ -61,6 +63,7 @@ PUBLIC = [
     "optimize",
     "partition",
     "profile",
+    "prune",
     "splice",
     "tagging",
     "verify",
@@ -105,7 +108,7 @@ def test_a_public_function_says_whether_it_is_thread_safe(name):
     "name",
     [
         "Carried", "Comparison", "Contamination", "Cost", "Extraction", "Fingerprint", "Forensics", "Inlined",
-        "ModelDifference", "Nested", "Optimized", "Partition", "Profile", "Splice", "Verification", "View",
+        "ModelDifference", "Nested", "Optimized", "Partition", "Profile", "Pruned", "Splice", "Verification", "View",
     ],
 )  # fmt: skip
 def test_a_result_has_a_summary_which_is_a_line_and_notes_which_are_lines(name):

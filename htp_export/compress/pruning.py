@@ -1,0 +1,182 @@
+"""prune(): weights of modules become sparse or smaller."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.compress.cutoffs import Array
+from htp_export.compress.masks import Mask, Scores, element_masks, group_mask
+from htp_export.compress.plans import Assigned, assigned
+from htp_export.compress.pruned import Counted, Pruned, pruned_modules
+from htp_export.compress.sparsities import Sparsity, sparsity_of
+from htp_export.compress.weights import Weight, weights_of
+from htp_export.errors import InputError
+from htp_export.files.model_files import check_target, has_external_data, write_model
+from htp_export.model.inlining import read_flat
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.module_facts import contents_of
+from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.process.progress import counted
+
+__all__ = ["prune"]
+
+_METHODS = ("l1", "random")
+_SCOPES = ("local", "global")
+
+
+@names_model_faults("model")
+def prune(
+    model: ModelSource,
+    plan: Mapping[str, Any],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    method: Literal["l1", "random"] = "l1",
+    scope: Literal["local", "global"] = "local",
+    seed: int = 0,
+) -> Pruned:
+    """Remove the least important weights of modules.
+
+    A plan has selectors of modules and what is removed there, for the modules and all below them; later rules win:
+
+    ==================  ===============================================================================
+    ``0.5``             half of the elements of each weight become zero
+    ``"2:4"``           in each group of 4 neighbours, all but 2 become zero
+    ==================  ===============================================================================
+
+    Weights are the initializers that products multiply with, and tables that are looked up; no biases, and no factors
+    of normalisations. A weight that several modules read, such as a tied embedding, is pruned once.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        plan: Selector → what is removed, in order.
+        output: The file to write.
+        method: ``"l1"``: the elements with the smallest absolute values; ``"random"``.
+        scope: ``"local"``: the share is removed from each weight; ``"global"``: from all weights with the same value
+            in the plan together. n:m patterns are always local.
+        seed: For ``"random"``: the same seed removes the same elements.
+
+    Returns:
+        The model, and sparsity and bytes by module.
+
+    Raises:
+        SelectorError: A selector cannot be read or matches no module.
+        InputError: A value of the plan cannot be used, or a rule names modules without weights.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written; existing files are unchanged.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
+        >>> exported = htp_export.export(net, (torch.randn(2, 8),), verbose=False)
+        >>> result = htp_export.prune(exported, {"**": 0.5, "2": "2:4"})
+        >>> [(path, module.zeros_after) for path, module in result.modules.items()]
+        [('', 40), ('0', 32), ('1', 0), ('2', 8)]
+    """
+    check_target(output)
+    if method not in _METHODS:
+        raise InputError(f"method {method!r}: there are {' and '.join(map(repr, _METHODS))}")
+    if scope not in _SCOPES:
+        raise InputError(f"scope {scope!r}: there are {' and '.join(map(repr, _SCOPES))}")
+    if not isinstance(seed, int) or seed < 0:
+        raise InputError(f"seed {seed!r}: it is a whole number, 0 or more")
+    rules = {selector: sparsity_of(value) for selector, value in plan.items()}
+    read = read_flat(model, others=False)
+    tagged = read if isinstance(model, str | os.PathLike) else read.clone()
+    external = has_external_data(tagged.model)
+    scores = Scores(None if method == "l1" else seed)
+    result = _pruned(tagged, assigned(tagged, rules), scores, together=scope == "global")
+    if output is not None:
+        write_model(result.model, output, True if external else None)
+    return result
+
+
+def _pruned(tagged: TaggedModel, wanted: Assigned[Sparsity], scores: Scores, *, together: bool) -> Pruned:
+    """Prune a model in place."""
+    before = _weight_bytes(tagged)
+    weights = weights_of(tagged)
+    values = {weight: value for weight in weights if (value := _value_of(weight, tagged, wanted)) is not None}
+    _refuse_empty_rules(tagged, weights, wanted)
+    masks = _masks(values, scores, together=together)
+    counts = [_applied(tagged, weight, masks.get(weight)) for weight in counted(weights, "weights")]
+    rows = pruned_modules(tagged.hierarchy.values(), counts, before, _weight_bytes(load(tagged.model)))
+    return Pruned(rows, {path: str(value) for path, value in wanted.modules.items()}, model=tagged.model)
+
+
+def _weight_bytes(tagged: TaggedModel) -> dict[str, int]:
+    return {path: module.facts.weight_bytes for path, module in contents_of(tagged).modules.items()}
+
+
+def _value_of(weight: Weight, tagged: TaggedModel, wanted: Assigned[Sparsity]) -> Sparsity | None:
+    """What the plan says of a weight; None if no rule names a module that reads it.
+
+    Raises:
+        InputError: If rules say different things of modules that share it.
+    """
+    disputed = next((use.node for use in weight.uses if use.node in wanted.disputed), None)
+    if disputed is not None:
+        raise InputError(
+            f"weight {weight.name!r} does the work of several modules ({_owners(tagged, disputed)}), "
+            "and the plan does not say the same of all of them"
+        )
+    values = {use.node: wanted.nodes[use.node] for use in weight.uses if use.node in wanted.nodes}
+    if len(set(values.values())) > 1:
+        listed = ", ".join(f"{_owners(tagged, node)}: {value}" for node, value in values.items())
+        raise InputError(f"weight {weight.name!r} is shared by modules with different values in the plan ({listed})")
+    return next(iter(values.values()), None)
+
+
+def _owners(tagged: TaggedModel, node: ir.Node) -> str:
+    return ", ".join(repr(path) for path in tagged.owners_of(node)) or "no module"
+
+
+def _refuse_empty_rules(tagged: TaggedModel, weights: Sequence[Weight], wanted: Assigned[Sparsity]) -> None:
+    owners = {path for weight in weights for use in weight.uses for path in tagged.owners_of(use.node)}
+    for selector, paths in wanted.named.items():
+        if not owners.intersection(paths):
+            raise InputError(f"rule {selector!r}: the modules that it names have no weights that can be pruned")
+
+
+def _masks(values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool) -> dict[Weight, Mask]:
+    """What sets the elements of each weight to zero."""
+    masks: dict[Weight, Mask] = {}
+    alike: dict[Sparsity, list[Weight]] = {}
+    for weight, value in values.items():
+        if value.kind == "n:m":
+            masks[weight] = group_mask(weight, value.kept, value.group, scores)
+        else:
+            alike.setdefault(value, []).append(weight)
+    for value, weights in alike.items():
+        for chosen in [weights] if together else [[weight] for weight in weights]:
+            masks.update(zip(chosen, element_masks(chosen, value.amount, scores), strict=True))
+    return masks
+
+
+def _applied(tagged: TaggedModel, weight: Weight, mask: Mask | None) -> Counted:
+    """Let a weight and its copies have the numbers that a mask leaves; they are computed when they are written."""
+    tensor = weight.tensor
+    array = tensor.numpy()
+    elements = tensor.size
+    before = after = elements - int(np.count_nonzero(array))
+    if mask is not None:
+        after = elements - int(np.count_nonzero(mask(array)))
+        weight.value.const_value = _lazy(tensor, mask, transposed=False)
+        for copy in weight.copies:
+            copy.value.const_value = _lazy(tensor, mask, transposed=copy.transposed)
+    owners = dict.fromkeys(path for use in weight.uses for path in tagged.owners_of(use.node) or ("",))
+    return Counted(tuple(owners), (elements, before), (elements, after))
+
+
+def _lazy(tensor: ir.TensorProtocol, mask: Mask, *, transposed: bool) -> ir.LazyTensor:
+    def masked() -> ir.TensorProtocol:
+        array: Array = mask(tensor.numpy())
+        return ir.Tensor(np.ascontiguousarray(array.T) if transposed else array, dtype=tensor.dtype)
+
+    shape = tensor.shape.numpy()
+    return ir.LazyTensor(masked, tensor.dtype, ir.Shape(shape[::-1] if transposed else shape), name=tensor.name)
