@@ -30,6 +30,7 @@ SIGNATURES = "htp.signatures"
 PARAMETERS = "htp.parameters"
 CONTAMINATION = "htp.contamination"
 FUNCTIONS = "htp.functions"
+LORA = "htp.lora"
 MAP = "htp.map"
 WEIGHTS = "htp.weights"  # of the file, not of the model: it is there where a file shares the weights of another
 DATA = "htp.data"  # of the file, too: what is in its own data files

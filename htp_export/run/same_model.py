@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.lora import lora_modules
 from htp_export.format.module_paths import module_paths
 from htp_export.model.tagged import TaggedModel
 from htp_export.run.readers import named_tensors
@@ -36,7 +37,10 @@ def check_same_model(tagged: TaggedModel, model: nn.Module, name: str) -> None:
     """
     modules = Hierarchy.from_module(model)
     exact = tagged.source != "torch"  # torch's own scopes name modules wrongly, and do not tell what was fused
+    inserted = lora_modules(tagged.model.metadata_props)
     for path, info in tagged.hierarchy.items() if exact else ():
+        if path not in modules and path in inserted:
+            continue
         if path not in modules:
             _refuse(name, model, f"it has a module {path!r}, and the model has none")
         ours = modules[path]
