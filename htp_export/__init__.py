@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from htp_export.attention.decomposing import decomposed_attention
+    from htp_export.compress.lora import InsertedLora, LoraLayer, insert_lora
+    from htp_export.compress.lora_files import FusedLora, LoraAdapter, fuse_lora, lora_adapter
     from htp_export.compress.pruned import Pruned, PrunedModule
     from htp_export.compress.pruning import prune
     from htp_export.costs.costing import cost
@@ -59,10 +61,14 @@ __all__ = [
     "Finding",
     "Fingerprint",
     "Forensics",
+    "FusedLora",
     "Hierarchy",
     "HtpExportError",
     "Inlined",
     "InputError",
+    "InsertedLora",
+    "LoraAdapter",
+    "LoraLayer",
     "ModelDifference",
     "ModuleDifference",
     "ModuleInfo",
@@ -93,9 +99,12 @@ __all__ = [
     "fingerprint",
     "forensics",
     "functions",
+    "fuse_lora",
     "inline",
+    "insert_lora",
     "load",
     "load_partition",
+    "lora_adapter",
     "optimize",
     "partition",
     "profile",
@@ -118,10 +127,14 @@ _HOMES = {
     "Finding": "findings.finding",
     "Fingerprint": "fingerprints.families",
     "Forensics": "findings.finding",
+    "FusedLora": "compress.lora_files",
     "Hierarchy": "format.hierarchy",
     "HtpExportError": "errors",
     "Inlined": "model.inlining",
     "InputError": "errors",
+    "InsertedLora": "compress.lora",
+    "LoraAdapter": "compress.lora_files",
+    "LoraLayer": "compress.lora",
     "ModelDifference": "differences.differing",
     "ModuleDifference": "differences.differing",
     "ModuleInfo": "format.hierarchy",
@@ -152,9 +165,12 @@ _HOMES = {
     "fingerprint": "fingerprints.families",
     "forensics": "findings.investigation",
     "functions": "surgery.nesting",
+    "fuse_lora": "compress.lora_files",
     "inline": "model.inlining",
+    "insert_lora": "compress.lora",
     "load": "model.tagged",
     "load_partition": "surgery.manifest",
+    "lora_adapter": "compress.lora_files",
     "optimize": "passes.optimizing",
     "partition": "surgery.staging",
     "profile": "run.latency",

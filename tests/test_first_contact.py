@@ -20,6 +20,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import htp_export
 from htp_export.cli import interrupts
@@ -507,6 +508,9 @@ JSON_COMMANDS = (
     "partition net.onnx 2 -o stages",
     "optimize net.onnx -o x.onnx",
     "prune net.onnx 0=0.5 -o x.onnx",
+    "insert_lora net.onnx 0 -o lora.onnx",
+    "lora_adapter lora.onnx tuned -o x.onnx_adapter",
+    "fuse_lora net.onnx tuned -o x.onnx",
     "run onnxruntime net.onnx -o tool.onnx",
     "carry net.onnx tool.onnx -o x.onnx",
     "forensics net.onnx",
@@ -524,6 +528,10 @@ def test_docs_json_has_every_key_that_a_command_writes(folder, capsys):
     assert list(keys) == [command.split()[0] for command in JSON_COMMANDS]
     assert main(["export", "--entry", f"nets_{folder.name}:net", "-o", "net.onnx", "--quiet"]) == 0
     shutil.copy("net.onnx", "other.onnx")
+    Path("tuned").mkdir()
+    Path("tuned/adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 2}')
+    factors = {"0.lora_A.weight": torch.ones(2, 8), "0.lora_B.weight": torch.ones(16, 2)}
+    save_file(factors, "tuned/adapter_model.safetensors")
     for command in JSON_COMMANDS:
         capsys.readouterr()
         name, *rest = command.format(entry=f"nets_{folder.name}:net").split()

@@ -1,0 +1,33 @@
+"""``htp-export fuse_lora``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption
+from htp_export.cli.outputs import check_output, report
+from htp_export.cli.terminal import Steps
+
+EXAMPLE = "bert.onnx tuned/ -o tuned.onnx"
+PLACE = 148
+
+
+def fuse_lora_command(
+    file: FileArgument,
+    adapter: Annotated[
+        Path, typer.Argument(help="Folder of PEFT, or an adapter file of ONNX Runtime.", show_default=False)
+    ],
+    output: OutputOption,
+    in_place: InPlaceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Add a LoRA adapter to the weights of a model."""
+    from htp_export.compress.lora_files import fuse_lora
+
+    check_output(output, [file], in_place=in_place)
+    with Steps(quiet=as_json).step(f"fusing {adapter.name}"):
+        result = fuse_lora(file, adapter, output)
+    report(result, as_json, output=output)
