@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from htp_export.attention.decomposing import decomposed_attention
     from htp_export.compress.lora import InsertedLora, LoraLayer, insert_lora
     from htp_export.compress.lora_files import FusedLora, LoraAdapter, fuse_lora, lora_adapter
+    from htp_export.compress.plan_exporting import PlanFile, export_plan
     from htp_export.compress.pruned import Pruned, PrunedModule
     from htp_export.compress.pruning import prune
     from htp_export.costs.costing import cost
@@ -76,6 +77,7 @@ __all__ = [
     "Nested",
     "Optimized",
     "Partition",
+    "PlanFile",
     "Profile",
     "Pruned",
     "PrunedModule",
@@ -95,6 +97,7 @@ __all__ = [
     "diff",
     "embed_map",
     "export",
+    "export_plan",
     "extract",
     "fingerprint",
     "forensics",
@@ -142,6 +145,7 @@ _HOMES = {
     "Nested": "surgery.nesting",
     "Optimized": "passes.results",
     "Partition": "surgery.partitions",
+    "PlanFile": "compress.plan_exporting",
     "Profile": "run.latency",
     "Pruned": "compress.pruned",
     "PrunedModule": "compress.pruned",
@@ -161,6 +165,7 @@ _HOMES = {
     "diff": "differences.differing",
     "embed_map": "provenance.carrying",
     "export": "exporter.exporting",
+    "export_plan": "compress.plan_exporting",
     "extract": "surgery.extraction",
     "fingerprint": "fingerprints.families",
     "forensics": "findings.investigation",

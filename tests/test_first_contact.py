@@ -508,11 +508,12 @@ JSON_COMMANDS = (
     "partition net.onnx 2 -o stages",
     "optimize net.onnx -o x.onnx",
     "prune net.onnx 0=0.5 -o x.onnx",
-    "insert_lora net.onnx 0 -o lora.onnx",
-    "lora_adapter lora.onnx tuned -o x.onnx_adapter",
-    "fuse_lora net.onnx tuned -o x.onnx",
+    "insert-lora net.onnx 0 -o lora.onnx",
+    "lora-adapter lora.onnx tuned -o x.onnx_adapter",
+    "fuse-lora net.onnx tuned -o x.onnx",
     "run onnxruntime net.onnx -o tool.onnx",
     "carry net.onnx tool.onnx -o x.onnx",
+    "export-plan net.onnx 0=int8 --to nncf -o plan.json",
     "forensics net.onnx",
     "fingerprint net.onnx",
     "view net.onnx --no-graph",
@@ -524,7 +525,9 @@ def test_docs_json_has_every_key_that_a_command_writes(folder, capsys):
     keys = {}
     for commands, listed in re.findall(r"^\| (`.*?) \| (`.*?) \|", text, re.M):
         optional = set(re.findall(r"\(`([^`]+)`\)", listed))
-        keys.update(dict.fromkeys(re.findall(r"`(\w+)`", commands), (set(re.findall(r"`([^`]+)`", listed)), optional)))
+        keys.update(
+            dict.fromkeys(re.findall(r"`([\w-]+)`", commands), (set(re.findall(r"`([^`]+)`", listed)), optional))
+        )
     assert list(keys) == [command.split()[0] for command in JSON_COMMANDS]
     assert main(["export", "--entry", f"nets_{folder.name}:net", "-o", "net.onnx", "--quiet"]) == 0
     shutil.copy("net.onnx", "other.onnx")

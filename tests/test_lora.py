@@ -369,27 +369,27 @@ class TestCommands:
         model, _ = made("torchscript", tmp_path)
         adapter(tmp_path, "tuned", factors(model, ["up"], 4, seed=3), 8)
         monkeypatch.chdir(tmp_path)
-        insert = ["insert_lora", "net.onnx", "up,down", "--rank", "4", "--alpha", "8", "-o", "lora.onnx"]
+        insert = ["insert-lora", "net.onnx", "up,down", "--rank", "4", "--alpha", "8", "-o", "lora.onnx"]
         assert main(insert) == 0
         assert "wrote lora.onnx" in capsys.readouterr().out
         assert main([*insert, "--json"]) == 0
         written = json.loads(capsys.readouterr().out)
         assert written["modules"]["up"]["names"] == ["up.lora_A.weight", "up.lora_B.weight"]
-        assert main(["lora_adapter", "lora.onnx", "tuned", "-o", "tuned.onnx_adapter"]) == 0
+        assert main(["lora-adapter", "lora.onnx", "tuned", "-o", "tuned.onnx_adapter"]) == 0
         assert "1 linear layers, rank 4 -> tuned.onnx_adapter" in capsys.readouterr().out
-        assert main(["lora_adapter", "lora.onnx", "tuned", "-o", "tuned.onnx_adapter", "--json"]) == 0
+        assert main(["lora-adapter", "lora.onnx", "tuned", "-o", "tuned.onnx_adapter", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["ranks"] == {"up": 4}
-        assert main(["fuse_lora", "net.onnx", "tuned", "-o", "fused.onnx", "--json"]) == 0
+        assert main(["fuse-lora", "net.onnx", "tuned", "-o", "fused.onnx", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["ranks"] == {"up": 4}
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["insert_lora", "net.onnx", "up", "-o", "net.onnx"], "net.onnx: is read by this command"),
-            (["insert_lora", "net.onnx", "nowhere", "-o", "x.onnx"], "matches no module"),
-            (["lora_adapter", "net.onnx", "nowhere", "-o", "x"], "the model takes no adapters"),
-            (["lora_adapter", "net.onnx", "nowhere", "-o", "net.onnx"], "net.onnx: is read by this command"),
-            (["fuse_lora", "net.onnx", "nowhere", "-o", "x.onnx"], "nowhere: there is no such adapter"),
+            (["insert-lora", "net.onnx", "up", "-o", "net.onnx"], "net.onnx: is read by this command"),
+            (["insert-lora", "net.onnx", "nowhere", "-o", "x.onnx"], "matches no module"),
+            (["lora-adapter", "net.onnx", "nowhere", "-o", "x"], "the model takes no adapters"),
+            (["lora-adapter", "net.onnx", "nowhere", "-o", "net.onnx"], "net.onnx: is read by this command"),
+            (["fuse-lora", "net.onnx", "nowhere", "-o", "x.onnx"], "nowhere: there is no such adapter"),
         ],
     )
     def test_wrong_input_ends_with_status_2_and_leaves_files(

@@ -1,7 +1,7 @@
 """The commands: every file ``NAME_command.py`` of this folder is one.
 
 It has a function ``NAME_command``, an ``EXAMPLE`` of what is typed after the name, and its ``PLACE`` in the help. A
-command is imported when it is called, or when the help lists it.
+command has ``-`` where its file has ``_``, and is found under both. It is imported when it is called, or when the help lists it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,23 @@ _LAST = 1000
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"htp_export.cli.{name}_command")
+    return importlib.import_module(f"htp_export.cli.{name.replace('-', '_')}_command")
+
+
+def _all_names() -> list[str]:
+    return [name.replace("_", "-") for name in names_in("htp_export.cli", "_command")]
 
 
 def command_names() -> list[str]:
     """The names of all commands, in the order of the help."""
-    return sorted(names_in("htp_export.cli", "_command"), key=lambda name: getattr(_module(name), "PLACE", _LAST))
+    return sorted(_all_names(), key=lambda name: getattr(_module(name), "PLACE", _LAST))
 
 
 class _Commands(MutableMapping[str, Any]):
     """Name → command, which is made when it is asked for."""
 
     def __init__(self) -> None:
-        self._names = names_in("htp_export.cli", "_command")
+        self._names = _all_names()
         self._made: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -46,7 +50,7 @@ class _Commands(MutableMapping[str, Any]):
             app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
             module = _module(name)
             app.command(name, epilog=f"Example: htp-export {name} {module.EXAMPLE}")(
-                flattened(getattr(module, f"{name}_command"))
+                flattened(getattr(module, f"{name.replace('-', '_')}_command"))
             )
             self._made[name] = typer.main.get_command(app)
         return self._made[name]
@@ -74,6 +78,10 @@ class CommandGroup(TyperGroup):
     def list_commands(self, _context: Any) -> list[str]:
         """The names of the commands, as the help lists them."""
         return command_names()
+
+    def get_command(self, context: Any, name: str) -> Any:
+        """The command of a name; the name of the Python function, with ``_``, is one too."""
+        return super().get_command(context, name.replace("_", "-"))
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:

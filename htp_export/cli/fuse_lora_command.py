@@ -1,4 +1,4 @@
-"""``htp-export fuse_lora``."""
+"""``htp-export fuse-lora``."""
 
 from __future__ import annotations
 

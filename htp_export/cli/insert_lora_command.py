@@ -1,4 +1,4 @@
-"""``htp-export insert_lora``."""
+"""``htp-export insert-lora``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``htp-export lora_adapter``."""
+"""``htp-export lora-adapter``."""
 
 from __future__ import annotations
 

@@ -1,0 +1,77 @@
+"""Encodings of activations by tensor, from the plan and from the values that tensors take in the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.compress.planned import Encoding, PlannedModel
+from htp_export.compress.precisions import Method, Precision
+from htp_export.process.progress import counted
+from htp_export.runtime.arrays import Array
+from htp_export.runtime.runner import Runner
+from htp_export.runtime.sessions import SessionSettings
+
+__all__ = ["activation_encodings", "measured_ranges"]
+
+_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "int8": 8, "uint8": 8, "int16": 16, "uint16": 16}
+
+
+def activation_encodings(planned: PlannedModel) -> dict[str, Encoding | int]:
+    """Name of each tensor of floats that the plan is about → its encoding, or its bits where it stays a float.
+
+    A tensor has the precision of the node that makes it; an input of the model has that of the nodes that read it, if
+    they all have the same. Integers without a known range are left out.
+    """
+    found: dict[str, Encoding | int] = {}
+    for value, precision in _planned_tensors(planned):
+        name, bits = str(value.name), _BITS[precision.activation]
+        if precision.method != Method.STATIC:
+            found[name] = bits
+        elif name in planned.ranges:
+            low, high = planned.ranges[name]
+            found[name] = Encoding.of_range(low, high, bits, precision.symmetric)
+    return found
+
+
+def _planned_tensors(planned: PlannedModel) -> Iterator[tuple[ir.Value, Precision]]:
+    typed = planned.tagged.typed
+    for value in planned.tagged.model.graph.inputs:
+        reading = {planned.precisions.get(use.node) for use in value.uses()}
+        precision = reading.pop() if len(reading) == 1 else None
+        if precision is not None and value.dtype is not None and value.dtype.is_floating_point():
+            yield value, precision
+    for node in planned.nodes:
+        precision = planned.precisions.get(node)
+        if precision is None:
+            continue
+        for value in node.outputs:
+            known = typed.get(str(value.name))
+            if value.name and known is not None and known.dtype is not None and known.dtype.is_floating_point():
+                yield value, precision
+
+
+def measured_ranges(planned: PlannedModel, feeds: Iterable[Mapping[str, Array]]) -> dict[str, tuple[float, float]]:
+    """Name of each tensor whose activations the plan quantizes → its smallest and its largest value.
+
+    Args:
+        planned: The plan.
+        feeds: Input name → array, for each run.
+
+    Raises:
+        OnnxRuntimeError: If ONNX Runtime cannot run the model.
+    """
+    wanted = [str(value.name) for value, precision in _planned_tensors(planned) if precision.method == Method.STATIC]
+    inputs = {str(value.name) for value in planned.tagged.model.graph.inputs}
+    inner = [name for name in wanted if name not in inputs]
+    ranges: dict[str, tuple[float, float]] = {}
+    runner = Runner(planned.tagged.model, "the model", SessionSettings())
+    for feed in counted(list(feeds), "samples"):
+        values = {**{name: feed[name] for name in wanted if name in inputs}, **runner.run(feed, inner)}
+        for name, array in values.items():
+            if array.size:
+                low, high = ranges.get(name, (np.inf, -np.inf))
+                ranges[name] = (min(low, float(array.min())), max(high, float(array.max())))
+    return ranges
