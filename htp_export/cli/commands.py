@@ -1,7 +1,8 @@
 """The commands: every file ``NAME_command.py`` of this folder is one.
 
 It has a function ``NAME_command``, an ``EXAMPLE`` of what is typed after the name, and its ``PLACE`` in the help. A
-command has ``-`` where its file has ``_``, and is found under both. It is imported when it is called, or when the help lists it.
+command has ``-`` where its file has ``_``, and is found under both names. It is imported when it is called, or when
+the help lists it.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.lora import FACTORS, factor_module, write_lora
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.reasons import Reason
+from htp_export.format.selectors import select_below
 from htp_export.format.signatures import Signature
 from htp_export.model.columns import MODULE, Column, record, text_table
 from htp_export.model.inlining import read_flat
@@ -169,7 +170,7 @@ def _scaling(rank: int, alpha: float | None) -> float:
 
 def _chosen(tagged: TaggedModel, select: str | Sequence[str]) -> list[str]:
     tagged.require_tags()
-    wanted = set(tags.select_below(select, tagged.hierarchy.classes))
+    wanted = set(select_below(select, tagged.hierarchy.classes))
     paths = [path for path in linear_paths(tagged) if path in wanted]
     if not paths:
         raise InputError(f"there is no linear layer at or below the modules of {select!r}")
