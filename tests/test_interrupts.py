@@ -22,6 +22,7 @@ import htp_export
 from htp_export.exporter import exporting as exporter
 from htp_export.exporter import watched
 from htp_export.exporter.capture import (
+    body_internals,
     dynamo_patches,
     modules,
     patches,
@@ -39,9 +40,8 @@ WHOLE = (restoring, garbage, running, patching, exporter, watched)
 SINGLE = {
     modules: {"keep_training_modes", "put_back"},
     patches: {"translations_read_once", "make"},
-    torch_internals: {
-        *("turn_compilation_off", "keep_autocast_cache", "run_after_hooks", "last", "watch_bodies"),
-    },
+    body_internals: {"watch_bodies"},
+    torch_internals: {"turn_compilation_off", "keep_autocast_cache", "run_after_hooks", "last"},
     shared_settings: {"hold", "_enter", "_leave", "turn_attention_fast_path_off"},
     torchscript: {"trace", "returns"},
     dynamo_patches: {"_watch_bodies"},
@@ -237,10 +237,10 @@ def test_an_interrupt_while_bodies_are_watched_gives_them_their_own_code_back() 
     program = torch.export.export(NoGrad(), (torch.ones(2),)).module()
 
     def watch() -> None:
-        with restoring.restored(lambda changes: torch_internals.watch_bodies(changes, program, lambda *_: None)):
+        with restoring.restored(lambda changes: body_internals.watch_bodies(changes, program, lambda *_: None)):
             pass
 
-    bodies = list(torch_internals.bodies_run_in_place(program))
+    bodies = list(body_internals.bodies_run_in_place(program))
     assert bodies
     count, changed = interrupted_everywhere(watch, program)
     assert (count > 5, changed) == (True, [])

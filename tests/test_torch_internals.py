@@ -15,7 +15,7 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import TorchChangedError
-from htp_export.exporter.capture import dynamo_patches, patches, torch_internals
+from htp_export.exporter.capture import body_internals, dynamo_patches, patches, torch_internals, torchscript_internals
 from htp_export.exporter.capture.patches import DYNAMO, TORCHSCRIPT
 from htp_export.exporter.capture.patching import Patch, Patches
 from htp_export.exporter.capture.running import script_capture
@@ -80,9 +80,9 @@ def test_other_passes_are_torchs_own() -> None:
 
 
 def test_the_tracer_tells_its_state_and_its_modules() -> None:
-    assert torch_internals.tracing_state() is None
+    assert torchscript_internals.tracing_state() is None
     assert hasattr(torch.jit._trace, "_trace_module_map")
-    names = torch_internals.state_names(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    names = torchscript_internals.state_names(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     assert {name for name in names if name.startswith("0")} == {"0.weight", "0.bias"}
     assert len(names) == 7
 
@@ -90,7 +90,7 @@ def test_the_tracer_tells_its_state_and_its_modules() -> None:
 def test_modules_have_the_same_names_in_the_scopes_of_a_trace_and_once_it_is_inlined() -> None:
     class Scopes(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            graph = torch_internals.tracing_state().graph()
+            graph = torchscript_internals.tracing_state().graph()
             scopes.extend(node.scopeName() for node in graph.nodes() if node.kind() == "prim::TracedModuleForward")
             return x
 
@@ -99,12 +99,12 @@ def test_modules_have_the_same_names_in_the_scopes_of_a_trace_and_once_it_is_inl
     model.add_module("end", Scopes())
     model.forward = lambda x: model["end"](model["layers"][0](x))  # type: ignore[method-assign]
     torch.jit.trace(model, (torch.ones(2),), check_trace=False)
-    assert [torch_internals.names_of_traced_scope(scope) for scope in scopes][:1] == ["0"]
-    assert torch_internals.names_of_traced_scope("__module.a.0/__module.a.0.fc") == "0/fc"
-    assert torch_internals.names_of_traced_scope("") == ""
+    assert [torchscript_internals.names_of_traced_scope(scope) for scope in scopes][:1] == ["0"]
+    assert torchscript_internals.names_of_traced_scope("__module.a.0/__module.a.0.fc") == "0/fc"
+    assert torchscript_internals.names_of_traced_scope("") == ""
     for scope in ("net.Net::/net.Block::a.0/torch.nn.Linear::fc", "net.Net::/net.Block::0/torch.nn.Linear::fc"):
-        assert torch_internals.names_of_inlined_scope(scope) == "0/fc"
-    assert torch_internals.names_of_inlined_scope("net.Net::") == ""
+        assert torchscript_internals.names_of_inlined_scope(scope) == "0/fc"
+    assert torchscript_internals.names_of_inlined_scope("net.Net::") == ""
 
 
 def test_tensors_computed_a_second_time_stand_for_the_first_in_a_trace() -> None:
@@ -119,7 +119,7 @@ def test_tensors_computed_a_second_time_stand_for_the_first_in_a_trace() -> None
             early = product.sin() if self.read else x
             again = x * x
             second = (again + again).exp()
-            torch_internals.take_over_trace([(product, again), (first, second)])
+            torchscript_internals.take_over_trace([(product, again), (first, second)])
             return first + product + early
 
     for read in (False, True):
@@ -131,7 +131,7 @@ def test_tensors_computed_a_second_time_stand_for_the_first_in_a_trace() -> None
                                 for name in ("exp", "mul"))  # fmt: skip
         assert exponential.uses()[0].user.kind() == "aten::add"
         assert {use.user.kind() for use in product.uses()} == ({"aten::sin"} if read else {"aten::add"})
-    torch_internals.take_over_trace([(torch.ones(1), torch.ones(1))])  # nothing outside of a trace
+    torchscript_internals.take_over_trace([(torch.ones(1), torch.ones(1))])  # nothing outside of a trace
 
 
 def test_what_torch_gives_to_the_dynamo_exporter_whatever_is_asked_for() -> None:
@@ -143,16 +143,16 @@ def test_what_torch_gives_to_the_dynamo_exporter_whatever_is_asked_for() -> None
 
 def test_the_tracer_takes_numbers_as_tensors_and_refuses_objects() -> None:
     given = (torch.ones(2), 3, [True, None], {"scale": 0.5}, "word")
-    tensor, number, (flag, nothing), scales, word = torch_internals.numbers_as_tensors(given)
+    tensor, number, (flag, nothing), scales, word = torchscript_internals.numbers_as_tensors(given)
     assert tensor is given[0]
     assert [(each.dtype, each.item()) for each in (number, flag, scales["scale"])] == [
         (torch.int64, 3), (torch.bool, True), (torch.float64, 0.5)
     ]  # fmt: skip
     assert (nothing, word) == (None, "word")
-    assert [each.tolist() for each in torch_internals.flattened(given)] == [[1.0, 1.0], 3, True, 0.5]
+    assert [each.tolist() for each in torchscript_internals.flattened(given)] == [[1.0, 1.0], 3, True, 0.5]
     for refused in (object(), slice(1), torch.float32):
         with pytest.raises(RuntimeError):
-            torch_internals.flattened((refused,))
+            torchscript_internals.flattened((refused,))
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -342,17 +342,17 @@ def test_branches_of_an_exported_graph_are_found_and_are_a_choice() -> None:
             return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))  # type: ignore[no-any-return]
 
     program = torch.export.export(Chooses(), (torch.ones(2),), strict=False)
-    [(node, bodies)] = torch_internals.bodies_of(program.graph_module).items()
-    assert torch_internals.is_choice(node.target)
-    assert torch_internals.bodies_given(node.target, (0, *bodies, torch.ones(2))) == bodies
-    assert torch_internals.bodies_given(torch.sin, bodies) == []
-    assert torch_internals.gives_what_a_body_gives(node.target)
+    [(node, bodies)] = body_internals.bodies_of(program.graph_module).items()
+    assert body_internals.is_choice(node.target)
+    assert body_internals.bodies_given(node.target, (0, *bodies, torch.ones(2))) == bodies
+    assert body_internals.bodies_given(torch.sin, bodies) == []
+    assert body_internals.gives_what_a_body_gives(node.target)
     assert [[inner.op for inner in body.graph.nodes].count("call_function") for body in bodies] == [1, 1]
-    inner = [each.name for each in torch_internals.nodes_in_bodies(program.graph_module)[node]]
+    inner = [each.name for each in body_internals.nodes_in_bodies(program.graph_module)[node]]
     assert [each for each in inner if each in ("sin", "cos")] == ["sin", "cos"]
-    assert torch_internals.bodies_of(bodies[0]) == torch_internals.bodies_of(nn.ReLU()) == {}
+    assert body_internals.bodies_of(bodies[0]) == body_internals.bodies_of(nn.ReLU()) == {}
     trace = next(inner for inner in bodies[0].graph.nodes if inner.op == "call_function").meta["stack_trace"]
-    assert [name for _, name in torch_internals.generated_lines(trace)] == ["sin", "cond"]
+    assert [name for _, name in body_internals.generated_lines(trace)] == ["sin", "cond"]
 
 
 def test_without_compilation_branches_and_loops_call_what_they_are_given() -> None:
@@ -386,10 +386,10 @@ def test_the_tracer_that_runs_is_found() -> None:
 
 def test_the_code_of_a_graph_module_is_in_a_file_of_its_own() -> None:
     one, other = (torch.fx.symbolic_trace(nn.Sequential(nn.ReLU())) for _ in range(2))
-    files = [torch_internals.file_of_code(module) for module in (one, other)]
+    files = [body_internals.file_of_code(module) for module in (one, other)]
     assert all(str(file).startswith("<eval_with_key>") for file in files)
     assert files[0] != files[1]
-    assert torch_internals.file_of_code(nn.ReLU()) is None
+    assert body_internals.file_of_code(nn.ReLU()) is None
 
 
 def test_a_view_of_a_changed_tensor_is_made_again_and_changes_of_views_are_written_back() -> None:
@@ -503,7 +503,7 @@ def test_a_place_is_patched_while_its_group_is_held_and_never_else(patch: Patch)
     ],
 )
 def test_second_names_of_operators_are_known(kind: str, usual: str) -> None:
-    assert torch_internals.usual_name(kind) == usual
+    assert torchscript_internals.usual_name(kind) == usual
 
 
 @pytest.mark.parametrize(
@@ -525,7 +525,10 @@ def test_second_names_of_operators_are_known(kind: str, usual: str) -> None:
 def test_operators_say_what_they_give_views_of_and_what_they_change(
     kind: str, arguments: int, view: int, write: int
 ) -> None:
-    assert (torch_internals.viewed(kind, arguments), torch_internals.written(kind, arguments)) == (view, write)
+    assert (torchscript_internals.viewed(kind, arguments), torchscript_internals.written(kind, arguments)) == (
+        view,
+        write,
+    )
 
 
 @pytest.mark.parametrize(
@@ -540,7 +543,7 @@ def test_operators_say_what_they_give_views_of_and_what_they_change(
     ],
 )
 def test_operators_in_place_are_told_from_others_by_their_schemas(kind: str, otherwise: str) -> None:
-    assert torch_internals.out_of_place(kind) == otherwise
+    assert torchscript_internals.out_of_place(kind) == otherwise
 
 
 def test_compile_region_has_its_modules_in_programs_that_are_exported_inside_tagging() -> None:

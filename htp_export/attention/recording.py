@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from htp_export.exporter.capture.torch_internals import changes_of, take_over_trace
+from htp_export.exporter.capture.torch_internals import changes_of
+from htp_export.exporter.capture.torchscript_internals import take_over_trace
 
 __all__ = ["Call", "Recording", "Replay", "is_product", "is_softmax"]
 

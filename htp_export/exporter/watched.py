@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from htp_export.errors import CaptureError
-from htp_export.exporter.capture import patches, running, torch_internals
+from htp_export.exporter.capture import patches, running, torch_internals, torchscript_internals
 from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.guarded import seam
 from htp_export.exporter.capture.modules import ModuleNames, keep_training_modes, refused_modules
@@ -125,7 +125,7 @@ class TorchScript:
 
     def _new_capture(self, refusal: str = "") -> TorchScriptCapture:
         self.names = names = ModuleNames(self.model)
-        scopes, state = torch_internals.scope_names(names.paths), torch_internals.state_names(self.model)
+        scopes, state = torchscript_internals.scope_names(names.paths), torchscript_internals.state_names(self.model)
         paths = names.paths.values()
         return TorchScriptCapture(names.path_now, paths, scopes, state, self.args, self.names_inputs, refusal)
 

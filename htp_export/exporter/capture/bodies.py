@@ -12,15 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from htp_export.exporter.capture.body_internals import bodies_given, bodies_of, file_of_code, generated_lines, is_choice
 from htp_export.exporter.capture.calls import NO_CALL, CallLog
-from htp_export.exporter.capture.torch_internals import (
-    bodies_given,
-    bodies_of,
-    file_of_code,
-    generated_lines,
-    is_choice,
-    scopes_of,
-)
+from htp_export.exporter.capture.torch_internals import scopes_of
 
 _Counts = collections.Counter[tuple[str, int]]
 _Module = tuple[str, str]  # key and name of a running module in Dynamo's scopes

@@ -17,20 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from htp_export.exporter.capture.bodies import Bodies
 from htp_export.exporter.capture.body_functions import bodies_of_node, every_node
+from htp_export.exporter.capture.body_internals import bodies_run_in_place, nodes_in_bodies
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, Given
 from htp_export.exporter.capture.decomposition import Decomposition, Marks, Result
 from htp_export.exporter.capture.guarded import Guarded
 from htp_export.exporter.capture.onnx_graph import STAMP, copy_stamps, describe, reads_of, values_of
 from htp_export.exporter.capture.record import Operation, Record
 from htp_export.exporter.capture.reshapes import equal_tensors
-from htp_export.exporter.capture.torch_internals import (
-    bodies_run_in_place,
-    changes_of,
-    fx_node_of,
-    fx_tracer,
-    nodes_in_bodies,
-    without_export_root,
-)
+from htp_export.exporter.capture.torch_internals import changes_of, fx_node_of, fx_tracer, without_export_root
 from htp_export.format.reasons import Reason
 from htp_export.model.operators import SIZES_ONLY, is_standard
 

@@ -9,15 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from htp_export.exporter.capture.body_internals import use_plain_containers, watch_bodies
 from htp_export.exporter.capture.running import dynamo_capture, program_bodies, translations_read, wanted
-from htp_export.exporter.capture.torch_internals import (
-    called_by_export,
-    called_by_forward,
-    executed_since,
-    fx_tracing,
-    use_plain_containers,
-    watch_bodies,
-)
+from htp_export.exporter.capture.torch_internals import called_by_export, called_by_forward, executed_since, fx_tracing
 from htp_export.process.restoring import Changes
 
 if TYPE_CHECKING:

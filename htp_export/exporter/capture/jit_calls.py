@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog
 from htp_export.exporter.capture.jit_graph import Reading, Step
-from htp_export.exporter.capture.torch_internals import names_of_inlined_scope, names_of_traced_scope, usual_name
+from htp_export.exporter.capture.torchscript_internals import names_of_inlined_scope, names_of_traced_scope, usual_name
 
 
 class TracedNode(NamedTuple):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.errors import CaptureError
-from htp_export.exporter.capture import dynamo_patches, late_saving, torch_internals
+from htp_export.exporter.capture import dynamo_patches, late_saving, torchscript_internals
 from htp_export.exporter.capture.calls import Given
 from htp_export.exporter.capture.jit_graph import may_have_blocks
 from htp_export.exporter.capture.patching import Patch, Patches
@@ -61,7 +61,7 @@ def _slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         capture = script_capture.get()
         if capture is None:
             return original(self, *input, **kwargs)
-        tracing_state = torch_internals.tracing_state()
+        tracing_state = torchscript_internals.tracing_state()
         name = capture.step("noting that a module is called", capture.enter, self, tracing_state)
         if name is None and capture.fault is None:  # none of the model's modules
             return original(self, *input, **kwargs)

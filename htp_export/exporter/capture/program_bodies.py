@@ -10,10 +10,11 @@ from collections import Counter
 from typing import Any
 
 from htp_export.exporter.capture.bodies import Bodies
+from htp_export.exporter.capture.body_internals import nodes_in_bodies
 from htp_export.exporter.capture.calls import CallLog
 from htp_export.exporter.capture.guarded import Guarded
 from htp_export.exporter.capture.modules import ModuleNames
-from htp_export.exporter.capture.torch_internals import fx_tracer, nodes_in_bodies
+from htp_export.exporter.capture.torch_internals import fx_tracer
 
 _Stack = dict[str, tuple[str, str]]
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from htp_export.exporter.capture.torch_internals import flattened, numbers_as_tensors
+from htp_export.exporter.capture.torchscript_internals import flattened, numbers_as_tensors
 from htp_export.exporter.capture.undoing import Before
 from htp_export.format.leaves import named_leaves
 

@@ -31,13 +31,12 @@ from htp_export.exporter.capture.protos import bodies_of_proto, every_proto
 from htp_export.exporter.capture.record import Key, Node, Operation, Record
 from htp_export.exporter.capture.root_call import Choice, GivenCall, RootCall, choose
 from htp_export.exporter.capture.script_modules import ScriptCalls
-from htp_export.exporter.capture.torch_internals import (
+from htp_export.exporter.capture.torch_internals import keep_autocast_cache, run_after_hooks
+from htp_export.exporter.capture.torchscript_internals import (
     is_listed,
     is_script_method,
-    keep_autocast_cache,
     next_number,
     out_of_place,
-    run_after_hooks,
     traced_number,
 )
 from htp_export.exporter.capture.versions import Versions

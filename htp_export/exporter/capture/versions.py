@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.jit_graph import Reading, Step
 from htp_export.exporter.capture.record import Key, Operation
-from htp_export.exporter.capture.torch_internals import viewed
+from htp_export.exporter.capture.torchscript_internals import viewed
 
 
 class State(NamedTuple):

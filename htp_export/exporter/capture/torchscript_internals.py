@@ -1,0 +1,242 @@
+"""Private parts of torch that are used, as in ``torch_internals.py``: TorchScript's tracer, its graphs and schemas."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+@functools.cache
+def usual_name(kind: str) -> str:
+    """The operator that torch puts for one that is another name of it, ``aten::mul`` for ``aten::multiply``.
+
+    It does so at the end of every trace, and whenever it compiles a function; so one is compiled.
+
+    Args:
+        kind: The kind of a node of a JIT graph.
+
+    Returns:
+        The kind that the node has afterwards: its own, if the operator has no other name.
+    """
+    import torch
+
+    name = kind.removeprefix("aten::")
+    if name == kind or not name.isidentifier():
+        return kind
+    for schema in torch._C._jit_get_schemas_for_operator(kind):
+        types = ", ".join(f"a{k}: {given.type.annotation_str}" for k, given in enumerate(schema.arguments))
+        given = ", ".join(f"{'' if not a.kwarg_only else a.name + '='}a{k}" for k, a in enumerate(schema.arguments))
+        try:
+            unit = torch.jit.CompilationUnit(f"def f({types}):\n    return torch.ops.aten.{name}({given})\n")
+        except RuntimeError:  # arguments of a type that cannot be written down
+            continue
+        kinds = {node.kind() for node in unit.f.graph.nodes()} - {"prim::Constant"}
+        return kinds.pop() if len(kinds) == 1 else kind
+    return kind
+
+
+def tracing_state() -> Any:
+    """The state of the TorchScript trace that runs in this thread; None where none does."""
+    import torch
+
+    return torch._C._get_tracing_state()
+
+
+def flattened(value: Any) -> list[Any]:
+    """What the TorchScript tracer makes of arguments or results: their tensors, numbers and flags as tensors, in order.
+
+    Raises:
+        RuntimeError: If something among them is none of what it takes.
+    """
+    import torch
+
+    tensors, _ = torch._C._jit_flatten(value)
+    return list(tensors)
+
+
+def numbers_as_tensors(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments as the TorchScript tracer passes them on: numbers and flags are tensors.
+
+    Raises:
+        RuntimeError: If something among them is none of what it takes.
+    """
+    import torch
+
+    tensors, structure = torch._C._jit_flatten(arguments)
+    changed: tuple[Any, ...] = torch._C._jit_unflatten(tensors, structure)
+    return changed
+
+
+def state_names(model: Any) -> frozenset[str]:
+    """Names of the parameters and buffers that a traced graph of this model takes as inputs, shared ones once."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        return frozenset()
+    # With its tensors as they are: a quantized model holds more than tensors, which cannot be detached.
+    return frozenset(torch.jit._unique_state_dict(model, keep_vars=True))  # type: ignore[attr-defined, no-untyped-call]
+
+
+@functools.cache
+def written(kind: str, count: int) -> int:
+    """Which of its ``count`` arguments an operator changes in place and gives back; -1 for none.
+
+    Overloads of one name have different counts of arguments where one of them has an ``out``.
+    """
+    return next((place for place, alias in _aliases(kind, count) if alias.is_write), -1)
+
+
+@functools.cache
+def viewed(kind: str, count: int) -> int:
+    """Of which of its ``count`` arguments an operator may give back a view; -1 for none."""
+    if kind in ("prim::ListUnpack", "prim::TupleUnpack"):
+        return 0
+    return next((place for place, alias in _aliases(kind, count) if not alias.is_write), -1)
+
+
+@functools.cache
+def out_of_place(kind: str) -> str:
+    """What an operator in place is called where it is not: ``aten::add`` for ``aten::add_``; others keep their name.
+
+    The schemas decide: ``aten::__rshift__`` ends like an operator in place and is none, ``aten::__ior__`` is one.
+    """
+    first = [schema.arguments[0].alias_info for schema in _schemas(kind) if schema.arguments]
+    if not any(alias is not None and alias.is_write for alias in first):
+        return kind
+    if kind.endswith("__"):
+        return kind.replace("::__i", "::__")
+    return kind.removesuffix("_")
+
+
+def _schemas(kind: str) -> list[Any]:
+    import torch
+
+    schemas: list[Any] = torch._C._jit_get_schemas_for_operator(kind) if kind.startswith("aten::") else []
+    return schemas
+
+
+def _aliases(kind: str, count: int) -> list[tuple[int, Any]]:
+    """The arguments of an operator whose memory what it gives back may have."""
+    return [
+        (place, argument.alias_info)
+        for schema in _schemas(kind)
+        if len(schema.arguments) == count and any(result.alias_info is not None for result in schema.returns)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None
+    ]
+
+
+_TRACED_ROOT = "__module"  # stands for the root in the scopes of ``torch.jit.trace``, which opens no scope for it
+
+
+class _ScopeNames(dict[str, str]):
+    """Module path → the name of its scope in the trace; filled when the exporter has made its map."""
+
+    def __init__(self, paths: dict[int, str]) -> None:
+        self._paths = paths
+
+    def get(self, path: str, default: Any = None) -> Any:
+        if not self:
+            import torch
+
+            modules = torch.jit._trace._trace_module_map or {}
+            scopes = ((key, name) for key, name in modules.items() if key != _TRACED_ROOT)
+            self.update((self._paths.get(id(module.__dict__), ""), name) for module, name in scopes)
+        return super().get(path, default)
+
+
+def scope_names(paths: dict[int, str]) -> dict[str, str]:
+    """Module path → the name that the tracer of the running export gives the module's scope."""
+    return _ScopeNames(paths)
+
+
+def is_listed(module: Any) -> bool:
+    """Whether the tracer of the running export listed a module when it began: only then it opens a scope for it."""
+    import torch
+
+    return module in (torch.jit._trace._trace_module_map or {})
+
+
+def names_of_traced_scope(scope: str) -> str:
+    """The names of the modules that run, outermost first, from the scope of a node under ``torch.jit.trace``.
+
+    Each part is a module's path below ``__module``, a name its end: ``__module.layers.0/__module.layers.0.fc``.
+    """
+    return "/".join(part.rpartition(".")[2] for part in scope.split("/")) if scope else ""
+
+
+def names_of_inlined_scope(scope: str) -> str:
+    """The same, from the scope that a node has once the methods of a traced module were inlined.
+
+    Each part is a class and a name, with containers that did not run or without: ``Net::/Block::layers.0/Linear::fc``.
+    """
+    return "/".join(part.rpartition("::")[2].rpartition(".")[2] for part in scope.split("/")[1:])
+
+
+def next_number() -> int:
+    """A number between those of the values that the running TorchScript trace has made, and those that it will make."""
+    value = tracing_state().graph().insertConstant(0)
+    number = int(value.unique())
+    value.node().destroy()
+    return number
+
+
+def is_script_method(forward: Any) -> bool:
+    """Whether a module's ``forward`` is scripted: then the tracer opens no scope for it."""
+    import torch
+
+    return isinstance(forward, torch._C.ScriptMethod)
+
+
+def traced_number(*tensor: Any) -> int | None:
+    """The number of a tensor in the graph of the TorchScript trace that runs; None for one it does not know.
+
+    The tracer names a value that has no name yet by the variable that holds it in the frame that asks, or in the next
+    one. Here that variable holds a tuple, and in the next frame there is none: values keep the names that torch gives.
+    """
+    import torch
+
+    try:
+        return int(torch._C._get_value_trace(*tensor).unique())  # type: ignore[attr-defined]
+    except RuntimeError:  # a parameter that is none of the model's: the tracer takes it for no constant
+        return None
+
+
+def take_over_trace(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Let tensors that were computed a second time stand for the first ones in the TorchScript trace that runs.
+
+    What computed the first ones is removed from the trace, unless something else reads it: exporters would merge it
+    with what computes the second ones, and keep the scopes of the first.
+
+    Args:
+        pairs: Each first tensor with the second one, in the order of their computation.
+    """
+    import torch
+
+    if tracing_state() is None:
+        return
+    removed: set[int] = set()
+
+    def remove(value: Any) -> None:
+        node = value.node()
+        outputs, inputs = list(node.outputs()), [(each.unique(), each) for each in node.inputs()]
+        if node.kind() == "prim::Param" or any(output.uses() for output in outputs):
+            return
+        removed.update(output.unique() for output in outputs)
+        node.destroy()
+        for number, each in inputs:
+            if number not in removed:
+                remove(each)
+
+    value_of = functools.partial(_value_of, torch._C._get_value_trace)  # type: ignore[attr-defined]
+    values = [(first, value_of(first), value_of(second)) for first, second in pairs]
+    for first, _, value in values:
+        torch._C._set_value_trace(first, value)  # type: ignore[attr-defined]
+    if values:
+        remove(values[-1][1])
+
+
+def _value_of(get: Callable[[Any], Any], *tensor: Any) -> Any:
+    """The value of a tensor in the trace, which gets no name from a variable: see `traced_number`."""
+    return get(*tensor)
