@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,45 +12,10 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import InputError, OpenDimensionError
-from htp_export.runtime.arrays import Array, from_torch
+from htp_export.runtime.arrays import Array
+from htp_export.runtime.declared_inputs import Input, array_for, check_array, is_float, random_array
 
-__all__ = ["Bound", "Feed", "Input", "Inputs"]
-
-Shape = tuple[int | str | None, ...]
-
-
-@dataclass(frozen=True)
-class Input:
-    """An input of a model.
-
-    Attributes:
-        name: Its name.
-        type: Its element type; None if it is unknown, or the input is not a tensor.
-        shape: For each dimension a size, a name, or None for an open dimension without a name; None if the rank is
-            unknown.
-        tensor: Whether it is a tensor.
-    """
-
-    name: str
-    type: ir.DataType | None
-    shape: Shape | None
-    tensor: bool = True
-
-    @classmethod
-    def of(cls, value: ir.Value) -> Input:
-        """Create one from a value of a graph."""
-        tensor = isinstance(value.type, ir.TensorType)
-        known = tensor and value.dtype != ir.DataType.UNDEFINED
-        shape = None
-        if value.shape is not None:
-            shape = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
-        return cls(str(value.name), value.dtype if known else None, shape, tensor)
-
-    def __str__(self) -> str:
-        shape = (
-            "any shape" if self.shape is None else f"[{', '.join('?' if d is None else str(d) for d in self.shape)}]"
-        )
-        return f"{self.type.name.lower() if self.type is not None else 'no tensor'} {shape}"
+__all__ = ["Bound", "Feed", "Inputs"]
 
 
 @dataclass(frozen=True)
@@ -195,9 +159,9 @@ class Inputs:
         missing = [f"{name!r} ({declared})" for name, declared in self._by_name.items() if name not in arrays_by_name]
         if missing:
             raise InputError(f"no value for input {', '.join(missing)}")
-        arrays = {declared.name: _array(declared, arrays_by_name[declared.name]) for declared in self}
+        arrays = {declared.name: array_for(declared, arrays_by_name[declared.name]) for declared in self}
         for declared in self:
-            _check(declared, arrays[declared.name])
+            check_array(declared, arrays[declared.name])
         if dims:
             self.bind(dims=dims, shapes={name: array.shape for name, array in arrays.items()}).check()
         return Feed(arrays, self._types)
@@ -225,7 +189,7 @@ class Inputs:
                 raise InputError(f"takes an input {declared.name!r}, and the other file has none of that name")
             kind = declared.type
             wanted = kind.numpy() if kind is not None and kind.is_floating_point() else array.dtype
-            feed[declared.name] = array.astype(wanted) if array.dtype != wanted and _is_float(array) else array
+            feed[declared.name] = array.astype(wanted) if array.dtype != wanted and is_float(array) else array
         return self.feed(feed)
 
     def random(
@@ -264,8 +228,10 @@ class Inputs:
             shape = bound.shapes[declared.name]
             if shape is None:
                 raise InputError(f"input {declared.name!r}: no random value can be made of {declared}; give inputs")
-            arrays[declared.name] = _random(declared, [size for size in shape if size is not None], generator, true)
-            _check(declared, arrays[declared.name])
+            arrays[declared.name] = random_array(
+                declared, [size for size in shape if size is not None], generator, true
+            )
+            check_array(declared, arrays[declared.name])
         return Feed(arrays, self._types, notes)
 
     def assume(self, bound: Bound, open_sizes: Sequence[int] = (1,)) -> tuple[Bound, tuple[str, ...]]:
@@ -350,52 +316,3 @@ def _match(wanted: Input, shape: tuple[int, ...], sizes: dict[str, int], dims: M
             named = f"size {dim!r} of it is" if isinstance(dim, str) else "a size of it is"
             named = f"dims has {dim} =" if dim in dims else named
             yield f"input {wanted.name!r} is {list(shape)}, but {named} {expected}"
-
-
-def _is_float(array: Array) -> bool:
-    return str(array.dtype).startswith(("float", "bfloat"))
-
-
-def _array(wanted: Input, value: Any) -> Array:
-    if wanted.type is None:
-        raise InputError(f"input {wanted.name!r}: is no tensor in the model, which cannot be fed")
-    if hasattr(value, "detach"):  # a torch tensor; torch itself need not be imported for it
-        return from_torch(value)
-    if isinstance(value, np.ndarray | np.generic):
-        return np.asarray(value)
-    try:
-        return np.asarray(value, dtype=wanted.type.numpy())
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InputError(f"input {wanted.name!r}: cannot be made {wanted}: {error}") from error
-
-
-def _check(wanted: Input, array: Array) -> None:
-    expected = wanted.type.numpy() if wanted.type is not None and wanted.type != ir.DataType.STRING else None
-    fits = array.dtype == expected if expected is not None else array.dtype.kind in "OUS"
-    if fits and wanted.shape is not None:
-        fits = len(array.shape) == len(wanted.shape) and all(
-            not isinstance(dim, int) or dim == size for dim, size in zip(wanted.shape, array.shape, strict=True)
-        )
-    if not fits:
-        actual = f"{_type_name(array)} {list(array.shape)}"
-        raise InputError(f"input {wanted.name!r}: is {actual}, and the model wants {wanted}")
-
-
-def _type_name(array: Array) -> str:
-    try:
-        return ir.DataType.from_numpy(array.dtype).name.lower()
-    except TypeError:
-        return str(array.dtype)
-
-
-def _random(wanted: Input, shape: Sequence[int], generator: np.random.Generator, true: float) -> Array:
-    kind = wanted.type
-    if kind is None or kind == ir.DataType.STRING:
-        raise InputError(f"input {wanted.name!r}: no random value can be made of {wanted}; give inputs")
-    if kind == ir.DataType.BOOL:
-        return np.asarray(generator.random(shape) < true)
-    if kind.is_floating_point():
-        if math.prod(shape) == 0:
-            return np.zeros(shape, dtype=kind.numpy())
-        return np.asarray(generator.standard_normal(shape, dtype=np.float32)).astype(kind.numpy())
-    return np.asarray(generator.integers(0, 2, shape)).astype(kind.numpy())

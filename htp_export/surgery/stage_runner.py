@@ -11,7 +11,8 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.runtime.arrays import from_ort, to_ort
-from htp_export.runtime.inputs import Input, Inputs
+from htp_export.runtime.declared_inputs import Input
+from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, temporary_folder
 from htp_export.surgery.stages import Stage, Tensor
 

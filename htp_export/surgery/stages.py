@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from htp_export.runtime.inputs import Input
+from htp_export.runtime.declared_inputs import Input
 
 __all__ = ["Stage", "Tensor"]
 

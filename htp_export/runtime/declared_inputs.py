@@ -1,0 +1,117 @@
+"""One input of a model as the file declares it, and arrays for it: given ones, checked, or random ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.errors import InputError
+from htp_export.runtime.arrays import Array, from_torch
+
+__all__ = ["Input", "array_for", "check_array", "is_float", "random_array"]
+
+Shape = tuple[int | str | None, ...]
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of a model.
+
+    Attributes:
+        name: Its name.
+        type: Its element type; None if it is unknown, or the input is not a tensor.
+        shape: For each dimension a size, a name, or None for an open dimension without a name; None if the rank is
+            unknown.
+        tensor: Whether it is a tensor.
+    """
+
+    name: str
+    type: ir.DataType | None
+    shape: Shape | None
+    tensor: bool = True
+
+    @classmethod
+    def of(cls, value: ir.Value) -> Input:
+        """Create one from a value of a graph."""
+        tensor = isinstance(value.type, ir.TensorType)
+        known = tensor and value.dtype != ir.DataType.UNDEFINED
+        shape = None
+        if value.shape is not None:
+            shape = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
+        return cls(str(value.name), value.dtype if known else None, shape, tensor)
+
+    def __str__(self) -> str:
+        shape = (
+            "any shape" if self.shape is None else f"[{', '.join('?' if d is None else str(d) for d in self.shape)}]"
+        )
+        return f"{self.type.name.lower() if self.type is not None else 'no tensor'} {shape}"
+
+
+def is_float(array: Array) -> bool:
+    """Return whether an array has a floating-point type, also one that numpy does not have itself."""
+    return str(array.dtype).startswith(("float", "bfloat"))
+
+
+def array_for(wanted: Input, value: Any) -> Array:
+    """Convert a given value to an array for an input.
+
+    Raises:
+        InputError: If that is not possible; the message has the input and the expected type and shape.
+    """
+    if wanted.type is None:
+        raise InputError(f"input {wanted.name!r}: is no tensor in the model, which cannot be fed")
+    if hasattr(value, "detach"):  # a torch tensor; torch itself need not be imported for it
+        return from_torch(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value)
+    try:
+        return np.asarray(value, dtype=wanted.type.numpy())
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(f"input {wanted.name!r}: cannot be made {wanted}: {error}") from error
+
+
+def check_array(wanted: Input, array: Array) -> None:
+    """Refuse an array with another type or shape than an input has.
+
+    Raises:
+        InputError: If it has.
+    """
+    expected = wanted.type.numpy() if wanted.type is not None and wanted.type != ir.DataType.STRING else None
+    fits = array.dtype == expected if expected is not None else array.dtype.kind in "OUS"
+    if fits and wanted.shape is not None:
+        fits = len(array.shape) == len(wanted.shape) and all(
+            not isinstance(dim, int) or dim == size for dim, size in zip(wanted.shape, array.shape, strict=True)
+        )
+    if not fits:
+        actual = f"{_type_name(array)} {list(array.shape)}"
+        raise InputError(f"input {wanted.name!r}: is {actual}, and the model wants {wanted}")
+
+
+def _type_name(array: Array) -> str:
+    try:
+        return ir.DataType.from_numpy(array.dtype).name.lower()
+    except TypeError:
+        return str(array.dtype)
+
+
+def random_array(wanted: Input, shape: Sequence[int], generator: np.random.Generator, true: float) -> Array:
+    """Create a random array for an input, see `Inputs.random`.
+
+    Raises:
+        InputError: If the input is not a tensor of numbers.
+    """
+    kind = wanted.type
+    if kind is None or kind == ir.DataType.STRING:
+        raise InputError(f"input {wanted.name!r}: no random value can be made of {wanted}; give inputs")
+    if kind == ir.DataType.BOOL:
+        return np.asarray(generator.random(shape) < true)
+    if kind.is_floating_point():
+        if math.prod(shape) == 0:
+            return np.zeros(shape, dtype=kind.numpy())
+        return np.asarray(generator.standard_normal(shape, dtype=np.float32)).astype(kind.numpy())
+    return np.asarray(generator.integers(0, 2, shape)).astype(kind.numpy())
