@@ -15,7 +15,8 @@ import onnx_ir as ir
 from htp_export.files.data_notes import describe_own, put_notes
 from htp_export.files.data_plan import in_safe_order, is_named_by_us
 from htp_export.files.filesystem import is_special
-from htp_export.files.model_files import is_protobuf, own_files, places_of, read_model, write_model
+from htp_export.files.model_files import own_files, places_of, read_model, write_model
+from htp_export.files.parsing import is_protobuf
 from htp_export.files.replacing import Move, work_folder
 from htp_export.files.slots import slots
 from htp_export.format import tags

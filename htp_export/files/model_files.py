@@ -24,19 +24,15 @@ from htp_export.files.data_files import DataFile, DataTensor, check_data, find_d
 from htp_export.files.data_notes import Place, check_notes, describe_own, describe_shared, put_notes, shared_files
 from htp_export.files.data_plan import DataPlan, in_safe_order, plan_data
 from htp_export.files.filesystem import is_special, why_not_writable
-from htp_export.files.function_calls import check_flat_size
+from htp_export.files.parsing import first_line, is_protobuf, parsed, put_in_order
 from htp_export.files.replacing import Move, real_path, replace_file, work_folder
 from htp_export.files.slots import Slot, slots
-from htp_export.files.sparse import with_dense_initializers
-from htp_export.files.stored import Marks, read_hollow, write_filled
-from htp_export.files.structure import at_fault, check_structure
+from htp_export.files.stored import Marks, write_filled
 
 __all__ = [
     "check_target",
     "external_files",
     "has_external_data",
-    "is_protobuf",
-    "model_from_proto",
     "own_files",
     "places_of",
     "read_model",
@@ -46,7 +42,6 @@ __all__ = [
 _LARGE_BYTES = 1_800_000_000
 """Models with more in them get external data; protobuf refuses messages of 2 GiB."""
 
-_INVALID = "not a valid ONNX model"
 
 _ONE_AT_A_TIME = threading.RLock()
 """Held while a model is written: one thread may replace the file from which another one copies weights."""
@@ -67,7 +62,7 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
     """
     file = Path(path)
     try:
-        model = _parse(file)
+        model = parsed(file)
     except FileError:
         raise
     except InputError as error:
@@ -75,7 +70,7 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
     except OSError as error:
         raise FileError(file, f"cannot be read: {error.strerror or error}") from error
     except Exception as error:  # parsers of four formats raise whatever they like on bytes that are not theirs
-        raise FileError(file, f"not an ONNX model: {_first_line(error)}") from error
+        raise FileError(file, f"not an ONNX model: {first_line(error)}") from error
     if model is None:  # what protobuf makes of an empty file, and of some that are not ONNX
         raise FileError(file, "not an ONNX model")
     _find_weights(model, file)
@@ -105,76 +100,6 @@ def _find_weights(model: ir.Model, file: Path) -> None:
 def places_of(tensors: Iterable[ir.ExternalTensor]) -> list[Place]:
     """Return the places of tensors in a data file, for `data_notes`."""
     return [(tensor.offset or 0, tensor.length or tensor.nbytes) for tensor in tensors]
-
-
-def _parse(file: Path) -> ir.Model | None:
-    """Return the model; None for a message that protobuf can read but that is not a model."""
-    hollow = read_hollow(file) if is_protobuf(file) else None
-    proto = onnx.load(file, load_external_data=False) if hollow is None else hollow.proto
-    if not proto.ir_version or not proto.HasField("graph"):
-        return None
-    model = _deserialized(proto)
-    if hollow is not None:
-        for slot in list(slots(model)):
-            tensor = hollow.tensor(slot.tensor)
-            if tensor is not None:
-                slot.put(tensor)
-        if not hollow.is_whole:  # some are where there are no slots, or twice under a name
-            model = _deserialized(onnx.load(file, load_external_data=False))
-    return _checked(model)
-
-
-def is_protobuf(file: Path) -> bool:
-    """Return whether an extension stands for protobuf, or is unknown."""
-    return onnx.serialization.registry.get_format_from_file_extension(file.suffix) in ("protobuf", None)
-
-
-def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
-    """Return a model with its nodes in topological order, as the ONNX specification requires.
-
-    Some tools, such as ``onnxruntime.transformers.float16``, append nodes instead of inserting them. ONNX Runtime
-    accepts this, but onnx_ir cannot copy such a model.
-
-    Raises:
-        InputError: If it is not a valid model (`structure`), for example because it has a cycle.
-    """
-    return _checked(_deserialized(proto))
-
-
-def _deserialized(proto: onnx.ModelProto) -> ir.Model:
-    try:
-        model = ir.from_proto(with_dense_initializers(proto))
-    except Exception as error:  # whatever it comes across
-        where = at_fault(proto)
-        raise InputError(f"{_INVALID}: {where}{': ' if where else ''}{_first_line(error)}") from error
-    return model
-
-
-def _checked(model: ir.Model) -> ir.Model:
-    try:
-        _put_in_order(model)
-        check_structure(model)
-    except (ValueError, UnicodeDecodeError) as error:
-        raise InputError(f"{_INVALID}: {error}") from error
-    check_flat_size(model)
-    return model
-
-
-def _put_in_order(model: ir.Model) -> None:
-    for graph in (model.graph, *(function.graph for function in model.functions.values())):
-        if not _is_in_order(graph):
-            graph.sort()
-
-
-def _is_in_order(graph: ir.Graph) -> bool:
-    seen = set[ir.Node]()
-    for node in graph.all_nodes():
-        for value in node.inputs:
-            maker = None if value is None else value.producer()
-            if maker is not None and maker not in seen:
-                return False
-        seen.add(node)
-    return True
 
 
 def check_target(path: str | os.PathLike[str] | None) -> None:
@@ -345,16 +270,9 @@ def _named(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
 def _without_work_folder(error: Exception) -> str:
     """Return the message of an error without the names of work folders."""
     if not isinstance(error, OSError) or error.strerror is None:
-        return _first_line(error)
+        return first_line(error)
     named = error.filename is not None and "/.htp-" not in Path(os.fsdecode(error.filename)).as_posix()
     return f"{error.filename}: {error.strerror}" if named else error.strerror
-
-
-def _first_line(error: BaseException) -> str:
-    if "Error calling" in str(error):  # onnx_ir says first, level by level, what it was doing
-        while deeper := error.__cause__ or error.__context__:
-            error = deeper
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _copied(model: ir.Model) -> ir.Model:
@@ -362,7 +280,7 @@ def _copied(model: ir.Model) -> ir.Model:
     try:
         return model.clone()
     except RuntimeError:  # a node comes before one that it reads, or it reads what nothing makes
-        _put_in_order(model)
+        put_in_order(model)
     try:
         return model.clone()
     except RuntimeError as error:

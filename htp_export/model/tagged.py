@@ -14,7 +14,8 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError, InputError, UnknownModuleError, UntaggedModelError
 from htp_export.files.function_calls import check_flat_size
-from htp_export.files.model_files import model_from_proto, read_model, write_model
+from htp_export.files.model_files import read_model, write_model
+from htp_export.files.parsing import model_from_proto
 from htp_export.format import selectors, tags
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo

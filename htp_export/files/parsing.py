@@ -1,0 +1,105 @@
+"""Models from protobuf messages and from the bytes of ONNX files: checked, and with their nodes in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from htp_export.errors import InputError
+from htp_export.files.function_calls import check_flat_size
+from htp_export.files.slots import slots
+from htp_export.files.sparse import with_dense_initializers
+from htp_export.files.stored import read_hollow
+from htp_export.files.structure import at_fault, check_structure
+
+__all__ = ["first_line", "is_protobuf", "model_from_proto", "parsed", "put_in_order"]
+
+_INVALID = "not a valid ONNX model"
+
+
+def parsed(file: Path) -> ir.Model | None:
+    """Return the model in a file, without its external data; None for a message that is not a model.
+
+    Args:
+        file: The file; large weights stay in it until they are used.
+
+    Raises:
+        InputError: If it is not a valid model. Parsers of other formats raise errors of their own.
+    """
+    hollow = read_hollow(file) if is_protobuf(file) else None
+    proto = onnx.load(file, load_external_data=False) if hollow is None else hollow.proto
+    if not proto.ir_version or not proto.HasField("graph"):
+        return None
+    model = _deserialized(proto)
+    if hollow is not None:
+        for slot in list(slots(model)):
+            tensor = hollow.tensor(slot.tensor)
+            if tensor is not None:
+                slot.put(tensor)
+        if not hollow.is_whole:  # some are where there are no slots, or twice under a name
+            model = _deserialized(onnx.load(file, load_external_data=False))
+    return _checked(model)
+
+
+def is_protobuf(file: Path) -> bool:
+    """Return whether an extension stands for protobuf, or is unknown."""
+    return onnx.serialization.registry.get_format_from_file_extension(file.suffix) in ("protobuf", None)
+
+
+def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
+    """Return a model with its nodes in topological order, as the ONNX specification requires.
+
+    Some tools, such as ``onnxruntime.transformers.float16``, append nodes instead of inserting them. ONNX Runtime
+    accepts this, but onnx_ir cannot copy such a model.
+
+    Raises:
+        InputError: If it is not a valid model (`structure`), for example because it has a cycle.
+    """
+    return _checked(_deserialized(proto))
+
+
+def _deserialized(proto: onnx.ModelProto) -> ir.Model:
+    try:
+        model = ir.from_proto(with_dense_initializers(proto))
+    except Exception as error:  # whatever it comes across
+        where = at_fault(proto)
+        raise InputError(f"{_INVALID}: {where}{': ' if where else ''}{first_line(error)}") from error
+    return model
+
+
+def _checked(model: ir.Model) -> ir.Model:
+    try:
+        put_in_order(model)
+        check_structure(model)
+    except (ValueError, UnicodeDecodeError) as error:
+        raise InputError(f"{_INVALID}: {error}") from error
+    check_flat_size(model)
+    return model
+
+
+def put_in_order(model: ir.Model) -> None:
+    """Sort the nodes of graphs in which one reads what a later one makes."""
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        if not _is_in_order(graph):
+            graph.sort()
+
+
+def _is_in_order(graph: ir.Graph) -> bool:
+    seen = set[ir.Node]()
+    for node in graph.all_nodes():
+        for value in node.inputs:
+            maker = None if value is None else value.producer()
+            if maker is not None and maker not in seen:
+                return False
+        seen.add(node)
+    return True
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, of the innermost one where onnx_ir wraps it."""
+    if "Error calling" in str(error):  # onnx_ir says first, level by level, what it was doing
+        while deeper := error.__cause__ or error.__context__:
+            error = deeper
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
