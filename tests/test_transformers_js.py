@@ -102,6 +102,48 @@ def test_transformers_js_generates_the_tokens_of_an_encoder_decoder(name: str, t
     assert len(in_node(folder, ids, "q8")) == 21
 
 
+IMAGES = """
+import { createRequire } from "node:module";
+import path from "node:path";
+const [folder, ids, pixels] = process.argv.slice(2);
+const require = createRequire(path.join(process.cwd(), "package.json"));
+const { LlavaForConditionalGeneration, Tensor, env } = require("@huggingface/transformers");
+env.allowRemoteModels = false;
+env.localModelPath = path.dirname(folder) + path.sep;
+const model = await LlavaForConditionalGeneration.from_pretrained(path.basename(folder), { dtype: "fp32" });
+const tokens = JSON.parse(ids).map(BigInt), values = JSON.parse(pixels);
+const made = await model.generate({
+  input_ids: new Tensor("int64", BigInt64Array.from(tokens), [1, tokens.length]),
+  attention_mask: new Tensor("int64", BigInt64Array.from(tokens.map(() => 1n)), [1, tokens.length]),
+  pixel_values: new Tensor("float32", Float32Array.from(values), [values.length / 192, 3, 8, 8]),
+  do_sample: false, max_new_tokens: 20, min_new_tokens: 20,
+});
+console.log(JSON.stringify(made.tolist()[0].map(Number)));
+"""
+
+
+@pytest.mark.slow
+def test_transformers_js_generates_the_tokens_of_a_model_that_sees_images(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+    from tests.test_image_text_files import TASK, llava, prompt
+
+    program, package = node()
+    model = llava()
+    model.generation_config.update(eos_token_id=2, pad_token_id=0)
+    files = exported(example_calls(model, task=TASK), tmp_path)
+    folder = write_transformers_js(files, tmp_path / "tiny", model, dtypes=["fp32"])
+    (tmp_path / "images.mjs").write_text(IMAGES)
+    ids, pixels = prompt(2)
+    words = [json.dumps(ids[0].tolist()), json.dumps(pixels.flatten().tolist())]
+    command = [program, str(tmp_path / "images.mjs"), str(folder), *words]
+    done = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    settings: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+    with torch.no_grad():
+        right = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels, **settings)
+    assert json.loads(done.stdout) == right[0].tolist()
+
+
 # --- the folder -------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from htp_export.huggingface.caches import emptied, empty_cache
 from htp_export.huggingface.example_calls import CacheNames, ExampleCall, described, run
@@ -12,7 +12,10 @@ from htp_export.huggingface.inputs import example_inputs, named_parameters
 from htp_export.huggingface.processors import Processor
 from htp_export.huggingface.task_names import Axes
 
-__all__ = ["CACHE", "DECODER", "CallMaker"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CACHE", "DECODER", "CallMaker", "is_same"]
 
 CACHE = "past_key_values."
 _TOTAL = "past_sequence_length + sequence_length"
@@ -22,6 +25,8 @@ DECODER: dict[str, Axes] = {
     f"present.{CACHE}": {0: "batch_size", 2: _TOTAL},
 }
 """Dimensions of a decoder that takes a cache."""
+
+_DIFFERENT = 0.02  # of the largest logit: more than kernels differ by in half precision
 
 
 @dataclass(frozen=True)
@@ -88,3 +93,10 @@ class CallMaker:
     def _ordered(self, kwargs: Mapping[str, Any], cache: Any) -> dict[str, Any]:
         given = {**kwargs, "past_key_values": cache}
         return {name: given[name] for name in named_parameters(self.model) if name in given}
+
+
+def is_same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether logits that were computed in two ways are the same, but for the rounding of kernels."""
+    import torch
+
+    return torch.allclose(found, wanted, rtol=0, atol=_DIFFERENT * float(wanted.abs().max()))

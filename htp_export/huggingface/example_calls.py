@@ -222,7 +222,7 @@ def _dynamic(name: str, value: Any, axes: Mapping[str, Axes]) -> Any:
     import torch
 
     if name in axes:
-        decided = {"height", "width", "num_channels"}
+        decided = {"height", "width", "num_channels", "num_images"}
         return {place: torch.export.Dim.AUTO if dim in decided else dim for place, dim in axes[name].items()}
     paths = [path for path, _ in named_tensors_in({name: value})]
     return [axes[path] for path in paths] if paths and not isinstance(value, torch.Tensor) else None

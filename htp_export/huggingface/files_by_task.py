@@ -10,6 +10,7 @@ from htp_export.huggingface.caches import let_torch_export_see_caches
 from htp_export.huggingface.call_maker import CACHE, DECODER, CallMaker
 from htp_export.huggingface.encoder_decoders import EncoderAndDecoder
 from htp_export.huggingface.example_calls import CacheNames, ExampleCall
+from htp_export.huggingface.images_and_text import ImagesAndText
 from htp_export.huggingface.inputs import named_parameters
 from htp_export.huggingface.processors import Processor
 from htp_export.huggingface.tasks import split_task, task_of
@@ -64,14 +65,15 @@ def example_calls(
 
     Models that generate with a cache have one file, ``model``, for prefill and decoding. Encoder-decoders have
     ``encoder_model``, and a decoder in two files, ``decoder_model`` (no cache among its inputs) and
-    ``decoder_with_past_model``, or in one, ``decoder_model_merged``.
+    ``decoder_with_past_model``, or in one, ``decoder_model_merged``. For ``image-text-to-text``, models that put images
+    in the places of tokens have ``vision_encoder``, ``embed_tokens`` and ``decoder_model_merged``.
 
     Args:
         model: A model of transformers. Its ``config.use_cache`` must be true for a task with ``-with-past``.
         task: The task; without it, the one that the model's class is for, with ``-with-past`` if its config uses a
             cache.
         two_files: Whether a decoder has two files, ``decoder_model`` and ``decoder_with_past_model``; by default, that
-            of an encoder-decoder does.
+            of an encoder-decoder does. One that takes images has one file.
         cache_names: Whose names the tensors of the cache have: optimum's (``past_key_values.0.key``,
             ``present.0.key``) or those of ``transformers.exporters`` (``input.past_key_values.layers.0.keys``).
         sizes: Name of a dimension → its size in the example: ``batch_size``, ``sequence_length``,
@@ -87,7 +89,7 @@ def example_calls(
         InputError: If the model cannot be called so, or transformers is too old for an export with a cache.
     """
     task = task or task_of(model)
-    _, has_cache = split_task(task)
+    base, has_cache = split_task(task)
     unknown = [name for name in sizes or {} if name not in _SIZES]
     if unknown:
         raise InputError(f"no size {unknown[0]!r} in a call with a cache; there are {', '.join(_SIZES)}")
@@ -98,7 +100,7 @@ def example_calls(
         raise InputError(f"{type(model).__name__} takes no past_key_values; choose a task without -with-past")
     let_torch_export_see_caches(model)
     if not maker.model.config.is_encoder_decoder:
-        return _decoder(maker, bool(two_files))
+        return ImagesAndText(maker).calls() if base == "image-text-to-text" else _decoder(maker, bool(two_files))
     both = EncoderAndDecoder(maker)
     decoders = both.merged_decoder() if two_files is False else both.two_decoders()
     return {"encoder_model": both.encoder(), **decoders}

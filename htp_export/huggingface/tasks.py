@@ -18,6 +18,9 @@ _GENERATING = {
     "text2text-generation": "AutoModelForSeq2SeqLM",
     "automatic-speech-recognition": "AutoModelForSpeechSeq2Seq",
 }
+_CACHING = {*_GENERATING.values(), "AutoModelForImageTextToText"}
+"""Classes whose models can be exported with a cache; those above are, if no task is given."""
+
 _WITH_PAST = "-with-past"
 _MORE_TASKS = {
     # Names in wide use that transformers' pipelines no longer have, or never had.
@@ -75,7 +78,7 @@ def class_for_task(source: str, config: Any, task: str) -> Any:
 
 def _with_caches(known: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Tasks, and those that can have a cache once more, with ``-with-past``."""
-    caching = [task for task, names in known.items() if set(names) & set(_GENERATING.values())]
+    caching = [task for task, names in known.items() if set(names) & _CACHING]
     return [*known, *(task + _WITH_PAST for task in caching)]
 
 
