@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from htp_export.fingerprints.blocks import Block
     from htp_export.fingerprints.families import Fingerprint, fingerprint
     from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+    from htp_export.inspection.inspected import Inspected
+    from htp_export.inspection.inspecting import inspect
     from htp_export.model.inlining import Inlined, inline
     from htp_export.model.tagged import Region, TaggedModel, load
     from htp_export.passes.optimizing import optimize
@@ -68,6 +70,7 @@ __all__ = [
     "Inlined",
     "InputError",
     "InsertedLora",
+    "Inspected",
     "LoraAdapter",
     "LoraLayer",
     "ModelDifference",
@@ -105,6 +108,7 @@ __all__ = [
     "fuse_lora",
     "inline",
     "insert_lora",
+    "inspect",
     "load",
     "load_partition",
     "lora_adapter",
@@ -134,6 +138,7 @@ _HOMES = {
     "Hierarchy": "format.hierarchy",
     "HtpExportError": "errors",
     "Inlined": "model.inlining",
+    "Inspected": "inspection.inspected",
     "InputError": "errors",
     "InsertedLora": "compress.lora",
     "LoraAdapter": "compress.lora_files",
@@ -173,6 +178,7 @@ _HOMES = {
     "fuse_lora": "compress.lora_files",
     "inline": "model.inlining",
     "insert_lora": "compress.lora",
+    "inspect": "inspection.inspecting",
     "load": "model.tagged",
     "load_partition": "surgery.manifest",
     "lora_adapter": "compress.lora_files",

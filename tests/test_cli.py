@@ -341,7 +341,7 @@ class TestBadInput:
             (["compare", "x.onnx", "x.onnx", "--dims", "batch"], "write name=size"),
             (["tree", "nowhere.onnx"], "nowhere.onnx"),
             (["tree", "broken.json"], "not an ONNX model"),
-            (["tree"], "Missing argument 'file'"),
+            (["tree"], "name an ONNX file, a model, or --entry"),
             (["treee"], "treee"),
             (["tree", "x.onnx", "--nonsense"], "--nonsense"),
         ],

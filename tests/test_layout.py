@@ -27,6 +27,8 @@ ROWS = [
     ["findings", "provenance"],
     ["deploy", "differences", "fingerprints", "run"],
     ["compress"],
+    ["compress", "deploy", "differences", "fingerprints", "run"],
+    ["inspection"],
     ["show"],
     ["cli"],
 ]

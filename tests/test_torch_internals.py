@@ -559,3 +559,27 @@ def test_compile_region_has_its_modules_in_programs_that_are_exported_inside_tag
     assert modules(left_to_torch)[:3] == [["", "0"]] * 3
     assert modules(watched)[:3] == [["", "0", "0.fc"], ["", "0", "0.act"], ["", "0"]]
     assert [str(node) for node in watched.graph.nodes] == [str(node) for node in left_to_torch.graph.nodes]
+
+
+def test_names_and_arguments_of_operators_are_read_from_their_schemas() -> None:
+    class Net(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = x[x > 0]
+            torch._check(found.shape[0] > 2)
+            return torch.nn.functional.linear(torch.cat([found, found]), torch.ones(3, found.shape[0] * 2))
+
+    program = torch.export.export(Net(), (torch.ones(5),)).run_decompositions({})
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    names = {tuple(torch_internals.operator_name(node.target)) for node in calls}
+    assert {("aten", "linear", ""), ("aten", "gt", "Scalar"), ("aten", "cat", ""), ("python", "mul", "")} <= names
+    linear = next(node for node in calls if node.name == "linear")
+    assert [(each.name, each.value is None, each.takes_tensors) for each in torch_internals.arguments_of(linear)] == [
+        ("input", False, True),
+        ("weight", False, True),
+        ("bias", True, True),
+    ]
+    product = next(node for node in calls if torch_internals.operator_name(node.target).namespace == "python")
+    assert [each.name for each in torch_internals.arguments_of(product)] == ["0", "1"]
+    checks = {torch_internals.operator_name(node.target).name for node in calls if torch_internals.is_assertion(node)}
+    assert "_assert_scalar" in checks
+    assert not torch_internals.is_assertion(linear)

@@ -259,7 +259,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("extract net.onnx class:Linear -o o.onnx", "; this takes one module, and no selector"),
     ("carry net.onnx -o o.onnx", "name the model before it too, htp-export carry BEFORE AFTER, or use --embed-map"),
     ("nosuch", "No such command 'nosuch'; htp-export --help lists the commands"),
-    ("tree", "Missing argument"),
+    ("tree", "name an ONNX file, a model, or --entry"),
     ("tree net.onnx extra", "extra"),
     ("tree --nosuch net.onnx", "--nosuch"),
 ]

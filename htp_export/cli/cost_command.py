@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from htp_export.cli.file_options import FeedDimsOption, FeedOption, FileArgument, TableOptions
+from htp_export.cli.file_options import FeedDimsOption, FeedOption, TableOptions
+from htp_export.cli.looking import LookOptions
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps, split_names
 from htp_export.costs.columns import COST_COLUMNS, FUSED
@@ -18,7 +19,7 @@ PLACE = 40
 
 
 def cost_command(
-    file: FileArgument,
+    model: LookOptions,
     table: TableOptions,
     inputs: FeedOption = None,
     dims: FeedDimsOption = None,
@@ -30,20 +31,22 @@ def cost_command(
 ) -> None:
     """Count the parameters, FLOPs and bytes of every module.
 
-    The peak memory, too. Nothing is run.
+    The peak memory, too. Of an ONNX file, which is not run, or of a PyTorch model, which need not export to ONNX.
     """
     from htp_export.costs.costing import cost
     from htp_export.costs.module_tree import visible
     from htp_export.model.tagged import load
 
-    sizes = read_sizes(inputs, dims)
-    with Steps(quiet=table.as_json or table.as_csv).step(f"counting {file}"):
-        tagged = load(file)
+    quiet = table.as_json or table.as_csv
+    looked = model.look(inputs, quiet=quiet)
+    sizes = read_sizes(inputs if looked.file else None, dims)
+    with Steps(quiet=quiet).step(f"counting {looked.name}"):
+        tagged = load(looked.model)
         report = cost(tagged, sizes.inputs, dims=sizes.dims, shapes=sizes.shapes)
     rows = [report.modules[path] for path in visible(tagged, table.depth, table.select or None)]
     names = split_names(columns) or (list(FUSED) if fused else None)
     table.report(
-        report.to_dict(),
+        {**looked.facts, **report.to_dict()},
         lambda: nodes_csv(report.nodes) if nodes else cost_csv(rows, names, table.sort),
         lambda: render_cost(report, rows, fold=table.fold, columns=names, sort=table.sort),
     )

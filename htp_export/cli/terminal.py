@@ -20,7 +20,17 @@ from htp_export.show.command_words import in_commands
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-__all__ = ["CheckFailed", "Steps", "error_line", "print_json", "print_text", "show", "split_names", "warning_line"]
+__all__ = [
+    "CheckFailed",
+    "Steps",
+    "error_line",
+    "notice_line",
+    "print_json",
+    "print_text",
+    "show",
+    "split_names",
+    "warning_line",
+]
 
 SCHEMA_VERSION = 1  # of what --json writes; a new one where a key is renamed, removed, or means something else
 _PATIENCE = 2.0  # seconds before progress is shown
@@ -39,6 +49,11 @@ def error_line(message: str) -> None:
 def warning_line(message: str) -> None:
     """Say on stderr what is not as it should be, where the command goes on."""
     print(f"htp-export: warning: {printable(message)}", file=terminal_stderr())
+
+
+def notice_line(message: str) -> None:
+    """Say on stderr how a result was got."""
+    print(f"htp-export: {printable(message)}", file=terminal_stderr())
 
 
 def print_json(data: dict[str, Any]) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from htp_export.cli.file_options import FeedDimsOption, FeedOption, FileArgument, TableOptions
+from htp_export.cli.file_options import FeedDimsOption, FeedOption, TableOptions
+from htp_export.cli.looking import LookOptions
 from htp_export.cli.measurements import read_measured
 from htp_export.cli.sizes import Sizes, read_sizes
 from htp_export.cli.terminal import split_names
@@ -26,7 +27,7 @@ PLACE = 20
 
 
 def tree_command(
-    file: FileArgument,
+    model: LookOptions,
     table: TableOptions,
     columns: Annotated[
         list[str] | None, typer.Option(help=f"By comma, of {', '.join(names_of(TREE_COLUMNS))}.")
@@ -38,20 +39,22 @@ def tree_command(
 ) -> None:
     """Show the module tree: classes, nodes, parameters, FLOPs.
 
+    Of an ONNX file, or of a PyTorch model, which need not export to ONNX.
     Times and errors, too, where the results of profile, verify or compare are given.
     """
     from htp_export.costs.module_tree import tree_rows
     from htp_export.model.inlining import read_flat
 
-    tagged = read_flat(file)
-    model_cost, note = _cost(tagged, read_sizes(inputs, dims))
+    looked = model.look(inputs, quiet=table.as_json or table.as_csv)
+    tagged = read_flat(looked.model)
+    model_cost, note = _cost(tagged, read_sizes(inputs if looked.file else None, dims))
     measured = read_measured(profile, verify)
     tree = tree_rows(tagged, table.depth, table.select or None, cost=model_cost, measured=measured)
     if note:
         tree = replace(tree, notes=(*tree.notes, note))
     names = split_names(columns)
     table.report(
-        tree.to_dict(),
+        {**looked.facts, **tree.to_dict()},
         lambda: tree_csv(tree, names, table.sort),
         lambda: render(tree, fold=table.fold, columns=names, sort=table.sort),
     )

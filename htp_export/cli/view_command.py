@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from htp_export.cli.file_options import FileArgument, JsonOption
+from htp_export.cli.file_options import JsonOption
 from htp_export.cli.interrupts import accept_interrupt
+from htp_export.cli.looking import Looked, LookOptions
 from htp_export.cli.outputs import check_output, show_written, written_page
 from htp_export.cli.terminal import Steps, print_json, show
 from htp_export.errors import InputError
@@ -35,7 +36,7 @@ _GIVEN_BY = {_Overlay.latency: "--profile", _Overlay.error: "--verify", _Overlay
 
 
 def view_command(
-    file: FileArgument,
+    model: LookOptions,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The page.", show_default="FILE.html")] = None,
     profile: Annotated[Path | None, typer.Option(help="What `profile --json` wrote: latency by module.")] = None,
     cost: Annotated[Path | None, typer.Option(help="What `cost --json` wrote: FLOPs and memory by module.")] = None,
@@ -58,7 +59,8 @@ def view_command(
 ) -> None:
     """Draw a model as one offline page.
 
-    It shows the module tree, a map of it and the interactive graph, and loads nothing from elsewhere.
+    Of an ONNX file, or of a PyTorch model, which need not export to ONNX. It shows the module tree, a map of it and the
+    interactive graph, and loads nothing from elsewhere.
     """
     if sum((overlay is not None, netron, serve)) > 1:
         raise InputError("--overlay, --netron and --serve each do another thing; give one of them")
@@ -66,16 +68,20 @@ def view_command(
     if serve:
         if output is not None:
             raise InputError("--serve writes no file; leave out --output")
-        _serve(file, results, port, graph=graph, weights=weights, as_json=as_json)
+        _serve(model, results, port, graph=graph, weights=weights, as_json=as_json)
         return
+    if (overlay or netron) and not model.is_file:
+        raise InputError("--overlay and --netron are for an ONNX file that Model Explorer or Netron opens")
+    file = Path(str(model.file) if model.is_file else "model")
     target = output or file.with_suffix(".netron.json" if netron else f".{overlay}.json" if overlay else ".html")
-    check_output(target, [file, *results], page=True)
+    check_output(target, [*([file] if model.is_file else []), *results], page=True)
+    looked = model.look(quiet=as_json)
     if overlay is not None:
         _write(target, _overlay(file, overlay, results))
     elif netron:
         _write(target, _attachment(file, results))
     else:
-        _page(file, target, results, graph=graph, weights=weights, as_json=as_json)
+        _page(looked, target, results, graph=graph, weights=weights, as_json=as_json)
         return
     written = written_page(target)
     if as_json:
@@ -87,14 +93,14 @@ def view_command(
         show(f"next: {netrons if netron else f'open {file} in Model Explorer, and add {target} as node data'}")
 
 
-def _page(file: Path, target: Path, results: list[Path], *, graph: bool, weights: bool, as_json: bool) -> None:
+def _page(looked: Looked, target: Path, results: list[Path], *, graph: bool, weights: bool, as_json: bool) -> None:
     from htp_export.show.viewing import view
 
-    with Steps(quiet=as_json).step(f"drawing {file}"):
-        shown = view(file, target, results=results, graph=graph, weights=weights)
+    with Steps(quiet=as_json).step(f"drawing {looked.name}"):
+        shown = view(looked.model, target, results=results, graph=graph, weights=weights)
     written, counts = written_page(target), _counts(shown)
     if as_json:
-        print_json({"file": str(target), "files": written, **counts})
+        print_json({"file": str(target), "files": written, **looked.facts, **counts})
         return
     _show_counts(shown)
     show_written(written)
@@ -139,15 +145,16 @@ def _write(path: Path, data: dict[str, object]) -> None:
     write_text(path, json.dumps(data, indent=1))
 
 
-def _serve(file: Path, results: list[Path], port: int, *, graph: bool, weights: bool, as_json: bool) -> None:
+def _serve(model: LookOptions, results: list[Path], port: int, *, graph: bool, weights: bool, as_json: bool) -> None:
     from htp_export.show.page.server import PageServer
     from htp_export.show.viewing import view
 
     with PageServer(port) as server:  # before the work: the port may be taken
-        with Steps(quiet=as_json).step(f"drawing {file}"):
-            shown = view(file, results=results, graph=graph, weights=weights)
+        looked = model.look(quiet=as_json)
+        with Steps(quiet=as_json).step(f"drawing {looked.name}"):
+            shown = view(looked.model, results=results, graph=graph, weights=weights)
         if as_json:
-            print_json({"url": server.url, **_counts(shown)})
+            print_json({"url": server.url, **looked.facts, **_counts(shown)})
         else:
             _show_counts(shown)
             typer.echo(f"{server.url}\nCtrl-C ends it")

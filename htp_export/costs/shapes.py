@@ -14,7 +14,7 @@ import onnx_ir as ir
 from htp_export.costs.bindings import Bindings
 from htp_export.costs.execution import Body, Origin, Run, Step, Tensor
 from htp_export.format import tags
-from htp_export.model.operators import RESHAPING
+from htp_export.model.operators import RESHAPING, VIEW
 from htp_export.model.shapes.facts import Fact
 from htp_export.model.shapes.inference import Inference
 from htp_export.model.shapes.known import Dims, Operation
@@ -73,7 +73,7 @@ class _Runner(Inference):
         if self._called:
             self._called = False
             return
-        views = inputs[0] if inputs and node.domain in ("", "ai.onnx") and node.op_type in _VIEWS else None
+        views = inputs[0] if inputs and _is_view(node) else None
         origin: Origin = "constant" if node.op_type == "Constant" and node.domain == "" else "made"
         outputs = tuple(self._new(value, origin, views) for value in node.outputs)
         self._tensors.update(zip(node.outputs, outputs, strict=True))
@@ -145,6 +145,10 @@ class _Runner(Inference):
         """The modules in whose regions a node is when it has these owners."""
         work = self._tagged.work_of(node)
         return (work if work.owners == owners else self._tagged.calls.work(owners)).modules
+
+
+def _is_view(node: ir.Node) -> bool:
+    return bool(node.meta.get(VIEW)) or (node.domain in ("", "ai.onnx") and node.op_type in _VIEWS)
 
 
 def _elements(shape: Dims) -> int:

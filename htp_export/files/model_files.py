@@ -28,6 +28,7 @@ from htp_export.files.parsing import first_line, is_protobuf, parsed, put_in_ord
 from htp_export.files.replacing import Move, real_path, replace_file, work_folder
 from htp_export.files.slots import Slot, slots
 from htp_export.files.stored import Marks, write_filled
+from htp_export.format import tags
 
 __all__ = [
     "check_target",
@@ -145,10 +146,12 @@ def write_model(
             and contents are written down, and a model whose weights were changed meanwhile is not read any more.
 
     Raises:
-        FileError: If either file cannot be written, external data cannot be read, or weights in another folder are to
-            be shared; what was there is untouched.
+        FileError: If either file cannot be written, external data cannot be read, weights in another folder are to
+            be shared, or the model is a graph for inspection; what was there is untouched.
     """
     target = Path(path)
+    if way := model.metadata_props.get(tags.WAY):
+        raise FileError(target, f"is not written: this graph of torch's operators, by {way}, is for inspection only")
     if isinstance(external_data, str) and (Path(external_data).name != external_data or external_data == target.name):
         raise FileError(target, f"external data goes into another file in the same folder, not {external_data!r}")
     if external_data is not None and share_weights:

@@ -24,8 +24,8 @@ from htp_export.passes.declining import Declined, declined
 from htp_export.passes.editing import bytes_of
 from htp_export.passes.merging import Difference
 from htp_export.passes.node_pass import NodePass
-from htp_export.passes.running import Pipeline
 from htp_export.passes.registry import DEFAULT, LEVELS, Level, PassInfo, available, choose, find
+from htp_export.passes.running import Pipeline
 
 __all__ = ["forensics"]
 

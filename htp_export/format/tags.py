@@ -34,6 +34,8 @@ LORA = "htp.lora"
 MAP = "htp.map"
 WEIGHTS = "htp.weights"  # of the file, not of the model: it is there where a file shares the weights of another
 DATA = "htp.data"  # of the file, too: what is in its own data files
+WAY = "htp.way"  # of a graph in memory that is no ONNX file: how it was got
+ATEN = "aten"  # domain of torch's own operators in such a graph
 MODEL_KEYS = (FORMAT, MODULES, CALLERS, SIGNATURES, PARAMETERS, CONTAMINATION, FUNCTIONS, MAP)
 
 
@@ -56,6 +58,16 @@ def parent_path(path: str) -> str | None:
         ('encoder.layer', '', None)
     """
     return path.rpartition(".")[0] if path else None
+
+
+def below(prefix: str, path: str) -> str:
+    """The path of a module inside another one, in the whole; the name of a parameter too.
+
+    Examples:
+        >>> below("encoder", "layer.0"), below("", "layer.0"), below("encoder", "")
+        ('encoder.layer.0', 'layer.0', 'encoder')
+    """
+    return f"{prefix}.{path}" if prefix and path else prefix or path
 
 
 def path_order(path: str) -> tuple[tuple[int, str], ...]:

@@ -111,8 +111,13 @@ def model_around(tagged: TaggedModel, graph: ir.Graph) -> ir.Model:
         producer_name=source.producer_name,
         producer_version=source.producer_version,
         functions=_functions_used(source, graph),
-        metadata_props={tags.FORMAT: tags.VERSION},
+        metadata_props={tags.FORMAT: tags.VERSION, **_way_of(source)},
     )
+
+
+def _way_of(source: ir.Model) -> dict[str, str]:
+    """What says that a graph is no ONNX model, if it is none: nor is a part of it."""
+    return {key: way for key, way in source.metadata_props.items() if key == tags.WAY}
 
 
 def output_name(value: ir.Value) -> str:

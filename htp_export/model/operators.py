@@ -21,6 +21,7 @@ __all__ = [
     "RANDOM",
     "RESHAPING",
     "SIZES_ONLY",
+    "VIEW",
     "base_op",
     "ends_in",
     "is_standard",
@@ -43,6 +44,9 @@ SIZES_ONLY = frozenset(("Shape", "Size"))
 
 _TYPE_ONLY = {"CastLike": 1}
 """They read an input for its type alone, at this place."""
+
+VIEW = "htp.view"
+"""Key in the ``meta`` of a node of torch's operators: its results have the memory of its first input."""
 
 CONTROL_FLOW = frozenset(("If", "Loop", "Scan"))
 """They run subgraphs."""

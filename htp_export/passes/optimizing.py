@@ -11,9 +11,9 @@ from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource
 from htp_export.passes.checking import OutputCheck
-from htp_export.passes.running import Pipeline
 from htp_export.passes.registry import Level, choose
 from htp_export.passes.results import Optimized
+from htp_export.passes.running import Pipeline
 
 __all__ = ["optimize"]
 

@@ -6,13 +6,14 @@ import html
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from htp_export.errors import FileError, InputError
 from htp_export.files.json_file import read_json
 from htp_export.files.model_files import check_target
+from htp_export.inspection.inspected import Inspected, Stop
 from htp_export.model.columns import si
 from htp_export.model.drawn_levels import drawn_parents
 from htp_export.model.inlining import read_flat
@@ -49,6 +50,8 @@ class View:
         modules: Number of modules in the page, without containers that never ran.
         missing: Why the interactive graph is missing; ``""`` if it is there.
         failures: Module path → error, for modules of a PyTorch model that could not be exported.
+        way: Which way the graph of a PyTorch model was got, as of `inspect`; ``""`` for an ONNX model.
+        stopped: Where each better way ended.
     """
 
     html: str = field(repr=False)
@@ -57,6 +60,8 @@ class View:
     modules: int
     missing: str = ""
     failures: Mapping[str, str] = field(default_factory=dict)
+    way: str = ""
+    stopped: tuple[Stop, ...] = ()
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, for notebooks."""
@@ -71,6 +76,7 @@ class View:
 
     def __str__(self) -> str:
         lines = [self.summary, *([f"without the graph: {self.missing}"] if self.missing else [])]
+        lines += map(str, self.stopped)
         return "\n".join([*lines, *(f"{path or '(root)'}: {why}" for path, why in self.failures.items())])
 
 
@@ -110,13 +116,14 @@ def view(
 ) -> View:
     """Write or show a model as one offline HTML page: module tree, map, and interactive graph.
 
-    ``view("model.onnx", "model.html")`` writes the page; ``view(model, args)`` shows a PyTorch model, which is exported
-    to memory. If the export fails, its modules are exported one by one, and the page has the errors of those that fail.
+    ``view("model.onnx", "model.html")`` writes the page; ``view(model, args)`` shows a PyTorch model, by the best way
+    that `inspect` finds, and the page says why it is no better one.
 
     Thread-safe for ONNX models; a PyTorch model must not be used by another thread meanwhile.
 
     Args:
-        model: A file, ``ModelProto``, ``ir.Model`` or `TaggedModel`, with or without tags; or a PyTorch module.
+        model: A file, ``ModelProto``, ``ir.Model`` or `TaggedModel`, with or without tags; or a PyTorch module, or
+            what `inspect` returns for it.
         positional: The output; for a PyTorch module its arguments, and then the output.
         args: For a PyTorch module: its positional arguments.
         output: The file to write.
@@ -153,17 +160,32 @@ def view(
         check_target(path)
     measures = read_results(results)
     if _is_module(model):
-        from htp_export.show.parts import graphs_of_module
+        from htp_export.inspection.inspecting import inspect
 
-        graphs = graphs_of_module(model, _as_tuple(args), kwargs, statistics=weights)
-    else:
-        graphs = [_graph_of(model, weights)]
-    page, missing = page_of([each.with_results(measures) for each in graphs], graph)
+        model = inspect(model, () if args is None else args, kwargs=kwargs)
+    inspected = model if isinstance(model, Inspected) else None
+    shown = _graph_of(model, weights) if inspected is None else _graph_of_inspected(inspected, weights)
+    page, missing = page_of([shown.with_results(measures)], graph)
     if path is not None:
         write_text(path, page)
-    shown = graphs[0].inventory
-    failures = {path: module.failure for path, module in shown.modules.items() if module.failure}
-    return View(page, path, len(shown.nodes), len(drawn_parents(shown.modules)), missing, failures)
+    drawn = shown.inventory.modules
+    failures = {path: module.failure for path, module in drawn.items() if module.failure}
+    made = View(page, path, len(shown.inventory.nodes), len(drawn_parents(drawn)), missing, failures)
+    return made if inspected is None else replace(made, way=inspected.way, stopped=inspected.stopped)
+
+
+def _graph_of_inspected(inspected: Inspected, statistics: bool) -> ShownGraph:
+    """The graph of a PyTorch model, with the way it was got, and with what failed."""
+    unread = statistics and inspected.way == "parts"
+    shown = shown_graph(inspected.tagged, statistics=statistics and not unread)
+    inventory = shown.inventory
+    modules = {
+        path: replace(module, failure=inspected.failures.get(path, "")) for path, module in inventory.modules.items()
+    }
+    notes = ["The weights were not read: of parts that are alike, one is exported."] if unread else []
+    inventory = replace(inventory, modules=modules, notes=(*inventory.notes, *notes, *inspected.notes))
+    way = [f"The {inspected.summary}.", *(f"{stop}." for stop in inspected.stopped)] if inspected.stopped else []
+    return replace(shown, inventory=inventory, note="\n".join([*way, *([shown.note] if shown.note else [])]))
 
 
 @names_model_faults("model")
@@ -226,7 +248,3 @@ def page_of(graphs: Sequence[ShownGraph], interactive: bool = True) -> tuple[str
 def _is_module(model: object) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(model, torch.nn.Module)
-
-
-def _as_tuple(args: Any) -> tuple[Any, ...]:
-    return () if args is None else tuple(args) if isinstance(args, tuple | list) else (args,)

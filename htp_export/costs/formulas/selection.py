@@ -12,13 +12,13 @@ from htp_export.costs.formulas.attention import SOFTMAX
 from htp_export.costs.work import Formula, Formulas, Work, nothing, per_input, per_output
 from htp_export.model.operators import RANDOM
 
-__all__ = ["FORMULAS"]
+__all__ = ["FORMULAS", "halvings"]
 
 _CONTRIB = "com.microsoft"
 _OVERLAP = 19  # of two boxes: corners 4, sides 4, area, both areas 6, union 2, division, comparison
 
 
-def _halvings(count: int) -> int:
+def halvings(count: int) -> int:
     """How often a number of things can be halved: comparisons to find a place among them."""
     return max(count, 1).bit_length() - (count & (count - 1) == 0)
 
@@ -26,14 +26,14 @@ def _halvings(count: int) -> int:
 def _top_k(step: Step) -> Work:
     """A heap of the k largest, along which each element goes down: ``n * ceil(log2(k + 1))`` comparisons."""
     output = step.output_shape()
-    return Work(0, math.prod(step.shape(0)) * _halvings(output[step.integer("axis", -1)] + 1))
+    return Work(0, math.prod(step.shape(0)) * halvings(output[step.integer("axis", -1)] + 1))
 
 
 def _sort(step: Step) -> Work:
     """``n * ceil(log2(n))`` comparisons; of slices, where there is an axis, element by element."""
     shape = step.shape(0)
     count = shape[step.integer("axis")] if "axis" in step.attributes else math.prod(shape)
-    return Work(0, math.prod(shape) * _halvings(count))
+    return Work(0, math.prod(shape) * halvings(count))
 
 
 def _non_max_suppression(step: Step) -> Work:
@@ -45,7 +45,7 @@ def _non_max_suppression(step: Step) -> Work:
     limit = step.input(2)
     selected = boxes if limit is None or limit.value is None else min(boxes, int(limit.value.reshape(-1)[0]))
     pairs = selected * (2 * boxes - selected - 1) // 2
-    return Work(0, batches * classes * (boxes * (1 + _halvings(boxes)) + _OVERLAP * pairs))
+    return Work(0, batches * classes * (boxes * (1 + halvings(boxes)) + _OVERLAP * pairs))
 
 
 def _roi_align(step: Step) -> Work:
@@ -78,7 +78,7 @@ def _affine_grid(step: Step) -> Work:
 def _multinomial(step: Step) -> Work:
     """Probabilities and their running sum, then a random number and its place for each sample."""
     logits, samples = step.shape(0), step.output_shape()
-    return Work(0, math.prod(logits) * (SOFTMAX + 1) + math.prod(samples) * (1 + _halvings(logits[-1])))
+    return Work(0, math.prod(logits) * (SOFTMAX + 1) + math.prod(samples) * (1 + halvings(logits[-1])))
 
 
 def _determinant(step: Step) -> Work:

@@ -162,6 +162,64 @@ def is_view(node: Any) -> bool:
     return schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None
 
 
+class OperatorName(NamedTuple):
+    """What the operator that a node of an FX graph calls is named.
+
+    Attributes:
+        namespace: ``aten``; ``python`` for functions of Python, which compute with sizes.
+        name: ``linear``.
+        overload: ``Tensor``; empty for the default one.
+    """
+
+    namespace: str
+    name: str
+    overload: str = ""
+
+
+def operator_name(target: Any) -> OperatorName:
+    """Return the name of what a node of an FX graph calls."""
+    import torch
+
+    if isinstance(target, torch._ops.OpOverload):
+        overload = "" if target._overloadname == "default" else target._overloadname
+        return OperatorName(target.namespace, target._schema.name.partition("::")[2], overload)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return OperatorName("higher_order", str(target.__name__))
+    return OperatorName("python", str(getattr(target, "__name__", target)))
+
+
+class Argument(NamedTuple):
+    """One argument of a node of an FX graph.
+
+    Attributes:
+        name: As the operator's schema has it; its place, where there is no schema.
+        value: None if it is left out.
+        takes_tensors: Whether the schema has a tensor, or several, at its place.
+    """
+
+    name: str
+    value: Any
+    takes_tensors: bool = False
+
+
+def arguments_of(node: Any) -> list[Argument]:
+    """Return the arguments of a node of an FX graph, in the order of the operator's schema."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        given = {**dict(zip(map(str, range(len(node.args))), node.args, strict=True)), **node.kwargs}
+        return [Argument(name, value) for name, value in given.items()]
+    given = {**dict(zip((each.name for each in schema.arguments), node.args, strict=False)), **node.kwargs}
+    return [Argument(each.name, given.get(each.name), "Tensor" in str(each.type)) for each in schema.arguments]
+
+
+def is_assertion(node: Any) -> bool:
+    """Return whether a node of an FX graph has no result: it checks or states what is true of sizes or values."""
+    import torch
+
+    schema = getattr(node.target, "_schema", None)
+    return isinstance(node.target, torch._ops.OpOverload) and schema is not None and not schema.returns
+
+
 def reversed_view(node: Any) -> Any:
     """Return the view that a node writes back into its base tensor, as functionalization does after an in-place change.
 

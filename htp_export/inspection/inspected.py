@@ -1,0 +1,84 @@
+"""The graph of a PyTorch model, which way it was got, and why no better one was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import onnx_ir as ir
+
+from htp_export.model.tagged import HoldsModel
+
+__all__ = ["Inspected", "Stop", "Way"]
+
+Way: TypeAlias = Literal["onnx", "torch.export", "torch.fx", "dynamo", "parts"]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Where one way to the graph of a model ended.
+
+    Attributes:
+        way: Which way: ``onnx``, ``torch.export``, ``torch.fx``, ``dynamo``.
+        reason: The first line of what torch said.
+        module: Path of the module that ran; None where that is not known.
+        file: The Python file of the model, or of a library that it uses; ``""`` where that is not known.
+        line: The line in it; 0 where that is not known.
+    """
+
+    way: Way
+    reason: str
+    module: str | None = None
+    file: str = ""
+    line: int = 0
+
+    def __str__(self) -> str:
+        module = "" if self.module is None else f" in module {self.module or '(the root)'}"
+        place = f" ({self.file}:{self.line})" if self.file else ""
+        return f"{self.way} stopped{module}{place}: {self.reason}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The stop as plain data, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Inspected(HoldsModel):
+    """The result of `inspect`: a graph with its module tree, for `cost`, `view`, and ``tagged``.
+
+    Attributes:
+        model: The graph. Only that of the way ``onnx`` is an ONNX model that can be written.
+        way: ``onnx``: the model was exported, as `export` does. ``torch.export``: a graph of torch's operators.
+            ``parts``: modules that were exported one by one, side by side.
+        stopped: Where each better way ended, the best one first.
+        failures: Module path → error, for modules that could not be exported (``parts``).
+        notes: What else there is to know, as sentences.
+    """
+
+    model: ir.Model = field(repr=False)
+    way: Way
+    stopped: tuple[Stop, ...] = ()
+    failures: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The way and the stops as plain data, for JSON."""
+        failed = {"failures": dict(self.failures)} if self.failures else {}
+        return {"way": self.way, "stopped": [stop.to_dict() for stop in self.stopped], **failed}
+
+    @property
+    def summary(self) -> str:
+        """Which way, in one line."""
+        return f"graph by {_WORDS[self.way]}"
+
+    def __str__(self) -> str:
+        failed = [f"{path or '(root)'}: {why}" for path, why in self.failures.items()]
+        return "\n".join([self.summary, *map(str, self.stopped), *self.notes, *failed])
+
+
+_WORDS: Mapping[Way, str] = {
+    "onnx": "ONNX export",
+    "torch.export": "torch.export: torch's operators, no ONNX file",
+    "parts": "exporting modules one by one",
+}

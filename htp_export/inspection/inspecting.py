@@ -1,0 +1,127 @@
+"""`inspect`: the graph of a PyTorch model, by the best way that there is."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+
+from htp_export.errors import InputError
+from htp_export.exporter.capture.modules import ModuleNames
+from htp_export.exporter.capture.patches import translations_read_once
+from htp_export.exporter.exporting import export
+from htp_export.exporter.torch_programs import exported_graph
+from htp_export.format import tags
+from htp_export.inspection.inspected import Inspected, Stop, Way
+from htp_export.inspection.parts import Parts
+from htp_export.inspection.runs import run_once
+from htp_export.inspection.stops import reason_of, stop_of
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["inspect"]
+
+_log = logging.getLogger(__name__)
+
+_Make = Callable[..., ir.Model]
+
+
+def inspect(model: torch.nn.Module, args: Any = (), *, kwargs: Mapping[str, Any] | None = None) -> Inspected:
+    """Make a graph of a PyTorch model with its module tree, also if the model does not export to ONNX.
+
+    Ways are tried one after the other, and the result names the one that it was got by, and where each better one
+    ended: the export to ONNX; ``torch.export`` alone, whose operators need no translation; the modules one by one, with
+    what they are given in one run of the model. ``docs/inspection.md`` describes the graphs.
+
+    No other thread may use the model meanwhile.
+
+    Args:
+        model: The model; it is left as it was.
+        args: Its positional arguments, or the only one.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The graph. ``cost``, ``view``, ``load`` and other functions that write no model take it; it cannot be saved
+        unless it came from the export to ONNX.
+
+    Raises:
+        InputError: There is no graph by any way; the message has the reasons.
+
+    Examples:
+        >>> import torch
+        >>> class Net(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.fc = torch.nn.Linear(4, 4)
+        ...     def forward(self, x):
+        ...         return torch.linalg.qr(self.fc(x))[0]  # ONNX has no such operator
+        >>> inspected = inspect(Net().eval(), torch.eye(4))
+        >>> inspected.way, [(stop.way, stop.module) for stop in inspected.stopped]
+        ('torch.export', [('onnx', '')])
+        >>> [(node.op_type, node.metadata_props["htp.module"]) for node in inspected.model.graph]
+        [('linear', 'fc'), ('linalg_qr', '')]
+    """
+    given = tuple(args) if isinstance(args, tuple | list) else (args,)
+    named = dict(kwargs or {})
+    path_by_id = ModuleNames(model).by_id
+    stopped: list[Stop] = []
+    with translations_read_once():
+        for way, make in _WAYS.items():
+            try:
+                graph = _quietly(make, model, given, named)
+            except Exception as error:  # whatever torch raises on what it cannot trace
+                stopped.append(stop_of(way, error, path_by_id))
+                _log.debug("%s", stopped[-1], exc_info=error)
+                continue
+            return Inspected(_marked(graph, way), way, tuple(stopped))
+        return _by_parts(model, given, named, tuple(stopped))
+
+
+def _exported(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ir.Model:
+    program = export(model, args, kwargs=kwargs, verbose=False)
+    assert program is not None  # dynamo=True gives one
+    return program.model
+
+
+_WAYS: dict[Way, _Make] = {"onnx": _exported, "torch.export": exported_graph}
+
+
+def _by_parts(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stopped: tuple[Stop, ...]
+) -> Inspected:
+    """The modules one by one, with what they are given in one run of the model."""
+    run = run_once(model, args, kwargs)
+    failure = stopped[0].reason if run.error is None else reason_of(run.error)
+    parts = Parts(model, run, failure, functools.partial(_quietly, _exported))
+    if not parts.exported:
+        raise InputError("\n".join(["this model has no graph", *map(str, stopped)]))
+    note = (
+        f"This model does not export as a whole. {parts.exported} of its modules were exported alone, "
+        f"and {len(parts.innermost)} could not be: see those whose fate is failed."
+    )
+    return Inspected(_marked(parts.graph(), "parts"), "parts", stopped, parts.failures, (note,))
+
+
+def _marked(graph: ir.Model, way: Way) -> ir.Model:
+    """A graph that cannot be written by accident, unless it is an ONNX model."""
+    if way != "onnx":
+        graph.metadata_props[tags.WAY] = way
+    return graph
+
+
+def _quietly(make: _Make, *given: Any) -> ir.Model:
+    """Make a graph; what torch prints of one that it cannot trace goes to the log: the error says why."""
+    stderr = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they are for those who will run the graph
+            return make(*given)
+    finally:
+        _log.debug("%s", stderr.getvalue())

@@ -1,0 +1,63 @@
+"""One run of a PyTorch model as it is, and what its modules were given; the model is left as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from htp_export.exporter.capture.undoing import Before
+from htp_export.format.module_paths import module_paths
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ModuleRun", "run_once", "unchanged"]
+
+
+@dataclass
+class ModuleRun:
+    """What a run told.
+
+    Attributes:
+        given: Module path → the arguments of its first call.
+        counts: Module path → number of its calls.
+        error: What ended the run before it was complete; None if nothing did.
+    """
+
+    given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    error: Exception | None = None
+
+    def _note(self, path: str, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.given.setdefault(path, (args, kwargs))
+        self.counts[path] += 1
+
+
+@contextlib.contextmanager
+def unchanged(model: torch.nn.Module, arguments: Any) -> Iterator[None]:
+    """Put back what runs of a model inside change: buffers, attributes, arguments, random numbers."""
+    before = Before(model, arguments)
+    try:
+        yield
+    finally:
+        before.put_back()
+
+
+def run_once(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleRun:
+    """Run a model once, without gradients, and note the calls of its modules."""
+    import torch
+
+    run = ModuleRun()
+    with unchanged(model, (args, kwargs)), contextlib.ExitStack() as hooks, torch.no_grad():
+        for path, _, module in module_paths(model):
+            note = functools.partial(run._note, path)
+            hooks.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+        try:
+            model(*args, **kwargs)
+        except Exception as error:  # the modules that ran until then can be shown all the same
+            run.error = error
+    return run

@@ -1,0 +1,168 @@
+"""Small models that do not export to ONNX, each for another reason, and where torch stops.
+
+They are in no registry of nets: those export.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def line_of(code: Any, text: str) -> int:
+    """The line of this file where a class or function has some text."""
+    lines, first = inspect.getsourcelines(code)
+    return first + next(place for place, line in enumerate(lines) if text in line)
+
+
+def spread(module: nn.Module) -> nn.Module:
+    """Give a module random parameters that are far apart."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return module.eval()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.fc(x).relu()
+        return result
+
+
+class Orthogonal(nn.Module):
+    """An operator of torch that ONNX has no translation of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.qr(self.block(x))[0]
+
+
+class WithOrthogonal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.orthogonal, self.head = Orthogonal(), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.orthogonal(x))
+        return result
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.qr(x)[0] * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 2
+
+
+class WithFunction(nn.Module):
+    """A custom ``autograd.Function``, with an operator in it that ONNX has no translation of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(Doubled.apply(self.block(x)))
+        return result
+
+
+class Prints(nn.Module):
+    """``print`` and NumPy in ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.block(x)
+        print("shape", h.shape)
+        scale = np.abs(h.detach().numpy()).max()
+        result: torch.Tensor = self.head(h * float(scale))
+        return result
+
+
+class Choosing(nn.Module):
+    """``.item()`` decides a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum().item() > 0:
+            x = self.one(x)
+        return self.other(x) * 2
+
+
+class WithChoosing(nn.Module):
+    """Control flow that depends on data, in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.choosing, self.head = Block(), Choosing(), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.choosing(self.first(x)))
+        return result
+
+
+class Repeating(nn.Module):
+    """A Python loop over a tensor, as often as its values say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for row in x:
+            if row.sum() > 0:
+                x = self.block(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+def keep_best(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Non-maximum suppression, as it is written in Python."""
+    kept, order = [], scores.argsort(descending=True)
+    while order.numel() > 0:
+        best, rest = order[0], order[1:]
+        kept.append(best)
+        low = torch.maximum(boxes[best, :2], boxes[rest, :2])
+        high = torch.minimum(boxes[best, 2:], boxes[rest, 2:])
+        common = (high - low).clamp(min=0).prod(-1)
+        areas = (boxes[:, 2:] - boxes[:, :2]).prod(-1)
+        order = rest[common / (areas[best] + areas[rest] - common) <= threshold]
+    return torch.stack(kept)
+
+
+class Detector(nn.Module):
+    """A detector of the kind of YOLO: convolutions, a head for boxes and scores, and the best of overlapping boxes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(
+            nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 4, 3, 2, 1), nn.SiLU()
+        )
+        self.head = nn.Conv2d(4, 5, 1)
+
+    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.head(self.backbone(image)).flatten(2).transpose(1, 2)[0].sigmoid()
+        centres, sizes, scores = found[:, :2] * 16, found[:, 2:4] * 8, found[:, 4]
+        boxes = torch.cat([centres - sizes, centres + sizes], 1)
+        kept = keep_best(boxes, scores, 0.5)
+        return boxes[kept], scores[kept]
