@@ -2037,3 +2037,80 @@ net(
     skip=("dynamo",) if torch.__version__ < "2.11" else (),  # torch 2.10 has no ONNX operators for it
     truth=Truth(computed("encoder", "encoder.0", "encoder.1")),
 )
+
+
+# --- what modules pass to each other ---------------------------------------------------
+
+
+class Counts(nn.Module):
+    def forward(self, x: torch.Tensor) -> list[int]:
+        return (x > 0).sum(0).tolist()
+
+
+class Multiplies(nn.Module):
+    def forward(self, x: torch.Tensor, numbers: list[int]) -> torch.Tensor:
+        return x.sigmoid() * numbers[0] + numbers[1]
+
+
+class PassesNumbers(nn.Module):
+    """What passes between the two are numbers in Python, and tensors in a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts, self.multiplies = Counts(), Multiplies()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.multiplies(x, self.counts(x)).tanh()
+        return result
+
+
+net(
+    "passes_numbers",
+    PassesNumbers,
+    lambda: {"x": x(3, 2)},
+    skip=("torchscript",),  # numbers are constants in a trace
+    truth=Truth(computed("counts", "multiplies"), {"Greater": [("counts",)], "Sigmoid": [("multiplies",)]}),
+)
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.view(-1, 4), self.weight).softmax(-1)
+
+
+class Routed(nn.Module):
+    """Flattens its input, as the router inside it does: one node does both, and what it makes goes to the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = Router(), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.router(x)
+        mixed: torch.Tensor = (self.experts(x.view(-1, 4)) * weights).sum(-1)
+        return mixed.view(x.shape[:-1])[..., None] + x
+
+
+class HoldsRouted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.routed, self.last = nn.Linear(4, 4), Routed(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.routed(self.first(x)))
+        return result
+
+
+net(
+    "equal_work_of_a_module_and_one_inside_it",
+    HoldsRouted,
+    lambda: {"x": x(2, 3, 4)},
+    truth=Truth(
+        computed("routed", "routed.router", "routed.experts"),
+        {"Reshape": [("routed", "routed.router"), ("routed",)], "Softmax": [("routed.router",)]},
+    ),
+)

@@ -35,8 +35,11 @@ GAINS = ("blocks.0.gain", "blocks.1.gain")
         (["a.x", "b.y", "b.z", "c"], ["a.x"], ["b", "c"]),
         (["a.x", "b.y", "c.z"], ["a.x", "c.w"], ["b", "c.z"]),
         (["ab.x", "a.x"], ["a"], ["ab"]),
-        (["a", "a.x"], ["a.x"], []),
-        (["a.x", ""], ["a.x"], []),
+        (["a", "a.x"], ["a.x"], ["a"]),  # a computes the same itself
+        (["a", "a.x"], ["a"], []),
+        (["a.x", ""], ["a.x"], [""]),
+        (["a", "a.b.x"], ["a.b"], ["a"]),
+        (["a.x", "a.x.y", "b"], ["a.x.y"], ["a.x", "b"]),
         (["a.x", "b.y"], [""], []),
         (["b.y"], ["a.x"], []),  # alone, it is no other's work
     ],
@@ -45,7 +48,7 @@ def test_the_other_blocks_of_merged_work_are_the_largest_that_are_not_around_the
     owners: list[str], paths: list[str], blocks: list[str]
 ) -> None:
     others = BY_PATH.work(tuple(owners)).others(paths)
-    assert {path for path in others if not any(up in others for up in list(tags.ancestors(path))[1:])} == set(blocks)
+    assert {path for path in others if tags.nearest_above(path, others) is None} == set(blocks)
 
 
 def merged() -> ir.Model:
@@ -158,3 +161,35 @@ def test_the_tolerance_of_the_judge_grows_with_the_tensor() -> None:
     mask = np.float32([np.finfo(np.float32).min, 0.01])  # the lowest number there is measures nothing
     assert not equal(mask + error, mask)
     assert not equal(np.float32([np.inf, 0.01]) + error, np.float32([np.inf, 0.01]))
+
+
+# --- equal work of a module and one inside it ---------------------------------------------------
+
+NESTED = "equal_work_of_a_module_and_one_inside_it"
+
+
+@BOTH
+def test_work_that_a_module_does_as_one_inside_it_does_is_no_contamination(
+    exporter: str, shared_files: SharedFiles
+) -> None:
+    file = shared_files.read(NESTED, exporter)
+    assert htp_export.contamination(file).after == []
+    flat = next(node.output[0] for node in file.graph.node if node.op_type == "Reshape")
+    tagged = htp_export.load(file)
+    assert flat not in {str(value.name) for value in tagged["routed.router"].outputs}
+    assert [str(value.name) for value in tagged["routed.experts"].inputs] == [flat]
+
+
+@BOTH
+def test_such_work_that_is_read_outside_of_the_outer_module_leaves_the_inner_one(
+    exporter: str, shared_files: SharedFiles
+) -> None:
+    file = shared_files.read(NESTED, exporter)
+    flat = next(node.output[0] for node in file.graph.node if node.op_type == "Reshape")
+    experts = next(node for node in file.graph.node if "routed.experts" in {each.value for each in node.metadata_props})
+    assert flat in experts.input
+    del experts.metadata_props[:]
+    experts.metadata_props.add(key=tags.MODULE, value="last")
+    assert flat in {str(value.name) for value in htp_export.load(file)["routed.router"].outputs}
+    model, kwargs = NETS[NESTED].build()
+    assert ("routed.router", f"{flat} leaves, and is no output of it") in inexact(model, kwargs, file)

@@ -7,7 +7,9 @@ Nothing here asks how the tags were made.
 
 Three rules: a module's inputs are taken before it runs, as it may change them in place; tolerances grow with the
 largest element of a tensor; and what a node makes that several modules own may be read anywhere in the largest modules
-around them that are not around each other: equal work of two blocks, merged into one node, feeds both blocks.
+around them that are not around each other: equal work of two blocks, merged into one node, feeds both blocks. If one
+of its owners is around another, the outer one may read it in nodes of its own, and pass it on to modules that were
+given this tensor in PyTorch. A number that a module takes or gives is a tensor without dimensions.
 """
 
 from __future__ import annotations
@@ -45,6 +47,14 @@ def leaves(tree: Any) -> list[torch.Tensor]:
     return [leaf for _, leaf in named_leaves(tree)]
 
 
+def numbers(tree: Any) -> Iterator[Array]:
+    """Every number in nested containers, as a tensor without dimensions."""
+    if isinstance(tree, int | float) and not isinstance(tree, bool):
+        yield np.asarray(tree)
+    for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ():
+        yield from numbers(part)
+
+
 def another(value: Any, seed: int = 99) -> Any:
     """The same inputs with other values: floats drawn anew, integers turned round, masks of another row."""
     if isinstance(value, dict):
@@ -64,10 +74,11 @@ def another(value: Any, seed: int = 99) -> Any:
 
 @dataclass
 class Call:
-    """What went into one call of a module and what came out."""
+    """What went into one call of a module and what came out; numbers are those of both."""
 
     given: list[Array]
     returned: list[Array]
+    numbers: list[Array] = field(default_factory=list)
 
 
 def run_pytorch(
@@ -81,7 +92,7 @@ def run_pytorch(
         def hook(_module: Any, args: Any, kwargs: Any) -> None:
             running[path].append(len(calls[path]))
             given = [copied(leaf) for leaf in leaves([args, kwargs])]  # before anything changes in place
-            calls[path].append(Call(given, []))
+            calls[path].append(Call(given, [], [*numbers([args, kwargs])]))
 
         return hook
 
@@ -89,6 +100,7 @@ def run_pytorch(
         def hook(_module: Any, _args: Any, result: Any) -> None:
             nth, returned = running[path].pop(), leaves(result)
             calls[path][nth].returned.extend(copied(leaf) for leaf in returned)
+            calls[path][nth].numbers.extend(numbers(result))
             if shifted is not None and shifted[:2] == (path, nth):
                 shift(returned[shifted[2]])
 
@@ -292,15 +304,16 @@ class Opened:
                 if name in self.live and self.maker.get(name, -1) not in region:
                     yield name
 
-    def leaving(self, paths: list[str]) -> Iterator[str]:
+    def leaving(self, paths: list[str]) -> Iterator[tuple[str, list[int]]]:
+        """Each tensor that leaves modules, and the nodes outside that read it."""
         region = self.region(paths)
         for index in sorted(region):
             # What a node does for several modules may be read by all of them, and by the blocks around them.
             also = self.region(block(owner, paths) for owner in self.owners[index] if not related(owner, paths))
             for name in self.nodes[index].output:
-                outside = any(reader not in region and reader not in also for reader in self.readers[name])
+                outside = [reader for reader in self.readers[name] if reader not in region and reader not in also]
                 if name in self.live and (outside or name in self.outputs):
-                    yield name
+                    yield name, outside
 
     def made(self, paths: list[str]) -> list[Array]:
         names = (name for index in self.region(paths) for name in self.nodes[index].output)
@@ -330,6 +343,11 @@ def inputs_of(model: onnx.ModelProto, kwargs: dict[str, Any]) -> list[Array]:
 def inside(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
     for body in bodies(node):
         yield from every_node(body.node)
+
+
+def is_inside(path: str, other: str) -> bool:
+    """Whether a module is in another one."""
+    return path != other and (not other or path.startswith(other + "."))
 
 
 def related(path: str, others: list[str]) -> bool:
@@ -458,15 +476,33 @@ class Judge:
             return "no node belongs to it"
         given = [array for path in paths for call in calls.get(path, []) for array in call.given]
         returned = [array for path in paths for call in calls.get(path, []) for array in call.returned]
+        known = [array for path in paths for call in calls.get(path, []) for array in call.numbers]
         if not given and not returned:
             return ""  # a branch that these inputs do not take
         for name in opened.entering(paths):
-            if not any(equal(opened.values[name], array) for array in given):
+            if not any(equal(opened.values[name], array) for array in (*given, *known)):
                 return f"{name} enters, and is no input of it"
-        for name in opened.leaving(paths):
-            if not any(equal(opened.values[name], array) for array in (*returned, *given)):
+        for name, readers in opened.leaving(paths):
+            if any(equal(opened.values[name], array) for array in (*returned, *given, *known)):
+                continue
+            if not self._is_made_around(probe, name, readers, paths):
                 return f"{name} leaves, and is no output of it"
         return ""
+
+    def _is_made_around(self, probe: int, name: str, readers: list[int], paths: list[str]) -> bool:
+        """Whether a module around makes a tensor too, and reads it itself or gives it to those that do."""
+        opened, calls = self.opened[probe], self.runs[probe][0]
+        owners = [up for up in opened.owners[opened.maker[name]] if all(is_inside(path, up) for path in paths)]
+
+        def gets(module: str) -> bool:
+            return any(equal(opened.values[name], array) for call in calls.get(module, []) for array in call.given)
+
+        def may_read(reader: int, owner: str) -> bool:
+            inner = (module for module in opened.modules[reader] if is_inside(module, owner))
+            return owner in opened.owners[reader] or any(map(gets, inner))
+
+        result = name in opened.outputs
+        return any(all(may_read(reader, up) for reader in readers) and (not result or not up) for up in owners)
 
     def _missing(self, probe: int, path: str) -> str:
         """Which output of the module is not made in its region."""

@@ -84,7 +84,8 @@ class NodeCalls:
 
         These are, for each further call of the node, the modules around the call that contain none of ``paths``. If
         equal work of two blocks is merged into one node, its result feeds both blocks: it may be read anywhere in the
-        other block without leaving ``paths``. A call inside one of ``paths``, or around one, is no other block.
+        other block without leaving ``paths``. A call inside one of ``paths`` is no other block. An owner that contains
+        all of ``paths`` is one: it computes the same itself, and may read the result anywhere.
 
         This rule holds for every boundary; only `htp_export.model.boundaries` applies it.
 
@@ -92,10 +93,11 @@ class NodeCalls:
             paths: The modules with the common boundary.
             call: The call of a module whose boundary it is, if it is one; the module's other calls are blocks, too.
         """
-        if len(self.parts) < 2:
+        if len(self.parts) < 2 and len(self.owners) < 2:
             return ()
         apart = frozenset().union(*(part.modules for part in self.parts if part.modules.isdisjoint(paths)))
         blocks: set[Block] = {block for block in apart if not any(tags.is_under(path, block) for path in paths)}
+        blocks.update(up for up in self.owners if all(path != up and tags.is_under(path, up) for path in paths))
         if call is not None:
             calls = (block for part in self.parts if call not in part.running for block in part.running)
             blocks.update(block for block in calls if block.path == call.path)
