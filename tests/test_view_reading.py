@@ -220,8 +220,8 @@ def test_rows_and_columns_are_counted_for_screen_readers(page, encoder):
     rows = page.run("htp.table.state.rows.length")
     assert page.run(f"{table}.getAttribute('aria-rowcount')") == str(rows + 1)
     assert page.run(f"{table}.getAttribute('aria-colcount')") == "7"
-    indices = "[...document.querySelectorAll('[role=row]')].map((row) => Number(row.getAttribute('aria-rowindex')))"
-    assert page.run(indices) == list(range(1, rows + 2))
+    indices = "[...document.querySelectorAll('#table [role=row]')].map((row) => row.getAttribute('aria-rowindex'))"
+    assert list(map(int, page.run(indices))) == list(range(1, rows + 2))
     cells = "[...document.querySelectorAll('.row')][1].querySelectorAll('[role=gridcell]')"
     assert page.run(f"[...{cells}].map((cell) => cell.getAttribute('aria-colindex'))") == [str(k) for k in range(1, 8)]
     page.run("document.getElementById('fold').click()")

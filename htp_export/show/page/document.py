@@ -19,7 +19,10 @@ from typing import Any
 
 __all__ = ["SCRIPTS", "asset", "document"]
 
-SCRIPTS = ("sizes.js", "reasons.js", "model.js", "table.js", "details.js", "map.js", "graph.js", "main.js")
+SCRIPTS = (
+    *("sizes.js", "reasons.js", "model.js", "colours.js", "table.js", "details.js", "map.js"),
+    *("layers.js", "follow.js", "flow.js", "graph.js", "main.js"),
+)
 """The scripts of the page of a model, in the order in which they run."""
 
 _DATA_URLS = "img-src data: blob:; font-src data: blob:; media-src 'none'"

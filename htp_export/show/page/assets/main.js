@@ -38,10 +38,11 @@
   const KEYS = {
     modules: "↑ ↓ ← → move · Enter opens and closes · * opens all below · x shows each of several that are drawn as one · / searches",
     map: "← → beside · ↓ into a module · ↑ out of it · Enter or a double click makes it the whole map · Escape comes back · / searches",
+    flow: "↑ ↓ through modules and nodes · → opens a module · ← closes it · m merges trivial nodes or shows them · Tab to the table and the overview · / searches",
     graph: "Tab or click into the graph, then ← → beside · ↓ into a module · ↑ out of it · space fits the graph into the window",
   };
 
-  const TABS = ["modules", "map", "graph"];
+  const TABS = ["modules", "map", "flow", "graph"];
   const phone = matchMedia("(max-width: 700px)");
   let tab = "modules";
   htp.tab = function (name) {
@@ -53,7 +54,9 @@
     }
     byId("detail").hidden = name === "graph" && !phone.matches; // the graph has a panel of its own, where there is room for it
     if (name === "graph") htp.graph.open();
+    if (name === "modules") htp.table.open();
     if (name === "map") htp.map.draw();
+    if (name === "flow") htp.flow.open();
     remember();
   };
   phone.addEventListener("change", () => htp.tab(tab));
@@ -62,6 +65,7 @@
   const theme = (name) => {
     document.documentElement.dataset.theme = name;
     htp.map.draw();
+    htp.flow.restyle();
     htp.graph.restyle();
   };
   theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");

@@ -16,10 +16,10 @@
 
   const sizes = htp.columns.filter((column) => column.additive && column.most > 0);
   size.append(...sizes.map((column) => htp.make("option", { value: column.key, textContent: column.title })));
-  colour.append(htp.make("option", { value: "class", textContent: "class" }),
-    ...htp.columns.filter((column) => column.most > 0).map((column) => htp.make("option", { value: column.key, textContent: column.title })));
+  colour.append(...htp.colours.options());
   size.value = (sizes.find((each) => each.main && each.key !== "nodes") ?? sizes[0])?.key;
   const column = (key) => htp.columns.find((each) => each.key === key);
+  const { empty, strange, heated, ofClass, ofValue } = htp.colours;
 
   // A weight of several modules has its area in the first of them. Of other numbers, what modules share counts in each:
   // parts are drawn to scale of their sum, where that is more.
@@ -37,17 +37,6 @@
   };
   const labelOf = (module) => (ties(module).length ? `${module.label} · tied` : module.label);
 
-  const isDark = () => document.documentElement.dataset.theme === "dark";
-  const empty = () => (isDark() ? "#252a33" : "#eef0f4");
-  const strange = () => (isDark() ? "#b3303e" : "#e5808a");
-  const heated = (part) => {
-    const heat = Math.min(1, Math.max(0, part));
-    return isDark() ? `hsl(${225 - 205 * heat} 52% ${24 + 18 * heat}%)` : `hsl(${225 - 205 * heat} 76% ${90 - 26 * heat}%)`;
-  };
-  // Hues a golden angle apart, in the order in which the classes first occur: those of a file differ.
-  const order = new Map([...new Set(htp.modules.map((module) => module.class))].map((name, k) => [name, k]));
-  const classColour = (module) => `hsl(${(210 + order.get(module.class) * 137.5) % 360} ${isDark() ? "26% 31%" : "52% 86%"})`;
-
   // What is coloured. Of what adds up, a module that holds others has more than each of them: it shows what it has itself.
   function worth({ module, leaf }) {
     const { of, ownOf, additive } = column(colour.value);
@@ -56,16 +45,7 @@
   // The largest value that is drawn: in a part of the model, colours tell its modules apart.
   const mostDrawn = () => Math.max(0, ...boxes.map(worth).filter((value) => value !== null).map(Math.abs).filter(Number.isFinite));
 
-  function fill(box, most) {
-    if (colour.value === "class") return classColour(box.module);
-    const { additive } = column(colour.value);
-    const value = worth(box);
-    if (value === null) return empty();
-    if (!Number.isFinite(value)) return strange();
-    // Errors span many powers of ten, and what is wanted is where they begin.
-    if (additive) return heated(most ? Math.abs(value) / most : 0);
-    return heated(value === 0 || !most ? 0 : 1 + Math.log10(Math.abs(value) / most) / 6);
-  }
+  const fill = (box, most) => (colour.value === "class" ? ofClass(box.module) : ofValue(column(colour.value), worth(box), most));
 
   const swatch = (background, text) => htp.make("span", { className: "swatch" }, htp.make("i", { style: { background } }), text);
   function drawLegend(most) {
@@ -76,7 +56,7 @@
         areas.set(module.class, [area + width * height, module]);
       }
       const largest = [...areas.entries()].sort((a, b) => b[1][0] - a[1][0]);
-      legend.replaceChildren(...largest.slice(0, CLASSES).map(([name, [, module]]) => swatch(classColour(module), htp.simple(name) || "no class")),
+      legend.replaceChildren(...largest.slice(0, CLASSES).map(([name, [, module]]) => swatch(ofClass(module), htp.simple(name) || "no class")),
         largest.length > CLASSES ? `and ${largest.length - CLASSES} more classes` : "");
       return;
     }

@@ -60,9 +60,13 @@ htp.REASONS = REASONS;
   for (const module of htp.modules) {
     module.above = module.parent === null ? null : htp.modules[module.parent];
     module.above?.children.push(module);
-    module.depth = module.above ? module.above.depth + 1 : 0;
     module.label = !module.above ? module.path || "(root)" : module.above.path ? module.path.slice(module.above.path.length + 1) : module.path;
     module.own = module.own.map((id) => htp.nodes[id]);
+  }
+  // A module may stand before the one that holds it.
+  for (let level = htp.modules.filter((module) => !module.above), depth = 0; level.length; depth++) {
+    for (const module of level) module.depth = depth;
+    level = level.flatMap((module) => module.children);
   }
   for (const run of data.repeats) {
     const members = run.map((id) => htp.modules[id]);

@@ -423,7 +423,12 @@
     }
     return null;
   }
-  htp.table = { state, reveal, toggle, look, foldOf };
+  // As long as the table is not shown, it cannot be scrolled to what is selected.
+  function open() {
+    const at = state.rows.findIndex((row) => row.item === htp.selected);
+    if (at >= 0) scrollTo(at);
+  }
+  htp.table = { state, reveal, toggle, look, foldOf, open };
 
   // At first, as many levels as fit on a screen.
   state.open.add(htp.root);

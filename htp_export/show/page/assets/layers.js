@@ -1,0 +1,263 @@
+"use strict";
+// The graph by module: what stands in each module, how it is connected there, and where it is drawn.
+(function () {
+  const CARD = { width: 216, height: 44 };
+  const GAP = { x: 14, y: 24 };
+  const PAD = 12;
+  const LANE = 8; // between edges that pass by other cards, at the left
+  const LANES = 12; // of more, some are drawn on top of others
+  const ACROSS = 8; // cards beside each other; of more, there are several lines
+
+  // Each node lies in its owner, or in the deepest module above all of its owners.
+  const home = new Map(htp.nodes.map((node) => {
+    const [first, ...others] = node.owners.map((path) => htp.byPath.get(path) ?? htp.root);
+    let above = first ?? htp.root;
+    for (let other of others) {
+      while (above !== other) above.depth >= other.depth ? (above = above.above) : (other = other.above);
+    }
+    return [node, above];
+  }));
+  const consumers = htp.nodes.map(() => new Set());
+  for (const node of htp.nodes) for (const [, from] of node.inputs) if (from !== null) consumers[from].add(node);
+  const makers = new Map(htp.nodes.flatMap((node) => node.outputs.map(([name]) => [name, node])));
+  const end = (word) => ([name, type]) => ({ kind: "end", word, name, type, label: `${word} ${name}` });
+  const ends = { inputs: htp.data.inputs.map(end("in")), outputs: htp.data.outputs.map(end("out")) };
+  const containerOf = (item) => (item.kind === "node" ? home.get(item) : item.kind === "module" ? item.above : htp.root);
+
+  // Nodes that compute nothing: no parameters, and costs that are known to be zero.
+  const work = ["flops", "other_flops"].map((key) => htp.columns.find((column) => column.key === key));
+  const idle = (node) => !node.parameters && work.every((column) => column?.isSaid(node) && column.ofNode(node) === 0);
+  const trivial = htp.nodes.map(idle);
+
+  // Trivial nodes as part of a neighbour in the same module: of the producer of all that they read, else of the only
+  // consumer of what they make. No other path joins the two then, so that the graph stays without cycles. Returns the
+  // node that each node is a part of.
+  function merged() {
+    const head = htp.nodes.map((_, id) => id);
+    const parts = htp.nodes.map((node) => [node]);
+    const find = (id) => {
+      while (head[id] !== id) id = head[id] = head[head[id]];
+      return id;
+    };
+    function join(id, neighbours) {
+      const [into, other] = new Set(neighbours.map(find).filter((each) => each !== id));
+      if (into === undefined || other !== undefined || home.get(htp.nodes[into]) !== home.get(htp.nodes[id])) return;
+      head[id] = into;
+      parts[into].push(...parts[id]);
+    }
+    trivial.forEach((is, id) => is && join(id, htp.nodes[id].inputs.map(([, from]) => from).filter((from) => from !== null)));
+    for (let id = head.length - 1; id >= 0; id--) {
+      if (trivial[id] && head[id] === id) join(id, parts[id].flatMap((node) => [...consumers[node.id]].map((reader) => reader.id)));
+    }
+    return htp.nodes.map((_, id) => htp.nodes[find(id)]);
+  }
+
+  // What stands in each module, and the edges between these. `headOf` has the node that each node is drawn in.
+  function levels(headOf) {
+    const found = new Map(htp.modules.map((module) => [module, { items: new Set(), next: new Map(), entries: new Set(), exits: new Set() }]));
+    function link(from, to) {
+      let [a, b] = [from, to];
+      let [left, right] = [containerOf(a), containerOf(b)];
+      while (left !== right) {
+        if (left.depth >= right.depth) {
+          found.get(left).exits.add(a);
+          [a, left] = [left, left.above];
+        } else {
+          found.get(right).entries.add(b);
+          [b, right] = [right, right.above];
+        }
+      }
+      if (a === b) return;
+      const { next } = found.get(left);
+      if (!next.has(a)) next.set(a, new Set());
+      next.get(a).add(b);
+    }
+    const inputs = new Map(ends.inputs.map((input) => [input.name, input]));
+    for (const input of ends.inputs) found.get(htp.root).items.add(input);
+    for (const node of htp.nodes) {
+      const drawn = headOf[node.id];
+      for (let item = drawn, above = home.get(drawn); above && !found.get(above).items.has(item); [item, above] = [above, above.above]) found.get(above).items.add(item);
+      for (const [name, from] of node.inputs) {
+        const source = from === null ? inputs.get(name) : headOf[from];
+        if (source && source !== drawn) link(source, drawn);
+      }
+    }
+    for (const output of ends.outputs) {
+      found.get(htp.root).items.add(output);
+      const maker = makers.get(output.name);
+      const source = maker ? headOf[maker.id] : inputs.get(output.name);
+      if (source) link(source, output);
+    }
+    return found;
+  }
+
+  // Items in an order in which producers come first, as far as there is one, and the line that each is drawn in.
+  function ranked({ items, next, entries }) {
+    const before = new Map([...items].map((item) => [item, []]));
+    for (const [from, readers] of next) for (const to of readers) before.get(to).push(from);
+    const order = [];
+    const seen = new Set();
+    for (const item of items) {
+      const stack = seen.has(item) ? [] : [[item, 0]];
+      seen.add(item);
+      while (stack.length) {
+        const top = stack.at(-1);
+        const waiting = before.get(top[0])[top[1]++];
+        if (!waiting) order.push(stack.pop()[0]);
+        else if (!seen.has(waiting)) {
+          seen.add(waiting);
+          stack.push([waiting, 0]);
+        }
+      }
+    }
+    const rank = new Map();
+    for (const item of order) rank.set(item, 1 + before.get(item).reduce((most, from) => Math.max(most, rank.get(from) ?? -1), -1));
+    // What needs nothing stands right above what reads it.
+    for (const [item, readers] of next) {
+      if (before.get(item).length || entries.has(item)) continue;
+      const nearest = [...readers].reduce((least, reader) => Math.min(least, rank.get(reader)), Infinity);
+      rank.set(item, Math.max(0, nearest - 1));
+    }
+    const lines = [];
+    const column = new Map();
+    const middle = (item) => {
+      const from = before.get(item).map((each) => column.get(each)).filter((place) => place !== undefined);
+      return from.length ? from.reduce((sum, place) => sum + place, 0) / from.length : 0.5;
+    };
+    const byRank = [];
+    for (const item of order) (byRank[rank.get(item)] ??= []).push(item);
+    for (const line of byRank.filter(Boolean)) {
+      const wanted = new Map(line.map((item) => [item, middle(item)]));
+      line.sort((a, b) => wanted.get(a) - wanted.get(b));
+      for (let k = 0; k < line.length; k += ACROSS) lines.push(line.slice(k, k + ACROSS));
+      line.forEach((item, k) => column.set(item, (k + 0.5) / line.length));
+    }
+    return lines;
+  }
+
+  // The edges of a module by line, so that those in sight are found without the others. An edge to the next line is
+  // `direct`. Others leave their line at `starts`, pass by at the left along the `trunk` of their producer, and arrive at
+  // `ends`. Before the first line is the top of the module, after the last one its bottom; there, an end is null.
+  function edgesOf(level) {
+    const lineOf = new Map(level.lines.flatMap((line, k) => line.map((item) => [item, k])));
+    const count = level.lines.length;
+    const [direct, starts, ends] = [0, 1, 2].map(() => Array.from({ length: count + 2 }, () => []));
+    const trunks = new Map();
+    function add(from, to) {
+      const [start, stop] = [from ? lineOf.get(from) : -1, to ? lineOf.get(to) : count];
+      if (stop === start + 1) return direct[start + 1].push({ from, to });
+      if (!trunks.has(from)) {
+        trunks.set(from, { from, start: start + 1, first: stop, last: stop });
+        starts[start + 1].push(trunks.get(from));
+      }
+      const trunk = trunks.get(from);
+      trunk.first = Math.min(trunk.first, stop);
+      trunk.last = Math.max(trunk.last, stop);
+      ends[stop + 1].push({ to, trunk, back: stop <= start });
+    }
+    for (const to of level.entries) add(null, to);
+    for (const [from, readers] of level.next) for (const to of readers) add(from, to);
+    for (const from of level.exits) add(from, null);
+    const ending = [];
+    const from = ({ start, first }) => Math.min(start, first);
+    for (const trunk of [...trunks.values()].sort((a, b) => from(a) - from(b))) {
+      let lane = ending.findIndex((last) => last < from(trunk));
+      if (lane < 0) lane = ending.length < LANES ? ending.length : LANES - 1;
+      ending[lane] = Math.max(ending[lane] ?? 0, trunk.start, trunk.last);
+      trunk.lane = lane;
+    }
+    return { direct, starts, ends, trunks: [...trunks.values()], lanes: ending.length };
+  }
+
+  // A module or node with its size; an open module with what stands in it, and where.
+  function boxOf(item, found, open) {
+    if (item.kind !== "module" || !open.has(item)) return { item, ...CARD };
+    const level = found.get(item);
+    level.lines ??= ranked(level);
+    level.edges ??= edgesOf(level);
+    const { edges } = level;
+    const { lanes } = edges;
+    const lines = level.lines.map((line) => {
+      const boxes = line.map((each) => boxOf(each, found, open));
+      const width = boxes.reduce((sum, box) => sum + box.width + GAP.x, -GAP.x);
+      return { boxes, width, height: Math.max(...boxes.map((box) => box.height)) };
+    });
+    const left = PAD + (lanes ? lanes * LANE + PAD : 0);
+    const widest = lines.reduce((most, line) => Math.max(most, line.width), CARD.width);
+    let y = CARD.height + GAP.y;
+    for (const line of lines) {
+      line.y = y;
+      let x = left + (widest - line.width) / 2;
+      for (const box of line.boxes) {
+        Object.assign(box, { x, y });
+        x += box.width + GAP.x;
+      }
+      y += line.height + GAP.y;
+    }
+    return { item, width: left + widest + PAD, height: y, lines, edges };
+  }
+
+  // All boxes, each after the one around it, with their places in the whole drawing.
+  function laidOut(found, open) {
+    const root = boxOf(htp.root, found, open);
+    const boxes = [];
+    const pending = [[root, 0, 0, 0, null]];
+    while (pending.length) {
+      const [box, left, top, depth, around] = pending.pop();
+      Object.assign(box, { left, top, depth, around });
+      boxes.push(box);
+      for (const child of (box.lines ?? []).flatMap((line) => line.boxes).reverse()) pending.push([child, left + child.x, top + child.y, depth + 1, box]);
+    }
+    return { root, boxes, boxOf: new Map(boxes.map((box) => [box.item, box])) };
+  }
+
+  // The edges of an open module between two heights, as paths, and the first and last of its lines that are in sight.
+  function inSight(box, top, bottom, boxes) {
+    const { lines, edges } = box;
+    if (!lines.length) return { lines, paths: [] };
+    let [first, high] = [0, lines.length - 1];
+    while (first < high) {
+      const middle = (first + high) >> 1;
+      if (box.top + lines[middle].y + lines[middle].height < top) first = middle + 1;
+      else high = middle;
+    }
+    let last = first;
+    while (last + 1 < lines.length && box.top + lines[last + 1].y <= bottom) last++;
+    const lower = (k) => box.top + (k < 0 ? CARD.height : lines[k].y + lines[k].height); // the bottom of a line
+    const upper = (k) => (k < lines.length ? box.top + lines[k].y : box.top + box.height);
+    const centre = (item) => {
+      const { left, width } = item ? boxes.get(item) : box;
+      return left + width / 2;
+    };
+    const under = (item, k) => (item ? boxes.get(item).top + boxes.get(item).height : lower(k));
+    const laneOf = (trunk) => box.left + PAD + trunk.lane * LANE;
+    const half = GAP.y / 2;
+    const paths = [];
+    for (let k = first - 1; k <= last; k++) {
+      const y = lower(k);
+      for (const { from, to } of edges.direct[k + 1]) {
+        const [x, u] = [centre(from), centre(to)];
+        paths.push({ d: `M${x},${under(from, k)}V${y}C${x},${y + half} ${u},${y + half} ${u},${upper(k + 1)}`, ends: true });
+      }
+      for (const trunk of edges.starts[k + 1]) {
+        const [x, u] = [centre(trunk.from), laneOf(trunk)];
+        paths.push({ d: `M${x},${under(trunk.from, k)}V${y}C${x},${y + half} ${u},${y} ${u},${y + GAP.y}` });
+      }
+    }
+    for (let k = first; k <= last + 1; k++) {
+      const y = upper(k);
+      for (const { to, trunk, back } of edges.ends[k + 1]) {
+        const [x, u] = [laneOf(trunk), centre(to)];
+        paths.push({ d: `M${x},${y - GAP.y}C${x},${y} ${u},${y - half} ${u},${y}`, ends: true, back });
+      }
+    }
+    for (const trunk of edges.trunks) {
+      const start = upper(trunk.start);
+      const [y, v] = [Math.max(top, Math.min(start, lower(trunk.first - 1))), Math.min(bottom, Math.max(start, lower(trunk.last - 1)))];
+      if (y < v) paths.push({ d: `M${laneOf(trunk)},${y}V${v}` });
+    }
+    return { lines: lines.slice(first, last + 1), paths };
+  }
+
+  htp.layers = { CARD, home, consumers, trivial, merged, levels, laidOut, inSight };
+})();
