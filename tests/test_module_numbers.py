@@ -321,3 +321,17 @@ def test_nodes_of_no_module_are_the_roots_own_in_every_table(files: Files) -> No
     rows = {row.path: row for row in tree_rows(htp_export.load(made)).rows}
     assert (rows[""].nodes, rows[""].own_nodes) == (2, 1)
     assert (rows["conv"].nodes, rows["act"].nodes) == (0, 1)
+
+
+def test_quantized_weights_of_16_bits_are_weights_and_other_integers_are_not() -> None:
+    weight = ir.Value(name="w", const_value=ir.tensor([1, 2, 3], dtype=ir.DataType.INT16, name="w"))
+    places = ir.Value(name="p", const_value=ir.tensor([0, 1], dtype=ir.DataType.INT16, name="p"))
+    scale = ir.Value(name="s", const_value=ir.tensor(0.5, name="s"))
+    metadata = {tags.MODULE: "fc"}
+    restored = ir.node("DequantizeLinear", [weight, scale], metadata_props=metadata)
+    result = ir.node("Identity", [places], metadata_props=metadata)
+    made = [restored, result]
+    outputs = [restored.outputs[0], result.outputs[0]]
+    graph = ir.Graph([], outputs, nodes=made, initializers=[weight, places, scale], opset_imports={"": 21})
+    model = ir.Model(graph, ir_version=10)
+    assert htp_export.cost(model).modules["fc"].weight_bytes == 6

@@ -284,7 +284,7 @@ def _is_weight(value: ir.Value, reader: ir.Node) -> bool:
     dtype = tensor.dtype
     if dtype.is_floating_point() or dtype in _COMPLEX:
         return True
-    if dtype == ir.DataType.INT32:
+    if dtype in (ir.DataType.INT32, ir.DataType.INT16, ir.DataType.UINT16):
         return reader.op_type in _WITH_QUANTIZED_BIAS
     return dtype.is_integer() and dtype.bitwidth <= _QUANTIZED_BITS
 
