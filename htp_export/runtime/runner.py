@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,16 +65,33 @@ class Runner:
         Raises:
             OnnxRuntimeError: If ONNX Runtime cannot load the model, or cannot run it on this.
         """
+        with self.opened(names) as run:
+            return run(feed)
+
+    @contextlib.contextmanager
+    def opened(self, names: Sequence[str]) -> Iterator[Callable[[Mapping[str, Array]], dict[str, Array]]]:
+        """Load the model once, for several runs that return the same tensors.
+
+        Args:
+            names: Outputs of the model, or of any node of its main graph.
+
+        Raises:
+            OnnxRuntimeError: If ONNX Runtime cannot load the model; what is returned raises it if it cannot run it.
+        """
         names = list(dict.fromkeys(names))
         assert isinstance(self._model.source, bytes)
         source = self._model.source + _more_outputs(name for name in names if name not in self._outputs)
         with _weights_folder(self._model) as folder:
             session = Session(replace(self._model, source=source, folder=folder), self._settings, as_written())
-            results = session.run({name: feed[name] for name in session.inputs if name in feed}, names)
-        no_tensor = next((name for name, array in results.items() if not isinstance(array, np.ndarray)), None)
-        if no_tensor is not None:
-            raise OnnxRuntimeError(self._model.name, "run", f"{no_tensor!r} is no tensor")
-        return results
+
+            def run(feed: Mapping[str, Array]) -> dict[str, Array]:
+                results = session.run({name: feed[name] for name in session.inputs if name in feed}, names)
+                no_tensor = next((name for name, array in results.items() if not isinstance(array, np.ndarray)), None)
+                if no_tensor is not None:
+                    raise OnnxRuntimeError(self._model.name, "run", f"{no_tensor!r} is no tensor")
+                return results
+
+            yield run
 
 
 def _sharing_weights(model: ir.Model, name: str) -> RunnableModel:
