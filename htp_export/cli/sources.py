@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from htp_export.files.checkpoint import Checkpoint
     from htp_export.huggingface import ExampleCall
 
-__all__ = ["Call", "call_entry", "parse_overrides", "read_shapes"]
+__all__ = ["Call", "call_entry", "call_factory", "parse_overrides", "read_shapes"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,20 @@ class Call:
 def call_entry(entry: str, seed: int = 0) -> Call:
     """What ``package.module:factory`` returns: a model, and example inputs as a tuple or a dict.
 
-    The current folder is looked in first. The model is put in eval mode.
+    The model is put in eval mode.
+
+    Args:
+        entry: The factory.
+        seed: As for `call_factory`.
+
+    Raises:
+        ModelSourceError: If there is no such factory, if it raises (the cause), or if it returns anything else.
+    """
+    return _call(entry, call_factory(entry, seed))
+
+
+def call_factory(entry: str, seed: int = 0) -> Any:
+    """What ``package.module:factory`` returns. The current folder is looked in first.
 
     Args:
         entry: The factory.
@@ -78,7 +91,7 @@ def call_entry(entry: str, seed: int = 0) -> Call:
             Afterwards the generator is as it was.
 
     Raises:
-        ModelSourceError: If there is no such factory, if it raises (the cause), or if it returns anything else.
+        ModelSourceError: If there is no such factory, or if it raises (the cause).
     """
     import torch
 
@@ -97,14 +110,13 @@ def call_entry(entry: str, seed: int = 0) -> Call:
             raise ModelSourceError(entry, f"module {module_name!r} has no function {attribute!r}")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            made = factory()
+            return factory()
     except ModelSourceError:
         raise
     except Exception as error:  # the user's own code
         raise ModelSourceError(entry, f"raised {_told(error)}") from error
     finally:
         sys.path.remove(folder)
-    return _call(entry, made)
 
 
 def _told(error: Exception) -> str:

@@ -112,14 +112,14 @@ def quantize_static(
 def _warn_of_saturation(options: Mapping[str, Any]) -> None:
     """Say that products may saturate here: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html"""
     signed = getattr(options.get("weight_type"), "name", "QInt8") == "QInt8"
-    if signed and not options.get("reduce_range") and _saturates():
+    if signed and not options.get("reduce_range") and saturates():
         _log.warning(
             "this processor has no VNNI: ONNX Runtime's products of 8-bit integers saturate on it, and results can be "
             "far off. Quantize with reduce_range=true, or with unsigned weights"
         )
 
 
-def _saturates() -> bool:
+def saturates() -> bool:
     """Whether it is an x86 processor without VNNI; not known, and so False, where Linux does not say."""
     try:
         lines = _PROCESSORS.read_text(encoding="utf-8", errors="replace").splitlines()
