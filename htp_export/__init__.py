@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from htp_export.attention.decomposing import decomposed_attention
+    from htp_export.compress.compressed import CompressedModule, Quantized
     from htp_export.compress.lora import InsertedLora, LoraLayer, insert_lora
     from htp_export.compress.lora_files import FusedLora, LoraAdapter, fuse_lora, lora_adapter
     from htp_export.compress.plan_exporting import PlanFile, export_plan
+    from htp_export.compress.precisions import Precision
     from htp_export.compress.pruned import Pruned, PrunedModule
     from htp_export.compress.pruning import prune
+    from htp_export.compress.quantizing import quantize
     from htp_export.costs.costing import cost
     from htp_export.costs.result import Cost
     from htp_export.costs.work import Work
@@ -58,6 +61,7 @@ __all__ = [
     "Block",
     "Carried",
     "Comparison",
+    "CompressedModule",
     "Contamination",
     "Cost",
     "Extraction",
@@ -81,9 +85,11 @@ __all__ = [
     "Optimized",
     "Partition",
     "PlanFile",
+    "Precision",
     "Profile",
     "Pruned",
     "PrunedModule",
+    "Quantized",
     "Region",
     "Splice",
     "Stage",
@@ -116,6 +122,7 @@ __all__ = [
     "partition",
     "profile",
     "prune",
+    "quantize",
     "splice",
     "tagging",
     "verify",
@@ -128,6 +135,7 @@ _HOMES = {
     "Block": "fingerprints.blocks",
     "Carried": "provenance.carrying",
     "Comparison": "run.results",
+    "CompressedModule": "compress.compressed",
     "Contamination": "exporter.repair_report",
     "Cost": "costs.result",
     "Extraction": "surgery.extraction",
@@ -138,9 +146,9 @@ _HOMES = {
     "Hierarchy": "format.hierarchy",
     "HtpExportError": "errors",
     "Inlined": "model.inlining",
-    "Inspected": "inspection.inspected",
     "InputError": "errors",
     "InsertedLora": "compress.lora",
+    "Inspected": "inspection.inspected",
     "LoraAdapter": "compress.lora_files",
     "LoraLayer": "compress.lora",
     "ModelDifference": "differences.differing",
@@ -151,9 +159,11 @@ _HOMES = {
     "Optimized": "passes.results",
     "Partition": "surgery.partitions",
     "PlanFile": "compress.plan_exporting",
+    "Precision": "compress.precisions",
     "Profile": "run.latency",
     "Pruned": "compress.pruned",
     "PrunedModule": "compress.pruned",
+    "Quantized": "compress.compressed",
     "Region": "model.tagged",
     "Splice": "surgery.splicing",
     "Stage": "surgery.stages",
@@ -186,6 +196,7 @@ _HOMES = {
     "partition": "surgery.staging",
     "profile": "run.latency",
     "prune": "compress.pruning",
+    "quantize": "compress.quantizing",
     "splice": "surgery.splicing",
     "tagging": "exporter.exporting",
     "verify": "run.verifying",

@@ -111,8 +111,8 @@ class Precision:
         if self.bits not in (0, bits):
             raise InputError(f"precision {self.name!r}: {self.weight} has {bits} bits, not {self.bits!r}")
         object.__setattr__(self, "bits", bits)
-        if method == Method.WEIGHTS and bits != 4 and self.algorithm == Algorithm.GPTQ:
-            raise InputError(f"precision {self.name!r}: {self.algorithm} rounds to 4 bits, not {bits}")
+        if method == Method.WEIGHTS and bits != 4 and self.algorithm in (Algorithm.GPTQ, Algorithm.HQQ):
+            raise InputError(f"precision {self.name!r}: with {self.algorithm}, ONNX Runtime runs 4 bits, not {bits}")
 
     def __str__(self) -> str:
         return self.name

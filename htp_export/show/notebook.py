@@ -36,6 +36,7 @@ def in_notebook(result: object) -> str | None:
 
 
 def _table(result: object) -> RenderableType | None:
+    from htp_export.compress.compressed import Quantized
     from htp_export.costs.module_tree import ModuleTree
     from htp_export.costs.result import Cost
     from htp_export.run.latency import Profile
@@ -50,6 +51,10 @@ def _table(result: object) -> RenderableType | None:
             from htp_export.show.costs import render_cost
 
             return render_cost(result, list(result.modules.values()))
+        case Quantized():
+            from htp_export.show.compression import render_quantized
+
+            return render_quantized(result, list(result.modules.values()))
         case ModuleTree():
             from htp_export.show.tree import render
 

@@ -1,0 +1,121 @@
+"""The inputs on which static ranges are measured: what a user gives, one run at a time, or random values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import onnx_ir as ir
+
+from htp_export.errors import InputError
+from htp_export.files.npz_file import read_npz
+from htp_export.process.progress import counted
+from htp_export.runtime.arrays import Array
+from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.runner import Runner
+from htp_export.runtime.sessions import SessionSettings
+
+__all__ = ["Data", "Samples", "activations", "samples_of"]
+
+Data: TypeAlias = Mapping[str, Any] | Iterable[Mapping[str, Any]] | str | os.PathLike[str]
+"""One run: input name → array, or an ``.npz`` file; several runs: an iterable of these."""
+
+_RANDOM_RUNS = 4
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The inputs of several runs; each iteration starts from the first one.
+
+    Attributes:
+        given: What the user gave; None for random values.
+        inputs: The inputs of the model.
+        dims: Name of an open dimension → size, for random values.
+        seed: Of random values.
+    """
+
+    given: Iterable[Mapping[str, Any]] | None
+    inputs: Inputs
+    dims: Mapping[str, int] | None = None
+    seed: int = 0
+
+    @property
+    def random(self) -> bool:
+        """Whether the values are random, so that they say nothing about accuracy."""
+        return self.given is None
+
+    def __iter__(self) -> Iterator[Mapping[str, Array]]:
+        number = -1
+        if self.given is None:
+            for number in counted(range(_RANDOM_RUNS), "random runs"):
+                yield self.inputs.random(self.dims, seed=self.seed + number).arrays
+            return
+        listed = self.given
+        for number, feed in enumerate(counted(listed, "runs") if isinstance(listed, Sequence) else listed):
+            try:
+                arrays = self.inputs.feed(feed).arrays
+            except InputError as error:
+                raise InputError(f"data, run {number}: {error}") from error
+            yield arrays
+        if number < 0:
+            raise InputError("data has no runs; give a mapping from input names to arrays for each")
+
+
+def samples_of(
+    data: Data | None, model: ir.Model, dims: Mapping[str, int] | None = None, seed: int = 0, *, passes: int = 1
+) -> Samples:
+    """The runs that a user's data stands for.
+
+    Args:
+        data: The data; None for random values.
+        model: The model.
+        dims: Name of an open dimension → size, for random values.
+        seed: Of random values.
+        passes: How often they are read. An iterator, which can be read once, is kept in memory if they are read again.
+
+    Raises:
+        InputError: If it is something else.
+        FileError: If an ``.npz`` file cannot be read.
+    """
+    inputs = Inputs.of(model)
+    if data is None:
+        return Samples(None, inputs, dims, seed)
+    if isinstance(data, str | os.PathLike):
+        return Samples([read_npz(Path(data))], inputs)
+    if isinstance(data, Mapping):
+        return Samples([data], inputs)
+    if not isinstance(data, Iterable):
+        raise InputError(f"data are arrays by input name, several of these, or an .npz file, not {type(data).__name__}")
+    once = iter(data) is data
+    return Samples(list(data) if once and passes > 1 else data, inputs)
+
+
+@contextmanager
+def activations(
+    model: ir.Model, name: str, samples: Samples, wanted: Sequence[str]
+) -> Iterator[Iterator[dict[str, Array]]]:
+    """Run a model on samples, one after another, and give the values of some of its tensors.
+
+    Args:
+        model: The model.
+        name: Its name in errors.
+        samples: The inputs.
+        wanted: Names of inputs of the model and of tensors of its main graph.
+    """
+    given = {str(value.name) for value in model.graph.inputs}
+    computed = [tensor for tensor in wanted if tensor not in given]
+    known = [tensor for tensor in wanted if tensor in given]
+
+    def read() -> Iterator[dict[str, Array]]:
+        for arrays in samples:
+            yield {tensor: arrays[tensor] for tensor in known} | (run(arrays) if computed else {})
+
+    if not computed:
+        yield read()
+        return
+    with Runner(model, name, SessionSettings()).opened(computed) as run:
+        yield read()

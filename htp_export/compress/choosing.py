@@ -1,0 +1,237 @@
+"""What a plan does to a model, before anything is run: which nodes get which precision, and the bytes of weights."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import onnx_ir as ir
+
+from htp_export.compress.blocks import block_bytes, takes_blocks
+from htp_export.compress.casting import Ports, ports_of
+from htp_export.compress.integers import WITH_PRODUCER, dynamic_bytes, static_bytes, takes_dynamic, takes_static
+from htp_export.compress.plans import Assigned, assigned
+from htp_export.compress.precisions import Method, Precision
+from htp_export.compress.submodels import constant_of
+from htp_export.errors import InputError
+from htp_export.format import tags
+from htp_export.model.module_facts import contents_of
+from htp_export.model.tagged import TaggedModel
+
+__all__ = ["Choice", "choose"]
+
+_FIRST_QDQ, _FIRST_PER_CHANNEL = 10, 13  # opsets
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which nodes of a model get which precision.
+
+    Attributes:
+        tagged: The model.
+        found: The precisions of modules and nodes, as the rules say.
+        nodes: Precision → the nodes that get it, in order.
+        ports: Node that is cast → what it can read and make in the other type.
+        left: Precision → the other nodes of its modules that read or make floats.
+    """
+
+    tagged: TaggedModel
+    found: Assigned[Precision]
+    nodes: Mapping[Precision, Sequence[ir.Node]]
+    ports: Mapping[ir.Node, Ports]
+    left: Mapping[Precision, Sequence[ir.Node]]
+
+    @property
+    def calibrated(self) -> list[Precision]:
+        """The precisions that need data."""
+        return [precision for precision in self.nodes if precision.calibrated]
+
+    @cached_property
+    def precision_of(self) -> Mapping[ir.Node, Precision]:
+        """Node → the precision that it gets."""
+        return {node: precision for precision, nodes in self.nodes.items() for node in nodes}
+
+    def precisions(self) -> dict[str, str]:
+        """Module path → the name of its precision, ``mixed`` for several, ``fp32`` for none."""
+        weighty = [node for node in self.tagged.nodes if node in self.precision_of or _has_weights(node)]
+        words: dict[str, set[str]] = {}
+        for node in weighty:
+            precision = self.precision_of.get(node, self.found.nodes.get(node))
+            word = "fp32" if precision is None or precision.method == Method.KEEP else precision.name
+            taken = node in self.precision_of
+            for path in self.tagged.index.works[node].modules or ("",):
+                words.setdefault(path, set()).add(word if taken or word == "fp32" else f"?{word}")
+        return {path: _said(words.get(path, set())) for path in self.tagged}
+
+    def predicted(self) -> dict[str, int]:
+        """Module path → bytes of its weights afterwards, without the scales of activations."""
+        contents = contents_of(self.tagged).modules
+        weights = frozenset(value for module in contents.values() for value in module.own_weights)
+        sizes: dict[ir.Node, dict[Hashable, int]] = {}
+        for node in self.tagged.nodes:
+            sizes[node] = dict(
+                _sizes(node, weights, self.precision_of.get(node), self.ports.get(node), self.precision_of)
+            )
+        found: dict[str, int] = {}
+        for path in self.tagged:
+            below = self.tagged.index.below.get(path, ()) if path else self.tagged.nodes
+            whole: dict[Hashable, int] = {}
+            for node in below:
+                whole |= sizes[node]
+            found[path] = sum(whole.values())
+        return found
+
+    def counted(self, nodes: Mapping[Precision, Sequence[ir.Node]]) -> dict[str, dict[str, int]]:
+        """Name of a precision → operator type → number of nodes."""
+        return {
+            precision.name: dict(Counter(node.op_type for node in listed).most_common())
+            for precision, listed in nodes.items()
+            if listed
+        }
+
+
+def choose(tagged: TaggedModel, rules: Mapping[str, Precision]) -> Choice:
+    """Find out what a plan does to a model. No weights are read.
+
+    Args:
+        tagged: The model.
+        rules: Selector → precision, in order.
+
+    Raises:
+        InputError: If a rule matches no module, or none of its operators takes the precision.
+    """
+    found = assigned(tagged, rules)
+    types = tagged.inferred
+    values = (value for node in tagged.nodes for value in (*node.inputs, *node.outputs) if value is not None)
+    dtypes = {value: types.dtype(value) for value in values if isinstance(types.type(value), ir.TensorType)}
+    by_name = {str(value.name): dtype for value, dtype in dtypes.items()}
+    opset = tagged.model.graph.opset_imports.get("", 1)
+    nodes: dict[Precision, list[ir.Node]] = {}
+    left: dict[Precision, list[ir.Node]] = {}
+    ports: dict[ir.Node, Ports] = {}
+    taken: dict[ir.Value | None, Precision] = {}
+    for node, precision in found.nodes.items():
+        if precision.method == Method.KEEP:
+            continue
+        _check_opset(precision, opset)
+        alone = node.op_type in WITH_PRODUCER and taken.get(node.inputs[0]) != precision
+        if not (alone and precision.method == Method.STATIC) and _takes(
+            node, precision, tagged.model, opset, dtypes, by_name, ports
+        ):
+            nodes.setdefault(precision, []).append(node)
+            taken.update(dict.fromkeys(node.outputs, precision))
+        elif any(dtypes.get(value) == ir.DataType.FLOAT for value in node.outputs):
+            left.setdefault(precision, []).append(node)
+    choice = Choice(tagged, found, nodes, ports, left)
+    _check_rules(choice, rules)
+    return choice
+
+
+def _takes(
+    node: ir.Node,
+    precision: Precision,
+    model: ir.Model,
+    opset: int,
+    dtypes: Mapping[ir.Value, ir.DataType | None],
+    by_name: Mapping[str, ir.DataType | None],
+    ports: dict[ir.Node, Ports],
+) -> bool:
+    if precision.method == Method.CAST:
+        found = ports_of(node, opset, precision, dtypes)
+        if found is not None:
+            ports[node] = found
+        return found is not None
+    if precision.method == Method.WEIGHTS:
+        return takes_blocks(node, precision) and (node.graph is model.graph or not precision.calibrated)
+    if node.graph is not model.graph:  # ONNX Runtime's quantizers read no subgraphs
+        return False
+    return takes_dynamic(node) if precision.method == Method.DYNAMIC else takes_static(node, by_name)
+
+
+def _check_opset(precision: Precision, opset: int) -> None:
+    needed = _FIRST_PER_CHANNEL if precision.per_channel else _FIRST_QDQ
+    if precision.method in (Method.STATIC, Method.DYNAMIC) and opset < needed:
+        raise InputError(f"precision {precision.name!r} needs opset {needed} or later, and the model has {opset}")
+
+
+def _check_rules(choice: Choice, rules: Mapping[str, Precision]) -> None:
+    """Refuse a rule that changes nothing because no operator of its modules takes its precision."""
+    tagged = choice.tagged
+    for selector, precision in rules.items():
+        if precision.method == Method.KEEP:
+            continue
+        holding = {path for path in choice.found.named[selector] if choice.found.modules[path] == precision}
+        if not holding:
+            continue  # later rules say otherwise of all of its modules
+        owned = [node for node in tagged.nodes if holding.intersection(tagged.owners_of(node))]
+        if any(node in choice.precision_of for node in owned):
+            continue
+        kinds = Counter(node.op_type for node in owned)
+        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) or "no operators"
+        what = next(iter(sorted(holding, key=tags.path_order)))
+        more = f" and {len(holding) - 1} more" if len(holding) > 1 else ""
+        raise InputError(
+            f"rule {selector!r}: no operator of module {what or '(root)'!r}{more} takes {precision.name}; "
+            f"there are: {listed}"
+        )
+
+
+def _has_weights(node: ir.Node) -> bool:
+    return any(value is not None and value.is_initializer() for value in node.inputs)
+
+
+def _said(words: set[str]) -> str:
+    """The one precision; nodes that stay as they are in modules of it do not count beside others."""
+    sure = {word for word in words if not word.startswith("?")}
+    open_ones = {word.removeprefix("?") for word in words if word.startswith("?")}
+    if not sure or not open_ones <= sure:
+        sure |= {"fp32"} if open_ones or not sure else set()
+    return sure.pop() if len(sure) == 1 else "mixed"
+
+
+def _sizes(
+    node: ir.Node,
+    weights: Collection[ir.Value],
+    precision: Precision | None,
+    ports: Ports | None,
+    taken: Collection[ir.Node],
+) -> Iterator[tuple[Hashable, int]]:
+    """The weights that a node reads afterwards, and their bytes; equal weights of several nodes are equal."""
+    for place, value in enumerate(node.inputs):
+        tensor = constant_of(value)
+        if value is None or tensor is None:
+            continue
+        if (
+            node.op_type == "Identity"
+            and precision is None
+            and all(use.node in taken for use in node.outputs[0].uses())
+        ):
+            continue  # it goes with them
+        maker = value.producer()
+        if maker is not None and maker in taken and maker.op_type == "Identity":
+            continue  # it is cast itself
+        size = None if precision is None else _size_in(node, place, tensor, precision, ports)
+        if size is not None:
+            yield (value, precision), size
+        elif value in weights:
+            yield value, tensor.nbytes
+
+
+def _size_in(
+    node: ir.Node, place: int, tensor: ir.TensorProtocol, precision: Precision, ports: Ports | None
+) -> int | None:
+    """The bytes of a weight in a precision; None if it stays as it is."""
+    if tensor.dtype != ir.DataType.FLOAT or not len(tensor.shape):
+        return None  # numbers are no weights
+    if precision.method == Method.CAST:
+        converted = ports is not None and place in ports.inputs
+        return 2 * math.prod(tensor.shape.numpy()) if converted else None
+    main = place == (0 if node.op_type == "Gather" else 1)
+    if precision.method == Method.WEIGHTS:
+        return block_bytes(node, precision) if main else None
+    if precision.method == Method.DYNAMIC:
+        return dynamic_bytes(node, tensor, precision) if main else None
+    return static_bytes(node, place, tensor, precision)

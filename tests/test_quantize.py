@@ -1,0 +1,580 @@
+"""quantize: exactly the chosen modules change, every node is tagged, bytes are as predicted, and the result runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.compress.casting import narrowed
+from htp_export.errors import FileError, InputError, SelectorError, ToolError, UntaggedModelError
+from htp_export.format import tags
+from tests.nets import EXPORTERS, spread
+
+IDS = np.arange(14, dtype=np.int64).reshape(2, 7)
+PRECISIONS = ["int8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp16"]
+INSERTED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast", "Mul"}
+
+
+class Net(nn.Module):
+    """A table, products with and without bias, a norm, and a head: three and two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 64)
+        self.first = nn.Linear(64, 48)
+        self.act = nn.ReLU()
+        self.norm = nn.LayerNorm(48)
+        self.second = nn.Linear(48, 40, bias=False)
+        self.head = nn.Linear(40, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.act(self.first(self.table(ids))))
+        return self.head(self.second(x).mean(1))
+
+
+def written(model: nn.Module, inputs: tuple[Any, ...], file: Path, exporter: str, names: list[str]) -> Path:
+    options = {} if exporter == "dynamo" else {"input_names": names}
+    htp_export.export(spread(model.eval()), inputs, file, dynamo=exporter == "dynamo", verbose=False, **options)
+    return file
+
+
+@pytest.fixture(scope="module", params=EXPORTERS)
+def net(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("net") / "net.onnx"
+    torch.manual_seed(0)
+    return written(Net(), (torch.from_numpy(IDS),), file, request.param, ["ids"])
+
+
+def node_bytes(model: onnx.ModelProto) -> dict[str, bytes]:
+    """First output → a node with everything that it says."""
+    return {node.output[0]: node.SerializeToString(deterministic=True) for node in model.graph.node}
+
+
+def outside(file: Path, chosen: str) -> list[str]:
+    """The first outputs of the nodes of which no owner is in the modules of a selector."""
+    tagged = htp_export.load(file)
+    inside = set(tags.select_below(chosen, tagged.hierarchy.classes))
+    return [str(node.outputs[0].name) for node in tagged.nodes if not inside.intersection(tagged.owners_of(node))]
+
+
+def assert_others_are_the_same(before: Path, after: Path, chosen: str) -> None:
+    """The nodes outside of the chosen modules, their order and their weights are the same, bit for bit."""
+    others = outside(before, chosen)
+    old, new = onnx.load(before), onnx.load(after)
+    was, now = node_bytes(old), node_bytes(new)
+    assert [name for name in now if name in set(others)] == [name for name in was if name in set(others)]
+    assert {name: now[name] for name in others} == {name: was[name] for name in others}
+    read = {name for node in old.graph.node if node.output[0] in set(others) for name in node.input}
+    weights = {tensor.name: tensor for tensor in new.graph.initializer}
+    for tensor in old.graph.initializer:
+        if tensor.name in read:
+            assert np.array_equal(onnx.numpy_helper.to_array(tensor), onnx.numpy_helper.to_array(weights[tensor.name]))
+    assert [value.SerializeToString() for value in old.graph.output] == [
+        value.SerializeToString() for value in new.graph.output
+    ]
+
+
+def assert_tagged(before: Path, after: Path, chosen: str) -> None:
+    """Every node has an owner, and what was inserted belongs to the chosen modules."""
+    tagged, original = htp_export.load(after), htp_export.load(before)
+    assert not tagged.untagged
+    inside = set(tags.select_below(chosen, original.hierarchy.classes))
+    known = {(node.op_type, node.outputs[0].name) for node in original.nodes}
+    for node in tagged.nodes:
+        if (node.op_type, node.outputs[0].name) not in known:
+            assert set(tagged.owners_of(node)) <= inside, (node.op_type, node.name, tagged.owners_of(node))
+
+
+def outputs(file: Path, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+    from onnxruntime import InferenceSession
+
+    return InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, feed)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("chosen", [".", "first", "second", "head", "class:Linear"])
+def test_exactly_the_chosen_modules_change(net: Path, precision: str, chosen: str, tmp_path: Path) -> None:
+    file = tmp_path / "quantized.onnx"
+    result = htp_export.quantize(net, {chosen: precision}, file, data={"ids": IDS})
+    assert_others_are_the_same(net, file, chosen)
+    assert_tagged(net, file, chosen)
+    onnx.checker.check_model(str(file))
+    [expected], [found] = outputs(net, {"ids": IDS}), outputs(file, {"ids": IDS})
+    error = np.abs(found - expected).max() / np.abs(expected).max()
+    assert 0 < error < (0.5 if precision == "int4" else 0.1)
+    predicted = htp_export.quantize(net, {chosen: precision}, dry_run=True)
+    sizes = {path: module.bytes_after for path, module in result.modules.items()}
+    assert sizes == {path: module.bytes_after for path, module in predicted.modules.items()}
+    counted = htp_export.cost(file).modules
+    assert sizes == {path: counted[path].weight_bytes for path in sizes}
+    assert (
+        result.modules[""].bytes_after
+        < result.modules[""].bytes_before
+        == htp_export.cost(net).modules[""].weight_bytes
+    )
+
+
+def test_a_plan_of_several_precisions_is_applied_in_turn(net: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mixed.onnx"
+    plan = {
+        ".": "int8",
+        "table": "int4",
+        "second": "int8-dynamic",
+        "norm": "fp32",
+        "head": "fp16",
+    }
+    result = htp_export.quantize(net, plan, file, data=[{"ids": IDS}, {"ids": IDS[::-1]}])
+    found = {path: module.precision for path, module in result.modules.items()}
+    assert found == {
+        "": "mixed", "table": "int4", "first": "int8", "act": "int8", "norm": "fp32", "second": "int8-dynamic",
+        "head": "fp16",
+    }  # fmt: skip
+    by_module = {path: {node.op_type for node in htp_export.load(file)[path].nodes} for path in found if path}
+    assert by_module["table"] == {"GatherBlockQuantized"}
+    assert by_module["first"] >= {"QuantizeLinear", "DequantizeLinear", "MatMul", "Add"}
+    assert by_module["second"] >= {"DynamicQuantizeLinear", "MatMulInteger"}
+    assert by_module["head"] == {"Cast", "Gemm"}
+    assert_others_are_the_same(net, file, "**,!norm")
+    assert not result.tagged.untagged
+    predicted = htp_export.quantize(net, plan, dry_run=True)
+    assert {path: m.bytes_after for path, m in predicted.modules.items()} == {
+        path: m.bytes_after for path, m in result.modules.items()
+    }
+    [expected], [quantized] = outputs(net, {"ids": IDS}), outputs(file, {"ids": IDS})
+    assert np.abs(quantized - expected).max() < 0.5 * np.abs(expected).max()
+
+
+def test_later_rules_keep_modules_as_they_are(net: Path, tmp_path: Path) -> None:
+    file = tmp_path / "quantized.onnx"
+    htp_export.quantize(net, {".": "int4", "head": "fp32"}, file)
+    assert_others_are_the_same(net, file, "**,!head")
+    assert {node.op_type for node in htp_export.load(file)["head"].nodes} == {"Gemm"}
+
+
+@pytest.mark.parametrize("algorithm", ["default", "rtn", "hqq", "gptq", "k-quant"])
+def test_weights_are_rounded_by_each_algorithm(net: Path, algorithm: str, tmp_path: Path) -> None:
+    file = tmp_path / "quantized.onnx"
+    plan = {"class:Linear": {"precision": "int4", "algorithm": algorithm, "block_size": 32}}
+    result = htp_export.quantize(net, plan, file, data={"ids": IDS})
+    nodes = [node for node in result.model.graph if node.op_type == "MatMulNBits"]
+    assert [node.attributes["block_size"].as_int() for node in nodes] == [32, 32, 32]
+    [expected], [found] = outputs(net, {"ids": IDS}), outputs(file, {"ids": IDS})
+    assert 0 < np.abs(found - expected).max() < 0.3 * np.abs(expected).max()
+    predicted = htp_export.quantize(net, plan, dry_run=True)
+    assert predicted.modules[""].bytes_after == result.modules[""].bytes_after
+
+
+def test_symmetric_weights_have_no_zero_points(net: Path) -> None:
+    plan = {"class:Linear": {"precision": "int4", "symmetric": True}}
+    result = htp_export.quantize(net, plan)
+    assert {len(node.inputs) for node in result.model.graph if node.op_type == "MatMulNBits"} == {3}
+    assert htp_export.quantize(net, plan, dry_run=True).modules[""].bytes_after == result.modules[""].bytes_after
+
+
+@pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
+def test_ranges_are_measured_by_each_method(net: Path, method: str, tmp_path: Path) -> None:
+    file = tmp_path / "quantized.onnx"
+    runs = [{"ids": (IDS + k) % 50} for k in range(3)]
+    htp_export.quantize(net, {".": {"precision": "int8", "calibration": method}}, file, data=runs)
+    [expected], [found] = outputs(net, {"ids": IDS}), outputs(file, {"ids": IDS})
+    assert 0 < np.abs(found - expected).max() < 0.2 * np.abs(expected).max()
+
+
+def test_ranges_are_those_of_all_runs(net: Path) -> None:
+    def scale(data: Any) -> float:
+        result = htp_export.quantize(net, {"first": "int8"}, data=data)
+        [node] = [node for node in result.model.graph if node.op_type == "QuantizeLinear"][:1]
+        return float(node.inputs[1].const_value.numpy())
+
+    first, second = {"ids": IDS % 3}, {"ids": IDS}
+    assert scale([first]) < scale([first, second]) == scale([second, first]) == scale(iter([first, second]))
+
+
+def test_one_run_is_in_memory_at_a_time(net: Path) -> None:
+    alive: list[weakref.ref[np.ndarray]] = []
+
+    def runs() -> Iterator[dict[str, np.ndarray]]:
+        for number in range(6):
+            assert sum(ref() is not None for ref in alive) <= 2  # the last one, and the one before it on its way out
+            array = (IDS + number) % 50
+            alive.append(weakref.ref(array))
+            yield {"ids": array}
+            del array
+
+    htp_export.quantize(net, {"first": "int8"}, data=runs())
+    assert len(alive) == 6
+
+
+def test_an_iterator_serves_two_precisions(net: Path) -> None:
+    result = htp_export.quantize(net, {"first": "int8", "second": "uint8"}, data=iter([{"ids": IDS}]))
+    assert {name: sum(kinds.values()) for name, kinds in result.operators.items()} == {"int8": 2, "uint8": 1}
+
+
+def test_random_inputs_are_said_to_mean_nothing(net: Path, caplog: pytest.LogCaptureFixture) -> None:
+    result = htp_export.quantize(net, {"first": "int8"})
+    assert "accuracy of this model means nothing" in caplog.text
+    assert any("means nothing" in note for note in result.notes)
+    caplog.clear()
+    assert htp_export.quantize(net, {"first": "int4"}).notes == ()
+    assert not caplog.text
+
+
+def test_logging_of_the_program_stays_as_it_was(net: Path) -> None:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    htp_export.quantize(net, {".": "int8-dynamic", "head": "int4"})
+    assert (root.handlers[:], root.level) == before
+
+
+class TestCasts:
+    def test_stand_at_borders_alone(self, net: Path) -> None:
+        model = htp_export.quantize(net, {"class:Linear,act,norm": "fp16"}).model
+        owners = [node.metadata_props[tags.MODULE] for node in model.graph if node.op_type == "Cast"]
+        assert owners == ["first", "second", "head", "head"]
+
+    def test_are_placed_once_for_all_readers_in_a_type(self, tmp_path: Path) -> None:
+        class Two(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                x = torch.tanh(x)
+                return self.a(x) * self.b(x) + self.c(x)
+
+        file = written(Two(), (torch.randn(2, 8),), tmp_path / "two.onnx", "dynamo", ["x"])
+        model = htp_export.quantize(file, {"a,b": "fp16"}).model
+        casts = [node for node in model.graph if node.op_type == "Cast"]
+        assert [json.loads(node.metadata_props.get(tags.OWNERS, "[]")) for node in casts] == [["a", "b"], [], []]
+        assert [node.attributes["to"].as_int() for node in casts] == [10, 1, 1]
+
+    def test_weights_keep_their_names_and_those_that_others_read_stay(self, tmp_path: Path) -> None:
+        class Tied(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+                self.b.weight = self.a.weight
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.b(torch.relu(self.a(x)))
+
+        torch.manual_seed(0)
+        file = written(Tied(), (torch.randn(2, 3, 8),), tmp_path / "tied.onnx", "torchscript", ["x"])
+        before = set(htp_export.load(file).model.graph.initializers)
+        both = htp_export.quantize(file, {".": "fp16"}).model.graph.initializers
+        assert {name: value.const_value.dtype for name, value in both.items()} == dict.fromkeys(
+            before, ir.DataType.FLOAT16
+        )
+        assert "Identity" in {node.op_type for node in htp_export.load(file).model.graph}  # what torch makes of it
+        one = htp_export.quantize(file, {"a": "fp16"}).model.graph.initializers
+        assert {value.const_value.dtype for name, value in one.items() if name in before} == {ir.DataType.FLOAT}
+        assert len(one) == len(before) + 1
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8-dynamic", "int8", "fp16"])
+def test_a_weight_behind_an_identity_is_a_weight(precision: str, tmp_path: Path) -> None:
+    class Equal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(torch.tanh(self.a(x)))
+
+    x = torch.randn(2, 3, 32)
+    file = written(Equal(), (x,), tmp_path / "equal.onnx", "torchscript", ["x"])
+    for plan in ({".": precision}, {"b": precision}):
+        target = tmp_path / "quantized.onnx"
+        result = htp_export.quantize(file, plan, target, data={"x": x.numpy()})
+        assert "Identity" not in {node.op_type for node in result.model.graph} or precision == "fp16"
+        assert htp_export.quantize(file, plan, dry_run=True).modules[""].bytes_after == result.modules[""].bytes_after
+        assert 0 < np.abs(outputs(file, {"x": x.numpy()})[0] - outputs(target, {"x": x.numpy()})[0]).max() < 0.5
+
+    def test_numbers_stay_finite_and_no_number_becomes_zero(self) -> None:
+        array = np.array([-3.4028235e38, 7e4, 1e-12, -1e-30, 0.0, np.inf, -np.inf, np.nan, 1.5], np.float32)
+        half = narrowed(array, ir.DataType.FLOAT16)
+        assert half[:2].tolist() == [-65504, 65504]
+        assert (half[2], half[3]) == (np.float16(6e-8), np.float16(-6e-8))
+        assert half[4:].tolist()[:3] == [0.0, np.inf, -np.inf]
+        assert np.isnan(half[7])
+        assert half[8] == 1.5
+        brain = narrowed(array, ir.DataType.BFLOAT16)
+        assert np.isfinite(brain[:5].astype(np.float32)).all()
+
+    def test_operators_without_the_type_stay_as_they_are(self, net: Path) -> None:
+        result = htp_export.quantize(net, {".": "bf16"})
+        assert result.modules[""].bytes_after == result.modules[""].bytes_before // 2
+        onnx.checker.check_model(ir.to_proto(result.model), full_check=True)
+
+        class Steps(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.cumsum(x, 1) * 2.5
+
+        program = htp_export.export(Steps().eval(), (torch.randn(2, 3),), verbose=False)
+        left = htp_export.quantize(program, {".": "fp16"})
+        assert left.left == {"fp16": {"CumSum": 1}} or "CumSum" in left.operators["fp16"]
+
+    def test_a_size_is_read_of_either_type(self, tmp_path: Path) -> None:
+        class Sizes(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc = nn.Linear(8, 8)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y = self.fc(x)
+                return y.reshape(y.shape[0] * 2, 4)
+
+        file = tmp_path / "sizes.onnx"
+        htp_export.export(
+            Sizes().eval(), (torch.randn(2, 8),), file, verbose=False, dynamo=False, input_names=["x"],
+            dynamic_axes={"x": {0: "batch"}},
+        )  # fmt: skip
+        target = tmp_path / "half.onnx"
+        htp_export.quantize(file, {".": "fp16"}, target)
+        x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
+        assert outputs(target, {"x": x})[0].shape == (6, 4)
+
+
+def test_values_that_fill_masks_are_not_divided_into_steps(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = nn.Linear(8, 4)
+            self.out = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            mask = torch.where(keep, 0.0, torch.finfo(torch.float32).min)
+            return self.out(torch.softmax(self.scores(x) + mask, -1))
+
+    torch.manual_seed(0)
+    x, keep = torch.randn(5, 8), torch.tensor([True, True, False, True])
+    file = written(Masked(), (x, keep), tmp_path / "masked.onnx", "dynamo", ["x", "keep"])
+    feed = {"x": x.numpy(), "keep": keep.numpy()}
+    target = tmp_path / "int8.onnx"
+    result = htp_export.quantize(file, {".": "int8"}, target, data=feed)
+    assert any("fill masks" in note for note in result.notes)
+    [expected], [found] = outputs(file, feed), outputs(target, feed)
+    assert 0 < np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_a_weight_that_other_modules_read_stays_for_them(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(50, 64)
+            self.head = nn.Linear(64, 50, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.table(ids))
+
+    for exporter in EXPORTERS:
+        file = written(Tied(), (torch.from_numpy(IDS),), tmp_path / f"{exporter}.onnx", exporter, ["ids"])
+        for precision in ("int4", "int8-dynamic", "int8", "fp16"):
+            target = tmp_path / "quantized.onnx"
+            htp_export.quantize(file, {"head": precision}, target, data={"ids": IDS})
+            assert_others_are_the_same(file, target, "head")
+            assert_tagged(file, target, "head")
+            assert 0 < np.abs(outputs(file, {"ids": IDS})[0] - outputs(target, {"ids": IDS})[0]).max() < 0.5
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("precision", ["int8", "uint8", "int8-dynamic", "fp16"])
+def test_convolutions_with_a_merged_batchnorm_are_those_of_both(precision: str, exporter: str, tmp_path: Path) -> None:
+    class Convolutions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.act = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+            self.last = nn.Conv2d(8, 4, 3, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.act(self.norm(self.conv(x))))
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 10, 10)
+    file = written(Convolutions(), (x,), tmp_path / "conv.onnx", exporter, ["x"])
+    target = tmp_path / "quantized.onnx"
+    result = htp_export.quantize(file, {"conv": precision}, target, data={"x": x.numpy()})
+    assert result.operators == {precision: {"Conv": 1}}
+    assert_others_are_the_same(file, target, "conv,norm")
+    assert_tagged(file, target, "conv,norm")
+    [expected], [found] = outputs(file, {"x": x.numpy()}), outputs(target, {"x": x.numpy()})
+    assert 0 < np.abs(found - expected).max() < 0.1 * np.abs(expected).max()
+    assert htp_export.quantize(file, {"conv": precision}, dry_run=True).modules["conv"].bytes_after == (
+        result.modules["conv"].bytes_after
+    )
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8-weights", "fp16"])
+def test_nodes_in_branches_change_too(precision: str, tmp_path: Path) -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: self.b(x), (x,))
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 32)
+    file = written(Branches(), (x,), tmp_path / "branches.onnx", "dynamo", ["x"])
+    target = tmp_path / "quantized.onnx"
+    htp_export.quantize(file, {"a": precision}, target)
+    tagged = htp_export.load(target)
+    assert not tagged.untagged
+    kinds = {path: {node.op_type for node in tagged[path].nodes} for path in ("a", "b")}
+    assert kinds["a"] & {"MatMulNBits", "Cast"}
+    assert not kinds["b"] & {"MatMulNBits", "Cast"}
+    for sign in (1, -1):
+        feed = {"x": sign * np.abs(x.numpy())}
+        error = np.abs(outputs(file, feed)[0] - outputs(target, feed)[0]).max()
+        assert (error > 0) == (sign > 0)
+        assert error < 0.5
+
+
+def test_functions_are_inlined_first(net: Path, tmp_path: Path) -> None:
+    nested, target = tmp_path / "nested.onnx", tmp_path / "quantized.onnx"
+    htp_export.functions(net, "class:Linear", nested)
+    result = htp_export.quantize(nested, {"first": "int4"}, target)
+    assert result.operators["int4"] == {"MatMul": 1}
+    assert {node.op_type for node in htp_export.load(target)["first"].nodes} == {"MatMulNBits", "Add"}
+
+
+def test_external_weights_stay_external(net: Path, tmp_path: Path) -> None:
+    file, target = tmp_path / "external.onnx", tmp_path / "quantized.onnx"
+    htp_export.load(net).save(file, external_data="external.data")
+    htp_export.quantize(file, {".": "int8", "head": "fp16"}, target, data={"ids": IDS})
+    assert_tagged(file, target, ".")
+    assert np.abs(outputs(file, {"ids": IDS})[0] - outputs(target, {"ids": IDS})[0]).max() < 0.2
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("external*")}
+    shared = tmp_path / "shared.onnx"
+    htp_export.quantize(file, {"head": "int4"}, shared, share_weights=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("external*")} == before
+    assert shared.stat().st_size < file.with_name("external.data").stat().st_size
+
+
+def test_a_model_in_memory_is_not_changed(net: Path) -> None:
+    model = htp_export.load(net).model
+    before = ir.to_proto(model).SerializeToString(deterministic=True)
+    htp_export.quantize(model, {".": "int8", "head": "fp16"}, data={"ids": IDS})
+    assert ir.to_proto(model).SerializeToString(deterministic=True) == before
+
+
+def test_other_commands_read_the_result(net: Path, tmp_path: Path) -> None:
+    file = tmp_path / "quantized.onnx"
+    htp_export.quantize(net, {".": "int8", "head": "fp16", "second": "int4"}, file, data={"ids": IDS})
+    compared = htp_export.compare(net, file, {"ids": IDS}, tolerances={".": (1.0, 1.0)})
+    assert compared.modules["head"].max_abs is not None
+    assert htp_export.optimize(file, verify=True).max_abs == 0
+    assert htp_export.cost(file).modules["first"].weight_bytes > 0
+    assert len(htp_export.load(file)["first"].nodes) > 3
+    htp_export.view(file, tmp_path / "view.html")
+    again = htp_export.quantize(file, {"table": "fp32", "norm": "fp16"}, tmp_path / "again.onnx")
+    assert not again.tagged.untagged
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("plan", "error", "problem"),
+        [
+            ({"firs": "int8"}, SelectorError, "matches no module; nearest: 'first'"),
+            ({"norm": "int4"}, InputError, "no operator of module 'norm' takes int4; there are: 1 LayerNormalization"),
+            ({"act": "int8"}, InputError, "no operator of module 'act' takes int8; there are: 1 Relu"),
+            (
+                {"second": {"precision": "int4", "algorithm": "rtn", "block_size": 16}},
+                InputError,
+                "no operator of module 'second' takes int4; there are: 1 MatMul",
+            ),
+            ({"first": "int8", "act": "int8-dynamic"}, InputError, "rule 'act': no operator of module 'act'"),
+            ({"first": "int9"}, InputError, "rule 'first': there is no precision 'int9'"),
+            ({}, InputError, "no rules"),
+            ("w5", InputError, "no preset 'w5'"),
+        ],
+        ids=str,
+    )
+    def test_before_anything_runs(
+        self, plan: Any, error: type[Exception], problem: str, net: Path, tmp_path: Path
+    ) -> None:
+        target = tmp_path / "quantized.onnx"
+        target.write_bytes(b"as it was")
+
+        def runs() -> Iterator[dict[str, np.ndarray]]:
+            raise AssertionError("data were read")
+            yield {}
+
+        with pytest.raises(error, match=problem):
+            htp_export.quantize(net, plan, target, data=runs())
+        assert target.read_bytes() == b"as it was"
+        assert [path.name for path in tmp_path.iterdir()] == ["quantized.onnx"]
+
+    @pytest.mark.parametrize(
+        ("data", "problem"),
+        [
+            ([], "data has no runs"),
+            ({"x": IDS}, "data, run 0: no input 'x'"),
+            ([{"ids": IDS}, {"ids": IDS.astype(np.float32)}], "data, run 1: "),
+            (3, "data are arrays by input name"),
+        ],
+        ids=str,
+    )
+    def test_data_that_do_not_fit(self, data: Any, problem: str, net: Path, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match=problem):
+            htp_export.quantize(net, {"first": "int8"}, tmp_path / "quantized.onnx", data=data)
+        assert not list(tmp_path.iterdir())
+
+    def test_a_model_without_tags(self, tmp_path: Path) -> None:
+        relu = ir.node("Relu", [ir.val("x", ir.DataType.FLOAT, [2])])
+        model = ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20}), ir_version=10)
+        with pytest.raises(UntaggedModelError):
+            htp_export.quantize(model, {".": "int8"})
+
+    def test_an_opset_without_scales_of_channels(self, tmp_path: Path) -> None:
+        file = tmp_path / "old.onnx"
+        x = torch.randn(2, 8)
+        htp_export.export(nn.Linear(8, 8).eval(), (x,), file, dynamo=False, opset_version=11, verbose=False)
+        with pytest.raises(InputError, match="needs opset 13 or later, and the model has 11"):
+            htp_export.quantize(file, {".": "int8"})
+
+    def test_a_quantizer_that_fails_is_named(self, net: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: Any, **__: Any) -> None:
+            raise RuntimeError("out of order")
+
+        monkeypatch.setattr("htp_export.compress.quantizing.quantize_blocks", fail)
+        with pytest.raises(
+            ToolError, match=r"onnxruntime.quantization failed on .*net.onnx: RuntimeError: out of order"
+        ):
+            htp_export.quantize(net, {"first": "int4"}, tmp_path / "quantized.onnx")
+        assert not list(tmp_path.iterdir())
+
+    def test_a_folder_that_there_is_not(self, net: Path, tmp_path: Path) -> None:
+        with pytest.raises(FileError):
+            htp_export.quantize(net, {"first": "int4"}, tmp_path / "none" / "quantized.onnx")
+
+
+def test_a_dry_run_has_no_model_and_prints_what_is_predicted(net: Path) -> None:
+    result = htp_export.quantize(net, "w4", dry_run=True)
+    assert "predicted: weights" in str(result)
+    assert result.modules["first"].precision == "int4"
+    assert result.to_dict()["modules"]["first"]["bytes_after"] == result.modules["first"].bytes_after
+    with pytest.raises(InputError, match="a dry run makes no model"):
+        _ = result.model
+
+
+def test_a_result_prints_as_a_table(net: Path) -> None:
+    text = str(htp_export.quantize(net, {"first": "int4"}))
+    lines = {line.split()[0]: line.split() for line in text.splitlines() if line}
+    assert lines["first"][1:5] == ["Linear", "int4", "2", "1"]
+    assert lines["norm"][1:5] == ["LayerNorm", "fp32", "1", "0"]
