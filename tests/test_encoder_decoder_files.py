@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 
 import htp_export
+from htp_export.errors import InputError
 from htp_export.format.leaves import tensors_in
 from htp_export.huggingface import example_calls
 from tests.decoders import ENCODER_DECODERS, encoder_decoder, generated_from, greedy_from, start_of
@@ -153,3 +154,21 @@ def test_the_model_is_as_it_was_afterwards(exported: Any) -> None:
     assert "forward" not in vars(model)
     owners = {node.metadata_props["htp.module"] for node in files["decoder_model"][1].model.graph}
     assert owners <= {name for name, _ in model.named_modules()}
+
+
+def test_a_decoder_that_cannot_continue_a_part_of_the_encoders_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.cache_utils import DynamicLayer
+
+    model = encoder_decoder("t5")
+    attention = model.decoder.block[1].layer[1].EncDecAttention
+    forward = attention.forward
+
+    def forgetful(*args: Any, past_key_values: Any, **kwargs: Any) -> Any:
+        if not past_key_values.is_updated.get(1):  # it computes keys, and knows no others
+            past_key_values.cross_attention_cache.layers[1] = DynamicLayer()
+        return forward(*args, past_key_values=past_key_values, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", forgetful)
+    assert list(example_calls(model))[1:] == ["decoder_model", "decoder_with_past_model"]
+    with pytest.raises(InputError, match=r"from a part of its states \(.*\): export its decoder as two files"):
+        example_calls(model, two_files=False)

@@ -57,6 +57,9 @@ class EncoderAndDecoder:
 
     def __init__(self, maker: CallMaker) -> None:
         self._maker, self._model, self._sizes = maker, maker.model, maker.sizes
+        if "image" in (self._model.input_modalities or ()) and self._model.main_input_name == "input_ids":
+            problem = "reads texts and images in its encoder; choose a task without -with-past"
+            raise InputError(f"{type(self._model).__name__} {problem}")
         ids = self._decoder_ids()
         split = self._sizes["past_sequence_length"]
         self._first_ids, self._next_ids = ids[:, :split], ids[:, split:]
@@ -109,13 +112,17 @@ class EncoderAndDecoder:
 
     def _check_merged(self, runs: Mapping[str, dict[str, Any]]) -> None:
         """Compare one decoder with the model itself, without a cache and with one."""
-        with adapted(self._model, _all_missing, runs["prefill"]):
-            found = [run(self._model, copy.deepcopy(kwargs))["logits"] for kwargs in runs.values()]
         following = {**_own_names({**self._first, "input_ids": self._next_ids}), "past_key_values": self._cache}
         wanted = [run(self._model, copy.deepcopy(own)).logits for own in (_own_names(self._first), following)]
-        if not all(map(is_same, found, wanted)):
+        try:
+            with adapted(self._model, _all_missing, runs["prefill"]):
+                found = [run(self._model, copy.deepcopy(kwargs))["logits"] for kwargs in runs.values()]
+            why = "" if all(map(is_same, found, wanted)) else "the logits differ"
+        except Exception as error:  # whatever a model raises that does not know such a cache
+            why = f"{type(error).__name__}: {error}"
+        if why:
             problem = "does not compute the keys and values of an encoder from a part of its states"
-            raise InputError(f"{type(self._model).__name__} {problem}: export its decoder as two files")
+            raise InputError(f"{type(self._model).__name__} {problem} ({why}): export its decoder as two files")
 
     @cached_property
     def _encoder_inputs(self) -> dict[str, Any]:
@@ -154,9 +161,11 @@ class EncoderAndDecoder:
 
 def _own_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a decoder's file under the names that an encoder-decoder model has for them."""
+    from transformers.modeling_outputs import BaseModelOutput
+
     names = {"input_ids": "decoder_input_ids", "encoder_attention_mask": "attention_mask"}
     own = {names.get(name, name): value for name, value in arguments.items()}
-    own["encoder_outputs"] = (own.pop("encoder_hidden_states"),)
+    own["encoder_outputs"] = BaseModelOutput(last_hidden_state=own.pop("encoder_hidden_states"))
     return own
 
 
