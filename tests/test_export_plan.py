@@ -174,8 +174,40 @@ class TestNncf:
     def test_each_precision_of_weights_is_a_run_of_its_own(self, files: dict[str, Path]) -> None:
         rules = {"layers.1": "int4", "layers.2": {"precision": "int8-weights", "symmetric": True}}
         runs = htp_export.export_plan(files["dynamo"], rules, to="nncf").content["compress_weights"]
-        assert [(run["mode"], run.get("group_size")) for run in runs] == [("int4_asym", 32), ("int8_sym", None)]
-        assert owned(files["dynamo"], "layers.2") <= set(runs[0]["ignored_scope"]["names"])
+        assert [(run["mode"], run.get("group_size")) for run in runs] == [("int8_sym", None), ("int4_asym", 32)]
+        assert owned(files["dynamo"], "layers.2") <= set(runs[1]["ignored_scope"]["names"])
+
+    @BOTH
+    def test_nncf_quantizes_exactly_the_planned_products(self, files: dict[str, Path], exporter: str) -> None:
+        nncf = pytest.importorskip("nncf")
+        content = htp_export.export_plan(files[exporter], {"layers.1": "int8", "head": "int8"}, to="nncf").content
+        scope = nncf.IgnoredScope(**content["quantize"]["ignored_scope"])
+        preset = nncf.QuantizationPreset(content["quantize"]["preset"])
+        data = nncf.Dataset([{"x": example().numpy()}])
+        made = nncf.quantize(onnx.load(files[exporter]), data, preset=preset, ignored_scope=scope)
+        read = {node.name for node in made.graph.node if set(node.input) & made_by_dequantizing(made)}
+        products = {node.name for node in made.graph.node if node.op_type in ("MatMul", "Gemm")}
+        assert read == products & (owned(files[exporter], "layers.1") | owned(files[exporter], "head"))
+
+    @BOTH
+    def test_nncf_compresses_exactly_the_planned_weights(self, files: dict[str, Path], exporter: str) -> None:
+        nncf = pytest.importorskip("nncf")
+        rules = {"layers.1": "int4", "layers.2": "int8-weights"}
+        made = onnx.load(files[exporter])
+        for run in htp_export.export_plan(files[exporter], rules, to="nncf").content["compress_weights"]:
+            mode, scope = nncf.CompressWeightsMode(run.pop("mode")), nncf.IgnoredScope(**run.pop("ignored_scope"))
+            made = nncf.compress_weights(made, mode=mode, ignored_scope=scope, **run)
+        bits = {
+            attribute.i
+            for node in made.graph.node
+            for attribute in node.attribute
+            if node.op_type == "MatMulNBits" and attribute.name == "bits"
+        }
+        names = {node.name for node in made.graph.node if node.op_type in ("MatMul", "Gemm")}
+        assert not names & {next(iter(owned(files[exporter], "layers.1")))}
+        stored = {each.name: each.data_type for each in made.graph.initializer}
+        eight = [name for name, kind in stored.items() if kind in (onnx.TensorProto.UINT8, onnx.TensorProto.INT8)]
+        assert (bits, bool(eight)) == ({4}, True)
 
 
 class TestModelOpt:

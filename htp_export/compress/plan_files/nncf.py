@@ -32,12 +32,16 @@ def plan_file(planned: PlannedModel) -> TargetFile:
             "ignored_scope": _all_but(planned, chosen),
         }
     content["compress_weights"] = [
-        {**_mode(precision), "ratio": 1.0, "all_layers": True, "ignored_scope": _all_but(planned, set(nodes))}
-        for precision, nodes in weights.items()
+        {**_mode(precision), "ignored_scope": _all_but(planned, set(nodes))}
+        for precision, nodes in sorted(weights.items(), key=lambda item: -item[0].bits)
     ]
     notes = ["nncf.quantize(model, dataset, preset=nncf.QuantizationPreset(p), ignored_scope=nncf.IgnoredScope(**s))"]
     if weights:
-        notes.append("nncf.compress_weights(model, mode=nncf.CompressWeightsMode(m), ...), once for each entry")
+        notes.append(
+            "nncf.compress_weights(model, mode=nncf.CompressWeightsMode(m), ...), for each entry in this order"
+        )
+    if any(precision.bits == 4 for precision in weights):
+        notes.append("NNCF does not add the opset import of com.microsoft for int4: onnx refuses what it returns")
     if len(static) > 1:
         notes.append("NNCF quantizes all static nodes alike: fields of single rules are not written")
     return TargetFile(content, (*notes, *planned.subgraph_notes()))
@@ -46,10 +50,14 @@ def plan_file(planned: PlannedModel) -> TargetFile:
 def _mode(precision: Precision) -> dict[str, Any]:
     if precision.bits == 8:
         return {"mode": f"int8_{'sym' if precision.symmetric else 'asym'}"}
-    return {"mode": f"int4_{'sym' if precision.symmetric else 'asym'}", "group_size": precision.block_size}
+    mode = f"int4_{'sym' if precision.symmetric else 'asym'}"  # alone in taking what follows
+    return {"mode": mode, "group_size": precision.block_size, "ratio": 1.0, "all_layers": True}
 
 
 def _all_but(planned: PlannedModel, chosen: set[ir.Node]) -> dict[str, object]:
-    """The scope of all nodes that are not chosen; NNCF does not find those that only hold constants."""
+    """The scope of all nodes that are not chosen.
+
+    Nothing is validated: NNCF has no nodes for constants, and gives other names to those that it compressed before.
+    """
     ignored = [node for node in planned.nodes if node not in chosen and node.name and node.op_type != "Constant"]
     return {"names": names(ignored), "validate": False}
