@@ -409,7 +409,10 @@ class TestFiles:
         self, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
     ) -> None:
         out = tmp_path / "plan.txt"
-        assert main(["export-plan", str(files["dynamo"]), "layers.*=int8", "--to", to, "-o", str(out), "--json"]) == 0
+        assert (
+            main(["export-plan", str(files["dynamo"]), "--rule", "layers.*=int8", "--to", to, "-o", str(out), "--json"])
+            == 0
+        )
         result = htp_export.export_plan(files["dynamo"], {"layers.*": "int8"}, to=to)
         assert out.read_text() == result.text
         printed = json.loads(capsys.readouterr().out)
@@ -421,7 +424,7 @@ class TestFiles:
         self, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         (tmp_path / "plan.yaml").write_text("'layers.*': int8\nhead: int4\n")
-        command = ["export-plan", str(files["dynamo"]), "head=fp32", "--plan", str(tmp_path / "plan.yaml")]
+        command = ["export-plan", str(files["dynamo"]), str(tmp_path / "plan.yaml"), "--rule", "head=fp32"]
         assert main([*command, "--to", "qnn", "-o", str(tmp_path / "plan.json")]) == 0
         out = capsys.readouterr().out
         assert "fp32" in out.splitlines()[0]
@@ -458,7 +461,20 @@ class TestFiles:
         model = tmp_path / "model.onnx"
         model.write_bytes(files["dynamo"].read_bytes())
         before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-        assert main(["export-plan", str(model), *rules, "--to", to, "-o", str(tmp_path / out)]) == 2
+        assert (
+            main(
+                [
+                    "export-plan",
+                    str(model),
+                    *(word for rule in rules for word in ("--rule", rule)),
+                    "--to",
+                    to,
+                    "-o",
+                    str(tmp_path / out),
+                ]
+            )
+            == 2
+        )
         error = capsys.readouterr().err
         assert problem in error
         assert error.count("\n") == 1

@@ -513,7 +513,7 @@ JSON_COMMANDS = (
     "fuse-lora net.onnx tuned -o x.onnx",
     "run onnxruntime net.onnx -o tool.onnx",
     "carry net.onnx tool.onnx -o x.onnx",
-    "export-plan net.onnx 0=int8 --to nncf -o plan.json",
+    "export-plan net.onnx --rule 0=int8 --to nncf -o plan.json",
     "forensics net.onnx",
     "fingerprint net.onnx",
     "view net.onnx --no-graph",

@@ -9,33 +9,34 @@ import typer
 
 from htp_export.cli.file_options import FileArgument, JsonOption
 from htp_export.cli.outputs import check_output, report, show_written, written_page
-from htp_export.cli.plan_options import PlanOption, RulesArgument, read_rules
+from htp_export.cli.plan_options import DataOption, EntryOption, PlanArgument, RuleOption, read_data, read_rules
 from htp_export.cli.terminal import Steps
 
-EXAMPLE = 'bert.onnx ".=int8" "pooler=fp32" --to nncf -o plan.json'
-PLACE = 142
+EXAMPLE = "bert.onnx int8 --rule pooler=fp32 --to nncf -o nncf.json"
+PLACE = 143
 
 
 def export_plan_command(
     file: FileArgument,
-    rules: RulesArgument = None,
+    plan: PlanArgument = None,
+    rule: RuleOption = None,
     *,
     to: Annotated[str, typer.Option(help="The tool: ort, nncf, modelopt, qnn, aimet, trtexec.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.", show_default=False)],
-    plan: PlanOption = None,
-    inputs: Annotated[
-        Path | None,
-        typer.Option(help="An .npz file of inputs, for the ranges of activations (qnn, aimet).", show_default=False),
-    ] = None,
+    data: DataOption = None,
+    entry: EntryOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a plan as the file that another tool reads."""
+    """Write a plan as the file that another tool reads.
+
+    --data and --entry give the inputs from which the ranges of activations are measured, for qnn and aimet.
+    """
     from htp_export.compress.plan_exporting import export_plan
 
-    wanted = read_rules(rules, plan)
-    check_output(output, [each for each in (file, plan, inputs) if each is not None], page=True)
+    wanted = read_rules(plan, rule)
+    check_output(output, [file, *([Path(plan)] if plan else []), *(data or [])], page=True)
     with Steps(quiet=as_json).step(f"writing the plan of {file.name}"):
-        result = export_plan(file, wanted, output, to=to, data=inputs)
+        result = export_plan(file, wanted, output, to=to, data=read_data(data, entry))
     report(result, as_json)
     if not as_json:
         show_written(written_page(output))

@@ -1,4 +1,4 @@
-"""Plans as they are typed: rules, files of rules, names of presets."""
+"""Plans and data as they are typed: rules, files of rules, names of presets, files of inputs, factories."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-__all__ = ["PlanOption", "RulesArgument", "read_rules"]
+from htp_export.cli.quantize_command import NpzRuns
+from htp_export.cli.sources import call_factory
+from htp_export.errors import InputError
 
-RulesArgument: TypeAlias = Annotated[
+__all__ = ["DataOption", "EntryOption", "PlanArgument", "RuleOption", "read_data", "read_rules"]
+
+PlanArgument: TypeAlias = Annotated[
+    str | None, typer.Argument(help="A plan, .yaml or .json, or a preset: int8, w4, fp16.", show_default=False)
+]
+RuleOption: TypeAlias = Annotated[
     list[str] | None,
-    typer.Argument(help="SELECTOR=PRECISION, as encoder.layer.*=int8. Later rules win.", show_default=False),
+    typer.Option(metavar="SELECTOR=PRECISION", help="A rule after those of the plan; may be repeated."),
 ]
-PlanOption: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        help="A YAML or JSON file of rules, or int8, w4 or fp16; rules that are typed win.", show_default=False
-    ),
+DataOption: TypeAlias = Annotated[
+    list[Path] | None, typer.Option(help="Inputs of a run as .npz; may be repeated.", show_default=False)
+]
+EntryOption: TypeAlias = Annotated[
+    str | None, typer.Option(help="package.module:factory that returns the runs: dicts of input name and array.")
 ]
 
 
-def read_rules(typed: list[str] | None, plan: Path | None) -> dict[str, Any]:
+def read_rules(plan: str | None, typed: list[str] | None) -> dict[str, Any]:
     """The rules of a file or a preset, and then those that are typed.
 
     Raises:
@@ -33,8 +40,21 @@ def read_rules(typed: list[str] | None, plan: Path | None) -> dict[str, Any]:
 
     rules: dict[str, Any] = {}
     if plan is not None:
-        rules.update(PRESETS[str(plan)] if str(plan) in PRESETS else read_plan(plan))
+        rules.update(PRESETS[plan] if plan in PRESETS else read_plan(plan))
     for selector, value in rules_of(typed or ()).items():
         rules.pop(selector, None)
         rules[selector] = value
     return rules
+
+
+def read_data(data: list[Path] | None, entry: str | None, seed: int = 0) -> Any:
+    """The runs of files, or those that a factory returns; None without either.
+
+    Raises:
+        InputError: If both are given, or the factory fails.
+    """
+    if data and entry:
+        raise InputError("data come from --data or from --entry, not from both")
+    if entry is not None:
+        return call_factory(entry, seed)
+    return NpzRuns(tuple(data)) if data else None

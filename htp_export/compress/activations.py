@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.compress.calibration_data import Samples, activations
 from htp_export.compress.planned import Encoding, PlannedModel
 from htp_export.compress.precisions import Method, Precision
-from htp_export.process.progress import counted
-from htp_export.runtime.arrays import Array
-from htp_export.runtime.runner import Runner
-from htp_export.runtime.sessions import SessionSettings
 
 __all__ = ["activation_encodings", "measured_ranges"]
 
@@ -53,25 +50,23 @@ def _planned_tensors(planned: PlannedModel) -> Iterator[tuple[ir.Value, Precisio
                 yield value, precision
 
 
-def measured_ranges(planned: PlannedModel, feeds: Iterable[Mapping[str, Array]]) -> dict[str, tuple[float, float]]:
+def measured_ranges(planned: PlannedModel, samples: Samples) -> dict[str, tuple[float, float]]:
     """Name of each tensor whose activations the plan quantizes → its smallest and its largest value.
 
     Args:
         planned: The plan.
-        feeds: Input name → array, for each run.
+        samples: The inputs of the runs.
 
     Raises:
+        InputError: If they do not fit the model.
         OnnxRuntimeError: If ONNX Runtime cannot run the model.
     """
     wanted = [str(value.name) for value, precision in _planned_tensors(planned) if precision.method == Method.STATIC]
-    inputs = {str(value.name) for value in planned.tagged.model.graph.inputs}
-    inner = [name for name in wanted if name not in inputs]
     ranges: dict[str, tuple[float, float]] = {}
-    runner = Runner(planned.tagged.model, "the model", SessionSettings())
-    for feed in counted(list(feeds), "samples"):
-        values = {**{name: feed[name] for name in wanted if name in inputs}, **runner.run(feed, inner)}
-        for name, array in values.items():
-            if array.size:
-                low, high = ranges.get(name, (np.inf, -np.inf))
-                ranges[name] = (min(low, float(array.min())), max(high, float(array.max())))
+    with activations(planned.tagged.model, "the model", samples, wanted) as runs:
+        for values in runs:
+            for name, array in values.items():
+                if array.size:
+                    low, high = ranges.get(name, (np.inf, -np.inf))
+                    ranges[name] = (min(low, float(array.min())), max(high, float(array.max())))
     return ranges

@@ -15,7 +15,8 @@ from htp_export.compress.precisions import Calibration, Precision
 from htp_export.compress.products import is_product, is_transposed, write_products
 from htp_export.compress.quantizers import quantizers, quietly
 from htp_export.compress.submodels import Submodel, constant_of
-from htp_export.files.model_files import model_from_proto, write_model
+from htp_export.files.model_files import write_model
+from htp_export.files.parsing import model_from_proto
 from htp_export.model.operators import subgraphs
 from htp_export.runtime.arrays import Array
 

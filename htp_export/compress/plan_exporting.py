@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.compress.activations import measured_ranges
+from htp_export.compress.calibration_data import Data, samples_of
 from htp_export.compress.planned import PlannedModel, TargetFile
 from htp_export.compress.plans import assigned
 from htp_export.compress.precisions import precisions_of
-from htp_export.compress.samples import feeds_of
 from htp_export.discovery import names_in
 from htp_export.errors import FileError, InputError
 from htp_export.files.replacing import replace_file
@@ -85,7 +85,7 @@ def export_plan(
     out: str | os.PathLike[str] | None = None,
     *,
     to: str,
-    data: Any = None,
+    data: Data | None = None,
 ) -> PlanFile:
     """Write a plan as the file that another tool reads. The tool need not be installed.
 
@@ -131,8 +131,8 @@ def export_plan(
     planned = PlannedModel(tagged, assigned(tagged, rules).nodes, rules)
     planned.check_names()
     if data is not None:
-        feeds = [feed.arrays for feed in feeds_of(tagged.model, data)]
-        planned = PlannedModel(tagged, planned.precisions, rules, measured_ranges(planned, feeds))
+        ranges = measured_ranges(planned, samples_of(data, tagged.model))
+        planned = PlannedModel(tagged, planned.precisions, rules, ranges)
     written: TargetFile = import_module(f"{_FOLDER}.{to}").plan_file(planned)
     counts = Counter(str(precision) for precision in planned.precisions.values())
     result = PlanFile(to, written.content, dict(counts), written.notes, None if out is None else os.fspath(out))
