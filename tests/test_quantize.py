@@ -20,6 +20,7 @@ import htp_export
 from htp_export.compress.casting import narrowed
 from htp_export.errors import FileError, InputError, SelectorError, ToolError, UntaggedModelError
 from htp_export.format import tags
+from htp_export.format.selectors import select_below
 from tests.nets import EXPORTERS, spread
 
 IDS = np.arange(14, dtype=np.int64).reshape(2, 7)
@@ -65,7 +66,7 @@ def node_bytes(model: onnx.ModelProto) -> dict[str, bytes]:
 def outside(file: Path, chosen: str) -> list[str]:
     """The first outputs of the nodes of which no owner is in the modules of a selector."""
     tagged = htp_export.load(file)
-    inside = set(tags.select_below(chosen, tagged.hierarchy.classes))
+    inside = set(select_below(chosen, tagged.hierarchy.classes))
     return [str(node.outputs[0].name) for node in tagged.nodes if not inside.intersection(tagged.owners_of(node))]
 
 
@@ -90,7 +91,7 @@ def assert_tagged(before: Path, after: Path, chosen: str) -> None:
     """Every node has an owner, and what was inserted belongs to the chosen modules."""
     tagged, original = htp_export.load(after), htp_export.load(before)
     assert not tagged.untagged
-    inside = set(tags.select_below(chosen, original.hierarchy.classes))
+    inside = set(select_below(chosen, original.hierarchy.classes))
     known = {(node.op_type, node.outputs[0].name) for node in original.nodes}
     for node in tagged.nodes:
         if (node.op_type, node.outputs[0].name) not in known:

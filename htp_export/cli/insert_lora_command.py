@@ -23,7 +23,7 @@ def insert_lora_command(
     in_place: InPlaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Give linear layers inputs for LoRA adapters."""
+    """Give layers inputs for LoRA adapters."""
     from htp_export.compress.lora import insert_lora
 
     check_output(output, [file], in_place=in_place)

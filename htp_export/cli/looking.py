@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import onnx
 import typer
 
 from htp_export.cli.model_options import Dtype, ModelOptions
@@ -75,6 +74,8 @@ class LookOptions:
         """Whether an ONNX file is named: its name ends as those of ONNX files do, or it is no name of a model."""
         if self.entry is not None or self.file is None or self.random_weights:
             return False
+        import onnx
+
         suffix = Path(self.file).suffix
         if os.path.isfile(self.file) or onnx.serialization.registry.get_format_from_file_extension(suffix):  # noqa: PTH113 - it raises on no name
             return True

@@ -13,7 +13,6 @@ from htp_export.cli.sizes import parse_dims
 from htp_export.cli.sources import call_factory
 from htp_export.cli.terminal import Steps
 from htp_export.errors import InputError
-from htp_export.show.compression import compression_csv, render_quantized
 
 EXAMPLE = "bert.onnx plan.yaml -o mixed.onnx --data inputs.npz"
 PLACE = 142
@@ -46,13 +45,14 @@ def quantize_command(
     share_weights: ShareOption = False,
     in_place: InPlaceOption = False,
 ) -> None:
-    """Give modules other precisions: int8, int4, fp16 and others, by module path.
+    """Give modules other precisions: int8, int4, fp16.
 
     Exactly the modules of the plan change. Without --data or --entry, ranges of activations are those of random inputs.
     """
     from htp_export.compress.quantizing import quantize
     from htp_export.costs.module_tree import visible
     from htp_export.model.tagged import load
+    from htp_export.show.compression import compression_csv, render_quantized
 
     if output is None and not dry_run:
         raise typer.BadParameter("give the file to write with -o, or --dry-run")
