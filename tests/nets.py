@@ -2114,3 +2114,40 @@ net(
         {"Reshape": [("routed", "routed.router"), ("routed",)], "Softmax": [("routed.router",)]},
     ),
 )
+
+
+class Scores(nn.Module):
+    """Reads the size of a tensor whose transposition is merged with the next one, and is not in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        queries = self.query(x).view(2, 3, 2, 2).transpose(1, 2)
+        keys = x.view(2, 3, 2, 2).transpose(1, 2)
+        if bias is None:
+            bias = torch.zeros(1, 2, 3, keys.shape[-2])
+        return queries @ keys.transpose(2, 3) + bias, bias
+
+
+class SharesBias(nn.Module):
+    """The second module adds what the first one made of that size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Scores(), Scores()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores, bias = self.first(x, None)
+        more, _ = self.second(x.sin(), bias)
+        result: torch.Tensor = scores * more
+        return result
+
+
+net(
+    "size_of_a_tensor_that_is_gone",
+    SharesBias,
+    lambda: {"x": x(2, 3, 4)},
+    truth=Truth(computed("first", "first.query", "second", "second.query")),
+)

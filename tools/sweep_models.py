@@ -104,6 +104,7 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
         "attention_head_dim": 32,
     },
     "align": {"projection_dim": 256},
+    "canine": {"downsampling_rate": 2},  # so that padding is left: without any, masks are made in traces alone
     "codegen": {"rotary_dim": 8},
     "cvt": {"num_heads": [1, 2, 2], "embed_dim": [32, 32, 32], "depth": [1, 2, 3]},
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},

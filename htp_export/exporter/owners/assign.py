@@ -68,6 +68,8 @@ class Origins:
                     reads |= more
                 elif key in final:
                     reads.add(final[key])
+            if operation.shape_only:  # what reads the size of a tensor does none of the work that made it
+                calls = _NOBODY
             self._maker.update(dict.fromkeys(operation.outputs, index))
             for key in operation.outputs:
                 counterpart = final.get(key)
