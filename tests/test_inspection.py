@@ -146,6 +146,139 @@ def test_print_and_numpy_are_got_by_torch_export(capsys: pytest.CaptureFixture[s
     check_tree(inspected, model)
 
 
+def test_a_branch_that_depends_on_data_is_got_by_dynamo():
+    model = spread(traceless.WithChoosing())
+    x = torch.rand(2, 4)
+    inspected = htp_export.inspect(model, x)
+    line = line_of(traceless.Choosing, "x.sum().item()")
+    assert inspected.way == "dynamo"
+    for stop in inspected.stopped:
+        assert (stop.module, stop.file, stop.line) == ("choosing", traceless.__file__, line)
+        assert "Could not guard on data-dependent expression" in stop.reason
+    assert [stop.way for stop in inspected.stopped] == ["onnx", "torch.export"]
+    assert [(stop.module, stop.line) for stop in inspected.breaks] == [("choosing", line)]
+    check_tree(inspected, model)
+    owners = [node.metadata_props["htp.module"] for node in inspected.model.graph if node.op_type == "linear"]
+    assert owners == ["first.fc", "choosing.one.fc", "choosing.other.fc", "head"]
+    assert cost(inspected).modules[""].flops == 2 * 2 * (3 * 4 * 4 + 4 * 3)
+    # Connected from graph to graph: only what the user gives is an input, and weights have their names.
+    assert [value.name.rpartition("/")[2] for value in inspected.model.graph.inputs] == ["l_x_"]
+    assert set(inspected.model.graph.initializers) == set(dict(model.named_parameters()))
+
+
+def test_a_detector_with_non_maximum_suppression_is_got_by_dynamo():
+    model = spread(traceless.Detector())
+    inspected = htp_export.inspect(model, torch.randn(1, 3, 16, 16))
+    lines = [line_of(traceless.keep_best, text) for text in ("while order", "low =")]
+    assert inspected.way == "dynamo"
+    assert [(stop.way, stop.module, stop.file) for stop in inspected.stopped] == [
+        ("onnx", "", traceless.__file__),
+        ("torch.export", "", traceless.__file__),
+    ]
+    assert {stop.line for stop in inspected.stopped} <= set(lines)
+    check_tree(inspected, model)
+    report = cost(inspected)
+    plain = cost(htp_export.export(model.backbone, (torch.randn(1, 3, 16, 16),), verbose=False))
+    assert report.modules["backbone"].flops == plain.modules[""].flops
+    assert report.modules["head"].flops == 2 * 5 * 4 * 4 * 4
+    names = {node.name.partition("/")[0] for node in inspected.model.graph}
+    assert names == {"graph_1", "graph_2"}
+    sizes = [sum(node.name.startswith(name) for node in inspected.model.graph) for name in sorted(names)]
+    assert sizes[0] > sizes[1]
+
+
+def test_a_loop_over_a_tensor_is_got_by_dynamo_once_for_each_round():
+    model = spread(traceless.Repeating())
+    x = torch.tensor([[1.0, 1, 1, 1], [-1, -1, -1, -1], [2, 2, 2, 2]])
+    inspected = htp_export.inspect(model, x)
+    assert inspected.way == "dynamo"
+    line = line_of(traceless.Repeating, "if row.sum()")
+    assert {(stop.module, stop.line) for stop in inspected.stopped} == {("", line)}
+    check_tree(inspected, model)
+    rounds = int((x.sum(1) > 0).sum())
+    assert rounds == 2
+    report = cost(inspected)
+    assert (report.modules["block"].calls, report.modules["block"].flops) == (rounds, rounds * 2 * 3 * 4 * 4)
+    assert report.modules[""].flops == rounds * 2 * 3 * 4 * 4 + 2 * 3 * 4 * 3
+
+
+def test_equal_modules_that_run_one_graph_are_told_apart():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(traceless.Choosing() for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = spread(Two())
+    inspected = htp_export.inspect(model, torch.ones(2, 4))
+    check_tree(inspected, model)
+    modules = cost(inspected).modules
+    for path in ("layers.0.other", "layers.1.other"):
+        assert (modules[path].nodes, modules[path].flops) == (2, 64)
+    other = inspected.tagged["layers.1.other.fc"].nodes[0]
+    assert [value.name for value in other.inputs[1:]] == ["layers.1.other.fc.weight", "layers.1.other.fc.bias"]
+
+
+def test_dynamo_keeps_nothing_of_an_inspection():
+    seen: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        seen.append(len(graph.graph.nodes))
+        return graph.forward
+
+    model = spread(traceless.WithChoosing())
+    x = torch.ones(2, 4)
+    own = torch.compile(model, backend=backend)
+    own(x)
+    compiled, counters = len(seen), dict(torch._dynamo.utils.counters["stats"])
+    codes = torch._C._dynamo.eval_frame
+    block, repeating = traceless.Block.forward.__code__, traceless.Repeating.forward.__code__
+    entries = [len(codes._debug_get_cache_entry_list(code)) for code in (block, repeating)]
+    known = set(torch._dynamo.convert_frame.input_codes.seen_ids)
+    for traced in (spread(traceless.WithChoosing()), spread(traceless.Repeating())):
+        assert htp_export.inspect(traced, x).way == "dynamo"
+    assert [len(codes._debug_get_cache_entry_list(code)) for code in (block, repeating)] == entries
+    assert torch._dynamo.convert_frame.input_codes.seen_ids == known
+    assert dict(torch._dynamo.utils.counters["stats"]) == counters
+    assert torch._dynamo.config.recompile_limit == 8
+    own(x)
+    assert len(seen) == compiled
+    torch._dynamo.reset()
+
+
+def test_a_failure_inside_dynamo_leaves_the_model_as_it_was():
+    class Counts(nn.Module):
+        runs: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("runs", torch.zeros(()))
+            self.list, self.block = [1], traceless.Block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.runs += 1
+            self.list.append(2)
+            self.block(x)
+            raise ValueError("no result")
+
+    model = spread(Counts())
+    inspected = htp_export.inspect(model, torch.ones(2, 4))
+    assert inspected.way == "parts"
+    assert "ValueError: no result" in inspected.failures[""]
+    assert (float(model.runs), model.list) == (0, [1])
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_compiled_model_is_left_to_its_compiler():
+    model = torch.compile(spread(traceless.WithChoosing()), backend="eager")
+    inspected = htp_export.inspect(model, torch.ones(2, 4))
+    assert inspected.stopped[-1].reason.endswith("is compiled: its graphs are the compiler's")
+
+
 def test_a_model_that_exports_is_got_by_the_export():
     model = spread(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
     inspected = htp_export.inspect(model, (torch.randn(2, 4),))

@@ -22,6 +22,7 @@ from htp_export.exporter.capture.running import script_capture
 from htp_export.files.protobuf_bytes import SerializedModel, Weight
 from htp_export.process import shared_settings
 from htp_export.process.restoring import restored, set_variable
+from tests import traceless
 from tests.nets import NETS
 
 EVERY = [patch for group in patches.EVERY for patch in group.patches]
@@ -583,3 +584,27 @@ def test_names_and_arguments_of_operators_are_read_from_their_schemas() -> None:
     checks = {torch_internals.operator_name(node.target).name for node in calls if torch_internals.is_assertion(node)}
     assert "_assert_scalar" in checks
     assert not torch_internals.is_assertion(linear)
+
+
+def test_dynamos_graphs_say_where_they_end_and_in_which_modules_their_nodes_are() -> None:
+    model = traceless.spread(traceless.WithChoosing())
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with restored(torch_internals.leave_dynamo_as_it_was), torch_internals.settings_for_breaks():
+        assert torch._dynamo.config.capture_scalar_outputs
+        torch_internals.dynamo_frames(model, backend)(torch.ones(2, 4))
+    assert not torch._dynamo.config.capture_scalar_outputs
+    found = torch_internals.break_of(graphs[1])
+    assert found is not None
+    assert found.frames[-1] == (traceless.__file__, traceless.line_of(traceless.Choosing, "x.sum().item()"))
+    assert found.reason
+    assert torch_internals.break_of(graphs[-1]) is None
+    linear = next(node for node in graphs[0].graph.nodes if node.op == "call_function" and "linear" in node.name)
+    assert torch_internals.modules_in_scopes(linear)[-2:] == [id(model.first), id(model.first.fc)]
+    assert torch_internals.is_forward_of_layer(torch.nn.Linear.forward.__code__)
+    assert not torch_internals.is_forward_of_layer(traceless.Block.forward.__code__)
+    assert not torch_internals.is_forward_of_layer(torch.nn.Linear.__init__.__code__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -19,7 +20,46 @@ from htp_export.process.garbage_collection import hold_collection
 from htp_export.process.restoring import Changes, set_variable
 from htp_export.process.shared_settings import turn_attention_fast_path_off
 
-__all__ = ["exported_graph"]
+__all__ = ["LoweredGraph", "exported_graph", "lowered_graph"]
+
+
+@dataclass(frozen=True)
+class LoweredGraph:
+    """An FX graph of any kind, in torch's operators.
+
+    Attributes:
+        model: The graph, without tags. ``meta["node"]`` of each node is the FX node that it was made of.
+        inputs: For each tensor that it was given, its name; None for what is no tensor.
+        outputs: The same for what it returns.
+    """
+
+    model: ir.Model
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str | None, ...]
+
+
+def lowered_graph(module: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> LoweredGraph:
+    """Translate the functions that an FX graph calls into torch's operators.
+
+    Args:
+        module: The graph, without breaks.
+        inputs: What it is given.
+
+    Raises:
+        Exception: Whatever ``torch.export`` raises.
+    """
+    with torch.no_grad():
+        program = torch.export.export(module, inputs, strict=False).run_decompositions({})
+    model, values = graph_of_program(program)
+    signature = program.graph_signature
+
+    def name_of(spec: Any) -> str | None:
+        value = values.get(spec.arg.name) if spec.kind.name in ("USER_INPUT", "USER_OUTPUT") else None
+        return str(value.name) if isinstance(value, ir.Value) else None
+
+    given = tuple(name_of(spec) for spec in signature.input_specs if spec.kind.name == "USER_INPUT")
+    returned = tuple(name_of(spec) for spec in signature.output_specs if spec.kind.name == "USER_OUTPUT")
+    return LoweredGraph(model, given, returned)
 
 
 def exported_graph(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ir.Model:

@@ -36,7 +36,8 @@ class Stop:
     def __str__(self) -> str:
         module = "" if self.module is None else f" in module {self.module or '(the root)'}"
         place = f" ({self.file}:{self.line})" if self.file else ""
-        return f"{self.way} stopped{module}{place}: {self.reason}"
+        what = "graph break" if self.way == "dynamo" else f"{self.way} stopped"
+        return f"{what}{module}{place}: {self.reason}"
 
     def to_dict(self) -> dict[str, Any]:
         """The stop as plain data, for JSON."""
@@ -50,8 +51,9 @@ class Inspected(HoldsModel):
     Attributes:
         model: The graph. Only that of the way ``onnx`` is an ONNX model that can be written.
         way: ``onnx``: the model was exported, as `export` does. ``torch.export``: a graph of torch's operators.
-            ``parts``: modules that were exported one by one, side by side.
+            ``dynamo``: the graphs between graph breaks. ``parts``: modules that were exported one by one, side by side.
         stopped: Where each better way ended, the best one first.
+        breaks: Where Dynamo's graphs end before ``forward`` does (``dynamo``).
         failures: Module path → error, for modules that could not be exported (``parts``).
         notes: What else there is to know, as sentences.
     """
@@ -59,13 +61,16 @@ class Inspected(HoldsModel):
     model: ir.Model = field(repr=False)
     way: Way
     stopped: tuple[Stop, ...] = ()
+    breaks: tuple[Stop, ...] = ()
     failures: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The way and the stops as plain data, for JSON."""
-        failed = {"failures": dict(self.failures)} if self.failures else {}
-        return {"way": self.way, "stopped": [stop.to_dict() for stop in self.stopped], **failed}
+        further: dict[str, Any] = {"failures": dict(self.failures)} if self.failures else {}
+        if self.way == "dynamo":
+            further = {"breaks": [stop.to_dict() for stop in self.breaks]}
+        return {"way": self.way, "stopped": [stop.to_dict() for stop in self.stopped], **further}
 
     @property
     def summary(self) -> str:
@@ -74,11 +79,12 @@ class Inspected(HoldsModel):
 
     def __str__(self) -> str:
         failed = [f"{path or '(root)'}: {why}" for path, why in self.failures.items()]
-        return "\n".join([self.summary, *map(str, self.stopped), *self.notes, *failed])
+        return "\n".join([self.summary, *map(str, self.stopped), *self.notes, *map(str, self.breaks), *failed])
 
 
 _WORDS: Mapping[Way, str] = {
     "onnx": "ONNX export",
     "torch.export": "torch.export: torch's operators, no ONNX file",
+    "dynamo": "Dynamo, with graph breaks: torch's operators, no ONNX file",
     "parts": "exporting modules one by one",
 }

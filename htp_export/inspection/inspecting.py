@@ -8,16 +8,19 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import onnx_ir as ir
 
 from htp_export.errors import InputError
+from htp_export.exporter.broken_graphs import dynamo_as_it_was
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.patches import translations_read_once
 from htp_export.exporter.exporting import export
 from htp_export.exporter.torch_programs import exported_graph
 from htp_export.format import tags
+from htp_export.inspection.breaks import graphs_with_breaks
 from htp_export.inspection.inspected import Inspected, Stop, Way
 from htp_export.inspection.parts import Parts
 from htp_export.inspection.runs import run_once
@@ -30,15 +33,15 @@ __all__ = ["inspect"]
 
 _log = logging.getLogger(__name__)
 
-_Make = Callable[..., ir.Model]
+_Made = TypeVar("_Made")
 
 
 def inspect(model: torch.nn.Module, args: Any = (), *, kwargs: Mapping[str, Any] | None = None) -> Inspected:
     """Make a graph of a PyTorch model with its module tree, also if the model does not export to ONNX.
 
     Ways are tried one after the other, and the result names the one that it was got by, and where each better one
-    ended: the export to ONNX; ``torch.export`` alone, whose operators need no translation; the modules one by one, with
-    what they are given in one run of the model. ``docs/inspection.md`` describes the graphs.
+    ended: the export to ONNX; ``torch.export`` alone, whose operators need no translation; Dynamo's graphs with breaks;
+    the modules one by one, with what they are given in one run of the model. ``docs/inspection.md`` describes them.
 
     No other thread may use the model meanwhile.
 
@@ -72,15 +75,16 @@ def inspect(model: torch.nn.Module, args: Any = (), *, kwargs: Mapping[str, Any]
     named = dict(kwargs or {})
     path_by_id = ModuleNames(model).by_id
     stopped: list[Stop] = []
-    with translations_read_once():
+    with dynamo_as_it_was(), translations_read_once():
         for way, make in _WAYS.items():
             try:
-                graph = _quietly(make, model, given, named)
+                found = _quietly(make, model, given, named)
             except Exception as error:  # whatever torch raises on what it cannot trace
                 stopped.append(stop_of(way, error, path_by_id))
                 _log.debug("%s", stopped[-1], exc_info=error)
                 continue
-            return Inspected(_marked(graph, way), way, tuple(stopped))
+            _mark(found)
+            return replace(found, stopped=tuple(stopped))
         return _by_parts(model, given, named, tuple(stopped))
 
 
@@ -90,7 +94,11 @@ def _exported(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return program.model
 
 
-_WAYS: dict[Way, _Make] = {"onnx": _exported, "torch.export": exported_graph}
+_WAYS: dict[Way, Callable[..., Inspected]] = {
+    "onnx": lambda *given: Inspected(_exported(*given), "onnx"),
+    "torch.export": lambda *given: Inspected(exported_graph(*given), "torch.export"),
+    "dynamo": graphs_with_breaks,
+}
 
 
 def _by_parts(
@@ -106,17 +114,18 @@ def _by_parts(
         f"This model does not export as a whole. {parts.exported} of its modules were exported alone, "
         f"and {len(parts.innermost)} could not be: see those whose fate is failed."
     )
-    return Inspected(_marked(parts.graph(), "parts"), "parts", stopped, parts.failures, (note,))
+    found = Inspected(parts.graph(), "parts", stopped, failures=parts.failures, notes=(note,))
+    _mark(found)
+    return found
 
 
-def _marked(graph: ir.Model, way: Way) -> ir.Model:
-    """A graph that cannot be written by accident, unless it is an ONNX model."""
-    if way != "onnx":
-        graph.metadata_props[tags.WAY] = way
-    return graph
+def _mark(found: Inspected) -> None:
+    """Let a graph not be written by accident, unless it is an ONNX model."""
+    if found.way != "onnx":
+        found.model.metadata_props[tags.WAY] = found.way
 
 
-def _quietly(make: _Make, *given: Any) -> ir.Model:
+def _quietly(make: Callable[..., _Made], *given: Any) -> _Made:
     """Make a graph; what torch prints of one that it cannot trace goes to the log: the error says why."""
     stderr = io.StringIO()
     try:

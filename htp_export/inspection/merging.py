@@ -25,12 +25,14 @@ class Piece:
         name: What the names of its nodes and tensors begin with in the whole.
         prefix: Path of the module that its module paths are below; ``""`` where they are those of the whole.
         inputs: Name of one of its inputs → the piece before it that computes the tensor, and the tensor's name there.
+        weights: Name of one of its inputs → the full name of the parameter or buffer that it is, and its values.
     """
 
     model: ir.Model
     name: str
     prefix: str = ""
     inputs: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    weights: Mapping[str, tuple[str, ir.TensorProtocol]] = field(default_factory=dict)
 
 
 def merged(
@@ -85,7 +87,11 @@ class _Whole:
         self._know(copy, piece.prefix)
 
     def _take(self, value: ir.Value, piece: Piece) -> None:
-        """An input of a piece: what a piece before it computed, or an input of the whole."""
+        """An input of a piece: what a piece before it computed, a weight, or an input of the whole."""
+        if str(value.name) in piece.weights:
+            full, value.const_value = piece.weights[str(value.name)]
+            self._hold(full, value)
+            return
         source = piece.inputs.get(str(value.name))
         made = None if source is None else self._made[source[0]].get(source[1])
         if made is not None:

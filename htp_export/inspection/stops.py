@@ -12,7 +12,7 @@ from typing import Any
 import htp_export.errors
 from htp_export.inspection.inspected import Stop, Way
 
-__all__ = ["reason_of", "stop_of"]
+__all__ = ["is_of_model", "reason_of", "stop_of"]
 
 _LONGEST = 300  # characters of a reason that are kept
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
@@ -39,7 +39,7 @@ def stop_of(way: Way, error: BaseException, path_by_id: Mapping[int, str]) -> St
         running = (path_by_id.get(id(frame.f_locals.get("self"))) for frame, _ in reversed(frames))
         module = next((path for path in running if path is not None), None)
         lines = ((frame.f_code.co_filename, line) for frame, line in reversed(frames))
-        place = next((each for each in lines if _is_of_model(each[0])), None)
+        place = next((each for each in lines if is_of_model(each[0])), None)
     file, line = place or ("", 0)
     return Stop(way, reason_of(error), module, file, line)
 
@@ -87,10 +87,10 @@ def _module_of_node(node: Any, path_by_id: Mapping[int, str]) -> str | None:
 
 def _place_of_node(node: Any) -> tuple[str, int] | None:
     found = [(file, int(line)) for file, line in _FRAME.findall(node.meta.get("stack_trace") or "")]
-    return next((each for each in reversed(found) if _is_of_model(each[0])), found[-1] if found else None)
+    return next((each for each in reversed(found) if is_of_model(each[0])), found[-1] if found else None)
 
 
-def _is_of_model(file: str) -> bool:
+def is_of_model(file: str) -> bool:
     """Whether a file has code of a model, or of a library that it uses, and is no part of what traces it."""
     path = Path(file)
     if file.startswith("<") or path.is_relative_to(_OWN):

@@ -10,8 +10,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from htp_export.exporter.capture.body_internals import use_plain_containers, watch_bodies
-from htp_export.exporter.capture.running import dynamo_capture, program_bodies, translations_read, wanted
-from htp_export.exporter.capture.torch_internals import called_by_export, called_by_forward, executed_since, fx_tracing
+from htp_export.exporter.capture.running import (
+    dynamo_capture,
+    keeps_dynamo,
+    program_bodies,
+    translations_read,
+    wanted,
+    wants_frames_of_layers,
+)
+from htp_export.exporter.capture.torch_internals import (
+    called_by_export,
+    called_by_forward,
+    executed_since,
+    fx_tracing,
+    is_forward_of_layer,
+)
 from htp_export.process.restoring import Changes
 
 if TYPE_CHECKING:
@@ -261,6 +274,33 @@ def save(original: Callable[..., Any]) -> Callable[..., Any]:
         if active is not None and dynamo_capture.get() is None:
             active.settle()
         return original(*args, **kwargs)
+
+    return wrapper
+
+
+def skips_frame(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo trace torch's own layers where they are called from code that it cannot trace.
+
+    As a rule it leaves them alone there, as functions of torch, and the graphs of such a model lack them.
+    """
+
+    @functools.wraps(original)
+    def wrapper(obj: Any, *rest: Any, **named: Any) -> Any:
+        inlined = rest[0] if rest else named.get("is_inlined_call", False)
+        if wants_frames_of_layers.get() and not inlined and is_forward_of_layer(obj):
+            return False
+        return original(obj, *rest, **named)
+
+    return wrapper
+
+
+def reset_dynamo(original: Callable[[], None]) -> Callable[[], None]:
+    """Let nothing forget what Dynamo has compiled: ``torch.export`` resets it before it traces in strict mode."""
+
+    @functools.wraps(original)
+    def wrapper() -> None:
+        if not keeps_dynamo.get():
+            original()
 
     return wrapper
 

@@ -352,6 +352,9 @@ TRANSLATIONS = Patches(
     Patch("torch.onnx._internal.exporter._registration", "ONNXRegistry.from_torchlib", dynamo_patches.read_once),
 )
 
+DYNAMO_FRAMES = Patches(Patch("torch._dynamo.trace_rules", "check", dynamo_patches.skips_frame))
+DYNAMO_RESET = Patches(Patch("torch._dynamo", "reset", dynamo_patches.reset_dynamo))
+
 TORCHSCRIPT = Patches(
     Patch(_SCRIPT, "_trace_and_get_graph_from_model", _traced),
     Patch(_SCRIPT, "_create_jit_graph", _created),
@@ -367,7 +370,17 @@ TORCHSCRIPT = Patches(
     Patch("torch._C", "Node.blocks", _blocks),
 )
 
-EVERY = (DYNAMO_ENTRY, TORCHSCRIPT_ENTRY, MODULE_CALLS, REPLACEMENTS, DYNAMO, TRANSLATIONS, TORCHSCRIPT)
+EVERY = (
+    DYNAMO_ENTRY,
+    TORCHSCRIPT_ENTRY,
+    MODULE_CALLS,
+    REPLACEMENTS,
+    DYNAMO,
+    TRANSLATIONS,
+    DYNAMO_FRAMES,
+    DYNAMO_RESET,
+    TORCHSCRIPT,
+)
 
 
 def translations_read_once() -> contextlib.AbstractContextManager[None]:

@@ -56,13 +56,19 @@ def graph_of_program(program: Any) -> tuple[ir.Model, dict[str, Any]]:
     return _Translation(program).result()
 
 
-def drop_identities(graph: ir.Graph, replaced: Callable[[ir.Value, ir.Value], object]) -> None:
+def drop_identities(
+    graph: ir.Graph, replaced: Callable[[ir.Value, ir.Value], object] = lambda _old, _new: None
+) -> list[ir.Node]:
     """Remove nodes that give back their input, as the optimiser of an ONNX export does; one between ends stays.
 
     Args:
         graph: The graph; branches in it too.
         replaced: Told of each value, and of the one that replaces it.
+
+    Returns:
+        The nodes that were removed.
     """
+    removed = []
     for node in list(graph.all_nodes()):
         if (node.domain, node.op_type) not in _IDENTITIES or node.inputs[0] is None:
             continue
@@ -73,6 +79,8 @@ def drop_identities(graph: ir.Graph, replaced: Callable[[ir.Value, ir.Value], ob
         replaced(result, source)
         result.replace_all_uses_with(source, replace_graph_outputs=True)
         around.remove(node)
+        removed.append(node)
+    return removed
 
 
 class _Translation:

@@ -58,6 +58,10 @@ translations_read: ContextVar[dict[tuple[tuple[str, Any], ...], Any] | None] = C
 )
 
 
+keeps_dynamo: ContextVar[bool] = ContextVar("htp_export_keeps_dynamo", default=False)
+wants_frames_of_layers: ContextVar[bool] = ContextVar("htp_export_frames_of_layers", default=False)
+
+
 def wanted() -> Exporter | None:
     """Who tags the exports of this thread or task; None where nobody asked for tags."""
     running = exporter.get()
