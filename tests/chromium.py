@@ -52,6 +52,10 @@ _FLAGS = (
 )
 
 
+class NavigatedError(Exception):
+    """The page was left while an expression ran in it."""
+
+
 class Page:
     """One page of a browser."""
 
@@ -96,9 +100,12 @@ class Page:
         return answer["result"].get("value")
 
     def wait(self, expression: str, seconds: float = 60) -> None:
-        """Until an expression holds."""
+        """Until an expression holds, in this page or in the one that it goes to."""
         end = time.monotonic() + seconds
-        while not self.run(f"Boolean({expression})"):
+        while True:
+            with contextlib.suppress(NavigatedError):
+                if self.run(f"Boolean({expression})"):
+                    return
             assert time.monotonic() < end, f"never: {expression}; the page said {self.said}"
             time.sleep(0.05)
 
@@ -152,6 +159,8 @@ class Page:
         while True:
             answer = self._receive()
             if answer.get("id") == number:
+                if "navigated" in answer.get("error", {}).get("message", ""):
+                    raise NavigatedError
                 assert "error" not in answer, f"{method}: {answer['error']}"
                 return dict(answer["result"])
             self._note(answer)

@@ -91,6 +91,10 @@ def test_the_graph_that_is_chosen_is_shown_in_every_part_of_the_page(page, sever
     page.wait("document.getElementById('graph').dataset.ready")
     text = "document.querySelector('#graph iframe').contentDocument.body.innerText"
     page.wait(f"{text}.includes('GRAPH INFO') || innerWidth < 700")
+    page.run("document.getElementById('tab-flow').click()")
+    drawn = "htp.flow.state.order.map(({ item }) => item.op ?? item.path ?? item.word)"
+    assert page.run(drawn) == ["", "in", "a", "Tanh", "b", "Log", "out"]
+    page.run("document.getElementById('tab-graph').click()")
     choose(page, 0)
     assert operators(page) == ["Neg", "Abs", "Exp"]
     assert page.run("htp.selected.path") == "b"
