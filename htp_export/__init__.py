@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from htp_export.compress.compressed import CompressedModule, Quantized
     from htp_export.compress.lora import InsertedLora, LoraLayer, insert_lora
     from htp_export.compress.lora_files import FusedLora, LoraAdapter, fuse_lora, lora_adapter
+    from htp_export.compress.pipeline_results import PipelineRun, StepReport
+    from htp_export.compress.pipelines import pipeline
     from htp_export.compress.plan_exporting import PlanFile, export_plan
     from htp_export.compress.precisions import Precision
     from htp_export.compress.pruned import Pruned, PrunedModule
@@ -84,6 +86,7 @@ __all__ = [
     "Nested",
     "Optimized",
     "Partition",
+    "PipelineRun",
     "PlanFile",
     "Precision",
     "Profile",
@@ -93,6 +96,7 @@ __all__ = [
     "Region",
     "Splice",
     "Stage",
+    "StepReport",
     "TaggedModel",
     "Verification",
     "View",
@@ -120,6 +124,7 @@ __all__ = [
     "lora_adapter",
     "optimize",
     "partition",
+    "pipeline",
     "profile",
     "prune",
     "quantize",
@@ -158,6 +163,7 @@ _HOMES = {
     "Nested": "surgery.nesting",
     "Optimized": "passes.results",
     "Partition": "surgery.partitions",
+    "PipelineRun": "compress.pipeline_results",
     "PlanFile": "compress.plan_exporting",
     "Precision": "compress.precisions",
     "Profile": "run.latency",
@@ -167,6 +173,7 @@ _HOMES = {
     "Region": "model.tagged",
     "Splice": "surgery.splicing",
     "Stage": "surgery.stages",
+    "StepReport": "compress.pipeline_results",
     "TaggedModel": "model.tagged",
     "Verification": "run.results",
     "View": "show.viewing",
@@ -194,6 +201,7 @@ _HOMES = {
     "lora_adapter": "compress.lora_files",
     "optimize": "passes.optimizing",
     "partition": "surgery.staging",
+    "pipeline": "compress.pipelines",
     "profile": "run.latency",
     "prune": "compress.pruning",
     "quantize": "compress.quantizing",

@@ -10,6 +10,7 @@
     │   ├── OpenDimensionError   sizes of open dimensions are missing, or are given for dimensions that there are not
     │   └── OnnxRuntimeError     ONNX Runtime cannot load or run a model
     ├── PassError                a pass of `optimize` failed; names the passes that ran before it
+    ├── StepError                a step of `pipeline` failed; names the file that the steps before it made
     ├── ToolError                a tool of `htp_export.tools` failed, or wrote a model that is not valid
     ├── CaptureError             htp_export could not follow an export; a fault of its own, not of the model
     └── TorchChangedError        a private part of torch that htp_export relies on is gone, or is another now
@@ -34,6 +35,7 @@ __all__ = [
     "OpenDimensionError",
     "PassError",
     "SelectorError",
+    "StepError",
     "ToolError",
     "TorchChangedError",
     "UnknownModuleError",
@@ -193,6 +195,22 @@ class PassError(HtpExportError):
         super().__init__(f"pass {name!r} failed ({said}); it ran {before}; leave it out with passes=[...] to go on")
         self.name = name
         self.problem = problem
+
+
+class StepError(HtpExportError):
+    """A step of a pipeline failed; the files of the steps before it stay.
+
+    Args:
+        number: Its place among the steps, from 1.
+        name: The step.
+        file: The file that it was given.
+        problem: The error.
+    """
+
+    def __init__(self, number: int, name: str, file: str | Path, problem: Exception) -> None:
+        said = f"{type(problem).__name__}: {problem}".rstrip(": ")
+        super().__init__(f"step {number} ({name}) failed on {file} ({said}); run again, it goes on from there")
+        self.number, self.name, self.file, self.problem = number, name, Path(file), problem
 
 
 class CaptureError(HtpExportError):

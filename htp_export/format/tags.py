@@ -32,11 +32,12 @@ CONTAMINATION = "htp.contamination"
 FUNCTIONS = "htp.functions"
 LORA = "htp.lora"
 MAP = "htp.map"
+PROVENANCE = "htp.provenance"
 WEIGHTS = "htp.weights"  # of the file, not of the model: it is there where a file shares the weights of another
 DATA = "htp.data"  # of the file, too: what is in its own data files
 WAY = "htp.way"  # of a graph in memory that is no ONNX file: how it was got
 ATEN = "aten"  # domain of torch's own operators in such a graph
-MODEL_KEYS = (FORMAT, MODULES, CALLERS, SIGNATURES, PARAMETERS, CONTAMINATION, FUNCTIONS, MAP)
+MODEL_KEYS = (FORMAT, MODULES, CALLERS, SIGNATURES, PARAMETERS, CONTAMINATION, FUNCTIONS, MAP, PROVENANCE)
 
 
 def is_under(path: str, ancestor: str) -> bool:

@@ -10,6 +10,8 @@ import functools
 import inspect
 import itertools
 import operator
+import re
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

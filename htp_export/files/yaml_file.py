@@ -1,0 +1,51 @@
+"""YAML files that users give: keys are text as it is written, and stand there once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from htp_export.errors import FileError
+
+__all__ = ["read_yaml"]
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
+    """Reads keys as text as it is written: ``1.10`` is a module path, and no number."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Read a mapping; a key that stands there twice is a fault."""
+        found: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key is text", key_node.start_mark)
+            if key_node.value in found:
+                problem = f"{key_node.value!r} stands there twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            found[key_node.value] = self.construct_object(value_node, deep=True)
+        return found
+
+
+_Loader.add_constructor(
+    yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, lambda loader, node: loader.construct_mapping(node)
+)
+
+
+def read_yaml(path: str | os.PathLike[str]) -> Any:
+    """Read a YAML file. JSON is YAML, too.
+
+    Raises:
+        FileError: If it cannot be read, is not YAML, or names a key twice.
+    """
+    file = Path(path)
+    try:
+        return yaml.load(file.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise FileError(file, f"cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise FileError(file, "is not YAML: it is no text") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise FileError(file, f"is not YAML: {' '.join(str(error).split())}") from error

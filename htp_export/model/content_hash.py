@@ -1,0 +1,114 @@
+"""One hash of what a model computes, and of its tags: the same for a model in memory, in a file, and in two files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import onnx_ir as ir
+
+__all__ = ["content_hash"]
+
+
+def content_hash(model: ir.Model) -> str:
+    """Hash a model: graphs, functions, opsets, weights, and the tags of nodes.
+
+    Names of files, descriptions, the metadata of the model, and where weights are stored make no difference. Weights
+    are read one after the other.
+
+    Args:
+        model: The model; not changed.
+
+    Returns:
+        ``sha256:`` and 64 hexadecimal digits.
+
+    Examples:
+        >>> relu = ir.node("Relu", [ir.val("x")])
+        >>> model = ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu], name="a"), ir_version=10)
+        >>> renamed = ir.Model(ir.Graph([], [], nodes=[], name="b"), ir_version=10)
+        >>> content_hash(model) == content_hash(model.clone()), content_hash(model) == content_hash(renamed)
+        (True, False)
+    """
+    content = _Content()
+    content.add("opsets", sorted(model.opset_imports.items()))
+    content.graph(model.graph)
+    for identifier in sorted(model.functions):
+        function = model.functions[identifier]
+        content.add("function", identifier, sorted(function.opset_imports.items()))
+        for name in sorted(function.attributes):
+            content.attribute(function.attributes[name])
+        content.graph(function.graph)
+    return f"sha256:{content.digest}"
+
+
+class _Content:
+    """What is hashed, piece by piece."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def add(self, *pieces: Any) -> None:
+        """Add pieces with an unambiguous text; bytes as they are."""
+        for piece in pieces:
+            data = piece if isinstance(piece, bytes) else repr(piece).encode(errors="surrogatepass")
+            self._hash.update(f"{len(data)}:".encode())
+            self._hash.update(data)
+
+    def graph(self, graph: ir.Graph) -> None:
+        self.add("graph", [_described(value) for value in graph.inputs], [value.name for value in graph.outputs])
+        for name in sorted(graph.initializers):
+            tensor = graph.initializers[name].const_value
+            self.add("weight", name)
+            if tensor is not None:
+                self.tensor(tensor)
+        for node in graph:
+            self.node(node)
+
+    def node(self, node: ir.Node) -> None:
+        self.add("node", node.domain, node.op_type, node.overload, node.name or "", _names(node.inputs))
+        self.add(_names(node.outputs), sorted(node.metadata_props.items()))
+        for name in sorted(node.attributes):
+            self.attribute(node.attributes[name])
+
+    def attribute(self, attribute: ir.Attr) -> None:
+        self.add("attribute", attribute.name, attribute.type.name, attribute.ref_attr_name or "")
+        value: Any = attribute.value
+        if attribute.type == ir.AttributeType.GRAPH:
+            self.graph(value)
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            for graph in value:
+                self.graph(graph)
+        elif attribute.type == ir.AttributeType.TENSOR and value is not None:
+            self.tensor(value)
+        elif attribute.type == ir.AttributeType.TENSORS:
+            for tensor in value:
+                self.tensor(tensor)
+        elif value is not None:
+            proto = ir.to_proto(attribute)
+            proto.ClearField("doc_string")
+            self.add(proto.SerializeToString(deterministic=True))
+
+    def tensor(self, tensor: ir.TensorProtocol) -> None:
+        self.add(tensor.dtype.name, tuple(tensor.shape.numpy()))
+        self.add([bytes(each) for each in _strings(tensor)] if tensor.dtype == ir.DataType.STRING else tensor.tobytes())
+
+
+def _strings(tensor: ir.TensorProtocol) -> Iterable[bytes]:
+    return (each if isinstance(each, bytes) else str(each).encode() for each in tensor.numpy().flatten().tolist())
+
+
+def _described(value: ir.Value) -> tuple[str | None, str, str]:
+    return value.name, str(value.type), str(value.shape)
+
+
+def _names(values: Iterable[ir.Value | None]) -> list[str | None]:
+    """Names of inputs or outputs; missing ones at the end, and those without a name, are None or nothing."""
+    names = [None if value is None else value.name or None for value in values]
+    while names and names[-1] is None:
+        names.pop()
+    return names
