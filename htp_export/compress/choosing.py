@@ -12,7 +12,14 @@ import onnx_ir as ir
 
 from htp_export.compress.blocks import block_bytes, takes_blocks
 from htp_export.compress.casting import Ports, ports_of
-from htp_export.compress.integers import WITH_PRODUCER, dynamic_bytes, static_bytes, takes_dynamic, takes_static
+from htp_export.compress.integers import (
+    WITH_PRODUCER,
+    dynamic_bytes,
+    is_bias,
+    static_bytes,
+    takes_dynamic,
+    takes_static,
+)
 from htp_export.compress.plans import Assigned, assigned
 from htp_export.compress.precisions import Method, Precision
 from htp_export.compress.submodels import constant_of
@@ -54,9 +61,21 @@ class Choice:
         """Node → the precision that it gets."""
         return {node: precision for precision, nodes in self.nodes.items() for node in nodes}
 
+    @cached_property
+    def weights(self) -> frozenset[ir.Value | None]:
+        """The weights of the model."""
+        contents = contents_of(self.tagged).modules
+        return frozenset(value for module in contents.values() for value in module.own_weights)
+
     def precisions(self) -> dict[str, str]:
         """Module path → the name of its precision, ``mixed`` for several, ``fp32`` for none."""
-        weighty = [node for node in self.tagged.nodes if node in self.precision_of or _has_weights(node)]
+        disputed = frozenset(self.found.disputed)
+        weighty = [
+            node
+            for node in self.tagged.nodes
+            if node in self.precision_of
+            or (node not in disputed and any(value in self.weights for value in node.inputs))
+        ]
         words: dict[str, set[str]] = {}
         for node in weighty:
             precision = self.precision_of.get(node, self.found.nodes.get(node))
@@ -68,13 +87,9 @@ class Choice:
 
     def predicted(self) -> dict[str, int]:
         """Module path → bytes of its weights afterwards, without the scales of activations."""
-        contents = contents_of(self.tagged).modules
-        weights = frozenset(value for module in contents.values() for value in module.own_weights)
         sizes: dict[ir.Node, dict[Hashable, int]] = {}
         for node in self.tagged.nodes:
-            sizes[node] = dict(
-                _sizes(node, weights, self.precision_of.get(node), self.ports.get(node), self.precision_of)
-            )
+            sizes[node] = dict(_sizes(node, self, self.weights))
         found: dict[str, int] = {}
         for path in self.tagged:
             below = self.tagged.index.below.get(path, ()) if path else self.tagged.nodes
@@ -123,7 +138,7 @@ def choose(tagged: TaggedModel, rules: Mapping[str, Precision]) -> Choice:
         ):
             nodes.setdefault(precision, []).append(node)
             taken.update(dict.fromkeys(node.outputs, precision))
-        elif any(dtypes.get(value) == ir.DataType.FLOAT for value in node.outputs):
+        elif any(dtypes.get(value) == ir.DataType.FLOAT and constant_of(value) is None for value in node.outputs):
             left.setdefault(precision, []).append(node)
     choice = Choice(tagged, found, nodes, ports, left)
     _check_rules(choice, rules)
@@ -179,10 +194,6 @@ def _check_rules(choice: Choice, rules: Mapping[str, Precision]) -> None:
         )
 
 
-def _has_weights(node: ir.Node) -> bool:
-    return any(value is not None and value.is_initializer() for value in node.inputs)
-
-
 def _said(words: set[str]) -> str:
     """The one precision; nodes that stay as they are in modules of it do not count beside others."""
     sure = {word for word in words if not word.startswith("?")}
@@ -192,32 +203,36 @@ def _said(words: set[str]) -> str:
     return sure.pop() if len(sure) == 1 else "mixed"
 
 
-def _sizes(
-    node: ir.Node,
-    weights: Collection[ir.Value],
-    precision: Precision | None,
-    ports: Ports | None,
-    taken: Collection[ir.Node],
-) -> Iterator[tuple[Hashable, int]]:
+def _sizes(node: ir.Node, choice: Choice, weights: Collection[ir.Value | None]) -> Iterator[tuple[Hashable, int]]:
     """The weights that a node reads afterwards, and their bytes; equal weights of several nodes are equal."""
+    precision = choice.precision_of.get(node)
+    if (
+        node.op_type == "Identity"
+        and precision is None
+        and all(_size_of(use.node, use.idx, choice) is not None for use in node.outputs[0].uses())
+    ):
+        return  # it goes with the weight that it gave
     for place, value in enumerate(node.inputs):
         tensor = constant_of(value)
         if value is None or tensor is None:
             continue
-        if (
-            node.op_type == "Identity"
-            and precision is None
-            and all(use.node in taken for use in node.outputs[0].uses())
-        ):
-            continue  # it goes with them
         maker = value.producer()
-        if maker is not None and maker in taken and maker.op_type == "Identity":
+        if maker is not None and maker in choice.precision_of and (maker.op_type == "Identity" or value not in weights):
             continue  # it is cast itself
-        size = None if precision is None else _size_in(node, place, tensor, precision, ports)
-        if size is not None:
-            yield (value, precision), size
+        size = _size_of(node, place, choice)
+        if size is not None and precision is not None:
+            alone = precision.method == Method.STATIC and is_bias(node, place)  # each reader gets one of its own
+            yield (value, precision, node if alone else None), size
         elif value in weights:
             yield value, tensor.nbytes
+
+
+def _size_of(node: ir.Node, place: int, choice: Choice) -> int | None:
+    """The bytes of a weight of a node in the precision that it gets; None if it stays as it is."""
+    precision, tensor = choice.precision_of.get(node), constant_of(node.inputs[place])
+    if precision is None or tensor is None:
+        return None
+    return _size_in(node, place, tensor, precision, choice.ports.get(node))
 
 
 def _size_in(

@@ -24,6 +24,7 @@ __all__ = [
     "WITH_PRODUCER",
     "Calibrator",
     "dynamic_bytes",
+    "is_bias",
     "quantize_at_run_time",
     "static_bytes",
     "takes_dynamic",
@@ -102,6 +103,11 @@ def dynamic_bytes(node: ir.Node, tensor: ir.TensorProtocol, precision: Precision
     return math.prod(shape) + 5 * channels
 
 
+def is_bias(node: ir.Node, place: int) -> bool:
+    """Whether an input of a node is a bias, which gets 32 bits."""
+    return place == 2 and node.op_type in _WITH_BIAS
+
+
 def static_bytes(node: ir.Node, place: int, tensor: ir.TensorProtocol, precision: Precision) -> int:
     """The bytes of a constant whose range is known, with scales and zero points of channels; biases have 32 bits.
 
@@ -114,7 +120,7 @@ def static_bytes(node: ir.Node, place: int, tensor: ir.TensorProtocol, precision
     if node.op_type == "Gemm":
         axis = 0 if is_transposed(node) else 1
     by_channel = precision.per_channel and axis is not None
-    if place == 2 and node.op_type in _WITH_BIAS:
+    if is_bias(node, place):
         return math.prod(shape) * 4 + (8 * math.prod(shape) if by_channel else 4)
     if node.op_type == "MatMul" or (place == 1 and node.op_type in _WITH_BIAS):
         channels = shape[axis] if by_channel and axis is not None and place == 1 and len(shape) > 1 else 0

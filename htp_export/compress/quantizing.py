@@ -24,7 +24,7 @@ from htp_export.files.model_files import check_target, write_model
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import contents_of
-from htp_export.model.tagged import ModelSource, TaggedModel, name_of
+from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
 from htp_export.process.progress import counted
 from htp_export.provenance.adapters.quantizers import saturates
 from htp_export.provenance.carrying import carry_in_place
@@ -114,8 +114,12 @@ def quantize(
     except Exception as error:
         message = " ".join(str(error).split())
         raise ToolError("onnxruntime.quantization", f"failed on {name}: {type(error).__name__}: {message}") from error
-    carried = carry_in_place(original, changed.model)
-    after = carried.tagged
+    carry_in_place(original, changed.model)
+    for node, same in twin.items():
+        if node not in choice.precision_of:  # nothing happened to it
+            same.metadata_props.clear()
+            same.metadata_props.update(node.metadata_props)
+    after = load(changed.model)
     sizes = {path: contents.facts.weight_bytes for path, contents in contents_of(after).modules.items()}
     if output is not None:
         write_model(changed.model, output, external_data, share_weights=share_weights)
@@ -167,10 +171,10 @@ class _Work:
         ]
 
     def _weights(self, nodes: Sequence[ir.Node], precision: Precision, samples: Samples, name: str) -> None:
-        graphs: dict[Any, list[ir.Node]] = {}
+        apart: dict[Any, list[ir.Node]] = {}
         for node in nodes:
-            graphs.setdefault(node.graph, []).append(node)
-        groups = [group for inside in graphs.values() for group in groups_of(inside, weights_of)]
+            apart.setdefault((node.graph, node.op_type == "Conv"), []).append(node)  # convolutions have other weights
+        groups = [group for alike in apart.values() for group in groups_of(alike, weights_of)]
         for group in counted(groups, "groups of weights"):
             part = cut_out(self._model, group, self._types)
             if precision.method == Method.DYNAMIC:
