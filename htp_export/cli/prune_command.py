@@ -22,7 +22,9 @@ def prune_command(
     file: FileArgument,
     rules: Annotated[
         list[str] | None,
-        typer.Argument(help="SELECTOR=SPARSITY: a share such as 0.5, or 2:4. Later rules win.", show_default=False),
+        typer.Argument(
+            help="SELECTOR=VALUE: 0.5, 2:4, channels:0.25, heads:0.5 or drop. Later rules win.", show_default=False
+        ),
     ] = None,
     *,
     output: OutputOption,

@@ -13,10 +13,13 @@ from htp_export.compress.cutoffs import Array
 from htp_export.compress.masks import Mask, Scores, element_masks, group_mask
 from htp_export.compress.plans import Assigned, assigned
 from htp_export.compress.pruned import Counted, Pruned, pruned_modules
+from htp_export.compress.residual_blocks import remove_blocks
 from htp_export.compress.sparsities import Sparsity, sparsity_of
+from htp_export.compress.structured import cut_channels
 from htp_export.compress.weights import Weight, weights_of
 from htp_export.errors import InputError
 from htp_export.files.model_files import check_target, has_external_data, write_model
+from htp_export.format import tags
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import contents_of
@@ -46,7 +49,12 @@ def prune(
     ==================  ===============================================================================
     ``0.5``             half of the elements of each weight become zero
     ``"2:4"``           in each group of 4 neighbours, all but 2 become zero
+    ``"channels:0.25"``  a quarter of the output channels of each weight is cut out
+    ``"heads:0.5"``      half of the attention heads are cut out
+    ``"drop"``          the module, a residual block, is removed
     ==================  ===============================================================================
+
+    What has the same channels is cut, too: weights and biases of other modules, and sizes in the graph.
 
     Weights are the initializers that products multiply with, and tables that are looked up; no biases, and no factors
     of normalisations. A weight that several modules read, such as a tied embedding, is pruned once.
@@ -57,7 +65,7 @@ def prune(
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
         plan: Selector → what is removed, in order.
         output: The file to write.
-        method: ``"l1"``: the elements with the smallest absolute values; ``"random"``.
+        method: ``"l1"``: what has the smallest absolute values, for channels and heads on average; ``"random"``.
         scope: ``"local"``: the share is removed from each weight; ``"global"``: from all weights with the same value
             in the plan together. n:m patterns are always local.
         seed: For ``"random"``: the same seed removes the same elements.
@@ -67,7 +75,8 @@ def prune(
 
     Raises:
         SelectorError: A selector cannot be read or matches no module.
-        InputError: A value of the plan cannot be used, or a rule names modules without weights.
+        InputError: A value of the plan cannot be used, a rule names modules without weights, or channels cannot be cut;
+            the message has the node that stops it.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written; existing files are unchanged.
 
@@ -99,14 +108,48 @@ def prune(
 
 def _pruned(tagged: TaggedModel, wanted: Assigned[Sparsity], scores: Scores, *, together: bool) -> Pruned:
     """Prune a model in place."""
-    before = _weight_bytes(tagged)
+    bytes_before = _weight_bytes(tagged)
     weights = weights_of(tagged)
     values = {weight: value for weight in weights if (value := _value_of(weight, tagged, wanted)) is not None}
     _refuse_empty_rules(tagged, weights, wanted)
-    masks = _masks(values, scores, together=together)
-    counts = [_applied(tagged, weight, masks.get(weight)) for weight in counted(weights, "weights")]
-    rows = pruned_modules(tagged.hierarchy.values(), counts, before, _weight_bytes(load(tagged.model)))
-    return Pruned(rows, {path: str(value) for path, value in wanted.modules.items()}, model=tagged.model)
+    owners = {weight: _readers(tagged, weight) for weight in weights}
+    before = {weight: _counts(weight) for weight in counted(weights, "weights")}
+    removed = _outermost_blocks(wanted)
+    if removed:
+        tagged = remove_blocks(tagged, removed)
+    left = {weight for weight in weights if tagged.model.graph.initializers.get(weight.name) is weight.value}
+    structured = {weight: value for weight, value in values.items() if value.kind in ("channels", "heads")}
+    structured = {weight: value for weight, value in structured.items() if weight in left}
+    cut = cut_channels(tagged, structured, scores, together=together) if structured else {}
+    elementwise = {weight: value for weight, value in values.items() if not value.is_structured and weight in left}
+    masks = _masks(elementwise, scores, together=together)
+    for weight, mask in masks.items():
+        _apply(weight, mask)
+    counts = [
+        Counted(owners[weight], before[weight], _counts(weight) if weight in left else (0, 0))
+        for weight in counted(weights, "weights")
+    ]
+    after = load(tagged.model)
+    rows = pruned_modules(after.hierarchy.values(), counts, bytes_before, _weight_bytes(after))
+    said = {path: str(value) for path, value in wanted.modules.items()}
+    return Pruned(rows, said, removed, cut, model=tagged.model)
+
+
+def _outermost_blocks(wanted: Assigned[Sparsity]) -> tuple[str, ...]:
+    """The modules that the plan removes, without those inside them."""
+    blocks = [path for path, value in wanted.modules.items() if value.kind == "blocks"]
+    return tuple(path for path in blocks if tags.parent_path(path) not in blocks)
+
+
+def _readers(tagged: TaggedModel, weight: Weight) -> tuple[str, ...]:
+    """The modules whose nodes read a weight or a copy of it."""
+    return tuple(dict.fromkeys(path for use in weight.uses for path in tagged.owners_of(use.node) or ("",)))
+
+
+def _counts(weight: Weight) -> tuple[int, int]:
+    """Elements of a weight, and how many of them are zero."""
+    array = weight.tensor.numpy()
+    return array.size, array.size - int(np.count_nonzero(array))
 
 
 def _weight_bytes(tagged: TaggedModel) -> dict[str, int]:
@@ -138,8 +181,9 @@ def _owners(tagged: TaggedModel, node: ir.Node) -> str:
 
 def _refuse_empty_rules(tagged: TaggedModel, weights: Sequence[Weight], wanted: Assigned[Sparsity]) -> None:
     owners = {path for weight in weights for use in weight.uses for path in tagged.owners_of(use.node)}
+    removed = {path for path, value in wanted.modules.items() if value.kind == "blocks"}
     for selector, paths in wanted.named.items():
-        if not owners.intersection(paths):
+        if not owners.intersection(paths) and not removed.intersection(paths):
             raise InputError(f"rule {selector!r}: the modules that it names have no weights that can be pruned")
 
 
@@ -158,19 +202,12 @@ def _masks(values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool)
     return masks
 
 
-def _applied(tagged: TaggedModel, weight: Weight, mask: Mask | None) -> Counted:
+def _apply(weight: Weight, mask: Mask) -> None:
     """Let a weight and its copies have the numbers that a mask leaves; they are computed when they are written."""
     tensor = weight.tensor
-    array = tensor.numpy()
-    elements = tensor.size
-    before = after = elements - int(np.count_nonzero(array))
-    if mask is not None:
-        after = elements - int(np.count_nonzero(mask(array)))
-        weight.value.const_value = _lazy(tensor, mask, transposed=False)
-        for copy in weight.copies:
-            copy.value.const_value = _lazy(tensor, mask, transposed=copy.transposed)
-    owners = dict.fromkeys(path for use in weight.uses for path in tagged.owners_of(use.node) or ("",))
-    return Counted(tuple(owners), (elements, before), (elements, after))
+    weight.value.const_value = _lazy(tensor, mask, transposed=False)
+    for copy in weight.copies:
+        copy.value.const_value = _lazy(tensor, mask, transposed=copy.transposed)
 
 
 def _lazy(tensor: ir.TensorProtocol, mask: Mask, *, transposed: bool) -> ir.LazyTensor:
