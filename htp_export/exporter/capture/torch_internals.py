@@ -440,18 +440,14 @@ def settings_for_breaks() -> Any:
     """Settings of Dynamo for graphs that are as large and as many as can be, in a ``with`` block."""
     import torch._dynamo.config as config
 
-    wanted = {
+    wanted: dict[str, Any] = {
         "capture_scalar_outputs": True,
         "capture_dynamic_output_shape_ops": True,
         "suppress_errors": True,
         "recompile_limit": 10_000,
         "accumulated_recompile_limit": 10_000,
-        "cache_size_limit": 10_000,  # its name before torch 2.7
     }
-    known = {name: value for name, value in wanted.items() if hasattr(config, name)}
-    if "recompile_limit" in known:
-        del known["cache_size_limit"]
-    return config.patch(**known)
+    return config.patch(**wanted)
 
 
 def leave_dynamo_as_it_was(changes: Changes) -> None:
