@@ -511,6 +511,7 @@ JSON_COMMANDS = (
     "insert-lora net.onnx 0 -o lora.onnx",
     "lora-adapter lora.onnx tuned -o x.onnx_adapter",
     "fuse-lora net.onnx tuned -o x.onnx",
+    "pipeline steps.yaml --model net.onnx -o piped.onnx",
     "run onnxruntime net.onnx -o tool.onnx",
     "carry net.onnx tool.onnx -o x.onnx",
     "export-plan net.onnx --rule 0=int8 --to nncf -o plan.json",
@@ -535,6 +536,7 @@ def test_docs_json_has_every_key_that_a_command_writes(folder, capsys):
     Path("tuned/adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 2}')
     factors = {"0.lora_A.weight": torch.ones(2, 8), "0.lora_B.weight": torch.ones(16, 2)}
     save_file(factors, "tuned/adapter_model.safetensors")
+    Path("steps.yaml").write_text("- optimize\n")
     for command in JSON_COMMANDS:
         capsys.readouterr()
         name, *rest = command.format(entry=f"nets_{folder.name}:net").split()

@@ -146,6 +146,40 @@ def test_print_and_numpy_are_got_by_torch_export(capsys: pytest.CaptureFixture[s
     check_tree(inspected, model)
 
 
+def test_values_that_are_only_printed_are_no_hindrance_to_symbolic_tracing():
+    model = spread(traceless.Watched())
+    inspected = htp_export.inspect(model, (torch.randn(2, 4),), kwargs={"scale": 3.0})
+    assert inspected.way == "torch.fx"
+    line = line_of(traceless.Watched, "numpy().tobytes()")
+    assert [(stop.way, stop.module, stop.line) for stop in inspected.stopped] == [
+        ("onnx", "", line),
+        ("torch.export", "", line),
+    ]
+    check_tree(inspected, model)
+    nodes = [(node.op_type, node.metadata_props["htp.module"]) for node in inspected.model.graph]
+    assert nodes == [
+        ("linear", "block.fc"),
+        ("relu", "block"),
+        ("mul", ""),
+        ("layer_norm", "norm.0"),
+        ("linear", "head"),
+    ]
+    tree = inspected.tagged.hierarchy
+    assert (tree["norm.1"].fate, tree["norm.0"].fate, tree["norm.0"].calls) == ("identity", "computed", 1)
+    assert cost(inspected).modules[""].flops == 2 * 2 * (4 * 4 + 4 * 3)
+    with pytest.raises(FileError, match=r"by torch\.fx, is for inspection"):
+        inspected.tagged.save("model.onnx")
+
+
+def test_what_symbolic_tracing_gets_wrong_is_refused():
+    model = spread(traceless.Deceiving())
+    inspected = htp_export.inspect(model, torch.randn(2, 4))
+    assert inspected.way == "dynamo"
+    assert [stop.way for stop in inspected.stopped] == ["onnx", "torch.export", "torch.fx"]
+    assert "gives another result than the model" in inspected.stopped[-1].reason
+    check_tree(inspected, model)
+
+
 def test_a_branch_that_depends_on_data_is_got_by_dynamo():
     model = spread(traceless.WithChoosing())
     x = torch.rand(2, 4)
@@ -154,8 +188,11 @@ def test_a_branch_that_depends_on_data_is_got_by_dynamo():
     assert inspected.way == "dynamo"
     for stop in inspected.stopped:
         assert (stop.module, stop.file, stop.line) == ("choosing", traceless.__file__, line)
-        assert "Could not guard on data-dependent expression" in stop.reason
-    assert [stop.way for stop in inspected.stopped] == ["onnx", "torch.export"]
+    reasons = {stop.way: stop.reason for stop in inspected.stopped}
+    assert list(reasons) == ["onnx", "torch.export", "torch.fx"]
+    for way in ("onnx", "torch.export"):
+        assert "Could not guard on data-dependent expression" in reasons[way]
+    assert reasons["torch.fx"].startswith("TraceError: symbolically traced variables cannot be used")
     assert [(stop.module, stop.line) for stop in inspected.breaks] == [("choosing", line)]
     check_tree(inspected, model)
     owners = [node.metadata_props["htp.module"] for node in inspected.model.graph if node.op_type == "linear"]
@@ -174,6 +211,7 @@ def test_a_detector_with_non_maximum_suppression_is_got_by_dynamo():
     assert [(stop.way, stop.module, stop.file) for stop in inspected.stopped] == [
         ("onnx", "", traceless.__file__),
         ("torch.export", "", traceless.__file__),
+        ("torch.fx", "", traceless.__file__),
     ]
     assert {stop.line for stop in inspected.stopped} <= set(lines)
     check_tree(inspected, model)
@@ -193,7 +231,8 @@ def test_a_loop_over_a_tensor_is_got_by_dynamo_once_for_each_round():
     inspected = htp_export.inspect(model, x)
     assert inspected.way == "dynamo"
     line = line_of(traceless.Repeating, "if row.sum()")
-    assert {(stop.module, stop.line) for stop in inspected.stopped} == {("", line)}
+    loop = line_of(traceless.Repeating, "for row in x")
+    assert {(stop.module, stop.line) for stop in inspected.stopped} == {("", line), ("", loop)}
     check_tree(inspected, model)
     rounds = int((x.sum(1) > 0).sum())
     assert rounds == 2

@@ -125,13 +125,28 @@ def test_a_public_function_says_whether_it_is_thread_safe(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "Carried", "Comparison", "Contamination", "Cost", "Extraction", "Fingerprint", "Forensics", "FusedLora",
-        "Inlined", "InsertedLora", "LoraAdapter", "ModelDifference", "Nested", "Optimized", "Partition", "Profile",
-        "Pruned", "Splice", "Verification", "View",
-        "Inlined", "InsertedLora", "LoraAdapter",
-        "ModelDifference", "Nested", "Optimized", "Partition", "Profile", "Pruned", "Splice", "Verification", "View",
+        "Carried",
+        "Comparison",
+        "Contamination",
+        "Cost",
+        "Extraction",
+        "Fingerprint",
+        "Forensics",
+        "FusedLora",
+        "Inlined",
+        "InsertedLora",
+        "LoraAdapter",
+        "ModelDifference",
+        "Nested",
+        "Optimized",
+        "Partition",
+        "Profile",
+        "Pruned",
+        "Splice",
+        "Verification",
+        "View",
     ],
-)  # fmt: skip
+)
 def test_a_result_has_a_summary_which_is_a_line_and_notes_which_are_lines(name):
     result = getattr(htp_export, name)
     assert isinstance(result.summary, property)

@@ -96,6 +96,33 @@ class Prints(nn.Module):
         return result
 
 
+class Watched(nn.Module):
+    """The bytes of a tensor are printed, and nothing else is done with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.norm, self.head = Block(), nn.Sequential(nn.LayerNorm(4), nn.Dropout()), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        h = self.norm(self.block(x) * scale)
+        print("bytes", h.detach().numpy().tobytes())
+        result: torch.Tensor = self.head(h)
+        return result
+
+
+class Deceiving(nn.Module):
+    """What ``torch.fx`` traces of it is another branch than the one that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.block(x)
+        print("bytes", h.detach().numpy().tobytes())
+        return h * 2 if isinstance(h, torch.Tensor) else h
+
+
 class Choosing(nn.Module):
     """``.item()`` decides a branch."""
 

@@ -39,7 +39,9 @@ def pipeline_command(
     fresh: Annotated[bool, typer.Option("--fresh", help="Run all steps, whatever an earlier run has done.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a list of passes, tools and checks, and write down how the result was made.
+    """Run passes, tools and checks in a row, by a file.
+
+    The result has the steps that made it in its metadata.
 
     Run again, it goes on after the last step that is done. An ONNX file that a pipeline made is shown, and with --model
     and --output made again.

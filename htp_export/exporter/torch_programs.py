@@ -38,18 +38,21 @@ class LoweredGraph:
     outputs: tuple[str | None, ...]
 
 
-def lowered_graph(module: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> LoweredGraph:
+def lowered_graph(
+    module: torch.fx.GraphModule, inputs: tuple[Any, ...], named: Mapping[str, Any] | None = None
+) -> LoweredGraph:
     """Translate the functions that an FX graph calls into torch's operators.
 
     Args:
         module: The graph, without breaks.
         inputs: What it is given.
+        named: What it is given by keyword.
 
     Raises:
         Exception: Whatever ``torch.export`` raises.
     """
     with torch.no_grad():
-        program = torch.export.export(module, inputs, strict=False).run_decompositions({})
+        program = torch.export.export(module, inputs, dict(named or {}), strict=False).run_decompositions({})
     model, values = graph_of_program(program)
     signature = program.graph_signature
 

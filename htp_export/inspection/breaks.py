@@ -11,18 +11,15 @@ from onnx_ir.tensor_adapters import TorchTensor
 
 from htp_export.exporter.broken_graphs import BrokenRun, GraphBreak, GraphRun, run_with_breaks
 from htp_export.exporter.capture.modules import ModuleNames
-from htp_export.exporter.capture.program_graph import drop_identities
 from htp_export.exporter.capture.torch_internals import modules_in_scopes
 from htp_export.exporter.torch_programs import LoweredGraph, lowered_graph
 from htp_export.format import tags
-from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.parameters import parameters_of
-from htp_export.format.reasons import Reason
 from htp_export.inspection.inspected import Inspected, Stop
 from htp_export.inspection.merging import Piece, merged
 from htp_export.inspection.runs import run_once, unchanged
 from htp_export.inspection.stops import is_of_model, reason_of
-from htp_export.model.operators import subgraphs
+from htp_export.inspection.trees import owners_in, tag_by_scope, tree_of, without_identities
 
 if TYPE_CHECKING:
     import torch
@@ -79,16 +76,8 @@ class _Graphs:
         parts = list(self._parts())
         if not any(part.nodes for part in parts):
             raise RuntimeError("Dynamo makes no graph of this model: nothing that it can trace is computed in between")
-        owners = {owner for part in parts for node in part.model.graph.all_nodes() for owner in _owners(node)}
-        tree = Hierarchy.from_module(self._model)
-        ran = {*owners, *tags.all_above(owners)}
-        fates = {
-            path: "uncalled" if not counts.get(path) and path not in ran
-            else "identity" if path in self._identities and path not in ran
-            else "computed"
-            for path in tree
-        }  # fmt: skip
-        tree = tree.with_results(calls={path: counts[path] for path in tree if counts.get(path)}, fates=fates)
+        owners = {owner for part in parts for owner in owners_in(part.model.graph)}
+        tree = tree_of(self._model, counts, owners, self._identities)
         graph = merged(list(self._pieces(parts)), tree, parameters_of(self._model))
         stops = map(_stop, self._broken.breaks)
         # Dynamo breaks the graph of a module where that of a module inside breaks: the last one names the innermost.
@@ -109,8 +98,7 @@ class _Graphs:
             model = lowered.model.clone()
             for node in model.graph.all_nodes():
                 self._tag(node, run)
-            for node in drop_identities(model.graph):
-                self._identities.update(_owners(node))
+            self._identities |= without_identities(model.graph)
             count = sum(1 for _ in model.graph.all_nodes())
             nodes += count
             if count:
@@ -135,7 +123,7 @@ class _Graphs:
         path = paths[-1] if paths else run.traced_in
         if run.path != run.traced_in and tags.is_under(path, run.traced_in):  # an equal module runs the same graph
             path = tags.below(run.path, path[len(run.traced_in) :].removeprefix("."))
-        tags.tag_node(node.metadata_props, tags.node_tags([path], Reason.SCOPE, ()))
+        tag_by_scope(node, path)
 
     def _pieces(self, parts: list[_Part]) -> Iterator[Piece]:
         ranks = {place: rank for rank, place in enumerate(sorted(range(len(parts)), key=lambda k: -parts[k].nodes), 1)}
@@ -150,11 +138,6 @@ class _Graphs:
             for name, value in zip(part.lowered.outputs, part.run.outputs, strict=False):
                 if name:
                     made.setdefault(id(value), (place, name))
-
-
-def _owners(node: ir.Node) -> tuple[str, ...]:
-    inner = (tags.owners_of(each.metadata_props) for body in subgraphs(node) for each in body)
-    return tuple(dict.fromkeys([*tags.owners_of(node.metadata_props), *(path for paths in inner for path in paths)]))
 
 
 def _kind(value: Any) -> Hashable:

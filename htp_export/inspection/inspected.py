@@ -51,7 +51,8 @@ class Inspected(HoldsModel):
     Attributes:
         model: The graph. Only that of the way ``onnx`` is an ONNX model that can be written.
         way: ``onnx``: the model was exported, as `export` does. ``torch.export``: a graph of torch's operators.
-            ``dynamo``: the graphs between graph breaks. ``parts``: modules that were exported one by one, side by side.
+            ``torch.fx``: the same, by symbolic tracing. ``dynamo``: the graphs between graph breaks. ``parts``: modules
+            that were exported one by one, side by side.
         stopped: Where each better way ended, the best one first.
         breaks: Where Dynamo's graphs end before ``forward`` does (``dynamo``).
         failures: Module path → error, for modules that could not be exported (``parts``).
@@ -85,6 +86,7 @@ class Inspected(HoldsModel):
 _WORDS: Mapping[Way, str] = {
     "onnx": "ONNX export",
     "torch.export": "torch.export: torch's operators, no ONNX file",
+    "torch.fx": "symbolic tracing (torch.fx): torch's operators, no ONNX file",
     "dynamo": "Dynamo, with graph breaks: torch's operators, no ONNX file",
     "parts": "exporting modules one by one",
 }

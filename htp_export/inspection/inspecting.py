@@ -25,6 +25,7 @@ from htp_export.inspection.inspected import Inspected, Stop, Way
 from htp_export.inspection.parts import Parts
 from htp_export.inspection.runs import run_once
 from htp_export.inspection.stops import reason_of, stop_of
+from htp_export.inspection.symbolic import graph_by_symbolic_tracing
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +41,9 @@ def inspect(model: torch.nn.Module, args: Any = (), *, kwargs: Mapping[str, Any]
     """Make a graph of a PyTorch model with its module tree, also if the model does not export to ONNX.
 
     Ways are tried one after the other, and the result names the one that it was got by, and where each better one
-    ended: the export to ONNX; ``torch.export`` alone, whose operators need no translation; Dynamo's graphs with breaks;
-    the modules one by one, with what they are given in one run of the model. ``docs/inspection.md`` describes them.
+    ended: the export to ONNX; ``torch.export`` alone, whose operators need no translation; symbolic tracing by
+    ``torch.fx``; Dynamo's graphs with breaks; the modules one by one, with what they are given in one run of the model.
+    ``docs/inspection.md`` describes the graphs.
 
     No other thread may use the model meanwhile.
 
@@ -97,6 +99,7 @@ def _exported(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 _WAYS: dict[Way, Callable[..., Inspected]] = {
     "onnx": lambda *given: Inspected(_exported(*given), "onnx"),
     "torch.export": lambda *given: Inspected(exported_graph(*given), "torch.export"),
+    "torch.fx": graph_by_symbolic_tracing,
     "dynamo": graphs_with_breaks,
 }
 
