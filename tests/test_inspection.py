@@ -221,8 +221,13 @@ def test_a_detector_with_non_maximum_suppression_is_got_by_dynamo():
     assert report.modules["head"].flops == 2 * 5 * 4 * 4 * 4
     names = {node.name.partition("/")[0] for node in inspected.model.graph}
     assert names == {"graph_1", "graph_2"}
-    sizes = [sum(node.name.startswith(name) for node in inspected.model.graph) for name in sorted(names)]
-    assert sizes[0] > sizes[1]
+    sizes = {name: sum(node.name.startswith(name) for node in inspected.model.graph) for name in sorted(names)}
+    assert sizes["graph_1"] > sizes["graph_2"]
+    assert {name: len(list(graph.graph)) for name, graph in inspected.graphs.items()} == sizes
+    assert list(inspected.graphs) == ["graph_1", "graph_2"]
+    assert cost(inspected.graphs["graph_1"]).modules[""].flops == report.modules[""].flops
+    with pytest.raises(FileError, match="by dynamo, is for inspection"):
+        htp_export.load(inspected.graphs["graph_2"]).save("model.onnx")
 
 
 def test_a_loop_over_a_tensor_is_got_by_dynamo_once_for_each_round():

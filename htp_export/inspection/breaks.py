@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
@@ -78,12 +78,17 @@ class _Graphs:
             raise RuntimeError("Dynamo makes no graph of this model: nothing that it can trace is computed in between")
         owners = {owner for part in parts for owner in owners_in(part.model.graph)}
         tree = tree_of(self._model, counts, owners, self._identities)
-        graph = merged(list(self._pieces(parts)), tree, parameters_of(self._model))
+        pieces, parameters = list(self._pieces(parts)), parameters_of(self._model)
+        graph = merged(pieces, tree, parameters)
+        alone: dict[Hashable, Piece] = {}
+        for part, piece in zip(parts, pieces, strict=True):
+            alone.setdefault((id(part.run.graph), part.run.path), replace(piece, inputs={}))
+        graphs = {piece.name: merged([piece], tree, parameters) for piece in sorted(alone.values(), key=_rank)}
         stops = map(_stop, self._broken.breaks)
         # Dynamo breaks the graph of a module where that of a module inside breaks: the last one names the innermost.
         breaks = tuple({(stop.file, stop.line) if stop.file else stop: stop for stop in stops}.values())
         note = f"Dynamo made {len(parts)} graphs of this model; what Python computes between them is in none."
-        return Inspected(graph, "dynamo", breaks=breaks, notes=(note, *self._notes))
+        return Inspected(graph, "dynamo", breaks=breaks, graphs=graphs, notes=(note, *self._notes))
 
     def _parts(self) -> Iterator[_Part]:
         nodes = 0
@@ -138,6 +143,10 @@ class _Graphs:
             for name, value in zip(part.lowered.outputs, part.run.outputs, strict=False):
                 if name:
                     made.setdefault(id(value), (place, name))
+
+
+def _rank(piece: Piece) -> int:
+    return int(piece.name.rpartition("_")[2])
 
 
 def _kind(value: Any) -> Hashable:

@@ -55,6 +55,8 @@ class Inspected(HoldsModel):
             that were exported one by one, side by side.
         stopped: Where each better way ended, the best one first.
         breaks: Where Dynamo's graphs end before ``forward`` does (``dynamo``).
+        graphs: Name of each of Dynamo's graphs → the graph by itself, the largest first (``dynamo``). The names of its
+            nodes in ``model`` begin with its name. A graph that runs several times in one module is there once.
         failures: Module path → error, for modules that could not be exported (``parts``).
         notes: What else there is to know, as sentences.
     """
@@ -63,6 +65,7 @@ class Inspected(HoldsModel):
     way: Way
     stopped: tuple[Stop, ...] = ()
     breaks: tuple[Stop, ...] = ()
+    graphs: Mapping[str, ir.Model] = field(default_factory=dict, repr=False)
     failures: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

@@ -124,8 +124,8 @@ def _by_parts(
 
 def _mark(found: Inspected) -> None:
     """Let a graph not be written by accident, unless it is an ONNX model."""
-    if found.way != "onnx":
-        found.model.metadata_props[tags.WAY] = found.way
+    for graph in (found.model, *found.graphs.values()) if found.way != "onnx" else ():
+        graph.metadata_props[tags.WAY] = found.way
 
 
 def _quietly(make: Callable[..., _Made], *given: Any) -> _Made:
