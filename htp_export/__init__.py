@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from htp_export.compress.pruned import Pruned, PrunedModule
     from htp_export.compress.pruning import prune
     from htp_export.compress.quantizing import quantize
+    from htp_export.compress.training import frozen_fake_quantize, module_filter
     from htp_export.costs.costing import cost
     from htp_export.costs.result import Cost
     from htp_export.costs.work import Work
@@ -114,6 +115,7 @@ __all__ = [
     "extract",
     "fingerprint",
     "forensics",
+    "frozen_fake_quantize",
     "functions",
     "fuse_lora",
     "inline",
@@ -122,6 +124,7 @@ __all__ = [
     "load",
     "load_partition",
     "lora_adapter",
+    "module_filter",
     "optimize",
     "partition",
     "pipeline",
@@ -191,6 +194,7 @@ _HOMES = {
     "extract": "surgery.extraction",
     "fingerprint": "fingerprints.families",
     "forensics": "findings.investigation",
+    "frozen_fake_quantize": "compress.training",
     "functions": "surgery.nesting",
     "fuse_lora": "compress.lora_files",
     "inline": "model.inlining",
@@ -199,6 +203,7 @@ _HOMES = {
     "load": "model.tagged",
     "load_partition": "surgery.manifest",
     "lora_adapter": "compress.lora_files",
+    "module_filter": "compress.training",
     "optimize": "passes.optimizing",
     "partition": "surgery.staging",
     "pipeline": "compress.pipelines",

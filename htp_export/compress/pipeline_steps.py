@@ -85,6 +85,10 @@ _SET_HERE = ("output", "external_data", "share_weights")
 # A new step is a line here; an adapter of a tool is one by itself. `docs/pipeline.md` lists them.
 STEPS: dict[str, StepKind] = {
     "optimize": StepKind("passes.optimizing", "optimize", packages=("onnxscript",)),
+    "quantize": StepKind("compress.quantizing", "quantize", packages=("onnxruntime",)),
+    "prune": StepKind("compress.pruning", "prune"),
+    "insert_lora": StepKind("compress.lora", "insert_lora"),
+    "fuse_lora": StepKind("compress.lora_files", "fuse_lora"),
     "functions": StepKind("surgery.nesting", "functions"),
     "inline": StepKind("model.inlining", "inline"),
     "splice": StepKind("surgery.splicing", "splice"),
