@@ -126,7 +126,7 @@ def test_a_plan_file_is_an_ordered_mapping_in_yaml_or_json(tmp_path: Path) -> No
         ("- a", "holds no rules"),
         ("a: int8\na: fp16", "'a' stands there twice"),
         ("**: int8", "into quotes"),
-        ("[a, b]: int8", "a selector is text"),
+        ("[a, b]: int8", "a key is text"),
     ],
 )
 def test_a_plan_file_that_is_no_mapping_is_refused(text: str, problem: str, tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ class StepKind:
             raise InputError(f"step {name}: the option {missing[0]!r} is missing")
 
 
-_SET_HERE = ("output", "external_data", "share_weights")
-"""Parameters that a pipeline sets itself: it writes the files."""
+_SET_HERE = ("output", "external_data", "share_weights", "dry_run")
+"""Parameters that a pipeline sets itself: it writes the files, all of them."""
 
 # A new step is a line here; an adapter of a tool is one by itself. `docs/pipeline.md` lists them.
 STEPS: dict[str, StepKind] = {

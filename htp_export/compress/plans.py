@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import onnx_ir as ir
-import yaml
 
 from htp_export.errors import FileError, InputError
 from htp_export.files.json_file import read_json
+from htp_export.files.yaml_file import read_yaml
 from htp_export.format.hierarchy import Fate
 from htp_export.format.selectors import select_below
 from htp_export.model.tagged import TaggedModel
@@ -114,40 +114,7 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileError: If it cannot be read, is no mapping, or names a selector twice.
     """
     file = Path(path)
-    content = read_json(file) if file.suffix.lower() == ".json" else _read_yaml(file)
+    content = read_json(file) if file.suffix.lower() == ".json" else read_yaml(file)
     if not isinstance(content, dict) or not content:
         raise FileError(file, "holds no rules; write a mapping from selectors to values, such as 'lm_head: fp16'")
     return content
-
-
-class _OrderedLoader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
-    """Reads mappings whose keys are text as it is written: ``1.10`` is a module path, and no number."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Read a mapping; a key that stands there twice is a fault."""
-        found: dict[Any, Any] = {}
-        for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a selector is text", key_node.start_mark)
-            if key_node.value in found:
-                problem = f"{key_node.value!r} stands there twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            found[key_node.value] = self.construct_object(value_node, deep=True)
-        return found
-
-
-_OrderedLoader.add_constructor(
-    yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, lambda loader, node: loader.construct_mapping(node)
-)
-
-
-def _read_yaml(file: Path) -> Any:
-    try:
-        return yaml.load(file.read_text(encoding="utf-8"), _OrderedLoader)
-    except OSError as error:
-        raise FileError(file, f"cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise FileError(file, "is not YAML: it is no text") from error
-    except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())
-        raise FileError(file, f"is not YAML: {problem}; put selectors with '*' or '!' into quotes") from error

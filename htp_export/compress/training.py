@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import InputError
-from htp_export.format.selectors import select_below
 from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.selectors import select_below
 from htp_export.process.restoring import Changes, restored
 
 if TYPE_CHECKING:

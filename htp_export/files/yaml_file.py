@@ -48,4 +48,5 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
     except UnicodeDecodeError as error:
         raise FileError(file, "is not YAML: it is no text") from error
     except (yaml.YAMLError, RecursionError) as error:
-        raise FileError(file, f"is not YAML: {' '.join(str(error).split())}") from error
+        problem = " ".join(str(error).split())
+        raise FileError(file, f"is not YAML: {problem}; put selectors with '*' or '!' into quotes") from error
