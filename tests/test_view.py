@@ -342,7 +342,7 @@ def test_the_parts_of_a_model_have_their_costs_and_what_is_above_them_has_the_su
         "bad": linear,
         "bad.inner": linear,
     }
-    assert flops["nodes"] == [linear, 0, linear]
+    assert [value for value in flops["nodes"] if value] == [linear, linear]
 
 
 def test_a_page_has_the_costs_of_its_nodes_and_the_parameters_that_they_read():

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import htp_export
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.tagged import load
-from htp_export.show.shown_graph import ShownGraph, shown_graph, shown_part
+from htp_export.show.shown_graph import ShownGraph, shown_graph
 from htp_export.show.viewing import page_of
 from tests import handmade
 from tests.chromium import Page, needs_chromium
@@ -70,22 +69,6 @@ def test_a_page_of_several_graphs_holds_each_with_its_title_and_note():
     first, second = page_data_of(page, "graphs")
     assert first == {"title": "graph 1 of 2", "note": "Dynamo's graph up to a break in b."}
     assert second == {"title": HOSTILE, "note": HOSTILE}
-
-
-def test_nodes_of_a_model_are_a_graph_of_their_own():
-    tagged = load(handmade.encoder())
-    costs = {node.name: node.flops for node in htp_export.cost(tagged).nodes}
-    members = set(tagged["layer.1"].nodes)
-    part = shown_part(tagged, members, "layer.1", "Cut out.")
-    assert {node.name for node in part.inventory.nodes} == {node.name for node in members}
-    assert part.inventory.modules["layer.1.fc"].parameters == 16
-    flops = next(measure for measure in part.measures if measure.key == "flops")
-    assert flops.total[""] == sum(costs[str(node.name)] for node in members) > 0
-    assert flops.total["layer.0"] == 0
-    made = {str(value.name) for node in members for value in node.outputs}
-    read = {str(value.name) for node in members for value in node.inputs if value.producer() or value.is_graph_input()}
-    assert {tensor.name for tensor in part.inventory.inputs} == read - made
-    assert (part.name, part.note) == ("layer.1", "Cut out.")
 
 
 @needs_chromium
