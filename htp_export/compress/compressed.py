@@ -106,7 +106,8 @@ class Quantized(ModuleTable, HoldsModel):
     def summary(self) -> str:
         """The whole in one line."""
         root = self.modules[""]
-        changed = ", ".join(f"{sum(kinds.values())} nodes in {name}" for name, kinds in self.operators.items())
+        counts = {name: sum(kinds.values()) for name, kinds in self.operators.items()}
+        changed = ", ".join(f"{count} node{'s' * (count != 1)} in {name}" for name, count in counts.items())
         predicted = "predicted: " if self.dry else ""
         share = "" if root.ratio is None else f" ({root.ratio:.1%})"
         sizes = f"weights {si(root.bytes_before, 'B')} before, {si(root.bytes_after, 'B')} after{share}"

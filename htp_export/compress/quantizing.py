@@ -203,9 +203,8 @@ def _notes(choice: Choice, *, random: bool) -> tuple[str, ...]:
             "far off; quantize with reduce_range, or in uint8"
         )
     if choice.found.disputed:
-        notes.append(
-            f"{len(choice.found.disputed)} nodes stay as they are: they belong to modules of several precisions"
-        )
+        count = len(choice.found.disputed)
+        notes.append(f"nodes that stay as they are because their modules have different precisions: {count}")
     return tuple(notes)
 
 
