@@ -487,6 +487,10 @@ def test_other_commands_read_the_result(net: Path, tmp_path: Path) -> None:
     assert htp_export.cost(file).modules["first"].weight_bytes > 0
     assert len(htp_export.load(file)["first"].nodes) > 3
     htp_export.view(file, tmp_path / "view.html")
+    assert htp_export.profile(file, {"ids": IDS}, runs=2, warmup=0).unattributed_ms == 0
+    checked = htp_export.verify(spread(Net().eval()), file, (torch.from_numpy(IDS),), tolerances={"**": (1.0, 1.0)})
+    assert checked.ok
+    assert checked.modules["head"].max_abs > 0
     again = htp_export.quantize(file, {"table": "fp32", "norm": "fp16"}, tmp_path / "again.onnx")
     assert not again.tagged.untagged
 

@@ -52,7 +52,7 @@ def check_same_model(tagged: TaggedModel, model: nn.Module, name: str) -> None:
         shape, wanted = list(value.const_value.shape.numpy()), list(tensor.shape)  # type: ignore[union-attr]
         if shape != wanted:
             _refuse(name, model, f"its {value.name!r} has the shape {shape}, and the model's has {wanted}")
-    _check_dtypes(shared, name, model)
+    _check_dtypes(tagged, shared, name, model)
     if exact:
         _check_values(tagged, shared, name, model)
 
@@ -85,8 +85,15 @@ def _initializers(tagged: TaggedModel) -> Iterator[tuple[str, ir.Value]]:
             yield key, value
 
 
-def _check_dtypes(shared: list[tuple[ir.Value, torch.Tensor]], name: str, model: nn.Module) -> None:
-    """Refuse a file whose weights are mostly of another type of floats."""
+def _check_dtypes(
+    tagged: TaggedModel, shared: list[tuple[ir.Value, torch.Tensor]], name: str, model: nn.Module
+) -> None:
+    """Refuse a file whose weights are mostly of another type of floats, and none of whose inputs and outputs has it.
+
+    A file in which modules got another precision takes and gives what the model does.
+    """
+    graph = tagged.model.graph
+    passed = {str(value.dtype.numpy()) for value in (*graph.inputs, *graph.outputs) if value.dtype is not None}
     floats = [(value, tensor) for value, tensor in shared if tensor.is_floating_point()]
     different = [
         (value, tensor) for value, tensor in floats if _dtype(value) != str(tensor.dtype).removeprefix("torch.")
@@ -94,6 +101,8 @@ def _check_dtypes(shared: list[tuple[ir.Value, torch.Tensor]], name: str, model:
     if len(different) > len(floats) / 2:
         value, tensor = different[0]
         ours = str(tensor.dtype).removeprefix("torch.")
+        if ours in passed:
+            return
         _refuse(
             name,
             model,
