@@ -329,7 +329,9 @@ def test_the_node_that_stops_a_cut_is_named(tmp_path: Path) -> None:
             return self.down(self.up(x)[:, torch.tensor([0, 2, 5])])
 
     file = export(spread(Chosen()).eval(), {"x": x(2, 4)}, "dynamo", tmp_path)
-    with pytest.raises(InputError, match=r"weight 'up.weight': its channels cannot be cut, at Gather.* of ''"):
+    with pytest.raises(
+        InputError, match=r"'up\.weight' of 'up': its channels cannot be cut, at Gather.* of ''; the value 0"
+    ):
         htp_export.prune(file, {"up": "channels:0.5"})
 
 

@@ -15,7 +15,6 @@ import onnx_ir as ir
 
 from htp_export.compress.coupled_axes import Axis, changed_axes, groups_of
 from htp_export.compress.cutoffs import Array
-from htp_export.errors import InputError
 from htp_export.model.shapes.sizes import Dim, product
 from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.model.tagged import TaggedModel
@@ -26,8 +25,8 @@ _RESHAPING = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")
 _MOST_ATTEMPTS = 64
 
 
-class StopError(InputError):
-    """An axis cannot be cut; the message has the node or tensor that stops it."""
+class StopError(Exception):
+    """An axis cannot be cut; the message has the node or tensor that stops it. For callers in this folder only."""
 
 
 class Coupling:
@@ -305,7 +304,7 @@ def _next_block(first: Sequence[Dim], second: Sequence[Dim]) -> tuple[int, int]:
     return 0, 0
 
 
-def couple(tagged: TaggedModel, seed: Axis, name: str) -> Coupling:
+def couple(tagged: TaggedModel, seed: Axis) -> Coupling:
     """Find what has the channels of an axis.
 
     A Reshape may split channels in several ways, such as into queries, keys and values, and heads. The first way that
@@ -314,7 +313,6 @@ def couple(tagged: TaggedModel, seed: Axis, name: str) -> Coupling:
     Args:
         tagged: The model.
         seed: The axis of a weight.
-        name: What the weight is called in messages.
 
     Raises:
         StopError: If the channels reach what cannot be cut: an input or output of the model, or an operator without a
@@ -337,4 +335,4 @@ def couple(tagged: TaggedModel, seed: Axis, name: str) -> Coupling:
             break
         choices = {node: choices.get(node, 0) for node in made}
         choices[made[-1]] += 1
-    raise StopError(f"{name}: {stopped}")
+    raise stopped or StopError("its channels can be split in too many ways")

@@ -96,11 +96,14 @@ def _add(
             raise InputError(f"weight {weight.name!r}: {value} of channels of which the plan also says {known.value}")
         return
     try:
-        coupling = couple(tagged, seed, f"weight {weight.name!r}")
-    except StopError:
+        coupling = couple(tagged, seed)
+    except StopError as error:
         if value.kind == "heads":  # the layer behind the heads, such as the projection of the results
             return
-        raise
+        owners = dict.fromkeys(path for use in weight.uses for path in tagged.owners_of(use.node))
+        where = f" of {', '.join(map(repr, owners))}" if owners else ""
+        problem = f"weight {weight.name!r}{where}: {error}; the value 0 leaves a module as it is"
+        raise InputError(problem) from None
     if value.kind == "heads" and len(coupling.groups) == coupling.channels:
         return
     alike = [other for other, each in values.items() if each == value]
