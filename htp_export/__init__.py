@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from htp_export.compress.pruned import Pruned, PrunedModule
     from htp_export.compress.pruning import prune
     from htp_export.compress.quantizing import quantize
+    from htp_export.compress.search_results import Search
+    from htp_export.compress.searching import search
+    from htp_export.compress.sensitivities import sensitivity
+    from htp_export.compress.sensitivity_results import Sensitivity
     from htp_export.compress.training import frozen_fake_quantize, module_filter
     from htp_export.costs.costing import cost
     from htp_export.costs.result import Cost
@@ -95,6 +99,8 @@ __all__ = [
     "PrunedModule",
     "Quantized",
     "Region",
+    "Search",
+    "Sensitivity",
     "Splice",
     "Stage",
     "StepReport",
@@ -131,6 +137,8 @@ __all__ = [
     "profile",
     "prune",
     "quantize",
+    "search",
+    "sensitivity",
     "splice",
     "tagging",
     "verify",
@@ -174,6 +182,8 @@ _HOMES = {
     "PrunedModule": "compress.pruned",
     "Quantized": "compress.compressed",
     "Region": "model.tagged",
+    "Search": "compress.search_results",
+    "Sensitivity": "compress.sensitivity_results",
     "Splice": "surgery.splicing",
     "Stage": "surgery.stages",
     "StepReport": "compress.pipeline_results",
@@ -210,6 +220,8 @@ _HOMES = {
     "profile": "run.latency",
     "prune": "compress.pruning",
     "quantize": "compress.quantizing",
+    "search": "compress.searching",
+    "sensitivity": "compress.sensitivities",
     "splice": "surgery.splicing",
     "tagging": "exporter.exporting",
     "verify": "run.verifying",

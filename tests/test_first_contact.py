@@ -515,6 +515,8 @@ JSON_COMMANDS = (
     "run onnxruntime net.onnx -o tool.onnx",
     "carry net.onnx tool.onnx -o x.onnx",
     "export-plan net.onnx --rule 0=int8 --to nncf -o plan.json",
+    "sensitivity net.onnx --precision fp16",
+    "search net.onnx --choices fp16,fp32 --trials 2",
     "forensics net.onnx",
     "fingerprint net.onnx",
     "view net.onnx --no-graph",

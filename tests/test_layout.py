@@ -27,7 +27,6 @@ ROWS = [
     ["findings", "provenance"],
     ["deploy", "differences", "fingerprints", "run"],
     ["compress"],
-    ["compress", "deploy", "differences", "fingerprints", "run"],
     ["inspection"],
     ["show"],
     ["cli"],

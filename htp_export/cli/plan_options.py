@@ -11,7 +11,16 @@ from htp_export.cli.quantize_command import NpzRuns
 from htp_export.cli.sources import call_factory
 from htp_export.errors import InputError
 
-__all__ = ["DataOption", "EntryOption", "PlanArgument", "RuleOption", "read_data", "read_rules"]
+__all__ = [
+    "DataOption",
+    "EntryOption",
+    "MetricOption",
+    "PlanArgument",
+    "RuleOption",
+    "read_data",
+    "read_metric",
+    "read_rules",
+]
 
 PlanArgument: TypeAlias = Annotated[
     str | None, typer.Argument(help="A plan, .yaml or .json, or a preset: int8, w4, fp16.", show_default=False)
@@ -25,6 +34,15 @@ DataOption: TypeAlias = Annotated[
 ]
 EntryOption: TypeAlias = Annotated[
     str | None, typer.Option(help="package.module:factory that returns the runs: dicts of input name and array.")
+]
+
+MetricOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="package.module:factory that returns a function: it gets the outputs of all runs, and returns a number, "
+        "the larger the better.",
+        show_default=False,
+    ),
 ]
 
 
@@ -58,3 +76,17 @@ def read_data(data: list[Path] | None, entry: str | None, seed: int = 0) -> Any:
     if entry is not None:
         return call_factory(entry, seed)
     return NpzRuns(tuple(data)) if data else None
+
+
+def read_metric(entry: str | None) -> Any:
+    """The metric that a factory returns; None without one.
+
+    Raises:
+        InputError: If the factory fails, or returns no function.
+    """
+    if entry is None:
+        return None
+    metric = call_factory(entry)
+    if not callable(metric):
+        raise InputError(f"{entry} returned no function, but {type(metric).__name__}")
+    return metric

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TypeAlias, TypeVar
 
-__all__ = ["Listener", "counted", "listening"]
+__all__ = ["Listener", "counted", "listening", "report_counts"]
 
 T = TypeVar("T")
 Listener: TypeAlias = Callable[[str, int, int], None]
@@ -42,6 +42,25 @@ def counted(items: Sequence[T], what: str) -> Iterator[T]:
             listener(what, done, len(items))
             yield item
         listener(what, len(items), len(items))
+
+
+@contextlib.contextmanager
+def report_counts(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that takes the number of completed items, for work that is not done in a loop over items.
+
+    Args:
+        what: What the items are, in the plural.
+        total: How many there are.
+
+    Examples:
+        >>> with listening(lambda what, done, total: print(f"{done} of {total} {what}")):
+        ...     with report_counts("trials", 2) as report:
+        ...         report(1)
+        1 of 2 trials
+    """
+    listener = _listener.get()
+    with listening(None):
+        yield (lambda done: None) if listener is None else (lambda done: listener(what, done, total))
 
 
 @contextlib.contextmanager

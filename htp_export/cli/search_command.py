@@ -1,0 +1,101 @@
+"""``htp-export search``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from htp_export.cli.file_options import DepthOption, FeedDimsOption, FileArgument, JsonOption, SelectOption
+from htp_export.cli.outputs import show_next, show_written, written_folder
+from htp_export.cli.plan_options import DataOption, EntryOption, MetricOption, read_data, read_metric
+from htp_export.cli.sizes import parse_dims
+from htp_export.cli.terminal import Steps, print_json, show, split_names
+
+EXAMPLE = "bert.onnx --choices int8,int4,fp16 --data inputs.npz -o found/"
+PLACE = 145
+
+
+def search_command(
+    file: FileArgument,
+    space: Annotated[
+        Path | None,
+        typer.Argument(help="A .yaml or .json file of selector → precisions to choose from.", show_default=False),
+    ] = None,
+    choices: Annotated[
+        list[str] | None, typer.Option(help="By comma: precisions that every module may have.", show_default=False)
+    ] = None,
+    objective: Annotated[
+        list[str] | None, typer.Option(help="By comma, of error, size, latency, metric (error,size).")
+    ] = None,
+    data: DataOption = None,
+    entry: EntryOption = None,
+    metric: MetricOption = None,
+    select: SelectOption = None,
+    depth: DepthOption = None,
+    trials: Annotated[int, typer.Option(min=1, help="Plans that are measured.")] = 50,
+    sampler: Annotated[str, typer.Option(help="tpe, nsga2, random or grid.")] = "tpe",
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            help="sqlite:///study.db, postgresql://..., grpc://host:port, or a journal file.", show_default=False
+        ),
+    ] = None,
+    study: Annotated[str, typer.Option(help="Name of the study in the storage.")] = "htp_export",
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds without a sign of life after which a process is taken to be dead.")
+    ] = 60.0,
+    runs: Annotated[int, typer.Option(min=1, help="Timed runs of each plan, for the objective latency.")] = 20,
+    dims: FeedDimsOption = None,
+    seed: Annotated[int, typer.Option(help="Of the sampler, and of random inputs.")] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="A folder for the plans of the front, and its picture.", show_default=False
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Search for the precision of each module.
+
+    The same command in several processes or on several machines, with one --storage, works on one study.
+    """
+    from htp_export.compress.plans import read_plan
+    from htp_export.compress.searching import search
+    from htp_export.compress.studies import Heartbeat
+    from htp_export.show.found_plans import check_plans, write_plans
+    from htp_export.show.sensitivities import render_search
+
+    names = split_names(choices)
+    if (space is None) == (names is None):
+        raise typer.BadParameter("give a file of selector → precisions, or --choices")
+    if output is not None:
+        check_plans(output)
+    with Steps(quiet=as_json).step(f"searching plans for {file.name}"):
+        result = search(
+            file,
+            names or [] if space is None else read_plan(space),
+            split_names(objective) or ("error", "size"),
+            read_data(data, entry, seed),
+            select=select or None,
+            depth=depth,
+            trials=trials,
+            sampler=sampler,
+            seed=seed,
+            storage=storage,
+            study=study,
+            metric=read_metric(metric),
+            runs=runs,
+            dims=parse_dims(dims or []),
+            heartbeat=Heartbeat(grace / 4, grace),
+        )
+    if output is not None:
+        write_plans(result, output)
+    if as_json:
+        print_json(result.to_dict())
+        return
+    show(render_search(result))
+    if output is not None:
+        show_written(written_folder(output))
+        show_next("htp-export", "quantize", file, output / "plan0.json", "-o", "quantized.onnx")

@@ -1,0 +1,71 @@
+"""``htp-export sensitivity``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from htp_export.cli.file_options import DepthOption, FeedDimsOption, FileArgument, JsonOption, SelectOption
+from htp_export.cli.plan_options import DataOption, EntryOption, MetricOption, read_data, read_metric
+from htp_export.cli.sizes import parse_dims
+from htp_export.cli.terminal import Steps, print_json, print_text, show, split_names
+
+EXAMPLE = "bert.onnx --precision int8,int4 --data inputs.npz --depth 3"
+PLACE = 144
+
+
+def sensitivity_command(
+    file: FileArgument,
+    precision: Annotated[list[str] | None, typer.Option(help="By comma: int8, int4, fp16, ... (int8,int4).")] = None,
+    data: DataOption = None,
+    entry: EntryOption = None,
+    select: SelectOption = None,
+    depth: DepthOption = None,
+    metric: MetricOption = None,
+    results: Annotated[
+        Path | None, typer.Option(help="A file for finished runs, which are not repeated.", show_default=False)
+    ] = None,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Quantize nothing: estimate from weights and inputs.")
+    ] = False,
+    all_but: Annotated[bool, typer.Option("--all-but/--alone", help="Measure all modules but one, too.")] = True,
+    by_module: Annotated[
+        bool, typer.Option("--by-module", help="Compare all modules in each quantized model; for --json.")
+    ] = False,
+    runs: Annotated[int, typer.Option(min=0, help="Timed runs of each model.")] = 0,
+    dims: FeedDimsOption = None,
+    seed: Annotated[int, typer.Option(help="Of random inputs.")] = 0,
+    as_json: JsonOption = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV.")] = False,
+) -> None:
+    """Measure which modules can be quantized.
+
+    Modules are quantized one by one. The one that changes the outputs of the model most comes first.
+    """
+    from htp_export.compress.sensitivities import sensitivity
+    from htp_export.show.sensitivities import render_sensitivity, sensitivity_csv
+
+    with Steps(quiet=as_json or as_csv).step(f"quantizing modules of {file.name}"):
+        result = sensitivity(
+            file,
+            split_names(precision) or ("int8", "int4"),
+            read_data(data, entry, seed),
+            select=select or None,
+            depth=depth,
+            metric=read_metric(metric),
+            all_but=all_but,
+            estimate=estimate,
+            by_module=by_module,
+            runs=runs,
+            results=results,
+            dims=parse_dims(dims or []),
+            seed=seed,
+        )
+    if as_json:
+        print_json(result.to_dict())
+    elif as_csv:
+        print_text(sensitivity_csv(result))
+    else:
+        show(render_sensitivity(result))

@@ -1,0 +1,340 @@
+"""Optuna studies that several processes and machines work on, and that survive processes that die.
+
+A study has a fixed number of trials. Every process that opens its storage takes the next one until all are finished:
+there is no main process. Each process writes a *heartbeat* into the trial that it runs, a number that grows, from a
+thread of its own. If another process sees the same number for longer than ``grace``, the trial is marked as failed, and
+its parameters are enqueued again. Heartbeats are attributes of trials, so that this works with every storage of Optuna
+(its own heartbeat needs a relational database). Clocks of different machines are not compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from htp_export.errors import FileError, HtpExportError, InputError
+
+if TYPE_CHECKING:
+    import optuna
+
+__all__ = ["SAMPLERS", "Heartbeat", "SharedStudy", "open_storage"]
+
+SAMPLERS = ("tpe", "nsga2", "random", "grid")
+_BEAT = "heartbeat"
+_RUN = "run "
+_RETRIED = "taken up again"
+_MOST_RETRIES = 3
+"""How often a trial is taken up again: one that kills every process that runs it must end."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """How a process shows that it is alive.
+
+    Attributes:
+        interval: Seconds between two heartbeats.
+        grace: Seconds without a change after which a process is taken to be dead.
+    """
+
+    interval: float = 15.0
+    grace: float = 60.0
+
+
+def need_optuna() -> Any:
+    """Import Optuna, which is an extra.
+
+    Raises:
+        InputError: If it is not installed.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        raise InputError('search needs Optuna; install it with: pip install "htp-export[compress]"') from error
+    return optuna
+
+
+def open_storage(storage: str | os.PathLike[str] | Any | None) -> Any:
+    """The storage of a study.
+
+    Args:
+        storage: A database URL (``sqlite:///study.db``, ``postgresql://...``), ``grpc://host:port`` of a proxy
+            (``optuna.storages.run_grpc_proxy_server``), the path of a journal file, an Optuna storage, or None for one
+            in memory.
+
+    Raises:
+        InputError: If it cannot be opened.
+    """
+    optuna = need_optuna()
+    if storage is None:
+        return optuna.storages.InMemoryStorage()
+    if not isinstance(storage, str | os.PathLike):
+        return storage
+    named = os.fspath(storage)
+    try:
+        if named.startswith("grpc://"):
+            host, _, port = named.removeprefix("grpc://").partition(":")
+            return optuna.storages.GrpcStorageProxy(host=host, port=int(port or 13000))
+        if "://" in named:
+            return optuna.storages.RDBStorage(named)
+    except Exception as error:  # of SQLAlchemy, its drivers and gRPC
+        raise InputError(f"storage {named!r} cannot be opened: {_first_line(error)}") from error
+    if not Path(named).absolute().parent.is_dir():
+        raise FileError(named, f"its folder does not exist: {Path(named).absolute().parent}")
+    backend = optuna.storages.journal.JournalFileBackend(named)
+    try:
+        return optuna.storages.JournalStorage(backend)
+    except Exception as error:
+        raise FileError(named, f"is no journal of Optuna: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+class SharedStudy:
+    """A study with a number of trials that all processes together work off.
+
+    Args:
+        storage: As for `open_storage`.
+        name: Its name in the storage.
+        directions: ``minimize`` or ``maximize`` for each objective.
+        heartbeat: How processes show that they are alive.
+        facts: What the trials measure. A study with other facts is refused.
+
+    Raises:
+        InputError: If Optuna is not installed, or the storage has another study of this name.
+    """
+
+    def __init__(
+        self,
+        storage: Any,
+        name: str,
+        directions: Sequence[str],
+        *,
+        heartbeat: Heartbeat,
+        facts: Mapping[str, Any],
+    ) -> None:
+        optuna = need_optuna()
+        self._space: dict[str, list[str]] = {}
+        self._runs: dict[str, dict[str, Any]] = {}
+        self._heartbeat = heartbeat
+        self._seen: dict[int, tuple[Any, float]] = {}
+        with _quiet(optuna):
+            self.study: Any = optuna.create_study(
+                storage=open_storage(storage),
+                study_name=name,
+                directions=list(directions),
+                load_if_exists=True,
+            )
+        self._check_facts({**facts, "directions": list(directions)})
+
+    def _check_facts(self, facts: Mapping[str, Any]) -> None:
+        known = self.study.user_attrs
+        for key, value in facts.items():
+            if key not in known:
+                self.study.set_user_attr(key, value)
+            elif known[key] != value:
+                raise InputError(
+                    f"study {self.study.study_name!r} is of another search: its {key} differs; give another name"
+                )
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The result of a run that any process has finished; see ``FinishedRuns``."""
+        short = _short(key)
+        if short not in self._runs:
+            self._runs = {name: value for name, value in self.study.user_attrs.items() if name.startswith(_RUN)}
+        return self._runs.get(short)
+
+    def add(self, key: str, result: dict[str, Any]) -> None:
+        """Keep the result of a run, for all processes."""
+        self._runs[_short(key)] = result
+        self.study.set_user_attr(_short(key), result)
+
+    def choose_from(self, space: Mapping[str, Sequence[str]], sampler: str, seed: int) -> None:
+        """Set what trials choose from, and how.
+
+        Args:
+            space: Parameter → its choices.
+            sampler: One of `SAMPLERS`.
+            seed: Its seed. A process that joins has another one, so that it does not repeat the trials of the others.
+
+        Raises:
+            InputError: If there is no such sampler, or the study chooses from something else.
+        """
+        self._space = {key: list(choices) for key, choices in space.items()}
+        self._check_facts({"space": self._space})
+        joined = len(self.study.get_trials(deepcopy=False))
+        self.study.sampler = _sampler(need_optuna(), sampler, seed + joined, self._space)
+
+    def enqueue(self, plans: Sequence[Mapping[str, str]]) -> None:
+        """Add trials to be run first; those that the study has, in whatever state, are left out."""
+        with _quiet(need_optuna()):
+            for plan in plans:
+                self.study.enqueue_trial(dict(plan), skip_if_exists=True)
+
+    def work(
+        self,
+        measure: Callable[[Mapping[str, str]], tuple[Sequence[float], Mapping[str, Any]]],
+        trials: int,
+        report: Callable[[int], None] = lambda done: None,
+    ) -> None:
+        """Run trials until the study has as many finished ones as asked for, also those of processes that died.
+
+        It ends earlier if there is nothing left to measure: if all combinations of choices are.
+
+        Args:
+            measure: Parameters → the values of the objectives, and facts to keep with the trial.
+            trials: How many.
+            report: Called with the number of finished trials.
+        """
+        optuna = need_optuna()
+        with _quiet(optuna):
+            while True:
+                self._take_up_dead()
+                states = [trial.state for trial in self.study.get_trials(deepcopy=False)]
+                finished = sum(state in (_state("COMPLETE"), _state("FAIL")) for state in states) - self._retried()
+                running, waiting = states.count(_state("RUNNING")), states.count(_state("WAITING"))
+                report(min(finished, trials))
+                if not waiting and (finished >= trials or self._exhausted()):
+                    return
+                if waiting or finished + running < trials:
+                    self._run_one(measure)
+                elif running:
+                    time.sleep(min(self._heartbeat.interval, 1.0))
+                else:
+                    return
+
+    def _exhausted(self) -> bool:
+        """Whether every combination of choices is measured."""
+        return len(self.complete()) >= math.prod(map(len, self._space.values()))
+
+    def complete(self) -> list[optuna.trial.FrozenTrial]:
+        """The trials that were measured; of trials with equal parameters, the first."""
+        found: dict[str, optuna.trial.FrozenTrial] = {}
+        for trial in self.study.get_trials(deepcopy=False, states=(_state("COMPLETE"),)):
+            found.setdefault(repr(sorted(trial.params.items())), trial)
+        return list(found.values())
+
+    @property
+    def failed(self) -> int:
+        """Trials that could not be measured; not those of dead processes, which were taken up again."""
+        return len(self.study.get_trials(deepcopy=False, states=(_state("FAIL"),))) - self._retried()
+
+    def _retried(self) -> int:
+        """Trials that stand for one that failed since its process died."""
+        return sum(_RETRIED in trial.user_attrs for trial in self.study.get_trials(deepcopy=False))
+
+    def _run_one(self, measure: Callable[[Mapping[str, str]], tuple[Sequence[float], Mapping[str, Any]]]) -> None:
+        def objective(trial: optuna.Trial) -> Sequence[float]:
+            with _beating(trial, self._heartbeat.interval):
+                plan = {key: trial.suggest_categorical(key, choices) for key, choices in self._space.items()}
+                known = self._measured(plan)
+                values, facts = known if known is not None else measure({key: str(plan[key]) for key in plan})
+                for key, value in facts.items():
+                    trial.set_user_attr(key, value)
+            if not all(map(math.isfinite, values)):
+                raise _NoNumberError(f"the values are {', '.join(map(str, values))}")
+            return values
+
+        self.study.optimize(objective, n_trials=1, catch=(HtpExportError,))
+
+    def _measured(self, plan: Mapping[str, Any]) -> tuple[Sequence[float], Mapping[str, Any]] | None:
+        """The values of a trial with the same parameters: samplers repeat themselves."""
+        for trial in self.study.get_trials(deepcopy=False, states=(_state("COMPLETE"),)):
+            if trial.params == plan:
+                facts = {key: value for key, value in trial.user_attrs.items() if key not in (_BEAT, _RETRIED)}
+                return list(trial.values or ()), facts
+        return None
+
+    def _take_up_dead(self) -> None:
+        """Enqueue the trials of dead processes again."""
+        now = time.monotonic()
+        for trial in self.study.get_trials(deepcopy=False, states=(_state("RUNNING"),)):
+            beat = trial.user_attrs.get(_BEAT)
+            before, since = self._seen.get(trial.number, (object(), now))
+            if before != beat:
+                self._seen[trial.number] = (beat, now)
+            elif now - since > self._heartbeat.grace:
+                self._take_up(trial)
+
+    def _take_up(self, trial: optuna.trial.FrozenTrial) -> None:
+        del self._seen[trial.number]
+        times = trial.user_attrs.get(_RETRIED, 0) + 1
+        try:
+            self.study.tell(trial.number, state=_state("FAIL"))
+        except (ValueError, RuntimeError):
+            return  # its process was only slow, or another one was first
+        if times <= _MOST_RETRIES:
+            params = dict(trial.params) or dict(trial.system_attrs.get("fixed_params", {}))
+            self.study.enqueue_trial(params, user_attrs={_RETRIED: times})
+
+
+def _short(key: str) -> str:
+    """A key that every storage takes: databases limit its length."""
+    return f"{_RUN}{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+
+
+class _NoNumberError(HtpExportError):
+    """A trial whose values are no numbers."""
+
+
+def _state(name: str) -> Any:
+    return getattr(need_optuna().trial.TrialState, name)
+
+
+def _sampler(optuna: Any, name: str, seed: int, space: Mapping[str, Sequence[str]]) -> Any:
+    match name:
+        case "tpe":
+            return optuna.samplers.TPESampler(seed=seed)
+        case "nsga2":
+            return optuna.samplers.NSGAIISampler(seed=seed)
+        case "random":
+            return optuna.samplers.RandomSampler(seed=seed)
+        case "grid":
+            return optuna.samplers.GridSampler(dict(space), seed=seed)
+    raise InputError(f"there is no sampler {name!r}; there are {', '.join(SAMPLERS)}")
+
+
+@contextlib.contextmanager
+def _beating(trial: optuna.Trial, interval: float) -> Iterator[None]:
+    """Write heartbeats into a trial while a block runs."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        count = 0
+        while True:
+            count += 1
+            with contextlib.suppress(Exception):  # a storage that is out of reach for a moment ends no search
+                trial.set_user_attr(_BEAT, f"{os.getpid()}: {count}")
+            if ended.wait(interval):
+                return
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def _quiet(optuna: Any) -> Iterator[None]:
+    """Without a line of Optuna's log for every trial, and without warnings that a part of it may change."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(max(before, optuna.logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)

@@ -1,0 +1,139 @@
+"""The plans of a search as a picture: every plan a point, the Pareto front a line."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from htp_export.compress.search_results import Search, Trial, trial_columns
+from htp_export.errors import InputError
+
+__all__ = ["front_svg"]
+
+_WIDTH, _HEIGHT = 720, 440
+_LEFT, _RIGHT, _TOP, _BOTTOM = 90, 20, 40, 60
+_COLOURS = {"front": "#1f77b4", "uniform": "#d62728", "sampler": "#999999"}
+_STYLE = "font-family:sans-serif;font-size:12px"
+
+
+def front_svg(search: Search) -> str:
+    """A search with several objectives as an SVG file: the first objective over the second.
+
+    Each point shows its values and how many modules have which precision when the pointer is on it. Errors of more than
+    two orders of magnitude have a logarithmic axis; an error of 0 is drawn at its lower end.
+
+    Args:
+        search: The search.
+
+    Raises:
+        InputError: If it has one objective, or no plan was measured.
+
+    Examples:
+        >>> trial = Trial(0, {"fc": "int8"}, {"error": 0.01, "size": 100.0}, "front", {})
+        >>> drawn = front_svg(Search(("error", "size"), (trial,), 0, {"fc": ("int8",)}))
+        >>> drawn.count("<title>trial"), "100 B" in drawn
+        (1, True)
+    """
+    if len(search.objectives) < 2:
+        raise InputError("a front has two objectives; the search has one")
+    if not search.trials:
+        raise InputError("there is nothing to draw: no plan was measured")
+    upward, across = search.objectives[0], search.objectives[1]
+    x = _Axis.of([trial.values[across] for trial in search.trials], _LEFT, _WIDTH - _RIGHT)
+    y = _Axis.of([trial.values[upward] for trial in search.trials], _HEIGHT - _BOTTOM, _TOP)
+    texts = {column.name: column.text or str for column in trial_columns(search.objectives)}
+    front = sorted(search.pareto, key=lambda trial: trial.values[across])
+    line = " ".join(f"{x.place(trial.values[across]):.1f},{y.place(trial.values[upward]):.1f}" for trial in front)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" style="{_STYLE}">',
+        f"<title>{html.escape(search.summary)}</title>",
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        *(_grid_x(x, texts[across])),
+        *(_grid_y(y, texts[upward])),
+        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 12}" text-anchor="middle">{across}</text>',
+        f'<text x="16" y="{_TOP - 16}">{upward}</text>',
+        f'<polyline points="{line}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>',
+        *(_point(trial, search, x, y, texts, trial in front) for trial in search.trials),
+        *_legend(),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """An axis from the smallest to the largest value, between two places of the picture."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    logarithmic: bool
+
+    @classmethod
+    def of(cls, values: Sequence[float], start: float, end: float) -> _Axis:
+        positive = [value for value in values if value > 0]
+        if positive and max(positive) > 100 * min(positive):
+            return cls(min(positive) / 2, max(positive) * 1.5, start, end, True)
+        low, high = min(values), max(values)
+        margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+        return cls(low - margin, high + margin, start, end, False)
+
+    def place(self, value: float) -> float:
+        share = (
+            math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+            if self.logarithmic
+            else (value - self.low) / (self.high - self.low)
+        )
+        return self.start + share * (self.end - self.start)
+
+    @property
+    def ticks(self) -> list[float]:
+        if self.logarithmic:
+            first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
+            step = max(1, (last - first) // 6)
+            return [10.0**power for power in range(first, last + 1, step)]
+        return [self.low + (self.high - self.low) * share / 5 for share in range(6)]
+
+
+def _grid_x(axis: _Axis, text: Callable[[float], str]) -> list[str]:
+    bottom = _HEIGHT - _BOTTOM
+    return [
+        f'<line x1="{axis.place(tick):.1f}" y1="{_TOP}" x2="{axis.place(tick):.1f}" y2="{bottom}" stroke="#e5e5e5"/>'
+        f'<text x="{axis.place(tick):.1f}" y="{bottom + 18}" text-anchor="middle">{html.escape(text(tick))}</text>'
+        for tick in axis.ticks
+    ]
+
+
+def _grid_y(axis: _Axis, text: Callable[[float], str]) -> list[str]:
+    right = _WIDTH - _RIGHT
+    return [
+        f'<line x1="{_LEFT}" y1="{axis.place(tick):.1f}" x2="{right}" y2="{axis.place(tick):.1f}" stroke="#e5e5e5"/>'
+        f'<text x="{_LEFT - 8}" y="{axis.place(tick) + 4:.1f}" text-anchor="end">{html.escape(text(tick))}</text>'
+        for tick in axis.ticks
+    ]
+
+
+def _point(
+    trial: Trial, search: Search, x: _Axis, y: _Axis, texts: dict[str, Callable[[float], str]], on_front: bool
+) -> str:
+    upward, across = search.objectives[0], search.objectives[1]
+    values = ", ".join(f"{name} {texts[name](trial.values[name])}" for name in search.objectives)
+    named = "whole model" if trial.number is None else f"trial {trial.number}"
+    title = html.escape(f"{named}: {values}; {trial.precisions}")
+    place = f'cx="{x.place(trial.values[across]):.1f}" cy="{y.place(trial.values[upward]):.1f}"'
+    opacity = 1 if on_front else 0.5
+    radius = 5 if on_front else 3.5
+    colour = _COLOURS[trial.origin]
+    return f'<circle {place} r="{radius}" fill="{colour}" opacity="{opacity}"><title>{title}</title></circle>'
+
+
+def _legend() -> list[str]:
+    words = {"front": "front of the sums", "uniform": "one precision", "sampler": "sampler"}
+    return [
+        f'<circle cx="{_LEFT + 130 + 150 * k}" cy="{_TOP - 20}" r="4" fill="{_COLOURS[name]}"/>'
+        f'<text x="{_LEFT + 140 + 150 * k}" y="{_TOP - 16}">{word}</text>'
+        for k, (name, word) in enumerate(words.items())
+    ]
