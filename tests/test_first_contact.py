@@ -2,6 +2,7 @@
 
 import _thread
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -540,6 +541,8 @@ def test_docs_json_has_every_key_that_a_command_writes(folder, capsys):
     save_file(factors, "tuned/adapter_model.safetensors")
     Path("steps.yaml").write_text("- optimize\n")
     for command in JSON_COMMANDS:
+        if command.startswith("search ") and importlib.util.find_spec("optuna") is None:  # an extra
+            continue
         capsys.readouterr()
         name, *rest = command.format(entry=f"nets_{folder.name}:net").split()
         assert main([name, *rest, "--json"]) == 0, command

@@ -29,6 +29,7 @@ from htp_export.compress.measuring import Measurer
 from htp_export.compress.output_errors import OutputErrors
 from htp_export.compress.precisions import PRECISIONS
 from htp_export.errors import FileError, InputError, SelectorError
+from tests import documents
 from tests.nets import spread
 
 Array = np.ndarray[Any, Any]
@@ -406,6 +407,7 @@ def bars(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return file, data, accuracy, result
 
 
+@pytest.mark.slow
 class TestBars:
     def test_the_front_is_never_above_one_precision_for_all(self, bars: tuple[Path, Any, Any, Any]) -> None:
         file, data, _, result = bars
@@ -489,7 +491,7 @@ class TestSearch:
         found = htp_export.search(file, {"head": ["int4", "fp32"]}, ["error", "latency"], data, trials=2, runs=2)
         assert all(trial.values["latency"] > 0 for trial in found.trials)
 
-    @pytest.mark.parametrize("kind", ["journal", "sqlite"])
+    @pytest.mark.parametrize("kind", ["journal", pytest.param("sqlite", marks=pytest.mark.slow)])
     def test_a_stored_study_goes_on_and_is_not_measured_again(
         self, file: Path, data: list[dict[str, Array]], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -509,7 +511,7 @@ class TestSearch:
             htp_export.search(file, ["int4"], ["error", "size"], data, storage=storage)
         assert brief(file, data[:1], storage=storage, study="another", trials=5).trials
 
-    @pytest.mark.parametrize("kind", ["journal", "sqlite"])
+    @pytest.mark.parametrize("kind", ["journal", pytest.param("sqlite", marks=pytest.mark.slow)])
     def test_two_processes_share_a_study_and_take_up_what_a_killed_one_had(
         self, file: Path, data: list[dict[str, Array]], tmp_path: Path, kind: str
     ) -> None:
@@ -565,6 +567,18 @@ class TestSearch:
         again = [trial for trial in study.trials if trial.params == dead.params and trial.state.name == "COMPLETE"]
         assert again
         assert again[0].user_attrs["taken up again"] == 1
+
+    def test_the_page_runs_as_it_stands(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+        monkeypatch.chdir(tmp_path)
+        page, names = ROOT / "docs" / "search.md", dict[str, Any]()
+        for block in documents.blocks(page):
+            if block.language == "python":
+                exec(compile(block.text, "search.md", "exec"), names)
+        assert (tmp_path / "mixed.onnx").exists()
+        shutil.copy("small.onnx", "net.onnx")
+        commands = [each.text.partition("#")[0].split()[1:] for each in documents.commands(page)]
+        assert [command[0] for command in commands] == ["sensitivity", "search"]
+        assert [main(command) for command in commands] == [0, 0]
 
     def test_the_command_writes_plans_that_quantize_reads(
         self, file: Path, data: list[dict[str, Array]], tmp_path: Path, capsys: Any
