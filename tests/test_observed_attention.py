@@ -224,6 +224,51 @@ def test_what_cannot_run_again_exactly_stays_as_it_is_and_is_said_once(
     assert [record.getMessage()[:42] for record in caplog.records] == ["module '1': the softmax of a product stays"]
 
 
+class TalkingHeads(nn.Module):
+    """Mixes the scores of its heads: by a parameter, by a submodule, or not; and may have a softmax of its own."""
+
+    def __init__(self, mixed_by: str) -> None:
+        super().__init__()
+        self.mixed_by = mixed_by
+        self.mix, self.linear, self.norm = nn.Parameter(torch.randn(2, 2)), nn.Linear(2, 2), nn.Softmax(-1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(2, 5, 2, 4).transpose(1, 2)
+        scores = heads @ heads.transpose(-2, -1)
+        if self.mixed_by == "module":
+            scores = self.linear(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        if self.mixed_by == "parameter":
+            scores = torch.einsum("bhqk,hg->bgqk", scores, self.mix)
+        weights = self.norm(scores) if self.mixed_by == "own softmax" else scores.softmax(-1)
+        return weights @ heads
+
+
+@pytest.mark.parametrize(
+    ("mixed_by", "steps"), [("parameter", ["scores", "softmax", "context"]), ("module", []), ("own softmax", [])]
+)
+def test_scores_end_where_the_softmax_begins_and_submodules_between_are_left_alone(
+    mixed_by: str, steps: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = TalkingHeads(mixed_by).eval(), torch.randn(2, 5, 8)
+    with torch.no_grad(), caplog.at_level(logging.WARNING):
+        expected = model(x)
+        with decomposed_attention(model):
+            assert torch.equal(model(x), expected)
+            assert steps_of(model) == steps
+    said = ["a submodule computes" in record.getMessage() for record in caplog.records]
+    assert said == ([True] if mixed_by == "module" else [])
+
+
+def test_in_inference_mode_attention_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Own(with_bmm).eval(), torch.randn(2, 5, 8)
+    with torch.inference_mode(), caplog.at_level(logging.WARNING):
+        expected = model(x)
+        with decomposed_attention(model):
+            assert torch.equal(model(x), expected)
+            assert not steps_of(model)
+    assert ["in inference mode" in record.getMessage() for record in caplog.records] == [True]
+
+
 class NoAttention(nn.Module):
     """A choice among experts by a linear map, and a codebook: products with parameters, no scores of attention."""
 
