@@ -127,6 +127,29 @@ def test_a_second_run_goes_on_after_the_last_step_that_is_the_same(exported: Pat
     assert statuses(htp_export.pipeline(other, exported, output, folder=folder)) == ["kept", "ran", "ran", "ran"]
 
 
+class Branches(nn.Module):
+    """Has branches, whose graphs are attributes of a node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: self.linear(x) * 0.1, lambda x: x - 0.3, (x,))
+
+
+@pytest.mark.torch
+def test_models_with_branches_and_functions_are_known_again(tmp_path: Path) -> None:
+    file, output = tmp_path / "net.onnx", tmp_path / "out.onnx"
+    htp_export.export(nn.Sequential(nn.Linear(4, 4), Branches()).eval(), (torch.ones(1, 4),), file, verbose=False)
+    steps = [{"optimize": {"level": "tolerant"}}, {"functions": {"select": "0"}}]
+    result = htp_export.pipeline(steps, file, output)
+    assert len(read_model(output).functions) == 1
+    assert [node.op_type for node in read_model(output).graph].count("If") == 1
+    again = htp_export.pipeline(steps, file, output)
+    assert (statuses(again), again.provenance) == (["kept", "kept"], result.provenance)
+
+
 def test_files_that_options_name_count_by_their_contents(exported: Path, tmp_path: Path) -> None:
     after, output = tmp_path / "after.onnx", tmp_path / "out.onnx"
     shutil.copy(exported, after)

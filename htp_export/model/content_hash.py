@@ -38,7 +38,8 @@ def content_hash(model: ir.Model) -> str:
         content.add("function", identifier, sorted(function.opset_imports.items()))
         for name in sorted(function.attributes):
             content.attribute(function.attributes[name])
-        content.graph(function.graph)
+        content.add("inputs", _names(function.inputs))  # which have no types in a file
+        content.body(function.graph)
     return f"sha256:{content.digest}"
 
 
@@ -60,7 +61,11 @@ class _Content:
             self._hash.update(data)
 
     def graph(self, graph: ir.Graph) -> None:
-        self.add("graph", [_described(value) for value in graph.inputs], [value.name for value in graph.outputs])
+        self.add("graph", [_described(value) for value in graph.inputs])
+        self.body(graph)
+
+    def body(self, graph: ir.Graph) -> None:
+        self.add("outputs", [value.name for value in graph.outputs])
         for name in sorted(graph.initializers):
             tensor = graph.initializers[name].const_value
             self.add("weight", name)
