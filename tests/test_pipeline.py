@@ -17,7 +17,7 @@ from torch import nn
 
 import htp_export
 from htp_export.cli.main import main
-from htp_export.compress.pipeline_steps import STEPS, PipelineStep, described_options
+from htp_export.compress.pipeline_steps import STEPS, PipelineStep, described_options, option_files
 from htp_export.errors import FileError, InputError, StepError
 from htp_export.files.model_files import read_model, write_model
 from htp_export.format.provenance_notes import read_provenance
@@ -266,6 +266,18 @@ def test_the_pipeline_of_a_file_is_repeated_and_makes_the_same_model(exported: P
     htp_export.pipeline([{"verify": {"model": model, "args": args}}], exported, made)
     with pytest.raises(FileError, match="step verify had an option that was an object of Python"):
         htp_export.pipeline(made, exported, again)
+
+
+def test_a_folder_counts_by_the_files_in_it_and_a_precision_by_its_fields(exported: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    options = {"adapter": str(tmp_path / "adapter"), "select": ".", "plan": {"a": "int8"}, "long": "re:" + "x" * 5000}
+    before = option_files(options)
+    assert list(before) == [str(tmp_path / "adapter")]
+    (tmp_path / "adapter" / "weights.bin").write_bytes(b"1")
+    assert option_files(options) != before
+    steps = [{"quantize": {"plan": {"first": htp_export.Precision("half", "cast", "float16", "float16")}}}]
+    assert statuses(htp_export.pipeline(steps, exported, tmp_path / "out.onnx")) == ["ran"]
+    assert statuses(htp_export.pipeline(steps, exported, tmp_path / "out.onnx")) == ["kept"]
 
 
 def test_a_check_against_pytorch(exported: Path, tmp_path: Path) -> None:

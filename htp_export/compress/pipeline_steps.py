@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
 import importlib.metadata
 import inspect
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -212,7 +214,7 @@ def is_repeatable(value: Any) -> bool:
 
 
 def option_files(options: Any) -> dict[str, str]:
-    """The files that options name → their SHA-256."""
+    """The files that options name → their SHA-256; of a folder, that of the names and contents of the files in it."""
     if isinstance(options, Mapping):
         found: dict[str, str] = {}
         for value in options.values():
@@ -220,12 +222,13 @@ def option_files(options: Any) -> dict[str, str]:
         return found
     if isinstance(options, list):
         return option_files(dict(enumerate(options)))
-    if isinstance(options, str) and options and len(options) < _LONGEST_NAME and Path(options).is_file():
-        return {options: _file_digest(Path(options))}
-    return {}
-
-
-_LONGEST_NAME = 4096
+    if not isinstance(options, str) or options in ("", ".", ".."):  # a dot is a selector, too
+        return {}
+    if os.path.isdir(options):  # noqa: PTH112 - pathlib's raise an error for texts that are too long for a name
+        files = sorted(file for file in Path(options).iterdir() if file.is_file())
+        listed = "\n".join(f"{file.name}:{_file_digest(file)}" for file in files)
+        return {options: hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()}
+    return {options: _file_digest(Path(options))} if os.path.isfile(options) else {}  # noqa: PTH113 - the same
 
 
 def _is_object(value: Mapping[Any, Any]) -> bool:
@@ -238,8 +241,11 @@ def _file_digest(file: Path) -> str:
 
 
 def _digest(value: Any) -> str:
-    """The hash of an array, a tensor or a PyTorch model; empty for anything else."""
+    """The hash of an array, a tensor, a PyTorch model or a dataclass; empty for anything else."""
     digest = hashlib.sha256()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {each.name: described_options(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        return hashlib.sha256(json.dumps(fields).encode()).hexdigest() if is_described(fields) else ""
     if hasattr(value, "state_dict") and hasattr(value, "named_modules"):
         arrays = {name: each for name, each in value.state_dict().items() if hasattr(each, "detach")}
         classes = [f"{path}:{type(module).__qualname__}" for path, module in value.named_modules()]
