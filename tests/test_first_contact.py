@@ -441,6 +441,7 @@ def test_view_is_a_command_whose_default_page_lies_beside_the_model():
 def deep(tmp_path_factory):
     """Twelve blocks that are alike, and the same file with another weight in one of them."""
     folder = tmp_path_factory.mktemp("deep")
+    torch.manual_seed(0)  # a layer of zeros would hide the other weight
     blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Identity(), torch.nn.ReLU()) for _ in range(12)]
     htp_export.export(
         torch.nn.Sequential(*blocks).eval(), (torch.randn(2, 8),), str(folder / "deep.onnx"), verbose=False
