@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
+import htp_export
 from htp_export.errors import InputError
-from htp_export.exporter.caches import prepare_caches
+from htp_export.exporter.caches import advice_on_caches, prepare_caches
+from htp_export.format.leaves import named_tensors_in
 from tests.exporting import exported
 from tests.nets import spread, x
 from tests.truth import owners_of, untagged
@@ -140,3 +145,76 @@ def test_a_cache_with_tensors_is_refused_under_torchscript(tmp_path: Path) -> No
     with pytest.raises(InputError, match="takes no DynamicCache as an input; use dynamo=True"):
         exported(model, with_cache(model), "torchscript", tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_of_a_cache_have_the_same_names_however_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils._pytree import SUPPORTED_NODES, NodeDef
+    from transformers import DynamicCache
+    from transformers.integrations.executorch import _flatten_cache_dict, _get_cache_dict, _unflatten_dynamic_cache
+
+    def flattened(cache: Any) -> Any:  # as of executorch's registration: all keys, then all values
+        return _flatten_cache_dict(_get_cache_dict(cache), [None, None])
+
+    node = NodeDef(DynamicCache, flattened, _unflatten_dynamic_cache, None)
+    monkeypatch.setitem(SUPPORTED_NODES, DynamicCache, node)
+    cache = with_cache(llama(2))["past_key_values"]
+    order = [(layer, kind) for kind in ("keys", "values") for layer in range(2)]
+    found = dict(named_tensors_in({"past_key_values": cache}))
+    assert list(found) == [f"past_key_values.layers.{layer}.{kind}" for layer, kind in order]
+    for layer, kind in order:
+        assert found[f"past_key_values.layers.{layer}.{kind}"] is getattr(cache.layers[layer], kind)
+
+
+FIRST = """
+from transformers.integrations.executorch import register_dynamic_cache_export_support
+register_dynamic_cache_export_support()
+import htp_export
+from htp_export.huggingface import example_call
+from tests.decoders import decoder
+model = decoder("mistral")
+call = example_call(model)
+with call.exporting():
+    program = htp_export.export(model, verbose=False, **call.options)
+assert [value.name for value in program.model.graph.inputs] == list(call.input_names)
+for kwargs in call.runs.values():
+    assert htp_export.verify(model, program, kwargs=kwargs).ok
+"""
+
+
+@pytest.mark.slow
+def test_a_decoder_with_a_window_exports_by_task_if_executorch_registered_the_cache_first() -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_error_names_a_cache_whose_window_fixes_its_length_and_what_to_do() -> None:
+    from transformers import DynamicCache, MistralConfig
+
+    windows = DynamicCache(config=MistralConfig(num_hidden_layers=1, sliding_window=3))
+    for cache, notes in ((windows, 1), (DynamicCache(), 0)):
+        with pytest.raises(RuntimeError) as caught, advice_on_caches((), {"caches": [cache]}):
+            raise RuntimeError("of torch")
+        found = getattr(caught.value, "__notes__", [])
+        assert len(found) == notes
+        for note in found:
+            assert "layers of the DynamicCache are DynamicSlidingWindowLayers" in note
+            assert note.endswith(
+                "Pass a DynamicCache() without a config, which keeps all tokens; the mask applies the window"
+            )
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_static_cache_which_the_model_fills_in_place_exports_and_agrees(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")
+    from transformers import StaticCache
+
+    model = llama(1)
+    cache = StaticCache(config=model.config, max_cache_len=8)
+    ids = torch.arange(10).reshape(2, 5)
+    with torch.no_grad():
+        model(input_ids=ids[:, :3], past_key_values=cache)
+    kwargs = {"input_ids": ids[:, 3:], "position_ids": torch.tensor([[3, 4]] * 2), "past_key_values": cache}
+    assert untagged(exported(model, copy.deepcopy(kwargs), "dynamo", tmp_path)) == []
+    result = htp_export.verify(model, tmp_path / "model.onnx", kwargs=kwargs)
+    assert result.ok, result.summary

@@ -8,7 +8,8 @@ import onnxruntime
 import pytest
 
 import htp_export
-from htp_export.huggingface import example_call, example_calls
+from htp_export.errors import InputError
+from htp_export.huggingface import example_call, example_calls, load_model
 from tests.decoders import DECODERS, decoder, encoder_decoder, generated, greedy, prompt
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
@@ -127,3 +128,16 @@ def test_an_encoder_and_decoder_whose_cache_is_off_say_so() -> None:
     model.config.use_cache = False
     with pytest.raises(htp_export.InputError, match="use_cache"):
         example_calls(model, task="automatic-speech-recognition-with-past")
+
+
+def test_caches_that_hold_states_are_refused_with_their_class() -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "bos_token_id": 0}
+    mamba = load_model("mamba", task="text-generation", random_weights=True, overrides={**sizes, "pad_token_id": 0})
+    with pytest.raises(InputError, match="takes no past_key_values, but cache_params; choose a task without"):
+        example_call(mamba, task="text-generation-with-past")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "lru_width": 16}
+    sizes |= {"num_attention_heads": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    gemma = load_model("recurrent_gemma", task="text-generation-with-past", random_weights=True, overrides=sizes)
+    message = "the cache of RecurrentGemmaForCausalLM has layers with a LinearAttentionLayer, which hold states"
+    with pytest.raises(InputError, match=message):
+        example_call(gemma)

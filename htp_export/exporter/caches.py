@@ -6,13 +6,14 @@ registration of ``transformers.exporters`` is used, which computes nothing.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from htp_export.errors import InputError
-from htp_export.format.leaves import is_cache
+from htp_export.format.leaves import caches_in, is_cache
 
-__all__ = ["prepare_caches", "refuse_caches"]
+__all__ = ["advice_on_caches", "prepare_caches", "refuse_caches"]
 
 
 def prepare_caches(args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Any:
@@ -30,8 +31,7 @@ def prepare_caches(args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shape
     """
     from torch.utils import _pytree
 
-    caches = [each for each in _leaves([*args, *kwargs.values()]) if is_cache(each)]
-    for cache in caches:
+    for cache in caches_in([*args, *kwargs.values()]):
         if type(cache) not in _pytree.SUPPORTED_NODES:
             _register(type(cache))
     if not isinstance(dynamic_shapes, dict):
@@ -45,20 +45,27 @@ def refuse_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     Raises:
         InputError: One is among the arguments.
     """
-    for each in _leaves([*args, *kwargs.values()]):
-        if is_cache(each) and any(getattr(layer, "keys", None) is not None for layer in getattr(each, "layers", ())):
-            kind = type(each).__name__
+    for cache in caches_in([*args, *kwargs.values()]):
+        if any(getattr(layer, "keys", None) is not None for layer in getattr(cache, "layers", ())):
+            kind = type(cache).__name__
             raise InputError(f"the TorchScript exporter takes no {kind} as an input; use dynamo=True")
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _leaves(item)
-    elif isinstance(tree, dict):
-        yield from _leaves(list(tree.values()))
-    else:
-        yield tree
+@contextlib.contextmanager
+def advice_on_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Add to an error of a ``with`` block which caches among the arguments cannot vary in length, and what to do."""
+    try:
+        yield
+    except Exception as error:
+        for cache in caches_in([*args, *kwargs.values()]):
+            layers = [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "is_sliding", False)]
+            if layers:
+                error.add_note(
+                    f"htp_export: layers of the {type(cache).__name__} are {type(layers[0]).__name__}s, which drop the "
+                    "tokens before their window and count them in Python: the length of the cache is a constant. "
+                    "Pass a DynamicCache() without a config, which keeps all tokens; the mask applies the window"
+                )
+        raise
 
 
 def _register(kind: type) -> None:

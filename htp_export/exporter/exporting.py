@@ -14,7 +14,7 @@ import torch
 from torch.onnx import OperatorExportTypes, TrainingMode
 
 from htp_export.errors import CaptureError, TorchChangedError
-from htp_export.exporter.caches import prepare_caches, refuse_caches
+from htp_export.exporter.caches import advice_on_caches, prepare_caches, refuse_caches
 from htp_export.exporter.capture import patches, running, torch_internals
 from htp_export.exporter.capture.guarded import export_untagged, seam
 from htp_export.exporter.capture.opsets import check_opset, other_opset
@@ -135,6 +135,7 @@ def export(
         dynamic_shapes = prepare_caches(given, kwargs or {}, dynamic_shapes)
     else:
         refuse_caches(given, kwargs or {})
+    with_advice = advice_on_caches(given, kwargs or {})
     exporter = running.wanted() or _Exporter()
     run: Callable[..., torch.onnx.ONNXProgram | None] = torch.onnx.export
     if export_modules_as_functions:
@@ -147,7 +148,7 @@ def export(
             running.wait_alone(changes)
             _watch(changes, entry, exporter)
             set_variable(changes, running.exporter, exporter)
-            program = run(
+            program = with_advice(run)(
                 model,
                 args,
                 f,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["containers_in", "is_cache", "named_leaves", "named_tensors_in", "tensors_in"]
+__all__ = ["caches_in", "containers_in", "is_cache", "named_leaves", "named_tensors_in", "tensors_in"]
 
 
 def is_cache(value: Any) -> bool:
@@ -61,6 +61,16 @@ def containers_in(tree: Any, name: str = "") -> Iterator[str]:
         yield from containers_in(item, _joined(name, key))
 
 
+def caches_in(tree: Any) -> Iterator[Any]:
+    """The caches of transformers in tuples, lists and mappings."""
+    items = _items(tree)
+    if items is not None:
+        for _, item in items:
+            yield from caches_in(item)
+    elif is_cache(tree):
+        yield tree
+
+
 def _joined(name: str, key: Any) -> str:
     return f"{name}.{key}" if name else str(key)
 
@@ -76,8 +86,8 @@ def _items(tree: Any) -> Iterator[tuple[Any, Any]] | None:
 def _parts(container: Any) -> Iterator[tuple[Any, Any]] | None:
     """The parts of a container that torch takes apart, in torch's order, and of a cache; None for anything else.
 
-    Where torch only counts the parts, as transformers has it for caches, a tensor is named by the attributes that
-    lead to it: ``layers.0.keys``.
+    Where torch only counts the parts, as ``transformers.exporters`` has it for caches, a tensor is named by the
+    attributes that lead to it: ``layers.0.keys``. So are the tensors of caches that are registered in another way.
     """
     node = _node_of(container)
     if node is None:
@@ -89,6 +99,8 @@ def _parts(container: Any) -> Iterator[tuple[Any, Any]] | None:
             children = [(_plain(key), child) for key, child in node.flatten_with_keys_fn(container)[0]]
     except Exception:  # the code of another library: what it cannot take apart is one leaf
         return None
+    if is_cache(container):
+        children = list(enumerate(tensors_in([child for _, child in children])))
     if all(isinstance(key, int) for key, _ in children):
         known: dict[int, list[str]] = {}
         for key, tensor in _attributes(container):

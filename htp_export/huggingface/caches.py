@@ -83,6 +83,9 @@ def empty_cache(model: Any) -> Any:
 
     A layer with a sliding window drops old tokens, and the counters with which it does so are constants in a graph.
     The mask applies the window, too: all tokens can be kept.
+
+    Raises:
+        InputError: If layers of the model hold anything else than keys and values.
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
@@ -90,10 +93,22 @@ def empty_cache(model: Any) -> Any:
 
     def cache() -> Any:
         made = DynamicCache(config=model.config.get_text_config(decoder=True))
+        other = sorted({type(each).__name__ for each in made.layers if not _holds_keys(each)})
+        if other:
+            problem = f"has layers with a {' and a '.join(other)}, which hold states besides keys and values"
+            raise InputError(f"the cache of {type(model).__name__} {problem}; choose a task without -with-past")
         made.layers = [growing() if type(each) is DynamicSlidingWindowLayer else each for each in made.layers]
         return made
 
     return EncoderDecoderCache(cache(), cache()) if model.config.is_encoder_decoder else cache()
+
+
+def _holds_keys(layer: Any) -> bool:
+    """Whether a layer of a cache holds keys and values alone, of all tokens, or nothing."""
+    from transformers import cache_utils
+
+    known = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+    return type(layer) in [getattr(cache_utils, name, None) for name in known]
 
 
 def emptied(cache: Any, length: int = 0) -> Any:

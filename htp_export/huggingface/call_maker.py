@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from htp_export.errors import InputError
 from htp_export.huggingface.caches import emptied, empty_cache
 from htp_export.huggingface.example_calls import CacheNames, ExampleCall, described, run
 from htp_export.huggingface.inputs import example_inputs, named_parameters
@@ -83,11 +84,18 @@ class CallMaker:
         Args:
             whole: Arguments for all tokens; the second dimension is that of the tokens.
             length: How many of the tokens are in the cache.
+
+        Raises:
+            InputError: If the model takes no such cache.
         """
         first = {name: value[:, :length] for name, value in whole.items()}
         rest = {name: value if name == "attention_mask" else value[:, length:] for name, value in whole.items()}
         cache = empty_cache(self.model)
-        run(self.model, {**first, "past_key_values": cache})
+        try:
+            run(self.model, {**first, "past_key_values": cache})
+        except Exception as error:  # whatever a model raises that has a cache of its own
+            problem = f"cannot be called with a {type(cache).__name__} ({type(error).__name__}: {error})"
+            raise InputError(f"{type(self.model).__name__} {problem}; choose a task without -with-past") from error
         return self._ordered(first, emptied(cache)), self._ordered(rest, cache)
 
     def _ordered(self, kwargs: Mapping[str, Any], cache: Any) -> dict[str, Any]:

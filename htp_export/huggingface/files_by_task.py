@@ -96,8 +96,10 @@ def example_calls(
     maker = CallMaker(model, task, cache_names, {**_SIZES, **(sizes or {})}, seed, processor)
     if not has_cache:
         return _without_a_cache(maker, shapes)
-    if "past_key_values" not in named_parameters(model):
-        raise InputError(f"{type(model).__name__} takes no past_key_values; choose a task without -with-past")
+    taken = named_parameters(model)
+    if "past_key_values" not in taken:
+        own = next((f", but {name}" for name in ("cache_params", "state") if name in taken), "")
+        raise InputError(f"{type(model).__name__} takes no past_key_values{own}; choose a task without -with-past")
     let_torch_export_see_caches(model)
     if not maker.model.config.is_encoder_decoder:
         return ImagesAndText(maker).calls() if base == "image-text-to-text" else _decoder(maker, bool(two_files))

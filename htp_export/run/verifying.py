@@ -194,9 +194,10 @@ def feed_of_call(
             raise InputError(f"{name}: takes {len(inputs)} inputs, and the call has {len(values)} tensors")
         names = dict(zip(names, values, strict=True))
     try:
-        return dict(inputs.feed({key: values[argument] for key, argument in names.items()}).arrays)
+        fed = inputs.feed({key: values[argument] for key, argument in names.items()}).arrays
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
+    return {key: array.copy() for key, array in fed.items()}  # a model may change its arguments in place
 
 
 def _is_number(value: Any) -> bool:
