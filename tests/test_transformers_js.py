@@ -251,3 +251,11 @@ def test_config_of_the_exported_model_comes_before_the_one_of_its_folder(net: tu
 def test_types_that_there_are_not_are_refused(dtypes: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
         write_transformers_js({}, tmp_path / "js", None, dtypes=dtypes)
+
+
+def test_a_folder_that_cannot_be_made_is_named(net: tuple[Net, Path], tmp_path: Path) -> None:
+    model, file = net
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(FileError, match=r"taken.js: cannot be written: "):
+        write_transformers_js({"model": file}, tmp_path / "taken" / "js", model, dtypes=["fp32"])
+    assert (tmp_path / "taken").read_text() == "a file"

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from htp_export.errors import FileError, InputError
+from htp_export.deploy.unwritable import named_if_unwritable
+from htp_export.errors import InputError
 from htp_export.files.json_file import write_json
 from htp_export.files.model_files import read_model
 from htp_export.huggingface.companions import write_configs
@@ -66,7 +67,5 @@ def write_export_metadata(
         "export_format": "onnx",
         "components": {path.stem: component},
     }
-    try:
+    with named_if_unwritable(path.parent):
         return (write_json(path.with_name(EXPORT_JSON), content), *write_configs(model, path.parent))
-    except OSError as error:
-        raise FileError(path.parent, f"cannot be written: {error.strerror or error}") from error

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from htp_export.deploy.unwritable import named_if_unwritable
 from htp_export.errors import FileError
 from htp_export.files.json_file import write_json
 from htp_export.files.model_files import read_model
@@ -33,12 +34,10 @@ def write_genai(file: str | os.PathLike[str], model: Any, *, companions: Path | 
     path = Path(file)
     generation = getattr(model, "generation_config", None)
     content = genai_config(read_model(path), model.config, generation, filename=path.name)
-    try:
+    with named_if_unwritable(path.parent):
         written = [write_json(path.with_name(GENAI_CONFIG), content), *write_configs(model, path.parent)]
         if companions is not None:
             written += copy_companions(companions, path.parent)
-    except OSError as error:
-        raise FileError(path.parent, f"cannot be written: {error.strerror or error}") from error
     return tuple(written)
 
 

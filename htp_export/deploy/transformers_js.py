@@ -13,7 +13,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.errors import FileError, HtpExportError, InputError
+from htp_export.deploy.unwritable import named_if_unwritable
+from htp_export.errors import FileError, InputError
 from htp_export.files.json_file import read_json, write_json
 from htp_export.files.model_files import read_model, write_model
 from htp_export.files.replacing import Move, work_folder
@@ -88,7 +89,7 @@ def write_transformers_js(
     """
     target = Path(folder)
     check_transformers_js(target, dtypes)
-    try:
+    with named_if_unwritable(target):
         target.absolute().parent.mkdir(parents=True, exist_ok=True)
         with work_folder(target) as work:
             new = work.new / target.absolute().name
@@ -99,10 +100,6 @@ def write_transformers_js(
             if companions is not None:
                 copy_companions(companions, new)
             work.commit([Move(new, target)])
-    except HtpExportError:
-        raise
-    except OSError as error:
-        raise FileError(target, f"cannot be written: {error.strerror or error}") from error
     return target
 
 
