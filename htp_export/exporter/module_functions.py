@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import onnx
 import onnx_ir as ir
@@ -74,7 +74,7 @@ class ModuleFunctions:
             dynamo: Which of torch's exporters runs; that of TorchScript returns nothing, so that the file is read.
         """
         if dynamo:
-            return _WithFunctions(exporter, self), run
+            return cast(Exporter, _WithFunctions(exporter, self)), run
 
         def exported(model: Any, args: Any, f: Any, **options: Any) -> torch.onnx.ONNXProgram | None:
             with self._written_to(f, strict=exporter.strict) as flat:
@@ -151,32 +151,16 @@ class _WithFunctions:
     def __init__(self, exporter: Exporter, wanted: ModuleFunctions) -> None:
         self._exporter, self._functions = exporter, wanted
 
-    @property
-    def strict(self) -> bool:
-        return self._exporter.strict
-
-    @property
-    def ended(self) -> bool:
-        return self._exporter.ended
-
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
         program = self._exporter.dynamo(export, model)
-        nested = self._functions.made_of(program, strict=self.strict)
+        nested = self._functions.made_of(program, strict=self._exporter.strict)
         if nested is not None:
             program.model = nested.model
         return program
 
-    def replaced(self, old: Any, new: Any) -> None:
-        self._exporter.replaced(old, new)
-
-    def settle(self) -> None:
-        self._exporter.settle()
-
-    def program(self, export: Callable[[], Any], model: Any) -> Any:
-        return self._exporter.program(export, model)
-
-    def torchscript(self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool) -> Any:
-        return self._exporter.torchscript(export, model, args, names_inputs)
+    def __getattr__(self, name: str) -> Any:
+        """Everything else of the exporter."""
+        return getattr(self._exporter, name)
 
 
 @contextlib.contextmanager
