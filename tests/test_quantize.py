@@ -6,6 +6,7 @@ import json
 import logging
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -587,3 +588,16 @@ def test_a_result_prints_as_a_table(net: Path) -> None:
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line}
     assert lines["first"][1:5] == ["Linear", "int4", "2", "1"]
     assert lines["norm"][1:5] == ["LayerNorm", "fp32", "1", "0"]
+
+
+def test_threads_quantize_one_model_at_once(net: Path) -> None:
+    tagged = htp_export.load(net)
+    plans = [{".": "int8-dynamic"}, {"class:Linear": "int4"}, {".": "int8"}, {".": "fp16"}] * 2
+
+    def made(plan: dict[str, str]) -> bytes:
+        model = htp_export.quantize(tagged, plan, data={"ids": IDS}).model
+        return ir.to_proto(model).SerializeToString(deterministic=True)
+
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(made, plans))
+    assert together == [made(plan) for plan in plans]

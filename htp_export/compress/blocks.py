@@ -117,7 +117,6 @@ def quantize_blocks(part: Submodel, precision: Precision, samples: Sequence[Mapp
     write_products(part.model.graph)
     quantizer = tool.MatMulNBitsQuantizer(
         part.proto(),
-        bits=precision.bits,
         block_size=precision.block_size,
         is_symmetric=precision.symmetric,
         algo_config=_algorithm(tool, precision, part, samples),
