@@ -601,3 +601,42 @@ def test_threads_quantize_one_model_at_once(net: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(made, plans))
     assert together == [made(plan) for plan in plans]
+
+
+def test_a_weight_of_two_branches_is_counted_in_each(tmp_path: Path) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, lambda x: self.fc(x), lambda x: torch.relu(self.fc(x)), (x,))
+
+    file = written(Shared(), (torch.randn(3, 4, 32),), tmp_path / "shared.onnx", "dynamo", ["x"])
+    for precision in ("int4", "fp16"):
+        sizes = [
+            htp_export.quantize(file, {"fc": precision}, dry_run=dry).modules["fc"].bytes_after for dry in (True, False)
+        ]
+        assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_bytes_of_norms_and_computed_weights_are_predicted(exporter: str, tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.conv = nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3)
+            self.large, self.fc = nn.Upsample(scale_factor=2), nn.utils.parametrizations.weight_norm(nn.Linear(12, 5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(self.large(self.conv(torch.relu(self.norm(x)))))
+
+    x = torch.randn(2, 3, 8, 8)
+    file = written(Odd(), (x,), tmp_path / "odd.onnx", exporter, ["x"])
+    for precision in ("int8", "uint8", "int16"):
+        target = tmp_path / "quantized.onnx"
+        result = htp_export.quantize(file, {".": precision}, target, data={"x": x.numpy()})
+        predicted = htp_export.quantize(file, {".": precision}, dry_run=True)
+        sizes = {path: module.bytes_after for path, module in result.modules.items()}
+        assert sizes == {path: module.bytes_after for path, module in predicted.modules.items()}
+        assert np.abs(outputs(target, {"x": x.numpy()})[0] - outputs(file, {"x": x.numpy()})[0]).max() < 0.5

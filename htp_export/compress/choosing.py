@@ -221,10 +221,16 @@ def _sizes(node: ir.Node, choice: Choice, weights: Collection[ir.Value | None]) 
             continue  # it is cast itself
         size = _size_of(node, place, choice)
         if size is not None and precision is not None:
-            alone = precision.method == Method.STATIC and is_bias(node, place)  # each reader gets one of its own
-            yield (value, precision, node if alone else None), size
+            yield (value, precision, _place_of_copy(node, place, precision)), size
         elif value in weights:
             yield value, tensor.nbytes
+
+
+def _place_of_copy(node: ir.Node, place: int, precision: Precision) -> Hashable:
+    """The node or graph whose readers of a weight share one in the precision; None where all of the model do."""
+    if precision.method == Method.STATIC and is_bias(node, place):
+        return node
+    return None if precision.method == Method.CAST else node.graph
 
 
 def _size_of(node: ir.Node, place: int, choice: Choice) -> int | None:

@@ -39,7 +39,11 @@ steps between these and 0, all other values would be 0."""
 WITH_PRODUCER = frozenset(("Relu", "Clip"))
 """They are quantized with the operator that makes what they read, and not alone."""
 
-_WITH_BIAS = frozenset(("Conv", "ConvTranspose", "Gemm", "LayerNormalization", "InstanceNormalization"))
+_WITH_BIAS = frozenset(
+    ("Conv", "ConvTranspose", "Gemm", "LayerNormalization", "InstanceNormalization", "BatchNormalization")
+)
+_FLOATS_FROM = {"BatchNormalization": 3, "Resize": 1}
+"""Inputs from this place on stay floats."""
 _WITH_WEIGHT = frozenset(("MatMul", "Gemm", "Conv", "Gather"))
 
 
@@ -108,24 +112,29 @@ def is_bias(node: ir.Node, place: int) -> bool:
     return place == 2 and node.op_type in _WITH_BIAS
 
 
-def static_bytes(node: ir.Node, place: int, tensor: ir.TensorProtocol, precision: Precision) -> int:
-    """The bytes of a constant whose range is known, with scales and zero points of channels; biases have 32 bits.
+def static_bytes(node: ir.Node, place: int, tensor: ir.TensorProtocol, precision: Precision) -> int | None:
+    """The bytes of a constant whose range is known, with scales and zero points of channels; None if it stays as it is.
 
-    Scales that are numbers and no vectors are no weights.
+    Scales that are numbers and no vectors are no weights. Biases have 32 bits.
     """
-    shape = [int(size) for size in tensor.shape.numpy()]
-    if not shape:
-        return 0
-    axis = {"Conv": 0, "ConvTranspose": 1, "MatMul": -1}.get(node.op_type)
-    if node.op_type == "Gemm":
-        axis = 0 if is_transposed(node) else 1
-    by_channel = precision.per_channel and axis is not None
+    if place >= _FLOATS_FROM.get(node.op_type, place + 1):
+        return None
+    elements = math.prod(tensor.shape.numpy())
     if is_bias(node, place):
-        return math.prod(shape) * 4 + (8 * math.prod(shape) if by_channel else 4)
+        return elements * 4 + (8 * elements if _channels(node, precision) else 4)
     if node.op_type == "MatMul" or (place == 1 and node.op_type in _WITH_BIAS):
-        channels = shape[axis] if by_channel and axis is not None and place == 1 and len(shape) > 1 else 0
-        return math.prod(shape) * precision.bits // 8 + (4 + precision.bits // 8) * channels
-    return math.prod(shape) * int(precision.activation.lstrip("uint")) // 8
+        channels = _channels(node, precision) if place == 1 else 0
+        return elements * precision.bits // 8 + (4 + precision.bits // 8) * channels
+    return elements * int(precision.activation.lstrip("uint")) // 8
+
+
+def _channels(node: ir.Node, precision: Precision) -> int:
+    """The scales of the weight of a node; 0 where it has one, or no constant weight."""
+    weight = constant_of(node.inputs[1])
+    axis = {"Conv": 0, "ConvTranspose": 1, "MatMul": -1, "Gemm": 0 if is_transposed(node) else 1}.get(node.op_type)
+    if not precision.per_channel or axis is None or weight is None or len(weight.shape) < 2:
+        return 0
+    return int(weight.shape.numpy()[axis])
 
 
 class Calibrator:
