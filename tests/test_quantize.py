@@ -640,3 +640,19 @@ def test_bytes_of_norms_and_computed_weights_are_predicted(exporter: str, tmp_pa
         sizes = {path: module.bytes_after for path, module in result.modules.items()}
         assert sizes == {path: module.bytes_after for path, module in predicted.modules.items()}
         assert np.abs(outputs(target, {"x": x.numpy()})[0] - outputs(file, {"x": x.numpy()})[0]).max() < 0.5
+
+
+def test_a_constant_input_of_a_product_is_counted_as_it_becomes(tmp_path: Path) -> None:
+    class Zeros(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.out(torch.zeros(2, 4))
+
+    file = written(Zeros(), (torch.randn(2, 4),), tmp_path / "zeros.onnx", "torchscript", ["x"])
+    sizes = [
+        htp_export.quantize(file, {".": "int8-dynamic"}, dry_run=dry).modules[""].bytes_after for dry in (True, False)
+    ]
+    assert sizes[0] == sizes[1]

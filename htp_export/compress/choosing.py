@@ -254,5 +254,6 @@ def _size_in(
     if precision.method == Method.WEIGHTS:
         return block_bytes(node, precision) if main else None
     if precision.method == Method.DYNAMIC:
-        return dynamic_bytes(node, tensor, precision) if main else None
+        constant_input = place == 0 and not main  # quantized with the weight
+        return dynamic_bytes(node, tensor, precision) if main else tensor.size if constant_input else None
     return static_bytes(node, place, tensor, precision)
