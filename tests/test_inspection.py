@@ -19,6 +19,7 @@ from htp_export.errors import FileError, InputError
 from htp_export.exporter.torch_programs import exported_graph
 from tests import traceless
 from tests.nets import NETS
+from tests.test_view import page_data_of
 from tests.traceless import line_of, spread
 
 
@@ -392,6 +393,19 @@ def test_a_page_says_which_way_its_graph_was_got(tmp_path: Path):
     assert [stop.module for stop in shown.stopped] == ["orthogonal"]
     assert "onnx stopped in module orthogonal" in str(shown)
     assert "onnx stopped in module orthogonal" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_page_has_a_choice_between_dynamos_graphs(tmp_path: Path):
+    model = spread(traceless.Detector())
+    shown = htp_export.view(model, torch.randn(1, 3, 16, 16), tmp_path / "page.html", graph=False)
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    graphs = page_data_of(page, "graphs")
+    sizes = [len(page_data_of(page, part)["nodes"]) for part in ("data", "data-1", "data-2")]
+    assert shown.nodes == sizes[0] == sizes[1] + sizes[2]
+    assert sizes[1] > sizes[2]
+    titles = ["all 2 graphs", f"graph 1 of 2: {sizes[1]} nodes", f"graph 2 of 2: {sizes[2]} nodes"]
+    assert [each["title"] for each in graphs] == titles
+    assert "graph break in module (the root)" in graphs[0]["note"]
 
 
 FACTORIES = """

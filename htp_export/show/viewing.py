@@ -18,7 +18,7 @@ from htp_export.model.columns import si
 from htp_export.model.drawn_levels import drawn_parents
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource
+from htp_export.model.tagged import ModelSource, load
 from htp_export.show.inventory import Inventory, take_inventory
 from htp_export.show.measures import Measure, measures_of
 from htp_export.show.model_explorer.application import MissingApplicationError, application, packed
@@ -165,7 +165,9 @@ def view(
         model = inspect(model, () if args is None else args, kwargs=kwargs)
     inspected = model if isinstance(model, Inspected) else None
     shown = _graph_of(model, weights) if inspected is None else _graph_of_inspected(inspected, weights)
-    page, missing = page_of([shown.with_results(measures)], graph)
+    further = [] if inspected is None else _graphs_between_breaks(inspected)
+    whole = replace(shown, title=f"all {len(further)} graphs") if further else shown
+    page, missing = page_of([each.with_results(measures) for each in (whole, *further)], graph)
     if path is not None:
         write_text(path, page)
     drawn = shown.inventory.modules
@@ -184,8 +186,19 @@ def _graph_of_inspected(inspected: Inspected, statistics: bool) -> ShownGraph:
     }
     notes = ["The weights were not read: of parts that are alike, one is exported."] if unread else []
     inventory = replace(inventory, modules=modules, notes=(*inventory.notes, *notes, *inspected.notes))
-    way = [f"The {inspected.summary}.", *(f"{stop}." for stop in inspected.stopped)] if inspected.stopped else []
+    stops = (*inspected.stopped, *inspected.breaks)
+    way = [f"The {inspected.summary}.", *(f"{stop}." for stop in stops)] if inspected.stopped else []
     return replace(shown, inventory=inventory, note="\n".join([*way, *([shown.note] if shown.note else [])]))
+
+
+def _graphs_between_breaks(inspected: Inspected) -> list[ShownGraph]:
+    """Dynamo's graphs, each by itself, the largest first; none where there is one."""
+    graphs = []
+    for name, graph in inspected.graphs.items() if len(inspected.graphs) > 1 else ():
+        shown = shown_graph(load(graph))
+        title = f"{name.replace('_', ' ')} of {len(inspected.graphs)}: {len(shown.inventory.nodes)} nodes"
+        graphs.append(replace(shown, title=title))
+    return graphs
 
 
 @names_model_faults("model")
