@@ -130,10 +130,10 @@ class Choosing(nn.Module):
         super().__init__()
         self.one, self.other = Block(), Block()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(this, x: torch.Tensor) -> torch.Tensor:  # noqa: N805 - the name is free
         if x.sum().item() > 0:
-            x = self.one(x)
-        return self.other(x) * 2
+            x = this.one(x)
+        return this.other(x) * 2
 
 
 class WithChoosing(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from htp_export.exporter.capture.torch_internals import (
 from htp_export.process.restoring import Changes, restored, set_variable
 from htp_export.process.shared_settings import turn_attention_fast_path_off
 
-__all__ = ["BrokenRun", "GraphBreak", "GraphRun", "dynamo_as_it_was", "run_with_breaks"]
+__all__ = ["BrokenRun", "GraphBreak", "GraphRun", "dynamo_as_it_was", "module_of_frame", "run_with_breaks"]
 
 
 @dataclass(frozen=True)
@@ -134,11 +135,25 @@ def _prepared() -> Iterator[None]:
         yield
 
 
+def module_of_frame(frame: types.FrameType, path_by_id: Mapping[int, str]) -> str | None:
+    """The path of the module whose method runs in a frame; None if it is no method of one.
+
+    Args:
+        frame: The frame. What goes on after a graph break has other arguments than the method, and ``self`` among them.
+        path_by_id: ``id(module)`` → module path.
+    """
+    for name in (*frame.f_code.co_varnames[:1], "self"):
+        path = path_by_id.get(id(frame.f_locals.get(name)))
+        if path is not None:
+            return path
+    return None
+
+
 def _running(path_by_id: Mapping[int, str]) -> str:
     """The innermost module of the model whose method runs."""
     frame = sys._getframe(1)
     while frame is not None:
-        path = path_by_id.get(id(frame.f_locals.get("self")))
+        path = module_of_frame(frame, path_by_id)
         if path is not None:
             return path
         frame = frame.f_back  # type: ignore[assignment] # None above the outermost

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import htp_export.errors
+from htp_export.exporter.broken_graphs import module_of_frame
 from htp_export.inspection.inspected import Stop, Way
 
 __all__ = ["is_of_model", "reason_of", "stop_of"]
@@ -36,7 +37,7 @@ def stop_of(way: Way, error: BaseException, path_by_id: Mapping[int, str]) -> St
     if node is not None:
         module, place = _module_of_node(node, path_by_id), _place_of_node(node)
     else:
-        running = (path_by_id.get(id(frame.f_locals.get("self"))) for frame, _ in reversed(frames))
+        running = (module_of_frame(frame, path_by_id) for frame, _ in reversed(frames))
         module = next((path for path in running if path is not None), None)
         lines = ((frame.f_code.co_filename, line) for frame, line in reversed(frames))
         place = next((each for each in lines if is_of_model(each[0])), None)

@@ -172,6 +172,7 @@ _PER_OUTPUT: Mapping[str, int] = {
     "log_sigmoid": 3,
     "logit": 3,
     "mish": 4,
+    "native_dropout": 2,
     "relu6": 2,
     "selu": 4,
     "silu": 2,
@@ -188,6 +189,7 @@ _PER_INPUT: Mapping[str, int] = {
     **dict.fromkeys(_names("linalg_vector_norm norm"), 2),
     **dict.fromkeys(_names("_log_softmax _safe_softmax _softmax log_softmax softmax"), SOFTMAX),
     **dict.fromkeys(_names("std std_mean var var_mean"), 4),
+    "_native_batch_norm_legit_functional": 7,  # in training: with the statistics
     "instance_norm": 7,
     "logsumexp": 4,
 }
