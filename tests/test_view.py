@@ -21,6 +21,7 @@ from htp_export.differences.equal_modules import call_signature
 from htp_export.errors import FileError, InputError
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.format.parameters import ModuleParameters, parameters_to_json
+from htp_export.inspection import inspecting
 from htp_export.model.drawn_levels import drawn_parents
 from htp_export.model.tagged import load
 from htp_export.show.inventory import take_inventory
@@ -291,6 +292,12 @@ def test_a_file_of_functions_is_drawn_flat():
     assert '"MatMul"' in shown.html
 
 
+@pytest.fixture
+def without_dynamo(monkeypatch):
+    """The last way, parts, for models of which Dynamo makes graphs."""
+    monkeypatch.delitem(inspecting._WAYS, "dynamo")
+
+
 class Half(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +318,7 @@ class Bad(torch.nn.Module):
         return y if y.sum().item() > 0 else -y
 
 
-def test_a_model_that_exports_in_parts_shows_them_and_what_failed(capsys):
+def test_a_model_that_exports_in_parts_shows_them_and_what_failed(without_dynamo, capsys):
     net = Half().eval()
     shown = htp_export.view(net, torch.ones(2, 4), graph=False)
     assert "def forward" not in capsys.readouterr().err  # torch's graph of what failed
@@ -328,7 +335,7 @@ def page_data_of(page: str, name: str = "data"):
     return json.loads(re.search(rf'id="{name}">(.*?)</script>', page, re.DOTALL)[1])
 
 
-def test_the_parts_of_a_model_have_their_costs_and_what_is_above_them_has_the_sum():
+def test_the_parts_of_a_model_have_their_costs_and_what_is_above_them_has_the_sum(without_dynamo):
     shown = htp_export.view(Half().eval(), torch.ones(2, 4), graph=False)
     data = page_data_of(shown.html)
     flops = next(measure for measure in data["measures"] if measure["key"] == "flops")
@@ -424,7 +431,7 @@ def test_modules_are_alike_if_all_that_an_export_depends_on_is():
     assert signature(shared, x, 1) != signature(shared, x, True)
 
 
-def test_parts_that_are_alike_stand_each_at_their_own_place():
+def test_parts_that_are_alike_stand_each_at_their_own_place(without_dynamo):
     shown = htp_export.view(torch.nn.Sequential(Half(), Half()).eval(), torch.ones(2, 4), graph=False)
     assert {path for path, why in shown.failures.items() if not why.startswith("because")} == {"0.bad", "1.bad"}
     data = json.loads(re.search(r'id="data">(.*?)</script>', shown.html, re.DOTALL)[1])
