@@ -15,7 +15,14 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import TorchChangedError
-from htp_export.exporter.capture import body_internals, dynamo_patches, patches, torch_internals, torchscript_internals
+from htp_export.exporter.capture import (
+    body_internals,
+    dynamo_internals,
+    dynamo_patches,
+    patches,
+    torch_internals,
+    torchscript_internals,
+)
 from htp_export.exporter.capture.patches import DYNAMO, TORCHSCRIPT
 from htp_export.exporter.capture.patching import Patch, Patches
 from htp_export.exporter.capture.running import script_capture
@@ -594,17 +601,17 @@ def test_dynamos_graphs_say_where_they_end_and_in_which_modules_their_nodes_are(
         graphs.append(graph)
         return graph.forward
 
-    with restored(torch_internals.leave_dynamo_as_it_was), torch_internals.settings_for_breaks():
+    with restored(dynamo_internals.leave_dynamo_as_it_was), dynamo_internals.settings_for_breaks():
         assert torch._dynamo.config.capture_scalar_outputs
-        torch_internals.dynamo_frames(model, backend)(torch.ones(2, 4))
+        dynamo_internals.dynamo_frames(model, backend)(torch.ones(2, 4))
     assert not torch._dynamo.config.capture_scalar_outputs
-    found = torch_internals.break_of(graphs[1])
+    found = dynamo_internals.break_of(graphs[1])
     assert found is not None
     assert found.frames[-1] == (traceless.__file__, traceless.line_of(traceless.Choosing, "x.sum().item()"))
     assert found.reason
-    assert torch_internals.break_of(graphs[-1]) is None
+    assert dynamo_internals.break_of(graphs[-1]) is None
     linear = next(node for node in graphs[0].graph.nodes if node.op == "call_function" and "linear" in node.name)
-    assert torch_internals.modules_in_scopes(linear)[-2:] == [id(model.first), id(model.first.fc)]
-    assert torch_internals.is_forward_of_layer(torch.nn.Linear.forward.__code__)
-    assert not torch_internals.is_forward_of_layer(traceless.Block.forward.__code__)
-    assert not torch_internals.is_forward_of_layer(torch.nn.Linear.__init__.__code__)
+    assert dynamo_internals.modules_in_scopes(linear)[-2:] == [id(model.first), id(model.first.fc)]
+    assert dynamo_internals.is_forward_of_layer(torch.nn.Linear.forward.__code__)
+    assert not dynamo_internals.is_forward_of_layer(traceless.Block.forward.__code__)
+    assert not dynamo_internals.is_forward_of_layer(torch.nn.Linear.__init__.__code__)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from htp_export.exporter.capture import patches, running
-from htp_export.exporter.capture.torch_internals import (
+from htp_export.exporter.capture.dynamo_internals import (
     break_of,
     dynamo_frames,
-    is_compiled,
     leave_dynamo_as_it_was,
     settings_for_breaks,
 )
+from htp_export.exporter.capture.torch_internals import is_compiled
 from htp_export.process.restoring import Changes, restored, set_variable
 from htp_export.process.shared_settings import turn_attention_fast_path_off
 

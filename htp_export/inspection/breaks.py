@@ -10,8 +10,8 @@ import onnx_ir as ir
 from onnx_ir.tensor_adapters import TorchTensor
 
 from htp_export.exporter.broken_graphs import BrokenRun, GraphBreak, GraphRun, run_with_breaks
+from htp_export.exporter.capture.dynamo_internals import modules_in_scopes
 from htp_export.exporter.capture.modules import ModuleNames
-from htp_export.exporter.capture.torch_internals import modules_in_scopes
 from htp_export.exporter.torch_programs import LoweredGraph, lowered_graph
 from htp_export.format import tags
 from htp_export.format.parameters import parameters_of

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from htp_export.exporter.capture.body_internals import use_plain_containers, watch_bodies
+from htp_export.exporter.capture.dynamo_internals import is_forward_of_layer
 from htp_export.exporter.capture.running import (
     dynamo_capture,
     keeps_dynamo,
@@ -18,13 +19,7 @@ from htp_export.exporter.capture.running import (
     wanted,
     wants_frames_of_layers,
 )
-from htp_export.exporter.capture.torch_internals import (
-    called_by_export,
-    called_by_forward,
-    executed_since,
-    fx_tracing,
-    is_forward_of_layer,
-)
+from htp_export.exporter.capture.torch_internals import called_by_export, called_by_forward, executed_since, fx_tracing
 from htp_export.process.restoring import Changes
 
 if TYPE_CHECKING:
