@@ -445,7 +445,7 @@ class TestFiles:
             (["head=int8"], "ort", "model.onnx", "is the name of a model"),
             (["head=int8"], "ort", "p.onnx", "is the name of a model"),
             (["head=int8"], "ort", "none/p.json", "its folder does not exist"),
-            ([], "ort", "p.json", "the plan has no rules"),
+            ([], "ort", "p.json", "give a plan, a preset (int8, w4, fp16), or --rule SELECTOR=PRECISION"),
         ],
     )
     def test_bad_input_ends_with_status_2_and_files_stay(

@@ -510,7 +510,7 @@ JSON_COMMANDS = (
     "partition net.onnx 2 -o stages",
     "optimize net.onnx -o x.onnx",
     "quantize net.onnx --rule 0=int8-dynamic -o x.onnx",
-    "prune net.onnx 0=0.5 -o x.onnx",
+    "prune net.onnx --rule 0=0.5 -o x.onnx",
     "insert-lora net.onnx 0 -o lora.onnx",
     "lora-adapter lora.onnx tuned -o x.onnx_adapter",
     "fuse-lora net.onnx tuned -o x.onnx",

@@ -222,7 +222,7 @@ class TestCommand:
         made(Encoder, "dynamo", tmp_path)
         monkeypatch.chdir(tmp_path)
         Path("plan.yaml").write_text("'**': 0.5\nfc: '2:4'\n")
-        command = ["prune", "net.onnx", "pool=0.2", "--plan", "plan.yaml", "-o", "pruned.onnx"]
+        command = ["prune", "net.onnx", "plan.yaml", "--rule", "pool=0.2", "-o", "pruned.onnx"]
         assert main([*command, "--json"]) == 0
         written = json.loads(capsys.readouterr().out)
         assert {path: said for path, said in written["plan"].items() if said != "0.5"} == {"fc": "2:4", "pool": "0.2"}
@@ -235,12 +235,13 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["fc=0.5", "-o", "net.onnx"], "net.onnx: is read by this command"),
-            (["fc=5", "-o", "x.onnx"], "a share is from 0 to 1"),
-            (["fc", "-o", "x.onnx"], "rule 'fc': write SELECTOR=VALUE"),
-            (["-o", "x.onnx"], "the plan has no rules"),
-            (["fc=0.5", "--method", "l3", "-o", "x.onnx"], "method 'l3'"),
-            (["fc=0.5", "--plan", "nowhere.yaml", "-o", "x.onnx"], "nowhere.yaml: cannot be read"),
+            (["--rule", "fc=0.5", "-o", "net.onnx"], "net.onnx: is read by this command"),
+            (["--rule", "fc=5", "-o", "x.onnx"], "a share is from 0 to 1"),
+            (["--rule", "fc", "-o", "x.onnx"], "rule 'fc': write SELECTOR=VALUE"),
+            (["-o", "x.onnx"], "give a plan, or --rule SELECTOR=VALUE"),
+            (["--rule", "fc=0.5", "--method", "l3", "-o", "x.onnx"], "method 'l3'"),
+            (["nowhere.yaml", "--rule", "fc=0.5", "-o", "x.onnx"], "nowhere.yaml: cannot be read"),
+            (["int8", "-o", "x.onnx"], "int8: cannot be read"),  # presets are precisions
         ],
     )
     def test_wrong_input_ends_with_status_2_and_leaves_files(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from htp_export.cli.quantize_command import NpzRuns
 from htp_export.cli.sources import call_factory
 from htp_export.errors import InputError
 
@@ -19,6 +19,7 @@ __all__ = [
     "RuleOption",
     "read_data",
     "read_metric",
+    "read_prune_rules",
     "read_rules",
 ]
 
@@ -47,21 +48,43 @@ MetricOption: TypeAlias = Annotated[
 
 
 def read_rules(plan: str | None, typed: list[str] | None) -> dict[str, Any]:
-    """The rules of a file or a preset, and then those that are typed.
+    """The precisions of a file or a preset, and then those that are typed.
 
     Raises:
+        BadParameter: If there is no rule.
         FileError: If the file cannot be read.
         InputError: If a rule cannot be read.
     """
-    from htp_export.compress.plans import read_plan, rules_of
     from htp_export.compress.precisions import PRESETS
+
+    wanted = f"a plan, a preset ({', '.join(PRESETS)}), or --rule SELECTOR=PRECISION"
+    return _read_rules(plan, typed, PRESETS, wanted)
+
+
+def read_prune_rules(plan: Path | None, typed: list[str] | None) -> dict[str, Any]:
+    """What a file says is pruned, and then what is typed.
+
+    Raises:
+        BadParameter: If there is no rule.
+        FileError: If the file cannot be read.
+        InputError: If a rule cannot be read.
+    """
+    return _read_rules(None if plan is None else str(plan), typed, {}, "a plan, or --rule SELECTOR=VALUE")
+
+
+def _read_rules(
+    plan: str | None, typed: list[str] | None, presets: Mapping[str, Mapping[str, str]], wanted: str
+) -> dict[str, Any]:
+    from htp_export.compress.plans import read_plan, rules_of
 
     rules: dict[str, Any] = {}
     if plan is not None:
-        rules.update(PRESETS[plan] if plan in PRESETS else read_plan(plan))
+        rules.update(presets[plan] if plan in presets else read_plan(plan))
     for selector, value in rules_of(typed or ()).items():
-        rules.pop(selector, None)
+        rules.pop(selector, None)  # it holds at its new place
         rules[selector] = value
+    if not rules:
+        raise typer.BadParameter(f"give {wanted}")
     return rules
 
 
@@ -75,7 +98,7 @@ def read_data(data: list[Path] | None, entry: str | None, seed: int = 0) -> Any:
         raise InputError("data come from --data or from --entry, not from both")
     if entry is not None:
         return call_factory(entry, seed)
-    return NpzRuns(tuple(data)) if data else None
+    return _NpzRuns(tuple(data)) if data else None
 
 
 def read_metric(entry: str | None) -> Any:
@@ -90,3 +113,15 @@ def read_metric(entry: str | None) -> Any:
     if not callable(metric):
         raise InputError(f"{entry} returned no function, but {type(metric).__name__}")
     return metric
+
+
+class _NpzRuns:
+    """Runs in files, each read when it is its turn."""
+
+    def __init__(self, files: tuple[Path, ...]) -> None:
+        self._files = files
+
+    def __iter__(self) -> Iterator[Any]:
+        from htp_export.files.npz_file import read_npz
+
+        return (read_npz(file) for file in self._files)

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption
 from htp_export.cli.outputs import check_output, report
+from htp_export.cli.plan_options import read_prune_rules
 from htp_export.cli.terminal import Steps
 
 if TYPE_CHECKING:
     from typing import Literal
 
-EXAMPLE = 'bert.onnx "encoder.**=0.5" "encoder.layer.*.output=2:4" -o sparse.onnx'
+EXAMPLE = 'bert.onnx --rule "encoder.**=0.5" --rule "encoder.layer.*.output=2:4" -o sparse.onnx'
 PLACE = 144
 
 
 def prune_command(
     file: FileArgument,
-    rules: Annotated[
+    plan: Annotated[Path | None, typer.Argument(help="A plan, .yaml or .json.", show_default=False)] = None,
+    rule: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="SELECTOR=VALUE: 0.5, 2:4, channels:0.25, heads:0.5 or drop. Later rules win.", show_default=False
+        typer.Option(
+            metavar="SELECTOR=VALUE",
+            help="A rule after those of the plan: 0.5, 2:4, channels:0.25, heads:0.5 or drop; may be repeated.",
         ),
     ] = None,
     *,
     output: OutputOption,
-    plan: Annotated[
-        Path | None, typer.Option(help="A YAML or JSON file of rules, before those that are typed.", show_default=False)
-    ] = None,
     method: Annotated[str, typer.Option(help="l1: the smallest values go; random.")] = "l1",
     scope: Annotated[str, typer.Option(help="local: the share of each weight; global: of all together.")] = "local",
     seed: Annotated[int, typer.Option(min=0, help="For --method random.")] = 0,
@@ -38,18 +38,14 @@ def prune_command(
     as_json: JsonOption = False,
 ) -> None:
     """Remove the least important weights of modules."""
-    from htp_export.compress.plans import read_plan, rules_of
     from htp_export.compress.pruning import prune
 
-    read: dict[str, Any] = {} if plan is None else read_plan(plan)
-    for selector, value in rules_of(rules or ()).items():
-        read.pop(selector, None)
-        read[selector] = value
+    rules = read_prune_rules(plan, rule)
     check_output(output, [file, *([plan] if plan else [])], in_place=in_place)
     with Steps(quiet=as_json).step(f"pruning {file.name}"):
         result = prune(
             file,
-            read,
+            rules,
             output,
             method=cast("Literal['l1', 'random']", method),
             scope=cast("Literal['local', 'global']", scope),
