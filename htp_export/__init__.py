@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from htp_export.attention.decomposing import decomposed_attention
-    from htp_export.compress.compressed import CompressedModule, Quantized
+    from htp_export.compress.compressed import CompressedModule
     from htp_export.compress.lora import InsertedLora, LoraLayer, insert_lora
     from htp_export.compress.lora_files import FusedLora, LoraAdapter, fuse_lora, lora_adapter
     from htp_export.compress.pipeline_results import PipelineRun, StepReport
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from htp_export.compress.precisions import Precision
     from htp_export.compress.pruned import Pruned, PrunedModule
     from htp_export.compress.pruning import prune
+    from htp_export.compress.quantized import Quantized, QuantizedModule
     from htp_export.compress.quantizing import quantize
     from htp_export.compress.search_results import Search
     from htp_export.compress.searching import search
@@ -98,6 +99,7 @@ __all__ = [
     "Pruned",
     "PrunedModule",
     "Quantized",
+    "QuantizedModule",
     "Region",
     "Search",
     "Sensitivity",
@@ -180,7 +182,8 @@ _HOMES = {
     "Profile": "run.latency",
     "Pruned": "compress.pruned",
     "PrunedModule": "compress.pruned",
-    "Quantized": "compress.compressed",
+    "Quantized": "compress.quantized",
+    "QuantizedModule": "compress.quantized",
     "Region": "model.tagged",
     "Search": "compress.search_results",
     "Sensitivity": "compress.sensitivity_results",

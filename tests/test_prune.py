@@ -170,6 +170,25 @@ def test_a_result_is_a_table_and_plain_data(tmp_path: Path) -> None:
     assert list(result.modules) == result.tagged.paths
 
 
+def test_results_of_prune_and_quantize_have_the_same_attributes(tmp_path: Path) -> None:
+    _, file = made(Encoder, "dynamo", tmp_path)
+    cast = htp_export.quantize(file, {"fc": "fp16"})
+    pruned = htp_export.prune(cast.model, {"fc": 0.5})
+    assert [pruned.modules[path].precision for path in ("", "fc", "conv")] == ["mixed", "fp16", "fp32"]
+    assert {path for path, module in pruned.modules.items() if module.precision is None} == {
+        path for path, module in pruned.modules.items() if not module.bytes_after
+    }
+    for result, ratio, sparsity in ((cast, 0.5, None), (pruned, 1, 0.5)):
+        module: htp_export.CompressedModule = result.modules["fc"]
+        assert (module.precision, module.ratio, module.sparsity) == ("fp16", ratio, sparsity)
+        assert module.bytes_after == 180
+        assert (module.calls, module.fate) == (1, "computed")
+        assert {"precision", "sparsity", "bytes_before", "bytes_after", "ratio"} <= result.to_dict()["modules"][
+            ""
+        ].keys()
+        assert "tags" in result.to_dict()
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [

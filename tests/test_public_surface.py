@@ -47,6 +47,7 @@ PUBLIC = [
     "Pruned",
     "PrunedModule",
     "Quantized",
+    "QuantizedModule",
     "Region",
     "Search",
     "Sensitivity",

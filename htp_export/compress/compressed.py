@@ -1,48 +1,34 @@
-"""Results by module of what makes models smaller: the precision, sparsity and bytes of each module."""
+"""What became of one module of a model that was made smaller: precision, sparsity and bytes, of every result alike."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
 
-import onnx_ir as ir
+from htp_export.format.hierarchy import ModuleInfo
+from htp_export.model.columns import Column
 
-from htp_export.errors import InputError
-from htp_export.model.columns import CLASS_NAME, Column, record, si
-from htp_export.model.tables import ModuleTable
-from htp_export.model.tag_facts import TagFacts
-from htp_export.model.tagged import HoldsModel
-
-__all__ = ["COMPRESSION_COLUMNS", "CompressedModule", "Quantized"]
+__all__ = ["BYTES_COLUMNS", "PRECISION", "SPARSITY", "CompressedModule"]
 
 
-@dataclass(frozen=True)
-class CompressedModule:
+@dataclass(frozen=True, kw_only=True)
+class CompressedModule(ModuleInfo):
     """What became of one module, with all modules below it; ``""`` is the whole model.
 
     Attributes:
-        path: The module.
-        class_name: Its class.
-        precision: The name of the precision in which it computes; ``mixed`` for several.
-        bytes_before: Bytes of the weights that its nodes read.
+        precision: The precision of its weights now, or the one in which it computes: ``fp32``, ``int8``; ``mixed`` for
+            several. None where that is not known.
+        bytes_before: Size of all weights that its nodes read, biases too, before.
         bytes_after: The same afterwards, with scales and zero points.
-        nodes: How many nodes it has.
-        changed: Of those, the nodes that got another precision.
-        calls: How often the module ran in the export.
-        sparsity: Share of its weights that are 0; None where that was not counted.
     """
 
-    path: str
-    class_name: str
-    precision: str
-    bytes_before: int
-    bytes_after: int
-    nodes: int = 0
-    changed: int = 0
-    calls: int = 0
-    sparsity: float | None = None
+    precision: str | None = None
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+    @property
+    def sparsity(self) -> float | None:
+        """Share of its weights that are zero or gone; None where that was not counted."""
+        return None
 
     @property
     def ratio(self) -> float | None:
@@ -50,88 +36,11 @@ class CompressedModule:
         return self.bytes_after / self.bytes_before if self.bytes_before else None
 
 
-COMPRESSION_COLUMNS: tuple[Column[CompressedModule], ...] = (
-    CLASS_NAME,
-    Column("precision", "precision", right=False, keep=4),
-    Column("nodes", "nodes", keep=1),
-    Column("changed", "changed", keep=2),
-    Column("sparsity", "sparsity", text=lambda share: f"{share:.1%}"),
-    Column("bytes_before", "before", unit="B", keep=3),
-    Column("bytes_after", "after", unit="B", keep=3),
-    Column("ratio", "ratio", text=lambda ratio: f"{ratio:.1%}", keep=2),
+PRECISION: Column[CompressedModule] = Column("precision", "precision", right=False, keep=4)
+SPARSITY: Column[CompressedModule] = Column("sparsity", "sparsity", unit="%", keep=9)
+BYTES_COLUMNS: tuple[Column[CompressedModule], ...] = (
+    Column("bytes_before", "bytes before", unit="B", keep=7),
+    Column("bytes_after", "bytes after", unit="B", keep=8),
+    Column("ratio", "ratio", unit="%", keep=2),
 )
-"""What is known of each module."""
-
-
-@dataclass(frozen=True)
-class Quantized(ModuleTable, HoldsModel):
-    """The result of `htp_export.quantize`.
-
-    Attributes:
-        modules: Module path → what became of it.
-        operators: Name of a precision → operator type → number of nodes that got it.
-        left: Name of a precision → operator type → number of nodes of its modules that stay as they are, because
-            ONNX Runtime or ONNX has no such operator in it.
-        notes: Sentences on what to know of the result.
-        dry: Whether nothing was run: then the bytes are predicted, and there is no model.
-        given: The model; None in a dry run.
-    """
-
-    columns = COMPRESSION_COLUMNS
-
-    modules: Mapping[str, CompressedModule]
-    operators: Mapping[str, Mapping[str, int]]
-    left: Mapping[str, Mapping[str, int]]
-    notes: tuple[str, ...] = ()
-    dry: bool = False
-    given: ir.Model | None = field(default=None, repr=False, kw_only=True)
-
-    @property
-    def model(self) -> ir.Model:  # type: ignore[override]
-        """The quantized model, with tags.
-
-        Raises:
-            InputError: If nothing was run.
-        """
-        if self.given is None:
-            raise InputError("a dry run makes no model")
-        return self.given
-
-    @cached_property
-    def tags(self) -> TagFacts | tuple[()]:
-        """What the model knows about its module tags."""
-        return () if self.given is None else self.tagged.tag_facts
-
-    @property
-    def summary(self) -> str:
-        """The whole in one line."""
-        root = self.modules[""]
-        counts = {name: sum(kinds.values()) for name, kinds in self.operators.items()}
-        changed = ", ".join(f"{count} node{'s' * (count != 1)} in {name}" for name, count in counts.items())
-        predicted = "predicted: " if self.dry else ""
-        share = "" if root.ratio is None else f" ({root.ratio:.1%})"
-        sizes = f"weights {si(root.bytes_before, 'B')} before, {si(root.bytes_after, 'B')} after{share}"
-        return f"{predicted}{sizes}; {changed or 'nothing changed'}"
-
-    @property
-    def left_lines(self) -> list[str]:
-        """Sentences on nodes that stay as they are in modules that have a precision, which are most often few kinds."""
-        return [
-            f"{name} leaves as they are: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
-            for name, kinds in self.left.items()
-        ]
-
-    @property
-    def drawn(self) -> Sequence[Column[Any]]:
-        """The columns of the table as text."""
-        return [column for column in self.columns if column.name != "sparsity"]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, without the model."""
-        return {
-            "dry_run": self.dry,
-            "modules": {path: record(self.columns, module) for path, module in self.modules.items()},
-            "operators": {name: dict(kinds) for name, kinds in self.operators.items()},
-            "left": {name: dict(kinds) for name, kinds in self.left.items()},
-            "notes": list(self.notes),
-        }
+"""The bytes, in every table of these modules."""

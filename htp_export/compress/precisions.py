@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from htp_export.errors import InputError
 
-__all__ = ["PRECISIONS", "PRESETS", "Method", "Precision", "precision_of", "precisions_of"]
+__all__ = ["PRECISIONS", "PRESETS", "Method", "Precision", "precision_of", "precisions_of", "weight_precision"]
 
 
 class Method(StrEnum):
@@ -205,6 +205,18 @@ def precisions_of(plan: Mapping[str, Any] | str) -> dict[str, Precision]:
         except InputError as error:
             raise InputError(f"rule {selector!r}: {error}") from error
     return rules
+
+
+def weight_precision(types: Iterable[str]) -> str:
+    """The precision of weights of these element types, by the names of plans where they have one.
+
+    Examples:
+        >>> weight_precision(["float32"]), weight_precision(["float64"]), weight_precision(["float16", "float32"])
+        ('fp32', 'float64', 'mixed')
+    """
+    float_names = {each.weight: each.name for each in PRECISIONS.values() if each.method in (Method.KEEP, Method.CAST)}
+    first, *others = dict.fromkeys(types)
+    return "mixed" if others else float_names.get(first, first)
 
 
 def _nearest(word: str, known: set[str]) -> str:

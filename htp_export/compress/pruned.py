@@ -1,18 +1,21 @@
-"""The result of ``prune``: sparsity and bytes by module."""
+"""The result of ``prune``: precision, sparsity and bytes by module."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
 import onnx_ir as ir
 
+from htp_export.compress.compressed import BYTES_COLUMNS, PRECISION, SPARSITY, CompressedModule
+from htp_export.compress.precisions import weight_precision
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
-from htp_export.model.columns import CLASS_NAME, Column, chosen, record, si
+from htp_export.model.columns import CLASS_NAME, Column, chosen, percent, record, si
+from htp_export.model.module_facts import ModuleFacts
 from htp_export.model.tables import ModuleTable
 from htp_export.model.tag_facts import TagFacts
 from htp_export.model.tagged import HoldsModel
@@ -20,12 +23,8 @@ from htp_export.model.tagged import HoldsModel
 __all__ = ["PRUNED_COLUMNS", "Counted", "Pruned", "PrunedModule", "pruned_modules"]
 
 
-def _share(value: float) -> str:
-    return f"{value:.1%}"
-
-
 @dataclass(frozen=True, kw_only=True)
-class PrunedModule(ModuleInfo):
+class PrunedModule(CompressedModule):
     """One module with all below it: how much of its weights is zero or gone.
 
     Attributes:
@@ -33,16 +32,12 @@ class PrunedModule(ModuleInfo):
         weights_after: Elements after; fewer if channels, heads or blocks were cut out.
         zeros_before: Of ``weights_before``, those that were zero.
         zeros_after: Of ``weights_after``, those that are zero.
-        bytes_before: Size of all weights that its nodes read, biases too, before.
-        bytes_after: The same after.
     """
 
     weights_before: int = 0
     weights_after: int = 0
     zeros_before: int = 0
     zeros_after: int = 0
-    bytes_before: int = 0
-    bytes_after: int = 0
 
     @property
     def sparsity(self) -> float:
@@ -57,16 +52,16 @@ class PrunedModule(ModuleInfo):
         return self.zeros_before / self.weights_before if self.weights_before else 0.0
 
 
-PRUNED_COLUMNS: tuple[Column[PrunedModule], ...] = (
+PRUNED_COLUMNS: tuple[Column[Any], ...] = (
     CLASS_NAME,
-    Column("sparsity", "sparsity", text=_share, keep=9),
-    Column("sparsity_before", "before", text=_share, keep=3),
+    PRECISION,
+    SPARSITY,
+    Column("sparsity_before", "sparsity before", unit="%", keep=3),
     Column("weights_before", "weights before", keep=4),
     Column("weights_after", "weights after", keep=5),
     Column("zeros_before", "zeros before"),
     Column("zeros_after", "zeros", keep=6),
-    Column("bytes_before", "bytes before", unit="B", keep=7),
-    Column("bytes_after", "bytes after", unit="B", keep=8),
+    *BYTES_COLUMNS,
 )
 """What is known of each module."""
 
@@ -100,7 +95,7 @@ class Pruned(HoldsModel, ModuleTable):
         return self.tagged.tag_facts
 
     @property
-    def drawn(self) -> Sequence[Column[PrunedModule]]:
+    def drawn(self) -> Sequence[Column[Any]]:
         """The columns of the table as text."""
         return chosen(self.columns, _DRAWN)
 
@@ -114,7 +109,7 @@ class Pruned(HoldsModel, ModuleTable):
         """The sparsity of the whole, and its bytes."""
         root = self.modules[""]
         size = f"{si(root.bytes_before, 'B')} of weights before, {si(root.bytes_after, 'B')} after"
-        return f"{root.sparsity:.1%} of {root.weights_before:,} weights are zero or removed; {size}"
+        return f"{percent(root.sparsity)} of {root.weights_before:,} weights are zero or removed; {size}"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -160,22 +155,18 @@ class Counted:
 
 
 def pruned_modules(
-    modules: Iterable[ModuleInfo],
-    counted: Iterable[Counted],
-    bytes_before: Mapping[str, int],
-    bytes_after: Mapping[str, int],
+    modules: Iterable[ModuleFacts], counted: Iterable[Counted], bytes_before: Mapping[str, int]
 ) -> dict[str, PrunedModule]:
     """Module path → its row; each weight once in every module.
 
     Args:
-        modules: The module tree after pruning.
+        modules: What stands in the modules after pruning.
         counted: The weights.
         bytes_before: Module path → size of its weights before.
-        bytes_after: Module path → size of its weights after.
 
     Examples:
         >>> weight = Counted(("a.q", "a.k"), (8, 0), (8, 4))
-        >>> rows = pruned_modules([ModuleInfo("", ""), ModuleInfo("a", ""), ModuleInfo("a.q", "")], [weight], {}, {})
+        >>> rows = pruned_modules([ModuleFacts(path, "") for path in ("", "a", "a.q")], [weight], {})
         >>> [(path, row.weights_before, row.sparsity) for path, row in rows.items()]
         [('', 8, 0.5), ('a', 8, 0.5), ('a.q', 8, 0.5)]
     """
@@ -188,12 +179,13 @@ def pruned_modules(
     for module in modules:
         before, zeros_before, after, zeros_after = sums[module.path]
         rows[module.path] = PrunedModule(
-            **vars(module),
+            **{each.name: getattr(module, each.name) for each in fields(ModuleInfo)},
+            precision=weight_precision(module.weight_bytes_by_dtype) if module.weight_bytes_by_dtype else None,
             weights_before=before,
             weights_after=after,
             zeros_before=zeros_before,
             zeros_after=zeros_after,
             bytes_before=bytes_before.get(module.path, 0),
-            bytes_after=bytes_after.get(module.path, 0),
+            bytes_after=module.weight_bytes,
         )
     return rows

@@ -22,7 +22,7 @@ from htp_export.files.model_files import check_target, has_external_data, write_
 from htp_export.format import tags
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.module_facts import contents_of
+from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.process.progress import counted
 
@@ -108,7 +108,7 @@ def prune(
 
 def _pruned(tagged: TaggedModel, wanted: Assigned[Sparsity], scores: Scores, *, together: bool) -> Pruned:
     """Prune a model in place."""
-    bytes_before = _weight_bytes(tagged)
+    bytes_before = {path: facts.weight_bytes for path, facts in _facts(tagged).items()}
     weights = weights_of(tagged)
     values = {weight: value for weight in weights if (value := _value_of(weight, tagged, wanted)) is not None}
     _refuse_empty_rules(tagged, weights, wanted)
@@ -129,8 +129,7 @@ def _pruned(tagged: TaggedModel, wanted: Assigned[Sparsity], scores: Scores, *, 
         Counted(owners[weight], before[weight], _counts(weight) if weight in left else (0, 0))
         for weight in counted(weights, "weights")
     ]
-    after = load(tagged.model)
-    rows = pruned_modules(after.hierarchy.values(), counts, bytes_before, _weight_bytes(after))
+    rows = pruned_modules(_facts(load(tagged.model)).values(), counts, bytes_before)
     said = {path: str(value) for path, value in wanted.modules.items()}
     return Pruned(rows, said, removed, cut, model=tagged.model)
 
@@ -152,8 +151,8 @@ def _counts(weight: Weight) -> tuple[int, int]:
     return array.size, array.size - int(np.count_nonzero(array))
 
 
-def _weight_bytes(tagged: TaggedModel) -> dict[str, int]:
-    return {path: module.facts.weight_bytes for path, module in contents_of(tagged).modules.items()}
+def _facts(tagged: TaggedModel) -> dict[str, ModuleFacts]:
+    return {path: module.facts for path, module in contents_of(tagged).modules.items()}
 
 
 def _value_of(weight: Weight, tagged: TaggedModel, wanted: Assigned[Sparsity]) -> Sparsity | None:

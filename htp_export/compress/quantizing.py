@@ -15,9 +15,9 @@ from htp_export.compress.blocks import groups_of, quantize_blocks
 from htp_export.compress.calibration_data import Data, Samples, activations, samples_of
 from htp_export.compress.casting import cast_nodes
 from htp_export.compress.choosing import Choice, choose
-from htp_export.compress.compressed import CompressedModule, Quantized
 from htp_export.compress.integers import Calibrator, quantize_at_run_time, weights_of
 from htp_export.compress.precisions import Method, Precision, precisions_of
+from htp_export.compress.quantized import Quantized, QuantizedModule
 from htp_export.compress.submodels import Names, Submodel, cut_out, put_back, remove_unused
 from htp_export.errors import HtpExportError, ToolError
 from htp_export.files.model_files import check_target, write_model
@@ -214,15 +214,13 @@ def _result(
     words = choice.precisions()
     changed = choice.precision_of
     modules = {
-        path: CompressedModule(
-            path,
-            contents.facts.class_name,
-            words[path],
-            contents.facts.weight_bytes,
-            after.get(path, 0),
-            len(contents.nodes),
-            sum(node in changed for node in contents.nodes),
-            contents.facts.calls,
+        path: QuantizedModule(
+            **vars(original.hierarchy[path]),
+            precision=words[path],
+            bytes_before=contents.facts.weight_bytes,
+            bytes_after=after.get(path, 0),
+            nodes=len(contents.nodes),
+            changed=sum(node in changed for node in contents.nodes),
         )
         for path, contents in contents_of(original).modules.items()
     }

@@ -20,6 +20,7 @@ __all__ = [
     "csv_text",
     "json_value",
     "names_of",
+    "percent",
     "record",
     "si",
     "sorted_by",
@@ -39,7 +40,7 @@ class Column(Generic[R]):
         name: Its name as data: the key in JSON, the head in CSV and in data frames, and what is typed for it.
         title: What stands above it. It may be typed in place of the name, with underscores for spaces.
         value: What it holds for a row, as data; None for nothing. The attribute of its name where none is given.
-        unit: ``B`` for bytes, ``ms``, ``FLOP``; empty for other numbers and for words.
+        unit: ``B`` for bytes, ``ms``, ``FLOP``, ``%`` for a share of 1; empty for other numbers and for words.
         text: How a value is drawn, where its unit does not say it.
         style: The style of its cells, or what gives the style of a row's.
         right: Whether it is justified to the right.
@@ -84,6 +85,8 @@ class Column(Generic[R]):
 def _drawn(value: Any, unit: str) -> str:
     if unit in ("B", "FLOP"):
         return si(value, "B" if unit == "B" else "")
+    if unit == "%":
+        return percent(value)
     if isinstance(value, float):
         return f"{value:.3f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
@@ -199,3 +202,13 @@ def si(number: float, unit: str = "") -> str:
         size, power = size / 1000, power + 1
     digits = f"{number:,.0f}" if not power else f"{size:.{3 if size < 9.9995 else 2 if size < 99.995 else 1}f}"
     return f"{digits} {_PREFIXES[power]}{unit}".rstrip()
+
+
+def percent(share: float) -> str:
+    """A share of 1 in percent.
+
+    Examples:
+        >>> percent(0.5), percent(0.12345)
+        ('50.0%', '12.3%')
+    """
+    return f"{share:.1%}"

@@ -35,7 +35,7 @@ PROFILE_COLUMNS: tuple[Column[ModuleLatency], ...] = (
     Column("fate", "fate", right=False),
     Column("total_ms", "total", unit="ms", keep=5),
     Column("self_ms", "self", unit="ms", keep=4),
-    Column("share", "share", text="{:.1%}".format, keep=3),
+    Column("share", "share", unit="%", keep=3),
     Column("fused_ms", "fused", unit="ms"),
     Column("kernels", "kernels", keep=2),
     Column("launches", "launches"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from htp_export.compress.compressed import COMPRESSION_COLUMNS, CompressedModule, Quantized
+from htp_export.compress.quantized import QUANTIZED_COLUMNS, Quantized, QuantizedModule
 from htp_export.model.columns import MODULE, Column, csv_text, sorted_by
 from htp_export.show.command_words import in_commands
 from htp_export.show.module_table import TreeTable
@@ -17,7 +17,7 @@ __all__ = ["compression_csv", "render_quantized"]
 
 
 def render_quantized(
-    result: Quantized, modules: Sequence[CompressedModule], *, fold: bool = True, sort: str | None = None
+    result: Quantized, modules: Sequence[QuantizedModule], *, fold: bool = True, sort: str | None = None
 ) -> RenderableType:
     """A tree with the precision and the bytes of each module, then what is known of the whole, in words.
 
@@ -33,9 +33,9 @@ def render_quantized(
     from rich.console import Group
     from rich.text import Text
 
-    shown: Sequence[Column[CompressedModule]] = result.drawn
+    shown: Sequence[Column[QuantizedModule]] = result.drawn
 
-    def alike(module: CompressedModule) -> Hashable:
+    def alike(module: QuantizedModule) -> Hashable:
         return tuple(column.cell(module) for column in shown)
 
     table = TreeTable(sorted_by(modules, result.columns, sort), shown, alike if fold else None, flat=sort is not None)
@@ -43,10 +43,10 @@ def render_quantized(
     return Group(table, Text(), *(Text(in_commands(line)) for line in lines))
 
 
-def compression_csv(modules: Sequence[CompressedModule], sort: str | None = None) -> str:
+def compression_csv(modules: Sequence[QuantizedModule], sort: str | None = None) -> str:
     """The modules as CSV, a line for each.
 
     Raises:
         InputError: If there is no such column.
     """
-    return csv_text([MODULE, *COMPRESSION_COLUMNS], sorted_by(modules, COMPRESSION_COLUMNS, sort))
+    return csv_text([MODULE, *QUANTIZED_COLUMNS], sorted_by(modules, QUANTIZED_COLUMNS, sort))

@@ -146,7 +146,7 @@ class Partition:
             Column("modules", "modules", lambda item: _shortened(item[1].modules), right=False),
             Column("nodes", "nodes", lambda item: item[1].nodes),
             Column("parameter_bytes", "weights", lambda item: item[1].parameter_bytes, "B"),
-            Column("share", "share", lambda item: item[1].parameter_bytes / total, text="{:.1%}".format),
+            Column("share", "share", lambda item: item[1].parameter_bytes / total, unit="%"),
             Column("inputs", "takes", lambda item: len(item[1].inputs)),
             Column("outputs", "gives", lambda item: len(item[1].outputs)),
             Column("file", "file", lambda item: item[1].file and item[1].file.name, right=False),
