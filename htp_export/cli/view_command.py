@@ -28,11 +28,19 @@ class _Overlay(enum.StrEnum):
     latency = "latency"
     error = "error"
     flops = "flops"
+    precision = "precision"
+    sparsity = "sparsity"
     dtype = "dtype"
 
 
-_MEASURES = {_Overlay.latency: "total_ms", _Overlay.error: "max_abs", _Overlay.flops: "flops"}
-_GIVEN_BY = {_Overlay.latency: "--profile", _Overlay.error: "--verify", _Overlay.flops: "--cost"}
+_MEASURES = {
+    _Overlay.latency: ("total_ms", "--profile", "profile"),
+    _Overlay.error: ("max_abs", "--verify", "verify"),
+    _Overlay.flops: ("flops", "--cost", "cost"),
+    _Overlay.precision: ("precision", "--result", "quantize"),
+    _Overlay.sparsity: ("sparsity", "--result", "prune"),
+}
+"""The key of the measure that is drawn, the option that gives it, and the command that writes it."""
 
 
 def view_command(
@@ -41,6 +49,10 @@ def view_command(
     profile: Annotated[Path | None, typer.Option(help="What `profile --json` wrote: latency by module.")] = None,
     cost: Annotated[Path | None, typer.Option(help="What `cost --json` wrote: FLOPs and memory by module.")] = None,
     verify: Annotated[Path | None, typer.Option(help="What `verify --json` or `compare --json` wrote: errors.")] = None,
+    result: Annotated[
+        list[Path] | None,
+        typer.Option(help="What another command wrote with `--json`: `quantize`, `prune`, `sensitivity`; repeatable."),
+    ] = None,
     graph: Annotated[bool, typer.Option("--graph/--no-graph", help="Put the interactive graph into the page.")] = True,
     weights: Annotated[
         bool, typer.Option("--weights", help="Read the weights: show mean, spread, range and zeros of each.")
@@ -64,7 +76,7 @@ def view_command(
     """
     if sum((overlay is not None, netron, serve)) > 1:
         raise InputError("--overlay, --netron and --serve each do another thing; give one of them")
-    results = [path for path in (profile, cost, verify) if path is not None]
+    results = [path for path in (profile, cost, verify, *(result or ())) if path is not None]
     if serve:
         if output is not None:
             raise InputError("--serve writes no file; leave out --output")
@@ -125,10 +137,9 @@ def _overlay(file: Path, overlay: _Overlay, results: list[Path]) -> dict[str, ob
     measures = {measure.key: measure for measure in read_results(results)}
     if overlay is _Overlay.dtype:
         return dtype_overlay(inventory_of(file))
-    key = _MEASURES[overlay]
+    key, option, command = _MEASURES[overlay]
     if key not in measures:
-        option = _GIVEN_BY[overlay]
-        raise InputError(f"--overlay {overlay} needs numbers: give {option} with the JSON of htp-export {option[2:]}")
+        raise InputError(f"--overlay {overlay} needs a result: give {option} with the JSON of htp-export {command}")
     return overlay_of(measures[key], inventory_of(file))
 
 

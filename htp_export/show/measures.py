@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 from htp_export.errors import InputError
@@ -15,7 +15,7 @@ __all__ = ["Measure", "measures_of", "spread"]
 
 @dataclass(frozen=True)
 class Measure:
-    """One number for each module.
+    """One number for each module, or one word, such as its precision.
 
     Attributes:
         key: Its name in the result: ``total_ms``.
@@ -27,6 +27,7 @@ class Measure:
         own: Module path → value of the module itself; empty if unknown.
         nodes: Name of a node → value, if known.
         words: Module path → text of the result, such as ``differs``.
+        named: Whether the words are its values, and there are no numbers: ``int8``.
     """
 
     key: str
@@ -38,6 +39,7 @@ class Measure:
     own: Mapping[str, float] = field(default_factory=dict)
     nodes: Mapping[str, float] = field(default_factory=dict)
     words: Mapping[str, str] = field(default_factory=dict)
+    named: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,12 @@ _KINDS = {
     "max_rel": _Kind("max rel error", additive=False),
     "mean_rel": _Kind("mean rel error", additive=False),
     "cosine": _Kind("cosine", additive=False),
+    "error": _Kind("error of the outputs", additive=False, main=True),
     "sparsity": _Kind("sparsity", additive=False, main=True),
     "bytes_before": _Kind("bytes before", "B", main=True),
     "bytes_after": _Kind("bytes after", "B", main=True),
 }
+_NAMED = ("precision",)
 _WORK = ("macs", "flops", "other_flops")  # of nodes that are not counted, these are unknown, and written as 0
 # These are in every drawing, or parts of other numbers.
 _KNOWN_ANYWAY = frozenset(
@@ -84,7 +88,8 @@ def measures_of(result: object) -> list[Measure]:
 
     Args:
         result: Anything with ``modules``, a mapping from module path to an object or a mapping with numbers in it: what
-            ``profile``, ``cost``, ``verify`` or ``compare`` returns, or what their commands write with ``--json``.
+            ``profile``, ``cost``, ``verify``, ``compare``, ``quantize`` or ``prune`` returns, or what their commands
+            write with ``--json``. A module may have several rows, by name, as each precision of ``sensitivity`` is one.
 
     Raises:
         InputError: If it has no such ``modules``.
@@ -93,6 +98,9 @@ def measures_of(result: object) -> list[Measure]:
         >>> [measure] = measures_of({"modules": {"": {"total_ms": 3.0, "self_ms": 1.0}, "fc": {"total_ms": 2.0}}})
         >>> measure.title, measure.total, measure.own
         ('time', {'': 3.0, 'fc': 2.0}, {'': 1.0})
+        >>> [precision] = measures_of({"modules": {"fc": {"precision": "int8"}}})
+        >>> precision.named, precision.words
+        (True, {'fc': 'int8'})
     """
     modules = _get(result, "modules")
     if not isinstance(modules, Mapping) or not all(isinstance(path, str) for path in modules):
@@ -100,6 +108,39 @@ def measures_of(result: object) -> list[Measure]:
             f"{type(result).__name__} has no numbers by module; give what profile, cost or verify returns, "
             "or the JSON that their commands write"
         )
+    if modules and all(_holds_rows(entry) for entry in modules.values()):
+        names = dict.fromkeys(name for entry in modules.values() for name in entry)
+        measures = [
+            replace(measure, key=f"{measure.key}:{name}", title=f"{measure.title}, {name}", nodes={})
+            for name in names
+            for measure in _numbered(result, {path: rows[name] for path, rows in modules.items() if name in rows})
+        ]
+    else:
+        measures = [*_named(modules), *_numbered(result, modules)]
+    return sorted(measures, key=lambda measure: not measure.main)
+
+
+def _holds_rows(entry: object) -> bool:
+    """Whether the entry of a module has several rows, by name."""
+    return isinstance(entry, Mapping) and bool(entry) and all(map(_is_row, entry.values()))
+
+
+def _is_row(value: object) -> bool:
+    return isinstance(value, Mapping) or is_dataclass(value)
+
+
+def _named(modules: Mapping[str, object]) -> list[Measure]:
+    """What the result has a word for."""
+    found = []
+    for name in _NAMED:
+        words = {path: word for path, entry in modules.items() if isinstance(word := _get(entry, name), str) and word}
+        if words:
+            found.append(Measure(name, name, main=True, words=words, named=True))
+    return found
+
+
+def _numbered(result: object, modules: Mapping[str, object]) -> list[Measure]:
+    """What the result has numbers for."""
     rows = {path: dict(_numbers(entry)) for path, entry in modules.items()}
     names = dict.fromkeys(name for row in rows.values() for name in row)
     words = {
@@ -124,7 +165,7 @@ def measures_of(result: object) -> list[Measure]:
                 words={path: text for path, text in words.items() if text} if kind.main else {},
             )
         )
-    return sorted(measures, key=lambda measure: not measure.main)
+    return measures
 
 
 def spread(measure: Measure, inventory: Inventory) -> list[float | None]:
@@ -165,6 +206,8 @@ def _numbers(entry: object) -> Iterator[tuple[str, float]]:
     """The numbers of one module; None and words are passed over, but for numbers that JSON has no sign for."""
     if isinstance(entry, Mapping):
         fields: Mapping[str, Any] = entry
+    elif hasattr(entry, "to_dict"):
+        fields = entry.to_dict()
     elif is_dataclass(entry):
         declared = {name: getattr(entry, name) for name in entry.__dataclass_fields__}
         computed = {name: getattr(entry, name) for name in _KINDS if name not in declared and hasattr(entry, name)}

@@ -52,6 +52,7 @@ def netron_attachment(inventory: Inventory, measures: Sequence[Measure] = ()) ->
             "call": node.call,
             "source": f"{node.source.file.rpartition('/')[2]}:{node.source.line}" if node.source else "",
         }
+        facts |= {measure.title: measure.words.get(node.module, "") for measure in measures if measure.named}
         metadata += [_entry("node", node.name, name, value) for name, value in facts.items() if value]
     for measure in measures:
         values = spread(measure, inventory)

@@ -36,7 +36,7 @@ __all__ = ["View", "inventory_of", "page_of", "read_results", "view"]
 _FRAME = "width:100%;height:720px;border:1px solid #ccc;border-radius:8px"
 
 Result = object
-"""Numbers by module: what ``profile``, ``cost`` or ``verify`` returns, or a JSON file that its command wrote."""
+"""Numbers by module: what ``profile`` or ``quantize`` returns, for example, or a JSON file that its command wrote."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,9 @@ def view(
         args: For a PyTorch module: its positional arguments.
         output: The file to write.
         kwargs: For a PyTorch module: its keyword arguments.
-        results: Numbers by module for columns, sizes and colours: results of ``profile``, ``cost``, ``verify`` or
-            ``compare``, or files that their commands wrote with ``--json``.
+        results: Numbers by module for columns, sizes and colours, and precisions for colours: results of ``profile``,
+            ``cost``, ``verify``, ``compare``, ``quantize``, ``prune`` or ``sensitivity``, or files that their commands
+            wrote with ``--json``.
         graph: Include Model Explorer's graph. It needs the extra ``view``; without it the page says so.
         weights: Read every weight, and show mean, standard deviation, range and share of zeros.
 
@@ -217,23 +218,31 @@ def _name_of(model: ModelSource) -> str:
 
 
 def read_results(results: Sequence[Result]) -> list[Measure]:
-    """The numbers by module in results, and in files of them.
+    """The numbers by module in results, and in files of them. Of several with one key, the first one keeps it.
 
     Raises:
         FileError: If a file cannot be read, or holds no such numbers.
     """
-    measures: list[Measure] = []
+    measures: dict[str, Measure] = {}
     for result in results:
-        if not isinstance(result, str | os.PathLike):
-            measures += measures_of(result)
-            continue
-        try:
-            measures += measures_of(read_json(result))
-        except FileError:
-            raise
-        except InputError as error:
-            raise FileError(Path(result), str(error)) from error
-    return measures
+        for measure in _measures_in(result):
+            key, title, number = measure.key, measure.title, 1
+            while key in measures:
+                number += 1
+                key, title = f"{measure.key}:{number}", f"{measure.title} ({number})"
+            measures[key] = replace(measure, key=key, title=title)
+    return list(measures.values())
+
+
+def _measures_in(result: Result) -> list[Measure]:
+    if not isinstance(result, str | os.PathLike):
+        return measures_of(result)
+    try:
+        return measures_of(read_json(result))
+    except FileError:
+        raise
+    except InputError as error:
+        raise FileError(Path(result), str(error)) from error
 
 
 def page_of(graphs: Sequence[ShownGraph], interactive: bool = True) -> tuple[str, str]:

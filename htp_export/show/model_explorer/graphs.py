@@ -193,7 +193,7 @@ def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, s
         if value is not None:
             facts[measure.title] = number_text(value, measure.unit)
         if module.path in measure.words:
-            facts[f"{measure.title}, in words"] = measure.words[module.path]
+            facts[measure.title if measure.named else f"{measure.title}, in words"] = measure.words[module.path]
     return {key: value for key, value in facts.items() if value}
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import colorsys
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from htp_export.show.inventory import Inventory
@@ -44,6 +45,8 @@ def overlay_of(measure: Measure, inventory: Inventory) -> dict[str, Any]:
         >>> overlay_of(time, take_inventory(load(ir.Model(graph, ir_version=10))))["results"]["relu"]["value"]
         2.0
     """
+    if measure.named:
+        return _named_overlay(measure, inventory)
     results: dict[str, dict[str, Any]] = {}
     values = spread(measure, inventory)
     finite = [abs(value) for value in values if value is not None and math.isfinite(value)]
@@ -59,6 +62,22 @@ def overlay_of(measure: Measure, inventory: Inventory) -> dict[str, Any]:
     return overlay
 
 
+def _named_overlay(measure: Measure, inventory: Inventory) -> dict[str, Any]:
+    """The word of the module of each node, with a colour for each word."""
+    colours = {word: _hue(place) for place, word in enumerate(dict.fromkeys(measure.words.values()))}
+    results = {}
+    for name, node in zip(node_ids(inventory), inventory.nodes, strict=True):
+        word = next((measure.words[owner] for owner in node.owners if owner in measure.words), None)
+        if word is not None:
+            results[name] = {"value": word, "bgColor": colours[word]}
+    return _words_alone(measure.title, results)
+
+
+def _words_alone(name: str, results: Mapping[str, object]) -> dict[str, Any]:
+    """An overlay of words, which have no sum and no mean."""
+    return {"name": name, "results": results, "hideInAggregatedStatsTable": True, "hideInChildrenStatsTable": True}
+
+
 def dtype_overlay(inventory: Inventory) -> dict[str, Any]:
     """The element type of what each node makes."""
     results = {}
@@ -66,12 +85,7 @@ def dtype_overlay(inventory: Inventory) -> dict[str, Any]:
         dtype = node.outputs[0].type.partition("[")[0] if node.outputs else ""
         if dtype:
             results[name] = {"value": dtype, "bgColor": _DTYPES.get(dtype, "#f4d6e4")}
-    return {
-        "name": "dtype",
-        "results": results,
-        "hideInAggregatedStatsTable": True,
-        "hideInChildrenStatsTable": True,
-    }
+    return _words_alone("dtype", results)
 
 
 def overlays_of(inventory: Inventory, measures: Sequence[Measure]) -> list[dict[str, Any]]:
@@ -100,6 +114,12 @@ def _colour(value: float, most: float, additive: bool) -> str:
     position = min(max(part, 0.0), 1.0) * (len(_COLOURS) - 1)
     low = min(int(position), len(_COLOURS) - 2)
     return _mixed(_COLOURS[low], _COLOURS[low + 1], position - low)
+
+
+def _hue(place: int) -> str:
+    """Light colours a golden angle apart, as the page has them for classes."""
+    channels = colorsys.hls_to_rgb((210 + place * 137.5) % 360 / 360, 0.86, 0.52)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
 def _mixed(low: str, high: str, part: float) -> str:

@@ -170,6 +170,7 @@ def _measure(measure: Measure, paths: Sequence[str], inventory: Inventory) -> di
         "unit": measure.unit,
         "additive": measure.additive,
         "main": measure.main,
+        "named": measure.named,
         "total": [_number(measure.total, path) for path in paths],
         "own": [_number(measure.own, path) for path in paths],
         "nodes": [None if value is None else float(f"{value:.6g}") for value in by_node],

@@ -10,7 +10,15 @@
   };
   // Hues a golden angle apart, in the order in which the classes first occur: those of a file differ.
   const order = new Map([...new Set(htp.modules.map((module) => module.class))].map((name, k) => [name, k]));
-  const ofClass = (module) => `hsl(${(210 + order.get(module.class) * 137.5) % 360} ${isDark() ? "26% 31%" : "52% 86%"})`;
+  const hue = (place) => `hsl(${(210 + place * 137.5) % 360} ${isDark() ? "26% 31%" : "52% 86%"})`;
+  const ofClass = (module) => hue(order.get(module.class));
+  // Of words, such as precisions, too.
+  function ofWord(column, item) {
+    const word = htp.word(item, column);
+    if (!word) return empty();
+    const place = column.kinds.indexOf(word);
+    return place < 0 ? strange() : hue(place);
+  }
 
   // The colour of a value, where `most` is the largest that is drawn.
   function ofValue({ additive }, value, most) {
@@ -22,6 +30,6 @@
   }
 
   const option = (value, textContent) => htp.make("option", { value, textContent });
-  const options = () => [option("class", "class"), ...htp.columns.filter((column) => column.most > 0).map((column) => option(column.key, column.title))];
-  htp.colours = { empty, strange, heated, ofClass, ofValue, options };
+  const options = () => [option("class", "class"), ...htp.columns.filter((column) => column.most > 0 || column.named).map((column) => option(column.key, column.title))];
+  htp.colours = { empty, strange, heated, ofClass, ofWord, ofValue, options };
 })();

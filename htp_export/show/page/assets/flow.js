@@ -47,6 +47,7 @@
   const isSaid = (item, each) => item.kind !== "node" || membersOf(item).every((node) => each.ofNode?.(node) == null || each.isSaid(node));
   function text(item, each, bare = false) {
     const value = valueOf(item, each);
+    if (each.named && item.kind !== "end") return htp.word(item, each);
     return value === null ? "" : `${isSaid(item, each) ? "" : "≈ "}${bare ? htp.compact(value, each.unit) : htp.withUnit(value, each)}`;
   }
   const labelOf = (item) => (item.kind === "node" ? item.name : item.label);
@@ -84,6 +85,7 @@
 
   function fill(item) {
     const shown = column(colour.value);
+    if (shown?.named) return item.kind === "end" ? "" : htp.colours.ofWord(shown, item);
     if (shown) return htp.colours.ofValue(shown, valueOf(item, shown), state.most);
     return item.kind === "module" ? htp.colours.ofClass(item) : "";
   }
@@ -95,7 +97,7 @@
     const open = Boolean(box.lines);
     const label = labelOf(item);
     const shown = column(colour.value);
-    const numbers = [...(shown && !facts.includes(shown) ? [shown] : []), ...facts].filter((each) => valueOf(item, each)).map((each) => [each, text(item, each) + (SHORT[each.key] ?? "")]);
+    const numbers = [...(shown && !facts.includes(shown) ? [shown] : []), ...facts].filter((each) => (each.named ? text(item, each) : valueOf(item, each))).map((each) => [each, text(item, each) + (SHORT[each.key] ?? "")]);
     const head = htp.make("div", { className: "head" },
       folds(item) ? htp.make("span", { className: `arrow${open ? " open" : ""}`, textContent: "▶" }) : null,
       item.kind === "node" ? htp.make("span", { className: "chip", textContent: item.op }) : null,

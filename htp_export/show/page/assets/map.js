@@ -19,7 +19,7 @@
   colour.append(...htp.colours.options());
   size.value = (sizes.find((each) => each.main && each.key !== "nodes") ?? sizes[0])?.key;
   const column = (key) => htp.columns.find((each) => each.key === key);
-  const { empty, strange, heated, ofClass, ofValue } = htp.colours;
+  const { empty, strange, heated, ofClass, ofWord, ofValue } = htp.colours;
 
   // A weight of several modules has its area in the first of them. Of other numbers, what modules share counts in each:
   // parts are drawn to scale of their sum, where that is more.
@@ -45,19 +45,24 @@
   // The largest value that is drawn: in a part of the model, colours tell its modules apart.
   const mostDrawn = () => Math.max(0, ...boxes.map(worth).filter((value) => value !== null).map(Math.abs).filter(Number.isFinite));
 
-  const fill = (box, most) => (colour.value === "class" ? ofClass(box.module) : ofValue(column(colour.value), worth(box), most));
+  // What has no numbers is coloured by kind: by class, or by a word of a result.
+  const byKind = () => colour.value === "class" || column(colour.value).named;
+  const kindOf = (module) => (colour.value === "class" ? htp.simple(module.class) || "no class" : htp.word(module, column(colour.value)) || "not known");
+  const ofKind = (module) => (colour.value === "class" ? ofClass(module) : ofWord(column(colour.value), module));
+  const fill = (box, most) => (byKind() ? ofKind(box.module) : ofValue(column(colour.value), worth(box), most));
 
   const swatch = (background, text) => htp.make("span", { className: "swatch" }, htp.make("i", { style: { background } }), text);
   function drawLegend(most) {
-    if (colour.value === "class") {
+    if (byKind()) {
       const areas = new Map();
       for (const { module, width, height } of boxes) {
-        const [area] = areas.get(module.class) ?? [0];
-        areas.set(module.class, [area + width * height, module]);
+        const kind = colour.value === "class" ? module.class : kindOf(module);
+        const [area] = areas.get(kind) ?? [0];
+        areas.set(kind, [area + width * height, module]);
       }
       const largest = [...areas.entries()].sort((a, b) => b[1][0] - a[1][0]);
-      legend.replaceChildren(...largest.slice(0, CLASSES).map(([name, [, module]]) => swatch(ofClass(module), htp.simple(name) || "no class")),
-        largest.length > CLASSES ? `and ${largest.length - CLASSES} more classes` : "");
+      legend.replaceChildren(...largest.slice(0, CLASSES).map(([, [, module]]) => swatch(ofKind(module), kindOf(module))),
+        largest.length > CLASSES ? `and ${largest.length - CLASSES} more ${colour.value === "class" ? "classes" : "words"}` : "");
       return;
     }
     const shown = column(colour.value);
@@ -158,7 +163,7 @@
     pen.scale(devicePixelRatio, devicePixelRatio);
     pen.font = "12px system-ui, sans-serif";
     pen.textBaseline = "middle";
-    const most = colour.value === "class" ? 0 : mostDrawn();
+    const most = byKind() ? 0 : mostDrawn();
     drawLegend(most);
     for (const box of boxes) {
       const { module, x, y, width: w, height: h } = box;
@@ -208,6 +213,11 @@
     })));
   }
 
+  // What is said of a module: the main columns, and what sizes and colours stand for.
+  const isShown = (each) => each.main || each.key === size.value;
+  const facts = (module) => htp.columns.filter((each) => isShown(each) && (each.named ? htp.word(module, each) : each.of(module) !== null))
+    .map((each) => `${each.title} ${each.named ? htp.word(module, each) : htp.withUnit(each.of(module), each)}`);
+
   function at(event) {
     const { left, top: above } = canvas.getBoundingClientRect();
     const [x, y] = [event.clientX - left, event.clientY - above];
@@ -223,8 +233,7 @@
     const module = at(event);
     tip.hidden = !module;
     if (!module) return;
-    const said = htp.columns.filter((each) => each.of(module) !== null && (each.main || each.key === size.value))
-      .map((each) => `${each.title} ${htp.withUnit(each.of(module), each)}`).join(" · ");
+    const said = facts(module).join(" · ");
     tip.replaceChildren(htp.make("b", { className: "path", textContent: module.path || "(root)" }), `${htp.simple(module.class)} · ${said}`,
       ...[...ties(module), ...elsewhere(module)].map((line) => htp.make("div", { textContent: line })));
     const box = pane.getBoundingClientRect();
@@ -246,7 +255,7 @@
     if (!module || !drawn(module)) return;
     htp.select(module, "map");
     const siblings = module === top ? [top] : within(module.above);
-    const said = htp.columns.filter((each) => each.of(module) !== null && (each.main || each.key === size.value)).map((each) => `${each.title} ${htp.withUnit(each.of(module), each)}`);
+    const said = facts(module);
     document.getElementById("map-said").textContent = `${module.path || "the whole model"}, ${htp.simple(module.class)}, ${siblings.indexOf(module) + 1} of ${siblings.length}; ${[...said, ...ties(module), ...elsewhere(module)].join(", ")}`;
   }
   function beside(module, step) {

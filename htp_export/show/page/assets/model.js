@@ -106,6 +106,7 @@ htp.REASONS = REASONS;
   for (const column of htp.columns) {
     const values = htp.modules.map(column.of).filter((value) => Number.isFinite(value));
     column.most = Math.max(0, ...values.map(Math.abs));
+    if (column.named) column.kinds = [...new Set(Object.values(column.words))];
   }
 })(htp.data);
 
@@ -144,6 +145,13 @@ htp.value = function (item, column) {
   if (!values.length) return null;
   if (column.additive) return values.reduce((sum, value) => sum + value, 0) / values.length;
   return values.some(Number.isNaN) ? NaN : Math.max(...values);
+};
+
+// The word that a column has for an item: that of its module; of several, the one that they share.
+htp.word = function (item, column) {
+  const modules = item.kind === "fold" ? item.members : item.kind === "node" ? item.owners.map((path) => htp.byPath.get(path)) : [item];
+  const said = new Set(modules.map((module) => (module?.kind === "module" && column.words[module.id]) || ""));
+  return said.size === 1 ? [...said][0] : [...said].filter(Boolean).join(", ");
 };
 
 // What tells alike modules apart: of their paths, the part that differs, with the name before a number.

@@ -37,6 +37,7 @@
 
   function bySort(a, b) {
     const turn = state.descending ? -1 : 1;
+    if (state.sort.named) return turn * htp.word(a, state.sort).localeCompare(htp.word(b, state.sort)) || a.id - b.id;
     if (state.sort.of) {
       const [one, other] = [htp.value(a, state.sort), htp.value(b, state.sort)];
       if (one === null || other === null) return (one === null) - (other === null);
@@ -220,6 +221,7 @@
   }
 
   function numberCell(item, column) {
+    if (column.named) return htp.make("div", { className: "number", role: "gridcell", textContent: item.kind === "node" ? "" : htp.word(item, column) });
     const value = htp.value(item, column);
     const words = (item.kind === "node" ? "" : column.words?.[item.id]) ?? "";
     const parted = item.kind === "node" && value !== null && !column.isSaid(item);

@@ -1,0 +1,166 @@
+"""What the page shows of the results of quantize, prune, sensitivity and search."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import htp_export
+from htp_export.cli.main import main
+from htp_export.show.measures import measures_of
+from htp_export.show.viewing import read_results
+from tests.chromium import Page, needs_chromium
+
+PARTS = ("", "0", "1", "2")
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("net") / "net.onnx"
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)]
+    htp_export.export(torch.nn.Sequential(*layers).eval(), (torch.randn(2, 16),), file, verbose=False)
+    return file
+
+
+@pytest.fixture(scope="module")
+def data() -> list[dict[str, Any]]:
+    torch.manual_seed(1)
+    return [{"input": torch.randn(2, 16)}]
+
+
+@pytest.fixture(scope="module")
+def quantized(net: Path, data: list[dict[str, Any]]) -> Any:
+    return htp_export.quantize(net, {"0": "int8", "2": "fp16"}, data=data)
+
+
+def by_key(result: object) -> dict[str, Any]:
+    return {measure.key: measure for measure in measures_of(result)}
+
+
+def test_a_quantized_model_has_a_precision_and_bytes_by_module(quantized):
+    for result in (quantized, json.loads(json.dumps(quantized.to_dict()))):
+        measures = by_key(result)
+        precision = measures["precision"]
+        assert precision.named
+        assert precision.main
+        assert precision.total == {}
+        assert {path: precision.words[path] for path in PARTS} == {
+            path: quantized.modules[path].precision for path in PARTS
+        }
+        assert (precision.words["0"], precision.words["2"], precision.words[""]) == ("int8", "fp16", "mixed")
+        assert measures["bytes_before"].total["0"] == quantized.modules["0"].bytes_before == (16 * 32 + 32) * 4
+        assert measures["bytes_after"].total["2"] == quantized.modules["2"].bytes_after
+        assert "sparsity" not in measures
+
+
+def test_a_pruned_model_has_its_sparsity_by_module(net):
+    pruned = htp_export.prune(net, {"0": 0.5})
+    for result in (pruned, json.loads(json.dumps(pruned.to_dict()))):
+        sparsity = by_key(result)["sparsity"]
+        assert (sparsity.main, sparsity.named, sparsity.title) == (True, False, "sparsity")
+        assert (sparsity.total["0"], sparsity.total["2"]) == (0.5, 0.0)
+
+
+def test_a_sensitivity_has_errors_by_module_for_each_precision(net, data):
+    found = htp_export.sensitivity(net, ["int8", "int4"], data)
+    for result in (found, json.loads(json.dumps(found.to_dict()))):
+        measures = by_key(result)
+        assert [key for key, measure in measures.items() if measure.main] == ["error:int8", "error:int4"]
+        for name in ("int8", "int4"):
+            error = measures[f"error:{name}"]
+            assert error.title == f"error of the outputs, {name}"
+            assert error.total == {path: found.modules[path][name].error for path in ("0", "2")}
+        assert measures["saved_bytes:int8"].total["0"] == found.modules["0"]["int8"].saved_bytes
+        assert measures["cosine:int4"].total["2"] == found.modules["2"]["int4"].alone.cosine
+
+
+def test_of_two_results_with_the_same_number_both_are_shown():
+    first, second = ({"modules": {"fc": {"sparsity": share}}} for share in (0.25, 0.5))
+    measures = read_results([first, second, second])
+    assert [(measure.key, measure.title, measure.total["fc"]) for measure in measures] == [
+        ("sparsity", "sparsity", 0.25),
+        ("sparsity:2", "sparsity (2)", 0.5),
+        ("sparsity:3", "sparsity (3)", 0.5),
+    ]
+
+
+@pytest.fixture(scope="module")
+def file_of_results(quantized: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("results") / "quantized.json"
+    file.write_text(json.dumps(quantized.to_dict()), encoding="utf-8")
+    return file
+
+
+def test_the_command_draws_precision_and_sparsity_as_overlays(net, file_of_results, tmp_path, capsys):
+    target = tmp_path / "drawn.json"
+    command = ["view", str(net), "--result", str(file_of_results), "-o", str(target)]
+    assert main([*command, "--overlay", "precision"]) == 0
+    drawn = json.loads(target.read_text())
+    assert drawn["name"] == "precision"
+    values = {entry["value"] for entry in drawn["results"].values()}
+    colours = {entry["value"]: entry["bgColor"] for entry in drawn["results"].values()}
+    assert {"int8", "fp16"} <= values
+    assert len(set(colours.values())) == len(values)
+    assert main([*command, "--overlay", "sparsity"]) == 2
+    assert "--result with the JSON of htp-export prune" in " ".join(capsys.readouterr().err.split())
+    zeros = tmp_path / "zeros.json"
+    zeros.write_text(json.dumps({"modules": {"0": {"sparsity": 0.5}}}), encoding="utf-8")
+    assert main([*command, "--result", str(zeros), "--overlay", "sparsity"]) == 0
+    assert {entry["value"] for entry in json.loads(target.read_text())["results"].values()} == {0.5}
+    assert main([*command, "--netron"]) == 0
+    said = json.loads(target.read_text())["metadata"]
+    assert {entry["value"] for entry in said if entry["name"] == "precision"} >= {"int8", "fp16"}
+
+
+def start(page: Page, file: Path) -> None:
+    page.size(1400, 850)
+    page.open(file)
+    page.wait("document.documentElement.dataset.ready")
+
+
+@pytest.fixture(scope="module")
+def drawn(net: Path, file_of_results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("drawn") / "net.html"
+    command = ["view", str(net), "--result", str(file_of_results), "--no-graph", "-o", str(file)]
+    assert main(command) == 0
+    return file
+
+
+@needs_chromium
+def test_the_table_has_a_column_of_precisions_that_sorts(page, drawn):
+    start(page, drawn)
+    heads = page.run("[...document.querySelectorAll('#head > div')].map((cell) => cell.textContent)")
+    assert heads[2] == "precision"
+    page.run("document.getElementById('flat').click(), document.querySelectorAll('#head > div')[2].click()")
+    column = "[...document.querySelectorAll('#rows .row')].map((row) => row.querySelector('.number').innerText)"
+    precisions = page.run(column)
+    assert precisions == sorted(precisions, reverse=True)
+    assert {"int8", "fp16", "mixed"} <= set(precisions)
+    page.run("htp.select(htp.byPath.get('0'))")
+    assert "int8" in page.run("document.getElementById('detail').innerText")
+    assert page.said == []
+
+
+@needs_chromium
+def test_the_map_and_the_flow_colour_modules_by_precision(page, drawn):
+    start(page, drawn)
+    page.run("htp.tab('map')")
+    options = page.run("[...document.getElementById('map-colour').options].map((each) => each.value)")
+    assert {"precision", "bytes_after"} <= set(options)
+    page.run("document.getElementById('map-colour').value = 'precision', htp.map.draw()")
+    legend = page.run("[...document.querySelectorAll('#legend .swatch')].map((each) => each.innerText)")
+    assert {"int8", "fp16"} <= set(legend)
+    colours = page.run(
+        "['0', '2'].map((path) => htp.colours.ofWord(htp.columns.find((each) => each.named), htp.byPath.get(path)))"
+    )
+    assert len(set(colours)) == 2
+    page.run("htp.tab('flow')")
+    page.run("colour = document.getElementById('flow-colour'), colour.value = 'precision', colour.onchange()")
+    card = "[...document.querySelectorAll('#flow-graph [data-key=precision]')].map((each) => each.innerText)"
+    assert {"int8", "fp16"} <= set(page.run(card))
+    assert page.said == []
