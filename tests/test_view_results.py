@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,11 @@ import torch
 
 import htp_export
 from htp_export.cli.main import main
+from htp_export.compress.search_reading import search_from
+from htp_export.compress.search_results import Search, Trial
+from htp_export.show.fronts import front_svg
 from htp_export.show.measures import measures_of
+from htp_export.show.page.front_data import front_data
 from htp_export.show.viewing import read_results
 from tests.chromium import Page, needs_chromium
 
@@ -164,3 +170,110 @@ def test_the_map_and_the_flow_colour_modules_by_precision(page, drawn):
     card = "[...document.querySelectorAll('#flow-graph [data-key=precision]')].map((each) => each.innerText)"
     assert {"int8", "fp16"} <= set(page.run(card))
     assert page.said == []
+
+
+def trial(number: int | None, plan: dict[str, Any], error: float, size: float, origin: str = "front") -> Trial:
+    return Trial(number, plan, {"error": error, "size": size}, origin, {})
+
+
+FOUND = Search(
+    ("error", "size"),
+    (
+        trial(0, {"0": "int8", "2": {"precision": "int4", "block_size": 16}}, 0.01, 900.0),
+        trial(1, {"0": "int8", "2": "fp16"}, 0.002, 1500.0),
+        trial(2, {"0": "int4", "2": "fp16"}, 0.3, 1600.0, "sampler"),
+        trial(None, {"": "fp16"}, math.nan, 2000.0, "uniform"),
+    ),
+    1,
+    {"0": ("int8", "int4"), "2": ("int4", "fp16")},
+)
+
+
+def test_a_search_is_read_back_from_what_its_command_wrote():
+    read = search_from(json.loads(json.dumps(FOUND.to_dict())))
+    assert read is not None
+    assert (read.objectives, read.summary, read.modules) == (FOUND.objectives, FOUND.summary, FOUND.modules)
+    assert read.trials[:3] == FOUND.trials[:3]
+    assert math.isnan(read.trials[3].values["error"])
+    assert search_from({"modules": {"": {"flops": 1}}}) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"objectives": ["<b>"]},
+        {"objectives": []},
+        {"trials": [{"number": 0}]},
+        {"trials": [{**FOUND.trials[0].to_dict(), "origin": "<b>"}]},
+        {"trials": [{**FOUND.trials[0].to_dict(), "plan": {"0": 8}}]},
+        {"modules": [3]},
+    ],
+)
+def test_a_file_that_is_no_search_is_refused_with_its_name(net, tmp_path, capsys, change):
+    file = tmp_path / "front.json"
+    file.write_text(json.dumps({**FOUND.to_dict(), **change}), encoding="utf-8")
+    assert main(["view", str(net), "--result", str(file), "--no-graph", "-o", str(tmp_path / "net.html")]) == 2
+    assert "front.json: this is no result of a search" in " ".join(capsys.readouterr().err.split())
+
+
+def test_values_that_are_not_finite_are_no_points():
+    picture = front_svg(FOUND)
+    assert [f'data-trial="{number}"' in picture for number in range(4)] == [True, True, True, False]
+    assert "nan" not in picture
+    assert front_data(replace(FOUND, objectives=("error",)))["svg"] == ""
+    assert front_data(replace(FOUND, trials=FOUND.trials[3:]))["svg"] == ""
+
+
+@needs_chromium
+def test_the_front_of_a_search_is_drawn_and_the_plan_of_a_point_is_read(page, net, tmp_path):
+    (tmp_path / "front.json").write_text(json.dumps(FOUND.to_dict()), encoding="utf-8")
+    htp_export.view(net, tmp_path / "net.html", results=[tmp_path / "front.json"], graph=False)
+    start(page, tmp_path / "net.html")
+    page.run("document.getElementById('tab-front').click()")
+    assert page.run("document.getElementById('pane-front').innerText").startswith(FOUND.summary)
+    assert page.run("document.querySelectorAll('.front svg circle[data-trial]').length") == 3
+    rows = page.run(
+        "[...document.querySelectorAll('.front tbody tr')]"
+        ".map((row) => [...row.children].map((cell) => cell.innerText))"
+    )
+    assert rows == [
+        ["trial 0", "1.00e-02", "900 B", "front", "1 int8, 1 int4"],
+        ["trial 1", "2.00e-03", "1.500 kB", "front", "1 int8, 1 fp16"],
+    ]
+    plan = "document.querySelector('.front .plan').innerText.split(/\\s*\\n\\s*/)"
+    assert page.run(plan) == [
+        "trial 0, plan0.json",
+        "error 1.00e-02, size 900 B",
+        "0",
+        "int8",
+        "2",
+        "int4, block_size 16",
+    ]
+    point = "document.querySelector('.front circle[data-trial=\"2\"]')"
+    page.run(f"{point}.dispatchEvent(new MouseEvent('click', {{bubbles: true}}))")
+    assert page.run(plan) == ["trial 2", "error 3.00e-01, size 1.600 kB", "0", "int4", "2", "fp16"]
+    assert page.run(f"{point}.classList.contains('chosen')")
+    assert page.run("document.getElementById('detail').offsetParent") is None
+    assert page.run("location.hash") == "#tab=front"
+    assert page.said == []
+    assert page.asked == []
+
+
+@needs_chromium
+def test_names_in_a_search_are_text(page, net, tmp_path):
+    hostile = "<img src=x onerror=\"document.title='ran'\"></title><script>document.title='ran'</script>"
+    found = replace(FOUND, trials=(trial(0, {hostile: hostile}, 0.1, 5.0), *FOUND.trials))
+    htp_export.view(net, tmp_path / "net.html", results=[found], graph=False)
+    start(page, tmp_path / "net.html")
+    page.run("document.getElementById('tab-front').click()")
+    assert page.run("document.querySelector('.front dt').innerText") == hostile
+    assert page.run("document.querySelectorAll('.front img, .front script').length") == 0
+    assert page.run("document.title") == "net.onnx"
+
+
+@needs_chromium
+def test_a_page_without_a_search_has_no_front(page, drawn):
+    start(page, drawn)
+    assert page.run("document.getElementById('tab-front').offsetParent") is None
+    page.run("location.hash = 'tab=front'")
+    assert page.run("document.getElementById('tab-modules').getAttribute('aria-selected')") == "true"

@@ -11,10 +11,11 @@ from htp_export.compress.fronts import pareto
 from htp_export.model.columns import Column, json_value, si, text_table
 from htp_export.model.tag_facts import TagFacts, tag_lines
 
-__all__ = ["LARGER_IS_BETTER", "OBJECTIVES", "Search", "Trial", "trial_columns"]
+__all__ = ["LARGER_IS_BETTER", "OBJECTIVES", "ORIGINS", "Search", "Trial", "trial_columns"]
 
 OBJECTIVES = ("error", "size", "latency", "metric")
 LARGER_IS_BETTER = ("metric",)
+ORIGINS = ("front", "uniform", "sampler")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ def front_svg(search: Search) -> str:
     """A search with several objectives as an SVG file: the first objective over the second.
 
     Each point shows its values and how many modules have which precision when the pointer is on it. Errors of more than
-    two orders of magnitude have a logarithmic axis; an error of 0 is drawn at its lower end.
+    two orders of magnitude have a logarithmic axis; an error of 0 is drawn at its lower end. Plans with values that are
+    not finite are left out. ``data-trial`` of a point is its place among the trials.
 
     Args:
         search: The search.
@@ -38,13 +39,19 @@ def front_svg(search: Search) -> str:
     """
     if len(search.objectives) < 2:
         raise InputError("a front has two objectives; the search has one")
-    if not search.trials:
-        raise InputError("there is nothing to draw: no plan was measured")
     upward, across = search.objectives[0], search.objectives[1]
-    x = _Axis.of([trial.values[across] for trial in search.trials], _LEFT, _WIDTH - _RIGHT)
-    y = _Axis.of([trial.values[upward] for trial in search.trials], _HEIGHT - _BOTTOM, _TOP)
+    drawn = {
+        place: trial
+        for place, trial in enumerate(search.trials)
+        if math.isfinite(trial.values[upward]) and math.isfinite(trial.values[across])
+    }
+    if not drawn:
+        raise InputError("there is nothing to draw: no plan was measured")
+    x = _Axis.of([trial.values[across] for trial in drawn.values()], _LEFT, _WIDTH - _RIGHT)
+    y = _Axis.of([trial.values[upward] for trial in drawn.values()], _HEIGHT - _BOTTOM, _TOP)
     texts = {column.name: column.text or str for column in trial_columns(search.objectives)}
-    front = sorted(search.pareto, key=lambda trial: trial.values[across])
+    pareto = search.pareto
+    front = sorted((trial for trial in drawn.values() if trial in pareto), key=lambda trial: trial.values[across])
     line = " ".join(f"{x.place(trial.values[across]):.1f},{y.place(trial.values[upward]):.1f}" for trial in front)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" style="{_STYLE}">',
@@ -55,7 +62,7 @@ def front_svg(search: Search) -> str:
         f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 12}" text-anchor="middle">{across}</text>',
         f'<text x="16" y="{_TOP - 16}">{upward}</text>',
         f'<polyline points="{line}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>',
-        *(_point(trial, search, x, y, texts, trial in front) for trial in search.trials),
+        *(_point(place, trial, search, x, y, texts, trial in front) for place, trial in drawn.items()),
         *_legend(),
         "</svg>",
     ]
@@ -117,7 +124,13 @@ def _grid_y(axis: _Axis, text: Callable[[float], str]) -> list[str]:
 
 
 def _point(
-    trial: Trial, search: Search, x: _Axis, y: _Axis, texts: dict[str, Callable[[float], str]], on_front: bool
+    number: int,
+    trial: Trial,
+    search: Search,
+    x: _Axis,
+    y: _Axis,
+    texts: dict[str, Callable[[float], str]],
+    on_front: bool,
 ) -> str:
     upward, across = search.objectives[0], search.objectives[1]
     values = ", ".join(f"{name} {texts[name](trial.values[name])}" for name in search.objectives)
@@ -127,7 +140,8 @@ def _point(
     opacity = 1 if on_front else 0.5
     radius = 5 if on_front else 3.5
     colour = _COLOURS[trial.origin]
-    return f'<circle {place} r="{radius}" fill="{colour}" opacity="{opacity}"><title>{title}</title></circle>'
+    looks = f'r="{radius}" fill="{colour}" opacity="{opacity}"'
+    return f'<circle data-trial="{number}" {place} {looks}><title>{title}</title></circle>'
 
 
 def _legend() -> list[str]:

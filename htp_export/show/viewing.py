@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from htp_export.compress.search_reading import search_from
+from htp_export.compress.search_results import Search
 from htp_export.errors import FileError, InputError
 from htp_export.files.json_file import read_json
 from htp_export.files.model_files import check_target
@@ -24,6 +26,7 @@ from htp_export.show.measures import Measure, measures_of
 from htp_export.show.model_explorer.application import MissingApplicationError, application, packed
 from htp_export.show.model_explorer.drawing import drawing
 from htp_export.show.page.document import asset, document
+from htp_export.show.page.front_data import front_data
 from htp_export.show.page.payload import page_data
 from htp_export.show.shown_graph import ShownGraph, shown_graph
 from htp_export.show.text_file import check_name, write_text
@@ -130,7 +133,7 @@ def view(
         kwargs: For a PyTorch module: its keyword arguments.
         results: Numbers by module for columns, sizes and colours, and precisions for colours: results of ``profile``,
             ``cost``, ``verify``, ``compare``, ``quantize``, ``prune`` or ``sensitivity``, or files that their commands
-            wrote with ``--json``.
+            wrote with ``--json``. Of a result of ``search``, its front and its plans are drawn.
         graph: Include Model Explorer's graph. It needs the extra ``view``; without it the page says so.
         weights: Read every weight, and show mean, standard deviation, range and share of zeros.
 
@@ -159,7 +162,8 @@ def view(
     if path is not None:
         check_name(path)
         check_target(path)
-    measures = read_results(results)
+    opened = [_Opened.of(result) for result in results]
+    measures, searches = _measures(opened), [search for each in opened if (search := each.search) is not None]
     if _is_module(model):
         from htp_export.inspection.inspecting import inspect
 
@@ -168,7 +172,7 @@ def view(
     shown = _graph_of(model, weights) if inspected is None else _graph_of_inspected(inspected, weights)
     further = [] if inspected is None else _graphs_between_breaks(inspected)
     whole = replace(shown, title=f"all {len(further)} graphs") if further else shown
-    page, missing = page_of([each.with_results(measures) for each in (whole, *further)], graph)
+    page, missing = page_of([each.with_results(measures) for each in (whole, *further)], graph, searches)
     if path is not None:
         write_text(path, page)
     drawn = shown.inventory.modules
@@ -223,9 +227,13 @@ def read_results(results: Sequence[Result]) -> list[Measure]:
     Raises:
         FileError: If a file cannot be read, or holds no such numbers.
     """
+    return _measures([_Opened.of(result) for result in results])
+
+
+def _measures(results: Sequence[_Opened]) -> list[Measure]:
     measures: dict[str, Measure] = {}
     for result in results:
-        for measure in _measures_in(result):
+        for measure in result.measures:
             key, title, number = measure.key, measure.title, 1
             while key in measures:
                 number += 1
@@ -234,23 +242,33 @@ def read_results(results: Sequence[Result]) -> list[Measure]:
     return list(measures.values())
 
 
-def _measures_in(result: Result) -> list[Measure]:
-    if not isinstance(result, str | os.PathLike):
-        return measures_of(result)
-    try:
-        return measures_of(read_json(result))
-    except FileError:
-        raise
-    except InputError as error:
-        raise FileError(Path(result), str(error)) from error
+@dataclass(frozen=True)
+class _Opened:
+    """What the page has of one result: numbers by module, or the plans of a search."""
+
+    measures: Sequence[Measure] = ()
+    search: Search | None = None
+
+    @classmethod
+    def of(cls, result: Result) -> _Opened:
+        if not isinstance(result, str | os.PathLike):
+            search = result if isinstance(result, Search) else search_from(result)
+            return cls(search=search) if search is not None else cls(measures_of(result))
+        try:
+            return cls.of(read_json(result))
+        except FileError:
+            raise
+        except InputError as error:
+            raise FileError(Path(result), str(error)) from error
 
 
-def page_of(graphs: Sequence[ShownGraph], interactive: bool = True) -> tuple[str, str]:
+def page_of(graphs: Sequence[ShownGraph], interactive: bool = True, searches: Sequence[Search] = ()) -> tuple[str, str]:
     """A page of one or more graphs, the first of which is shown at first; and why it has no interactive graph.
 
     Args:
         graphs: The graphs. The page has a choice between their titles if there are several.
         interactive: Include Model Explorer's drawing of each.
+        searches: Searches whose fronts are drawn.
     """
     packed_parts: dict[str, str] = {}
     missing = "" if interactive else "it was left out"
@@ -263,6 +281,7 @@ def page_of(graphs: Sequence[ShownGraph], interactive: bool = True) -> tuple[str
         except MissingApplicationError as error:
             missing = str(error)
     data: dict[str, Any] = {f"data-{k}": page_data(each, missing) for k, each in enumerate(graphs[1:], 1)}
+    data["fronts"] = [front_data(search) for search in searches]
     data["graphs"] = [{"title": each.name, "note": each.note} for each in graphs]
     return document(graphs[0].inventory.name, page_data(graphs[0], missing), packed_parts, data), missing
 

@@ -21,7 +21,7 @@ __all__ = ["SCRIPTS", "asset", "document"]
 
 SCRIPTS = (
     *("sizes.js", "reasons.js", "model.js", "colours.js", "table.js", "details.js", "map.js"),
-    *("layers.js", "follow.js", "flow.js", "graph.js", "main.js"),
+    *("layers.js", "follow.js", "flow.js", "front.js", "graph.js", "main.js"),
 )
 """The scripts of the page of a model, in the order in which they run."""
 

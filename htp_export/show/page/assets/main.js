@@ -39,10 +39,11 @@
     modules: "↑ ↓ ← → move · Enter opens and closes · * opens all below · x shows each of several that are drawn as one · / searches",
     map: "← → beside · ↓ into a module · ↑ out of it · Enter or a double click makes it the whole map · Escape comes back · / searches",
     flow: "↑ ↓ through modules and nodes · → opens a module · ← closes it · m merges trivial nodes or shows them · Tab to the table and the overview · / searches",
+    front: "A click on a point, or Enter on a line, shows its plan",
     graph: "Tab or click into the graph, then ← → beside · ↓ into a module · ↑ out of it · space fits the graph into the window",
   };
 
-  const TABS = ["modules", "map", "flow", "graph"];
+  const TABS = ["modules", "map", "flow", ...(htp.front.available ? ["front"] : []), "graph"];
   const phone = matchMedia("(max-width: 700px)");
   let tab = "modules";
   htp.tab = function (name) {
@@ -52,7 +53,7 @@
       byId(`tab-${each}`).setAttribute("aria-selected", each === name);
       byId(`pane-${each}`).hidden = each !== name;
     }
-    byId("detail").hidden = name === "graph" && !phone.matches; // the graph has a panel of its own, where there is room for it
+    byId("detail").hidden = name === "front" || (name === "graph" && !phone.matches); // these have panels of their own, the graph where there is room for it
     if (name === "graph") htp.graph.open();
     if (name === "modules") htp.table.open();
     if (name === "map") htp.map.draw();
