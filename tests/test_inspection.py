@@ -231,6 +231,38 @@ def test_a_detector_with_non_maximum_suppression_is_got_by_dynamo():
         htp_export.load(inspected.graphs["graph_2"]).save("model.onnx")
 
 
+@torch.library.custom_op("htp_export_tests::trimmed", mutates_args=())
+def trimmed(x: torch.Tensor) -> torch.Tensor:
+    return x[: int((x.sum(1) > 0).sum())].clone()
+
+
+@trimmed.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    torch.library.get_ctx().new_dynamic_size()  # and another one for the result: torch does not find the first one
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size(), x.shape[1])
+
+
+def test_dynamo_does_without_symbols_for_data_where_it_fails_with_them():
+    class Trims(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head = traceless.Block(), nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.sin(self.block(x)) + 1
+            result: torch.Tensor = torch.cos(self.head(trimmed(y)))
+            return result
+
+    model = spread(Trims())
+    inspected = htp_export.inspect(model, torch.randn(2, 4))
+    assert inspected.way == "dynamo"
+    assert "Pending unbacked symbols" in inspected.stopped[1].reason
+    assert [stop.module for stop in inspected.breaks] == [""]
+    check_tree(inspected, model)
+    # Not only the graphs of the modules inside, but also what ``forward`` itself computes before and after the break.
+    assert [node.op_type for node in inspected.model.graph] == ["linear", "relu", "sin", "add", "linear", "cos"]
+
+
 def test_a_loop_over_a_tensor_is_got_by_dynamo_once_for_each_round():
     model = spread(traceless.Repeating())
     x = torch.tensor([[1.0, 1, 1, 1], [-1, -1, -1, -1], [2, 2, 2, 2]])

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 from htp_export.process.restoring import Changes
 
+_SYMBOLS_FOR_DATA = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
+"""Settings of Dynamo: symbols stand for values, and for sizes, that depend on data, so that the graph goes on."""
+
 
 class Broken(NamedTuple):
     """Where one of Dynamo's graphs ended before the function did.
@@ -35,14 +38,43 @@ def break_of(module: Any) -> Broken | None:
 def dynamo_frames(model: Any, backend: Callable[[Any, Any], Callable[..., Any]]) -> Callable[..., Any]:
     """Return a function that runs a model by Dynamo, frame by frame, with breaks.
 
+    If Dynamo fails while it traces a frame, it makes no graph of the frame at all. Symbols for values that depend on
+    data can be the cause: for ``x[index, :2]`` with a tensor as index, torch 2.15 makes two of them and then does not
+    find one of them in the result (``PendingUnbackedSymbolNotFound``). Such a frame is traced once more without these
+    symbols: the graph then breaks where a value is needed, and the graphs before and after the break are kept.
+
     Args:
         model: The module.
         backend: Given each graph module and its example inputs; returns what runs in its place.
     """
     import torch._dynamo
 
-    run: Callable[..., Any] = torch._dynamo.optimize(backend)(model)  # type: ignore[no-untyped-call,unused-ignore]
+    context: Any = torch._dynamo.optimize(backend)  # type: ignore[no-untyped-call,unused-ignore]
+    converter = context.callback._torchdynamo_orig_backend
+    converter._inner_convert = _TriedTwice(converter._inner_convert)
+    run: Callable[..., Any] = context(model)
     return run
+
+
+class _TriedTwice:
+    """Dynamo's tracer of a frame; after an internal error it runs again, without symbols for data."""
+
+    def __init__(self, convert: Callable[..., Any]) -> None:
+        self._convert = convert
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._convert, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo import config
+        from torch._dynamo.exc import InternalTorchDynamoError
+
+        without: dict[str, Any] = dict.fromkeys(_SYMBOLS_FOR_DATA, False)
+        try:
+            return self._convert(*args, **kwargs)
+        except InternalTorchDynamoError:
+            with config.patch(**without):
+                return self._convert(*args, **kwargs)
 
 
 def is_forward_of_layer(code: Any) -> bool:
@@ -58,8 +90,7 @@ def settings_for_breaks() -> Any:
     import torch._dynamo.config as config
 
     wanted: dict[str, Any] = {
-        "capture_scalar_outputs": True,
-        "capture_dynamic_output_shape_ops": True,
+        **dict.fromkeys(_SYMBOLS_FOR_DATA, True),
         "suppress_errors": True,
         "recompile_limit": 10_000,
         "accumulated_recompile_limit": 10_000,
