@@ -20,8 +20,9 @@ from htp_export.compress.integers import (
     takes_dynamic,
     takes_static,
 )
+from htp_export.compress.nncf_engine import nncf_bytes, takes_nncf
 from htp_export.compress.plans import Assigned, assigned
-from htp_export.compress.precisions import Method, Precision
+from htp_export.compress.precisions import Engine, Method, Precision
 from htp_export.compress.submodels import constant_of
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -100,12 +101,12 @@ class Choice:
         return found
 
     def counted(self, nodes: Mapping[Precision, Sequence[ir.Node]]) -> dict[str, dict[str, int]]:
-        """Name of a precision → operator type → number of nodes."""
-        return {
-            precision.name: dict(Counter(node.op_type for node in listed).most_common())
-            for precision, listed in nodes.items()
-            if listed
-        }
+        """Name of a precision → operator type → number of nodes; precisions with the same name count as one."""
+        found: dict[str, Counter[str]] = {}
+        for precision, listed in nodes.items():
+            if listed:
+                found.setdefault(precision.name, Counter()).update(node.op_type for node in listed)
+        return {name: dict(kinds.most_common()) for name, kinds in found.items()}
 
 
 def choose(tagged: TaggedModel, rules: Mapping[str, Precision]) -> Choice:
@@ -161,8 +162,10 @@ def _takes(
         return found is not None
     if precision.method == Method.WEIGHTS:
         return takes_blocks(node, precision) and (node.graph is model.graph or not precision.calibrated)
-    if node.graph is not model.graph:  # ONNX Runtime's quantizers read no subgraphs
+    if node.graph is not model.graph:  # the quantizers read no subgraphs
         return False
+    if precision.engine == Engine.NNCF:
+        return takes_nncf(node, by_name)
     return takes_dynamic(node) if precision.method == Method.DYNAMIC else takes_static(node, by_name)
 
 
@@ -256,4 +259,6 @@ def _size_in(
     if precision.method == Method.DYNAMIC:
         constant_input = place == 0 and not main  # quantized with the weight
         return dynamic_bytes(node, tensor, precision) if main else tensor.size if constant_input else None
+    if precision.engine == Engine.NNCF:
+        return nncf_bytes(node, place, tensor, precision)
     return static_bytes(node, place, tensor, precision)

@@ -25,6 +25,7 @@ __all__ = [
     "Calibrator",
     "dynamic_bytes",
     "is_bias",
+    "is_divisible",
     "quantize_at_run_time",
     "static_bytes",
     "takes_dynamic",
@@ -183,7 +184,7 @@ class Calibrator:
         """
         with quietly():
             ranges = self._calibrator.compute_data()
-            wide = {name for name, measured in ranges.items() if not _is_divisible(measured.range_value)}
+            wide = {name for name, measured in ranges.items() if not is_divisible(measured.range_value)}
             wide |= {name for name, value in self._part.weights.items() if not _is_moderate(value)}
             left: dict[str, str] = {}
 
@@ -239,7 +240,8 @@ class _OneRun:
         return next(self._left, None)
 
 
-def _is_divisible(measured: Iterable[Any]) -> bool:
+def is_divisible(measured: Iterable[Any]) -> bool:
+    """Whether the bounds of a range can be divided into steps; those of values that fill masks cannot."""
     import numpy as np
 
     return all(bool(np.all(np.abs(np.asarray(bound, np.float64)) < _LARGEST)) for bound in measured)

@@ -11,7 +11,16 @@ from typing import Any
 
 from htp_export.errors import InputError
 
-__all__ = ["PRECISIONS", "PRESETS", "Method", "Precision", "precision_of", "precisions_of", "weight_precision"]
+__all__ = [
+    "PRECISIONS",
+    "PRESETS",
+    "Engine",
+    "Method",
+    "Precision",
+    "precision_of",
+    "precisions_of",
+    "weight_precision",
+]
 
 
 class Method(StrEnum):
@@ -42,6 +51,13 @@ class Algorithm(StrEnum):
     K_QUANT = "k-quant"
 
 
+class Engine(StrEnum):
+    """Whose numerics they are."""
+
+    ONNX_RUNTIME = "onnxruntime"
+    NNCF = "nncf"
+
+
 _ACTIVATIONS = {
     Method.KEEP: ("float32",),
     Method.CAST: ("float16", "bfloat16"),
@@ -69,6 +85,9 @@ class Precision:
         reduce_range: Whether weights of 8 bits use 7 of them (``static``, ``dynamic``), for processors without VNNI.
         algorithm: How weights are rounded (``weights``): ``default``, ``rtn``, ``hqq``, ``gptq`` or ``k-quant``.
         block_size: Weights that share a scale (``weights``): 16 or more, a power of two.
+        engine: Whose numerics (``static``): ``onnxruntime``, or ``nncf``, an extra, for int8.
+        smooth_quant: Whether activations and weights are scaled so that outliers of activations cost less (``nncf``).
+        bias_correction: Whether biases make up for the mean error of quantized weights and activations (``nncf``).
         bits: Bits of a weight.
 
     Raises:
@@ -91,6 +110,9 @@ class Precision:
     reduce_range: bool = False
     algorithm: str = Algorithm.DEFAULT
     block_size: int = 32
+    engine: str = Engine.ONNX_RUNTIME
+    smooth_quant: bool = False
+    bias_correction: bool = False
     bits: int = 0
 
     def __post_init__(self) -> None:
@@ -113,6 +135,21 @@ class Precision:
         object.__setattr__(self, "bits", bits)
         if method == Method.WEIGHTS and bits != 4 and self.algorithm in (Algorithm.GPTQ, Algorithm.HQQ):
             raise InputError(f"precision {self.name!r}: with {self.algorithm}, ONNX Runtime runs 4 bits, not {bits}")
+        self._check_engine()
+
+    def _check_engine(self) -> None:
+        """Check that the engine has what the other fields ask for."""
+        _check(self.name, "engine", self.engine, tuple(Engine))
+        for field in ("smooth_quant", "bias_correction"):
+            _check(self.name, field, getattr(self, field), (False, True))
+        if self.engine != Engine.NNCF:
+            if self.smooth_quant or self.bias_correction:
+                raise InputError(f"precision {self.name!r}: smooth_quant and bias_correction are of the engine 'nncf'")
+            return
+        if self.method != Method.STATIC or (self.activation, self.weight) != ("int8", "int8"):
+            raise InputError(f"precision {self.name!r}: the engine 'nncf' has int8 with the method static alone")
+        if self.calibration != Calibration.MINMAX:
+            raise InputError(f"precision {self.name!r}: with the engine 'nncf', calibration can be minmax")
 
     def __str__(self) -> str:
         return self.name
@@ -123,7 +160,7 @@ class Precision:
         return self.method == Method.STATIC or (self.method == Method.WEIGHTS and self.algorithm == Algorithm.GPTQ)
 
 
-def _check(name: str, what: str, value: Any, allowed: tuple[str, ...]) -> None:
+def _check(name: str, what: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
         raise InputError(f"precision {name!r}: {what} is {value!r}, and can be {', '.join(map(str, allowed))}")
 

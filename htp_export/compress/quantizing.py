@@ -16,7 +16,8 @@ from htp_export.compress.calibration_data import Data, Samples, activations, sam
 from htp_export.compress.casting import cast_nodes
 from htp_export.compress.choosing import Choice, choose
 from htp_export.compress.integers import Calibrator, quantize_at_run_time, weights_of
-from htp_export.compress.precisions import Method, Precision, precisions_of
+from htp_export.compress.nncf_engine import quantize_with_nncf
+from htp_export.compress.precisions import Engine, Method, Precision, precisions_of
 from htp_export.compress.quantized import Quantized, QuantizedModule
 from htp_export.compress.submodels import Names, Submodel, cut_out, put_back, remove_unused
 from htp_export.errors import HtpExportError, ToolError
@@ -79,7 +80,7 @@ def quantize(
         InputError: A rule matches no module, no operator of its modules takes the precision, or the data do not fit.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
-        ToolError: ONNX Runtime's quantizer fails.
+        ToolError: ONNX Runtime's quantizer or NNCF fails, or ONNX Runtime cannot run what NNCF made.
 
     Examples:
         >>> import torch, htp_export
@@ -154,6 +155,8 @@ class _Work:
 
     def _static(self, nodes: Sequence[ir.Node], precision: Precision, samples: Samples, name: str) -> list[str]:
         part = cut_out(self._model, nodes, self._types)
+        if precision.engine == Engine.NNCF:
+            return self._by_nncf(part, precision, samples, name)
         with tempfile.TemporaryDirectory(prefix="htp_export_", ignore_cleanup_errors=True) as folder:
             calibrator = Calibrator(part, precision, Path(folder))
             with activations(self._original, name, samples, list(part.inputs)) as runs:
@@ -168,6 +171,16 @@ class _Work:
         return [
             f"{len(left)} nodes stay in fp32: values of {listed} fill masks and cannot be divided into the steps of "
             f"{precision.name}"
+        ]
+
+    def _by_nncf(self, part: Submodel, precision: Precision, samples: Samples, name: str) -> list[str]:
+        made, left = quantize_with_nncf(part, precision, self._inputs(part, precision, samples, name))
+        self._replace(part, made)
+        if not left:
+            return []
+        return [
+            f"{len(left)} nodes stay in fp32: NNCF leaves them, or values that they read or make fill masks and cannot "
+            f"be divided into the steps of {precision.name}"
         ]
 
     def _weights(self, nodes: Sequence[ir.Node], precision: Precision, samples: Samples, name: str) -> None:
