@@ -109,9 +109,10 @@ def test_values_that_fill_masks_are_not_divided_into_steps(nncf: Any, tmp_path: 
         def __init__(self) -> None:
             super().__init__()
             self.query = nn.Linear(16, 16)
+            self.position = nn.Parameter(torch.zeros(5, 5))
 
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return ((self.query(x) @ x.transpose(1, 2) + mask) * 0.5).softmax(-1)
+            return (self.query(x) @ x.transpose(1, 2) + (self.position + mask)).softmax(-1)
 
     torch.manual_seed(0)
     x, mask = torch.randn(2, 5, 16), torch.zeros(2, 5, 5)
