@@ -158,7 +158,7 @@ class Measurer:
 
 
 def _without_layouts() -> Changes:
-    """All optimisations but those of layouts: in these, ONNX Runtime 1.31 crashes on some valid float16 graphs."""
+    """All optimisations but those of layouts, as many plans run, and a crash of one would end all."""
     import onnxruntime
 
     return Changes({"graph_optimization_level": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED})

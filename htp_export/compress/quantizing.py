@@ -30,12 +30,17 @@ from htp_export.process.progress import counted
 from htp_export.provenance.adapters.quantizers import saturates
 from htp_export.provenance.carrying import carry_in_place
 from htp_export.runtime.arrays import Array
+from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
 
 __all__ = ["quantize"]
 
 _log = logging.getLogger(__name__)
 
 _RANDOM = "the ranges of activations are those of random inputs: the accuracy of this model means nothing"
+_CRASH = (
+    "ONNX Runtime can crash on the CPU while it optimises this model: set the session configuration entry "
+    f"{DISABLED} to {AT_FAULT}"
+)
 
 
 @names_model_faults("model")
@@ -124,7 +129,10 @@ def quantize(
     sizes = {path: contents.facts.weight_bytes for path, contents in contents_of(after).modules.items()}
     if output is not None:
         write_model(changed.model, output, external_data, share_weights=share_weights)
-    return _result(original, choice, sizes, changed.model, (*_notes(choice, random=random), *stayed))
+    notes = [*_notes(choice, random=random), *stayed]
+    if can_crash(changed.model) and not can_crash(original.model):
+        notes.append(_CRASH)
+    return _result(original, choice, sizes, changed.model, notes)
 
 
 class _Work:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 
 from htp_export.errors import InputError, OnnxRuntimeError
@@ -20,6 +21,7 @@ from htp_export.files.model_files import write_model
 from htp_export.files.slots import slots
 from htp_export.format import tags
 from htp_export.runtime.arrays import Array, from_ort, to_ort
+from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
 
 __all__ = [
     "LARGE_BYTES",
@@ -319,11 +321,22 @@ def _load(model: RunnableModel, settings: SessionSettings, changes: Changes) -> 
         options.add_initializer(name, value)
     quiet = {"log_severity_level": max(_FATAL, options.log_severity_level)}
     entries = {_WEIGHTS_FOLDER: os.fspath(model.folder)} if model.folder is not None else {}
+    level = changes.attributes.get("graph_optimization_level", options.graph_optimization_level)
+    if level != onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL and can_crash(_graph_of(model)):
+        entries[DISABLED] = ";".join(filter(None, [_entry(options, DISABLED), AT_FAULT]))
     changes = Changes({**quiet, **changes.attributes}, {**entries, **changes.entries})
     source = model.source if isinstance(model.source, bytes) else os.fspath(model.source)
     with _restored(options, changes) if settings.options is not None else contextlib.nullcontext():
         _set(options, changes.attributes, changes.entries)
         return onnxruntime.InferenceSession(source, options, providers=list(settings.providers))
+
+
+def _graph_of(model: RunnableModel) -> ir.Model:
+    if model.model is not None:
+        return model.model
+    return (
+        ir.from_proto(onnx.load_from_string(model.source)) if isinstance(model.source, bytes) else ir.load(model.source)
+    )
 
 
 @contextlib.contextmanager

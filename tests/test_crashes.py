@@ -1,0 +1,132 @@
+"""Models on which ONNX Runtime itself crashes: the package does not, and says what helps."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
+from tests.nets import spread
+
+
+class Encoder(nn.Module):
+    """A table, an encoder with attention, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 16)
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.table(tokens)))
+
+
+PLANS = (".", "encoder", "encoder.self_attn", "encoder.linear1,encoder.linear2", "encoder.norm1", "table,head")
+
+
+def exported(file: Path, exporter: str, *, dynamic: bool) -> Path:
+    model, tokens = spread(Encoder().eval()), torch.arange(24).reshape(2, 12)
+    given: dict[str, object] = {}
+    if dynamic and exporter == "dynamo":
+        given = {"dynamic_shapes": ({0: torch.export.Dim("batch"), 1: torch.export.Dim("length")},)}
+    elif dynamic:
+        given = {"dynamic_axes": {"tokens": {0: "batch", 1: "length"}}}
+    htp_export.export(
+        model, (tokens,), file, dynamo=exporter == "dynamo", input_names=["tokens"], verbose=False, **given
+    )
+    return file
+
+
+def finishes(code: str, *arguments: object) -> str:
+    """What a process prints that does not crash."""
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
+    return done.stdout
+
+
+LOAD = """
+    import sys, onnxruntime
+    for word in sys.argv[1:]:
+        file, _, disabled = word.partition("|")
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+        if disabled:
+            options.add_session_config_entry("optimization.disable_specified_optimizers", disabled)
+        print(file, flush=True)
+        onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*legacy TorchScript-based ONNX export.*:DeprecationWarning")
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_a_float16_model_loads_as_its_notes_say(exporter: str, tmp_path: Path) -> None:
+    words, noted = [], []
+    for dynamic, (number, plan) in itertools.product((False, True), enumerate(PLANS)):
+        file = exported(tmp_path / "net.onnx", exporter, dynamic=dynamic)
+        target = tmp_path / f"{dynamic}{number}.onnx"
+        result = htp_export.quantize(file, {plan: "fp16"}, target)
+        note = any(DISABLED in note and AT_FAULT in note for note in result.notes)
+        words.append(f"{target}|{AT_FAULT if note else ''}")
+        noted += [plan] * (note and dynamic)
+    assert len(finishes(LOAD, *words).split()) == len(words)
+    assert "encoder.self_attn" in noted
+    assert not {"encoder.norm1", "table,head"} & set(noted)
+
+
+def test_sessions_of_the_package_survive(tmp_path: Path) -> None:
+    file = exported(tmp_path / "net.onnx", "dynamo", dynamic=True)
+    quantized = tmp_path / "fp16.onnx"
+    htp_export.quantize(file, {"encoder.self_attn": "fp16"}, quantized)
+    assert can_crash(ir.load(quantized))
+    code = """
+        import sys
+        import numpy as np
+        import onnxruntime
+        import htp_export
+        file, quantized, target = sys.argv[1:]
+        data = {"tokens": np.arange(24).reshape(2, 12)}
+        options = onnxruntime.SessionOptions()
+        options.add_session_config_entry("optimization.disable_specified_optimizers", "GeluFusionL2")
+        htp_export.profile(quantized, data, runs=1, warmup=0, session_options=options)
+        print(options.get_session_config_entry("optimization.disable_specified_optimizers"))
+        htp_export.profile(quantized, data, runs=1, warmup=0)
+        htp_export.tools.onnxruntime(quantized, target)
+        found = htp_export.sensitivity(file, ["fp16"], data, select="encoder.self_attn", runs=1, all_but=False)
+        print("fp16" in found.modules["encoder.self_attn"])
+    """
+    assert finishes(code, file, quantized, tmp_path / "optimised.onnx").split() == ["GeluFusionL2", "True"]
+
+
+@pytest.mark.parametrize(
+    ("axes", "narrow", "cast", "expected"),
+    [
+        ([1, 0, 2], True, None, True),  # ONNX Runtime inserts the Cast
+        ([1, 0, 2], False, ir.DataType.DOUBLE, True),
+        ([1, 2, 0], False, ir.DataType.DOUBLE, True),
+        ([1, 0, 2], False, ir.DataType.FLOAT16, False),
+        ([1, 0, 2], False, None, False),
+        ([0, 2, 1], True, None, False),
+        ([1, 0], True, None, False),
+        (None, True, None, False),
+    ],
+)
+def test_what_makes_a_crash_possible(axes: list[int] | None, narrow: bool, cast: int | None, expected: bool) -> None:
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT16 if narrow else ir.DataType.FLOAT))
+    nodes = [ir.node("Transpose", [x], {} if axes is None else {"perm": axes})]
+    if cast is not None:
+        nodes.append(ir.node("Cast", nodes[-1].outputs, {"to": int(cast)}))
+    alone = ir.Model(ir.Graph([], [], nodes=nodes, opset_imports={"": 20}), ir_version=10)
+    assert not can_crash(alone)
+    alone.graph.append(ir.node("MatMul", [nodes[-1].outputs[0], ir.Value(name="w")]))
+    assert can_crash(alone) is expected
