@@ -8,12 +8,10 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.compress.calibration_data import Samples, activations
-from htp_export.compress.planned import Encoding, PlannedModel
+from htp_export.compress.planned import Encoding, PlannedModel, is_float
 from htp_export.compress.precisions import Method, Precision
 
 __all__ = ["activation_encodings", "measured_ranges"]
-
-_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "int8": 8, "uint8": 8, "int16": 16, "uint16": 16}
 
 
 def activation_encodings(planned: PlannedModel) -> dict[str, Encoding | int]:
@@ -24,7 +22,7 @@ def activation_encodings(planned: PlannedModel) -> dict[str, Encoding | int]:
     """
     found: dict[str, Encoding | int] = {}
     for value, precision in _planned_tensors(planned):
-        name, bits = str(value.name), _BITS[precision.activation]
+        name, bits = str(value.name), precision.activation_bits
         if precision.method != Method.STATIC:
             found[name] = bits
         elif name in planned.ranges:
@@ -34,19 +32,17 @@ def activation_encodings(planned: PlannedModel) -> dict[str, Encoding | int]:
 
 
 def _planned_tensors(planned: PlannedModel) -> Iterator[tuple[ir.Value, Precision]]:
-    typed = planned.tagged.typed
     for value in planned.tagged.model.graph.inputs:
         reading = {planned.precisions.get(use.node) for use in value.uses()}
         precision = reading.pop() if len(reading) == 1 else None
-        if precision is not None and value.dtype is not None and value.dtype.is_floating_point():
+        if precision is not None and is_float(value):
             yield value, precision
     for node in planned.nodes:
         precision = planned.precisions.get(node)
         if precision is None:
             continue
-        for value in node.outputs:
-            known = typed.get(str(value.name))
-            if value.name and known is not None and known.dtype is not None and known.dtype.is_floating_point():
+        for value, is_known in zip(node.outputs, planned.float_outputs[node], strict=True):
+            if value.name and is_known:
                 yield value, precision
 
 

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.compress.precisions import Algorithm, Precision
-from htp_export.compress.products import is_product, is_transposed, write_products
+from htp_export.compress.products import is_product, is_transposed, weight_place, write_products
 from htp_export.compress.quantizers import quantizers, quietly
 from htp_export.compress.submodels import Submodel, constant_of
 from htp_export.runtime.arrays import Array
@@ -57,7 +57,7 @@ def weight_of(node: ir.Node) -> ir.TensorProtocol | None:
     """The constant that a product or a table has as its weight."""
     if node.domain or node.op_type not in ("MatMul", "Gemm", "Gather"):
         return None
-    return constant_of(node.inputs[0 if node.op_type == "Gather" else 1])
+    return constant_of(node.inputs[weight_place(node)])
 
 
 def block_bytes(node: ir.Node, precision: Precision) -> int:

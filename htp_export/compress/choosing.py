@@ -23,6 +23,7 @@ from htp_export.compress.integers import (
 from htp_export.compress.nncf_engine import nncf_bytes, takes_nncf
 from htp_export.compress.plans import Assigned, assigned
 from htp_export.compress.precisions import Engine, Method, Precision
+from htp_export.compress.products import weight_place
 from htp_export.compress.submodels import constant_of
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -253,7 +254,7 @@ def _size_in(
     if precision.method == Method.CAST:
         converted = ports is not None and place in ports.inputs
         return 2 * math.prod(tensor.shape.numpy()) if converted else None
-    main = place == (0 if node.op_type == "Gather" else 1)
+    main = place == weight_place(node)
     if precision.method == Method.WEIGHTS:
         return block_bytes(node, precision) if main else None
     if precision.method == Method.DYNAMIC:

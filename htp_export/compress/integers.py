@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.compress.precisions import Calibration, Precision
-from htp_export.compress.products import is_product, is_transposed, write_products
+from htp_export.compress.products import channel_axis, is_product, weight_place, write_products
 from htp_export.compress.quantizers import quantizers, quietly
 from htp_export.compress.submodels import Submodel, constant_of
 from htp_export.files.model_files import write_model
@@ -62,7 +62,7 @@ def takes_dynamic(node: ir.Node) -> bool:
     """Whether ONNX Runtime's dynamic quantizer makes the operator one on integers: one with a constant weight."""
     if node.domain or node.op_type not in _WITH_WEIGHT:
         return False
-    weight = constant_of(node.inputs[0 if node.op_type == "Gather" else 1])
+    weight = constant_of(node.inputs[weight_place(node)])
     if weight is None or weight.dtype != ir.DataType.FLOAT:
         return False
     return node.op_type not in ("MatMul", "Gemm") or is_product(node)
@@ -100,11 +100,8 @@ def weights_of(node: ir.Node) -> list[ir.Value]:
 def dynamic_bytes(node: ir.Node, tensor: ir.TensorProtocol, precision: Precision) -> int:
     """The bytes of a weight of 8 bits whose operator is one on integers, with scales and zero points of channels."""
     shape = [int(size) for size in tensor.shape.numpy()]
-    channels = 0
-    if precision.per_channel and node.op_type == "MatMul":
-        channels = shape[-1]
-    if precision.per_channel and node.op_type == "Gemm":
-        channels = shape[0 if is_transposed(node) else 1]
+    axis = channel_axis(node) if precision.per_channel and node.op_type in ("MatMul", "Gemm") else None
+    channels = 0 if axis is None else shape[axis]
     return math.prod(shape) + 5 * channels
 
 
@@ -126,13 +123,12 @@ def static_bytes(node: ir.Node, place: int, tensor: ir.TensorProtocol, precision
     if node.op_type == "MatMul" or (place == 1 and node.op_type in _WITH_BIAS):
         channels = _channels(node, precision) if place == 1 else 0
         return elements * precision.bits // 8 + (4 + precision.bits // 8) * channels
-    return elements * int(precision.activation.lstrip("uint")) // 8
+    return elements * precision.activation_bits // 8
 
 
 def _channels(node: ir.Node, precision: Precision) -> int:
     """The scales of the weight of a node; 0 where it has one, or no constant weight."""
-    weight = constant_of(node.inputs[1])
-    axis = {"Conv": 0, "ConvTranspose": 1, "MatMul": -1, "Gemm": 0 if is_transposed(node) else 1}.get(node.op_type)
+    weight, axis = constant_of(node.inputs[1]), channel_axis(node)
     if not precision.per_channel or axis is None or weight is None or len(weight.shape) < 2:
         return 0
     return int(weight.shape.numpy()[axis])

@@ -15,7 +15,7 @@ from htp_export.compress.weights import Use, uses_of
 from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Encoding", "PlannedModel", "TargetFile", "weight_encodings"]
+__all__ = ["Encoding", "PlannedModel", "TargetFile", "is_float", "weight_encodings"]
 
 Range = tuple[float, float]
 
@@ -97,7 +97,7 @@ class PlannedModel:
     def float_outputs(self) -> Mapping[ir.Node, tuple[bool, ...]]:
         """Node → for each output, whether it is known to be a tensor of floats."""
         typed = self.tagged.typed
-        return {node: tuple(_is_float(typed.get(str(value.name))) for value in node.outputs) for node in self.nodes}
+        return {node: tuple(is_float(typed.get(str(value.name))) for value in node.outputs) for node in self.nodes}
 
     @property
     def inside_subgraphs(self) -> int:
@@ -113,7 +113,8 @@ class PlannedModel:
         )
 
 
-def _is_float(value: ir.Value | None) -> bool:
+def is_float(value: ir.Value | None) -> bool:
+    """Whether a tensor is known to have elements of floating point."""
     return value is not None and value.dtype is not None and value.dtype.is_floating_point()
 
 

@@ -155,6 +155,11 @@ class Precision:
         return self.name
 
     @property
+    def activation_bits(self) -> int:
+        """Bits of an activation."""
+        return _BITS[self.activation]
+
+    @property
     def calibrated(self) -> bool:
         """Whether it needs data."""
         return self.method == Method.STATIC or (self.method == Method.WEIGHTS and self.algorithm == Algorithm.GPTQ)

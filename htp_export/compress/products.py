@@ -1,11 +1,13 @@
-"""``Gemm`` as a product and a sum: ONNX Runtime's quantizers of weights know ``MatMul``."""
+"""The weights of products, and ``Gemm`` as a product and a sum: quantizers of weights know ``MatMul`` alone."""
 
 from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
 
-__all__ = ["is_product", "is_transposed", "write_products"]
+__all__ = ["channel_axis", "is_product", "is_transposed", "weight_place", "write_products"]
+
+_CHANNEL_AXES = {"Conv": 0, "ConvTranspose": 1, "MatMul": -1}
 
 
 def is_product(node: ir.Node) -> bool:
@@ -19,6 +21,18 @@ def is_product(node: ir.Node) -> bool:
 def is_transposed(node: ir.Node) -> bool:
     """Whether a ``Gemm`` reads its weight with rows and columns exchanged, as PyTorch keeps those of ``Linear``."""
     return bool(node.attributes.get_int("transB", 0))
+
+
+def weight_place(node: ir.Node) -> int:
+    """The place of the weight among the inputs of a product, a convolution, or a ``Gather`` of rows of a table."""
+    return 0 if node.op_type == "Gather" else 1
+
+
+def channel_axis(node: ir.Node) -> int | None:
+    """The axis of a weight by which results of a product or convolution have channels; None for other operators."""
+    if node.op_type == "Gemm":
+        return 0 if is_transposed(node) else 1
+    return _CHANNEL_AXES.get(node.op_type)
 
 
 def write_products(graph: ir.Graph) -> None:

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError, OnnxRuntimeError
 from htp_export.files.data_files import check_data
-from htp_export.files.model_files import write_model
+from htp_export.files.model_files import read_model, write_model
 from htp_export.files.slots import slots
 from htp_export.format import tags
 from htp_export.runtime.arrays import Array, from_ort, to_ort
@@ -334,9 +334,9 @@ def _load(model: RunnableModel, settings: SessionSettings, changes: Changes) -> 
 def _graph_of(model: RunnableModel) -> ir.Model:
     if model.model is not None:
         return model.model
-    return (
-        ir.from_proto(onnx.load_from_string(model.source)) if isinstance(model.source, bytes) else ir.load(model.source)
-    )
+    if isinstance(model.source, bytes):
+        return ir.from_proto(onnx.load_from_string(model.source))
+    return read_model(model.source)  # without its weights
 
 
 @contextlib.contextmanager
