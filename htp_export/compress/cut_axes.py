@@ -10,8 +10,9 @@ import onnx_ir as ir
 from htp_export.compress.coupled_axes import Axis, changed_axes
 from htp_export.compress.coupling import slice_start
 from htp_export.compress.cutoffs import Array
+from htp_export.compress.weights import changed_when_written
 from htp_export.errors import InputError
-from htp_export.model.shapes.facts import constant_tensor
+from htp_export.model.module_facts import stored_tensor
 from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.model.tagged import TaggedModel
 from htp_export.passes.editing import add_constant
@@ -56,17 +57,16 @@ def _shorten(value: ir.Value, axes: Mapping[int, Array]) -> None:
     places = {axis: np.flatnonzero(stays) for axis, stays in axes.items() if not stays.all()}
     if not places:
         return
-    tensor = value.const_value if value.producer() is None else constant_tensor(value)
+    tensor = stored_tensor(value)
     if tensor is not None:
         shape = [len(places[axis]) if axis in places else size for axis, size in enumerate(tensor.shape.numpy())]
 
-        def taken() -> ir.TensorProtocol:
-            array = tensor.numpy()
+        def taken(array: Array) -> Array:
             for axis, indices in places.items():
                 array = np.take(array, indices, axis)
-            return ir.Tensor(np.ascontiguousarray(array), dtype=tensor.dtype)
+            return array
 
-        lazy = ir.LazyTensor(taken, tensor.dtype, ir.Shape(shape), name=tensor.name)
+        lazy = changed_when_written(tensor, taken, shape)
         if (producer := value.producer()) is None:
             value.const_value = lazy
         else:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from htp_export.compress.adapters import Adapter, LowRank, factor_name, placed, read_adapter, write_adapter
 from htp_export.compress.linears import linear_paths, linears_of
 from htp_export.compress.lora_layers import lora_layers, remove_lora
-from htp_export.compress.weights import Use, uses_of
+from htp_export.compress.weights import Use, changed_when_written, uses_of
 from htp_export.errors import InputError
 from htp_export.files.model_files import check_target, has_external_data, write_model
 from htp_export.format import tags
@@ -27,6 +27,7 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tag_facts import TagFacts
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 from htp_export.process.progress import counted
+from htp_export.runtime.arrays import Array
 
 __all__ = ["FusedLora", "LoraAdapter", "fuse_lora", "lora_adapter"]
 
@@ -249,13 +250,12 @@ def _add_to_weight(adapter: Adapter, tagged: TaggedModel, path: str, layer: LowR
     factor = scaling / use.node.attributes.get_float("alpha", 1.0)
     is_turned = use.channels > use.reduced
 
-    def added() -> ir.TensorProtocol:
+    def added(weight: Array) -> Array:
         delta = layer.b.astype(np.float32) @ layer.a.astype(np.float32) * np.float32(factor)
-        weight = tensor.numpy()
-        total = weight.astype(np.float32) + (delta.T if is_turned else delta)
-        return ir.Tensor(np.ascontiguousarray(total.astype(weight.dtype)), dtype=tensor.dtype)
+        total: Array = weight.astype(np.float32) + (delta.T if is_turned else delta)
+        return total.astype(weight.dtype)
 
-    use.value.const_value = ir.LazyTensor(added, tensor.dtype, ir.Shape(shape), name=tensor.name)
+    use.value.const_value = changed_when_written(tensor, added)
 
 
 def _other_readers(tagged: TaggedModel, path: str, uses: Sequence[Use]) -> list[str]:

@@ -9,14 +9,13 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.compress.cutoffs import Array
 from htp_export.compress.masks import Mask, Scores, element_masks, group_mask
 from htp_export.compress.plans import Assigned, assigned
 from htp_export.compress.pruned import Counted, Pruned, pruned_modules
 from htp_export.compress.residual_blocks import remove_blocks
 from htp_export.compress.sparsities import Sparsity, sparsity_of
 from htp_export.compress.structured import cut_channels
-from htp_export.compress.weights import Weight, weights_of
+from htp_export.compress.weights import Weight, changed_when_written, weights_of
 from htp_export.errors import InputError
 from htp_export.files.model_files import check_target, has_external_data, write_model
 from htp_export.format import tags
@@ -112,7 +111,7 @@ def _pruned(tagged: TaggedModel, wanted: Assigned[Sparsity], scores: Scores, *, 
     weights = weights_of(tagged)
     values = {weight: value for weight in weights if (value := _value_of(weight, tagged, wanted)) is not None}
     _refuse_empty_rules(tagged, weights, wanted)
-    owners = {weight: _readers(tagged, weight) for weight in weights}
+    owners = {weight: weight.owners(tagged) or ("",) for weight in weights}
     before = {weight: _counts(weight) for weight in counted(weights, "weights")}
     removed = _outermost_blocks(wanted)
     if removed:
@@ -138,11 +137,6 @@ def _outermost_blocks(wanted: Assigned[Sparsity]) -> tuple[str, ...]:
     """The modules that the plan removes, without those inside them."""
     blocks = [path for path, value in wanted.modules.items() if value.kind == "blocks"]
     return tuple(path for path in blocks if tags.parent_path(path) not in blocks)
-
-
-def _readers(tagged: TaggedModel, weight: Weight) -> tuple[str, ...]:
-    """The modules whose nodes read a weight or a copy of it."""
-    return tuple(dict.fromkeys(path for use in weight.uses for path in tagged.owners_of(use.node) or ("",)))
 
 
 def _counts(weight: Weight) -> tuple[int, int]:
@@ -179,7 +173,7 @@ def _owners(tagged: TaggedModel, node: ir.Node) -> str:
 
 
 def _refuse_empty_rules(tagged: TaggedModel, weights: Sequence[Weight], wanted: Assigned[Sparsity]) -> None:
-    owners = {path for weight in weights for use in weight.uses for path in tagged.owners_of(use.node)}
+    owners = {path for weight in weights for path in weight.owners(tagged)}
     removed = {path for path, value in wanted.modules.items() if value.kind == "blocks"}
     for selector, paths in wanted.named.items():
         if not owners.intersection(paths) and not removed.intersection(paths):
@@ -204,15 +198,10 @@ def _masks(values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool)
 def _apply(weight: Weight, mask: Mask) -> None:
     """Let a weight and its copies have the numbers that a mask leaves; they are computed when they are written."""
     tensor = weight.tensor
-    weight.value.const_value = _lazy(tensor, mask, transposed=False)
+    weight.value.const_value = changed_when_written(tensor, mask)
     for copy in weight.copies:
-        copy.value.const_value = _lazy(tensor, mask, transposed=copy.transposed)
-
-
-def _lazy(tensor: ir.TensorProtocol, mask: Mask, *, transposed: bool) -> ir.LazyTensor:
-    def masked() -> ir.TensorProtocol:
-        array: Array = mask(tensor.numpy())
-        return ir.Tensor(np.ascontiguousarray(array.T) if transposed else array, dtype=tensor.dtype)
-
-    shape = tensor.shape.numpy()
-    return ir.LazyTensor(masked, tensor.dtype, ir.Shape(shape[::-1] if transposed else shape), name=tensor.name)
+        copy.value.const_value = (
+            changed_when_written(tensor, lambda array: mask(array).T, weight.shape[::-1])
+            if copy.transposed
+            else changed_when_written(tensor, mask)
+        )

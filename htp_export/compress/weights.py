@@ -7,7 +7,7 @@ embeddings that are added are not among them, as in ``torch.nn.utils.prune``, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,9 @@ import onnx_ir as ir
 from htp_export.format import tags
 from htp_export.model.operators import operator_of
 from htp_export.model.tagged import TaggedModel
+from htp_export.runtime.arrays import Array
 
-__all__ = ["Copy", "Use", "Weight", "uses_of", "weights_of"]
+__all__ = ["Copy", "Use", "Weight", "changed_when_written", "uses_of", "weights_of"]
 
 _LAST_TWO = (-2, -1)
 _PRODUCTS: Mapping[str, Mapping[int, tuple[int, int]]] = {
@@ -106,10 +107,36 @@ class Weight:
         """Its shape."""
         return tuple(self.tensor.shape.numpy())
 
+    def owners(self, tagged: TaggedModel) -> tuple[str, ...]:
+        """The modules whose nodes read it or a copy, in order."""
+        return tuple(dict.fromkeys(path for use in self.uses for path in tagged.owners_of(use.node)))
+
     @property
     def reduced(self) -> int:
         """The axis over which products sum, from 0."""
         return self.uses[0].reduced
+
+
+def changed_when_written(
+    tensor: ir.TensorProtocol, change: Callable[[Array], Array], shape: Sequence[int] | None = None
+) -> ir.LazyTensor:
+    """A tensor with other numbers of the same type; they are computed when they are read, as when a file is written.
+
+    Args:
+        tensor: The tensor.
+        change: Numbers → other numbers.
+        shape: The shape of these; None for the same.
+
+    Examples:
+        >>> changed_when_written(ir.tensor(np.float32([1, 2])), lambda array: array[:1] * 3, [1]).numpy().tolist()
+        [3.0]
+    """
+
+    def changed() -> ir.TensorProtocol:
+        return ir.Tensor(np.ascontiguousarray(change(tensor.numpy())), dtype=tensor.dtype)
+
+    sizes = tensor.shape.numpy() if shape is None else shape
+    return ir.LazyTensor(changed, tensor.dtype, ir.Shape(sizes), name=tensor.name)
 
 
 def uses_of(tagged: TaggedModel, node: ir.Node) -> Iterator[Use]:
@@ -181,7 +208,7 @@ def _tied_pairs(tagged: TaggedModel, weights: Mapping[ir.Value, Weight]) -> Iter
     """Initializers of modules whose parameters PyTorch tied, of the same sizes."""
     by_owner: dict[str, list[ir.Value]] = {}
     for value, weight in weights.items():
-        for path in dict.fromkeys(path for use in weight.uses for path in tagged.owners_of(use.node)):
+        for path in weight.owners(tagged):
             by_owner.setdefault(path, []).append(value)
     for path, module in (tagged.parameters or {}).items():
         for first in module.tied.values():

@@ -29,7 +29,16 @@ from htp_export.model.operators import is_standard
 from htp_export.model.shapes.facts import constant_tensor
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Contents", "ModuleContents", "ModuleFacts", "contents_of", "dtype_name", "elements_of", "tied_parameters"]
+__all__ = [
+    "Contents",
+    "ModuleContents",
+    "ModuleFacts",
+    "contents_of",
+    "dtype_name",
+    "elements_of",
+    "stored_tensor",
+    "tied_parameters",
+]
 
 _QUANTIZED_BITS = 8
 _WITH_QUANTIZED_BIAS = frozenset(("QLinearConv", "DequantizeLinear", "QGemm"))
@@ -276,7 +285,7 @@ def _sources(tagged: TaggedModel, node: ir.Node) -> Iterator[ir.Value]:
 
 
 def _is_weight(value: ir.Value, reader: ir.Node) -> bool:
-    tensor = _tensor(value)
+    tensor = stored_tensor(value)
     if tensor is None or not len(tensor.shape):
         return False
     if value.producer() is not None and elements_of(value) <= 1:
@@ -289,24 +298,24 @@ def _is_weight(value: ir.Value, reader: ir.Node) -> bool:
     return dtype.is_integer() and dtype.bitwidth <= _QUANTIZED_BITS
 
 
-def _tensor(value: ir.Value) -> ir.TensorProtocol | None:
-    """What an initializer or a ``Constant`` node holds."""
+def stored_tensor(value: ir.Value) -> ir.TensorProtocol | None:
+    """What an initializer or a ``Constant`` node holds; None for any other value."""
     return value.const_value if value.producer() is None else constant_tensor(value)
 
 
 def elements_of(value: ir.Value) -> int:
     """The elements of an initializer or constant; 0 for any other value."""
-    tensor = _tensor(value)
+    tensor = stored_tensor(value)
     return 0 if tensor is None else math.prod(tensor.shape.numpy())
 
 
 def _bytes(value: ir.Value) -> int:
-    tensor = _tensor(value)
+    tensor = stored_tensor(value)
     return 0 if tensor is None else tensor.nbytes
 
 
 def _dtype(value: ir.Value) -> ir.DataType:
-    tensor = _tensor(value)
+    tensor = stored_tensor(value)
     return ir.DataType.UNDEFINED if tensor is None else tensor.dtype
 
 
