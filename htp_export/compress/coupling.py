@@ -14,10 +14,10 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.compress.coupled_axes import Axis, changed_axes, groups_of
-from htp_export.compress.cutoffs import Array
 from htp_export.model.shapes.sizes import Dim, product
 from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.model.tagged import TaggedModel
+from htp_export.runtime.arrays import Array
 
 __all__ = ["Coupling", "StopError", "couple"]
 

@@ -9,13 +9,13 @@ import onnx_ir as ir
 
 from htp_export.compress.coupled_axes import Axis, changed_axes
 from htp_export.compress.coupling import slice_start
-from htp_export.compress.cutoffs import Array
 from htp_export.compress.weights import changed_when_written
 from htp_export.errors import InputError
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.model.tagged import TaggedModel
 from htp_export.passes.editing import add_constant
+from htp_export.runtime.arrays import Array
 
 __all__ = ["cut_axes"]
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["CHUNK", "Array", "Cutoff", "find_cutoff", "keys_of"]
+from htp_export.runtime.arrays import Array
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+__all__ = ["CHUNK", "Cutoff", "find_cutoff", "keys_of"]
+
 
 CHUNK = 1 << 20
 """Elements that are looked at together."""

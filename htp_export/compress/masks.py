@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.compress.cutoffs import CHUNK, Array, Cutoff, find_cutoff, keys_of
+from htp_export.compress.cutoffs import CHUNK, Cutoff, find_cutoff, keys_of
 from htp_export.compress.weights import Weight
+from htp_export.runtime.arrays import Array
 
 __all__ = ["Mask", "Scores", "element_masks", "group_mask"]
 

@@ -11,7 +11,6 @@ import numpy as np
 from htp_export.compress.coupled_axes import Axis
 from htp_export.compress.coupling import Coupling, StopError, couple
 from htp_export.compress.cut_axes import cut_axes
-from htp_export.compress.cutoffs import Array
 from htp_export.compress.masks import Scores
 from htp_export.compress.sparsities import Sparsity
 from htp_export.compress.weights import Weight
@@ -20,6 +19,7 @@ from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.parameters import ModuleParameters
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
+from htp_export.runtime.arrays import Array
 
 __all__ = ["cut_channels"]
 
