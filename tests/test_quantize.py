@@ -354,6 +354,39 @@ def test_a_weight_behind_an_identity_is_a_weight(precision: str, tmp_path: Path)
         assert outputs(target, {"x": x})[0].shape == (6, 4)
 
 
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4000, 4)  # too large to be folded
+        self.register_buffer("ids", torch.arange(8).flip(0))
+
+    def forward(self) -> torch.Tensor:
+        embedded: torch.Tensor = self.embed(self.ids)
+        return embedded
+
+
+class Positioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.fc(x + self.positions())
+        return made
+
+
+def test_a_module_that_reads_no_input_of_the_model_is_calibrated(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 4)
+    file = written(Positioned().eval(), (x,), tmp_path / "net.onnx", "dynamo", ["x"])
+    result = htp_export.quantize(file, {"positions": "int8"}, tmp_path / "small.onnx", data=[{"x": x.numpy()}])
+    assert result.modules["positions"].precision == "int8"
+    assert result.modules["positions"].changed > 0
+    [before], [after] = (outputs(path, {"x": x.numpy()}) for path in (file, tmp_path / "small.onnx"))
+    assert 0 < np.abs(before - after).max() < 0.1
+
+
 def test_values_that_fill_masks_are_not_divided_into_steps(tmp_path: Path) -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:

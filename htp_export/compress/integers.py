@@ -169,7 +169,7 @@ class Calibrator:
             arrays: Name of an input of the part → values.
         """
         with quietly():
-            self._calibrator.collect_data(_OneRun(arrays))
+            self._calibrator.collect_data(_OneRun(_Feed(arrays)))
 
     def quantized(self) -> tuple[ir.Model, dict[str, str]]:
         """Quantize the part with the ranges of all runs.
@@ -226,11 +226,18 @@ class Calibrator:
         )
 
 
+class _Feed(dict[str, Any]):
+    """The inputs of a run, which is one without inputs too: ONNX Runtime takes an empty mapping for the end of runs."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
 class _OneRun:
     """One run, as ONNX Runtime's calibrators read it."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
-        self._left = iter([dict(arrays)] if arrays else [])
+        self._left = iter([arrays] if arrays else [])
 
     def get_next(self) -> Mapping[str, Array] | None:
         return next(self._left, None)
