@@ -17,6 +17,7 @@ from htp_export.cli.main import main
 from htp_export.costs.costing import cost
 from htp_export.errors import FileError, InputError
 from htp_export.exporter.torch_programs import exported_graph
+from htp_export.inspection.runs import run_once
 from tests import traceless
 from tests.nets import NETS
 from tests.test_view import page_data_of
@@ -170,6 +171,56 @@ def test_values_that_are_only_printed_are_no_hindrance_to_symbolic_tracing():
     assert cost(inspected).modules[""].flops == 2 * 2 * (4 * 4 + 4 * 3)
     with pytest.raises(FileError, match=r"by torch\.fx, is for inspection"):
         inspected.tagged.save("model.onnx")
+
+
+class Given(nn.Module):
+    """Its modules inside give back what they are given, or only seem to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing, self.both = nn.Identity(), nn.Sequential(nn.Dropout(), nn.Identity())
+        self.fc, self.relu, self.unused = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.both(self.relu(self.fc(self.nothing(x))))
+
+
+class GivenAndWatched(Given):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        print("bytes", y.detach().numpy().tobytes())
+        return y
+
+
+class GivenAndChosen(Given):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * 2 if y.sum().item() > 0 else y
+
+
+@pytest.mark.parametrize(("net", "way"), [(GivenAndWatched, "torch.fx"), (GivenAndChosen, "dynamo")])
+def test_modules_that_give_back_their_input_are_identities(net: type[Given], way: str):
+    inspected = htp_export.inspect(spread(net()), torch.randn(2, 4))
+    assert inspected.way == way
+    fates = {path: module.fate for path, module in inspected.tagged.hierarchy.items()}
+    assert fates == {
+        "": "computed",
+        "nothing": "identity",
+        "both": "identity",
+        "both.0": "identity",
+        "both.1": "identity",
+        "fc": "computed",
+        "relu": "computed",
+        "unused": "uncalled",
+    }
+
+
+def test_a_run_says_which_modules_gave_back_their_input():
+    model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Dropout())
+    model.eval().append(model[3])  # called twice
+    run = run_once(model, (torch.randn(2, 4),), {})
+    assert run.identities == {"0", "3"}  # ``ReLU`` returns its input, changed
+    assert run.returned_inputs[""] is False
 
 
 def test_what_symbolic_tracing_gets_wrong_is_refused():

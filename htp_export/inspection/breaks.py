@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from htp_export.format import tags
 from htp_export.format.parameters import parameters_of
 from htp_export.inspection.inspected import Inspected, Stop
 from htp_export.inspection.merging import Piece, merged
-from htp_export.inspection.runs import run_once, unchanged
+from htp_export.inspection.runs import ModuleRun, run_once, unchanged
 from htp_export.inspection.stops import is_of_model, reason_of
 from htp_export.inspection.trees import owners_in, tag_by_scope, tree_of, without_identities
 
@@ -50,7 +50,7 @@ def graphs_with_breaks(model: torch.nn.Module, args: tuple[Any, ...], kwargs: di
     run = run_once(model, args, kwargs)
     if run.error is not None:
         raise run.error
-    return _Graphs(model, names, broken).inspected(run.counts)
+    return _Graphs(model, names, broken).inspected(run)
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class _Graphs:
         self._notes: list[str] = []
         self._identities: set[str] = set()  # modules that gave back their input, as far as is known
 
-    def inspected(self, counts: Mapping[str, int]) -> Inspected:
+    def inspected(self, run: ModuleRun) -> Inspected:
         parts = list(self._parts())
         if not any(part.nodes for part in parts):
             raise RuntimeError("Dynamo makes no graph of this model: nothing that it can trace is computed in between")
         owners = {owner for part in parts for owner in owners_in(part.model.graph)}
-        tree = tree_of(self._model, counts, owners, self._identities)
+        tree = tree_of(self._model, run, owners, self._identities)
         pieces, parameters = list(self._pieces(parts)), parameters_of(self._model)
         graph = merged(pieces, tree, parameters)
         alone: dict[Hashable, Piece] = {}

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from htp_export.exporter.capture.torch_internals import changes_of
 from htp_export.exporter.capture.undoing import Before
+from htp_export.format.leaves import tensors_in
 from htp_export.format.module_paths import module_paths
 
 if TYPE_CHECKING:
@@ -26,15 +28,34 @@ class ModuleRun:
         given: Module path → the arguments of its first call.
         counts: Module path → number of its calls.
         error: What ended the run before it was complete; None if nothing did.
+        returned_inputs: Module path → whether each call of it returned tensors, all of them inputs and unchanged.
     """
 
     given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     error: Exception | None = None
+    returned_inputs: dict[str, bool] = field(default_factory=dict)
+    _entered: dict[str, dict[int, int]] = field(default_factory=dict)
 
-    def _note(self, path: str, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @property
+    def identities(self) -> set[str]:
+        """The modules that gave back what they were given."""
+        return {path for path, returned in self.returned_inputs.items() if returned}
+
+    def _enter(self, path: str, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.given.setdefault(path, (args, kwargs))
         self.counts[path] += 1
+        self._entered[path] = _states((args, kwargs))
+
+    def _leave(self, path: str, _module: object, _args: object, _kwargs: object, returned: Any) -> None:
+        results = _states(returned)
+        same = bool(results) and results.items() <= self._entered[path].items()
+        self.returned_inputs[path] = self.returned_inputs.get(path, True) and same
+
+
+def _states(tree: Any) -> dict[int, int]:
+    """``id`` of each tensor → how often it was changed in place."""
+    return {id(tensor): changes_of(tensor) for tensor in tensors_in(tree)}
 
 
 @contextlib.contextmanager
@@ -54,8 +75,9 @@ def run_once(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     run = ModuleRun()
     with unchanged(model, (args, kwargs)), contextlib.ExitStack() as hooks, torch.no_grad():
         for path, _, module in module_paths(model):
-            note = functools.partial(run._note, path)
-            hooks.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+            enter, leave = functools.partial(run._enter, path), functools.partial(run._leave, path)
+            hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
         try:
             model(*args, **kwargs)
         except Exception as error:  # the modules that ran until then can be shown all the same

@@ -50,7 +50,7 @@ def graph_by_symbolic_tracing(model: torch.nn.Module, args: tuple[Any, ...], kwa
         paths = [names.aliases[str(name)] for name, _ in stack if str(name) in names.aliases]
         tag_by_scope(node, paths[-1] if paths else "")
     identities = without_identities(graph)
-    tree = tree_of(model, run_once(model, args, kwargs).counts, owners_in(graph), identities)
+    tree = tree_of(model, run_once(model, args, kwargs), owners_in(graph), identities)
     write_model_metadata(lowered.model.metadata_props, tree, parameters=parameters_of(model))
     graph.name = tree.root.simple_class
     return Inspected(lowered.model, "torch.fx")

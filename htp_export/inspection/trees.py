@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
@@ -11,6 +11,7 @@ from htp_export.exporter.capture.program_graph import drop_identities
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.reasons import Reason
+from htp_export.inspection.runs import ModuleRun
 from htp_export.model.operators import subgraphs
 
 if TYPE_CHECKING:
@@ -34,26 +35,27 @@ def owners_in(graph: ir.Graph) -> set[str]:
     return {owner for node in graph.all_nodes() for owner in tags.owners_of(node.metadata_props)}
 
 
-def tree_of(
-    model: torch.nn.Module, counts: Mapping[str, int], owners: Collection[str], identities: Collection[str]
-) -> Hierarchy:
+def tree_of(model: torch.nn.Module, run: ModuleRun, owners: Collection[str], identities: Collection[str]) -> Hierarchy:
     """The module tree of a model.
+
+    Some identities have no node: torch 2.13 has one for dropout in eval mode, torch 2.15 has none, and ``nn.Identity``
+    never had one. So the run counts as well.
 
     Args:
         model: The model.
-        counts: Module path → number of its calls in one run.
+        run: One run of it.
         owners: The modules that own nodes.
         identities: Modules whose nodes gave back their input.
     """
     tree = Hierarchy.from_module(model)
-    ran = {*owners, *tags.all_above(owners)}
+    ran, unchanged = {*owners, *tags.all_above(owners)}, {*identities, *run.identities}
 
     def fate(path: str) -> str:
-        if path not in ran and not counts.get(path):
+        if path not in ran and not run.counts.get(path):
             return "uncalled"
-        return "identity" if path in identities and path not in ran else "computed"
+        return "identity" if path in unchanged and path not in ran else "computed"
 
-    calls = {path: counts[path] for path in tree if counts.get(path)}
+    calls = {path: run.counts[path] for path in tree if run.counts.get(path)}
     return tree.with_results(calls=calls, fates={path: fate(path) for path in tree})
 
 
