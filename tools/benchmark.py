@@ -7,6 +7,7 @@
     python tools/benchmark.py run              # verify, extract and profile, against PyTorch and ONNX Runtime alone
     python tools/benchmark.py carry --nodes 20000   # tags onto a synthetic graph that an optimiser changed
     python tools/benchmark.py functions        # files with modules as functions, against flat ones
+    python tools/benchmark.py compress --models bert --trials 20   # bytes, time and error of precisions and of a search
     python tools/benchmark.py scale --sizes 2000 10000 --levels 330   # how each command grows with the graph
 
 Every ratio is a median of pairs that ran one after the other in one process, in turn which of the two comes first,
@@ -31,6 +32,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import compare_models
+import compression
 import function_files
 import large_model
 import onnx
@@ -365,7 +368,9 @@ def run_carry(size: int) -> None:
 def main() -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["export", "repair", "run", "carry", "memory", "functions", "scale"])
+    parser.add_argument(
+        "what", choices=["export", "repair", "run", "carry", "memory", "functions", "scale", "compress"]
+    )
     parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
     parser.add_argument("--exporter", choices=["dynamo", "torchscript", "both"], default="both")
     parser.add_argument("--pairs", type=int, default=5)
@@ -374,6 +379,10 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", type=int, default=scale.SIZES, help="scale: nodes of wide models")
     parser.add_argument("--levels", nargs="*", type=int, default=scale.LEVELS, help="scale: levels of deep models")
     parser.add_argument("--commands", nargs="+", default=[], help="scale: these commands alone")
+    parser.add_argument("--runs", type=int, default=20, help="compress: timed runs of each half of a pair")
+    parser.add_argument("--trials", type=int, default=20, help="compress: plans that the search measures")
+    parser.add_argument("--depth", type=int, help="compress: the level of the modules that the search chooses for")
+    parser.add_argument("--small", action="store_true", help="compress: small models, to try it")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -384,6 +393,12 @@ def main() -> None:
     elif given.what == "functions":
         exporters = ["dynamo", "torchscript"] if given.exporter == "both" else [given.exporter]
         function_files.run({name: MODELS[name] for name in given.models}, exporters, given.pairs)
+    elif given.what == "compress":
+        small = {"bert": compare_models.bert, "resnet": compare_models.resnet, "decoder": compare_models.llama}
+        models = {
+            name: (lambda name=name: small[name]("small")) if given.small else MODELS[name] for name in given.models
+        }
+        compression.run(models, given.pairs, given.runs, given.trials, given.depth, describe)
     elif given.what == "scale":
         scale.run(given.sizes, given.levels, given.commands)
     elif given.what == "memory":
