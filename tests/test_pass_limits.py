@@ -9,7 +9,7 @@ import pytest
 
 import htp_export
 from htp_export.model.shapes.symbolic import Symbolic
-from htp_export.passes import merge_constant_sums, merge_parallel_projections, merge_slices, pipeline
+from htp_export.passes import merge_constant_sums, merge_parallel_projections, merge_slices, running
 from htp_export.passes.near_matching import MOST, near
 
 HEADER = '<ir_version: 10, opset_import: ["": 20]>'
@@ -98,6 +98,6 @@ def test_passes_are_repeated_up_to_a_number_of_rounds(monkeypatch: pytest.Monkey
     """Two passes of which the second makes work for the first: a round for each transposition that is left."""
     text = """g (float[2, 3] x) => (float[2, 3] y) {
         a = Transpose (x) b = Identity (a) c = Transpose (b) d = Identity (c) y = Relu (d) }"""
-    monkeypatch.setattr(pipeline, "_MOST_ROUNDS", 2 - missing)
+    monkeypatch.setattr(running, "_MOST_ROUNDS", 2 - missing)
     ops = optimized(text, "eliminate_redundant_transposes", "eliminate_identity_ops")
     assert ops == (["Transpose", "Transpose", "Relu"] if missing else ["Relu"])

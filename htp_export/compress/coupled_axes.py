@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-from htp_export.model.operators import operator_of
+from htp_export.model.operators import SIZES_ONLY, operator_of
 from htp_export.model.shapes.operators.elementwise import ELEMENTWISE
 from htp_export.model.shapes.symbolic import Symbolic
 
@@ -260,7 +260,7 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("Conv", "ConvTranspose", "com.microsoft::FusedConv"), _convolution),
     **dict.fromkeys(("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"), _layer_norm),
     **dict.fromkeys(("Concat", "Split", "Slice"), _beside),
-    **dict.fromkeys(("Shape", "Size"), _shape),
+    **dict.fromkeys(SIZES_ONLY, _shape),
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _scaled),
     "PRelu": _elementwise,
     "com.microsoft::BiasGelu": _elementwise,

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.compress.coupled_axes import Axis, changed_axes, groups_of
+from htp_export.model.operators import RESHAPING
 from htp_export.model.shapes.sizes import Dim, product
 from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.model.tagged import TaggedModel
@@ -21,7 +22,6 @@ from htp_export.runtime.arrays import Array
 
 __all__ = ["Coupling", "StopError", "couple"]
 
-_RESHAPING = ("Reshape", "Flatten", "Squeeze", "Unsqueeze")
 _MOST_ATTEMPTS = 64
 
 
@@ -136,7 +136,7 @@ class Coupling:
         """Carry the labels of an axis through a node."""
         if node.graph is not self._tagged.model.graph or any(_holds_graphs(node)):
             raise StopError(f"its channels reach a branch or loop{self._at(node)}")
-        if node.op_type in _RESHAPING and not node.domain:
+        if node.op_type in RESHAPING and not node.domain:
             if axis[0] in (node.inputs[0], node.outputs[0]):
                 self._cross_reshape(node, axis)
             return  # sizes and axes are no channels
