@@ -389,6 +389,7 @@ def test_a_click_on_a_card_or_a_row_selects_it_everywhere(page, net, size):
         assert page.run("document.querySelector('#flow-canvas .card.selected').title") == node
         assert node in page.run("document.getElementById('detail').innerText")
     page.run("document.getElementById('tab-modules').click()")
+    page.wait("document.querySelector('#rows .row.selected .label')")  # drawn after the table has scrolled to it
     assert page.run("document.querySelector('#rows .row.selected .label').textContent") == page.run("htp.selected.name")
     assert page.said == []
 
