@@ -80,8 +80,8 @@ def file_of(model: nn.Module, kwargs: dict[str, Any], folder: Path, exporter: st
 
 # Where hooks of the user compute, and where the exporters see other results than hooks do; see docs/owners.md.
 HOOKED = {"pre_hook_that_computes"}
-# Modules that are not compared, and those inside: they run only in branches that their nets do not take on these inputs,
-# or they return numbers, which are no tensors of the file.
+# Modules that are not compared, and those inside: they run only in branches that their nets do not take on these
+# inputs, or they return numbers, which are no tensors of the file.
 NOT_COMPARED = {
     "cond_over_self": ("choose.up",),
     "modules_in_branches": ("act",),
