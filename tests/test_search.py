@@ -574,8 +574,8 @@ class TestSearch:
         for block in documents.blocks(page):
             if block.language == "python":
                 exec(compile(block.text, "search.md", "exec"), names)
-        assert (tmp_path / "mixed.onnx").exists()
-        shutil.copy("small.onnx", "net.onnx")
+        assert (tmp_path / "found.onnx").exists()
+        shutil.copy("wide.onnx", "net.onnx")
         commands = [each.text.partition("#")[0].split()[1:] for each in documents.commands(page)]
         assert [command[0] for command in commands] == ["sensitivity", "search"]
         assert [main(command) for command in commands] == [0, 0]
