@@ -207,8 +207,9 @@ def _all_missing(forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     layers = cache.cross_attention_cache.layers
     known, length = layers[0].keys.shape[2], hidden.shape[1]
     kept = known - known // length
+    check: Callable[[bool], None] = torch._check  # torch has typed it since 2.14
     for bound in (kept >= 0, kept <= known, kept <= length):
-        torch._check(bound)  # type: ignore[no-untyped-call] # torch.export does not know it of a quotient
+        check(bound)  # torch.export does not know it of a quotient
     for layer in layers:
         layer.keys, layer.values = layer.keys[:, :, :kept], layer.values[:, :, :kept]
     cache.is_updated = dict.fromkeys(range(len(layers)), False)  # otherwise, the model computes nothing
