@@ -41,7 +41,18 @@ __all__ = [
     "UnknownModuleError",
     "UntaggedExportWarning",
     "UntaggedModelError",
+    "in_one_line",
 ]
+
+
+def in_one_line(error: BaseException) -> str:
+    r"""The message of an error of another library, as part of a message of ours.
+
+    Examples:
+        >>> in_one_line(ValueError("no such size\n  in this tensor"))
+        'no such size in this tensor'
+    """
+    return " ".join(str(error).split())
 
 
 class HtpExportError(Exception):

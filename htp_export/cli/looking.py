@@ -97,9 +97,18 @@ class LookOptions:
         if self.file is None and self.entry is None:
             raise InputError("name an ONNX file, a model, or --entry package.module:factory")
         options = ModelOptions(
-            self.file, self.entry, self.task, self.random_weights, self.seed, self.settings, self.dtype, inputs,
-            self.attention, self.revision, self.trust_remote_code,
-        )  # fmt: skip
+            source=self.file,
+            entry=self.entry,
+            task=self.task,
+            random_weights=self.random_weights,
+            seed=self.seed,
+            settings=self.settings,
+            dtype=self.dtype,
+            inputs=inputs,
+            attention=self.attention,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+        )
         with Steps(quiet=quiet).step(f"tracing {options.name}"), _stdout_for_results():
             inspected = _inspected(options)
         for line in str(inspected).splitlines():

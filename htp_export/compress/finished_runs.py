@@ -7,28 +7,21 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import FileError
-from htp_export.files.slots import slots
+from htp_export.model.content_hash import content_hash
 from htp_export.runtime.arrays import Array
 
-__all__ = ["FinishedRuns", "digest_of"]
+__all__ = ["FinishedRuns", "RunStore", "digest_of"]
 
 
 def digest_of(model: ir.Model, feeds: Iterable[Mapping[str, Array]], settings: Sequence[Any] = ()) -> str:
-    """What the results of runs depend on, as a digest: operators, weights, inputs, settings."""
-    digest = hashlib.sha256(repr(settings).encode())
-    for node in model.graph.all_nodes():
-        names = [value.name if value is not None else None for value in (*node.inputs, *node.outputs)]
-        plain = [(key, str(each.value)) for key, each in node.attributes.items() if each.type not in _TENSORS]
-        digest.update(repr((node.op_identifier(), names, plain)).encode())
-    for slot in slots(model):
-        digest.update(repr((slot.tensor.name, str(slot.tensor.dtype), tuple(slot.tensor.shape))).encode())
-        digest.update(slot.tensor.tobytes())
+    """What the results of runs depend on, as a digest: the model, its inputs, settings."""
+    digest = hashlib.sha256(repr((content_hash(model), settings)).encode())
     for feed in feeds:
         for name, array in feed.items():
             digest.update(repr((name, str(array.dtype), array.shape)).encode())
@@ -36,10 +29,17 @@ def digest_of(model: ir.Model, feeds: Iterable[Mapping[str, Array]], settings: S
     return digest.hexdigest()[:32]
 
 
-_TENSORS = (ir.AttributeType.TENSOR, ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-
-
 _BEGINNING = '{"of": "'
+
+
+class RunStore(Protocol):
+    """Where finished runs are kept: a file, or a study that several processes share."""
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The result of a finished run; None if it is still to be made."""
+
+    def add(self, key: str, result: dict[str, Any]) -> None:
+        """Keep a result."""
 
 
 class FinishedRuns:

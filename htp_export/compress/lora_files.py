@@ -207,9 +207,6 @@ def _without_lora(tagged: TaggedModel, layers: Mapping[str, float]) -> TaggedMod
     graph = tagged.model.graph
     for path in layers:
         remove_lora(graph, path)
-    graph_values = graph.initializers
-    if "lora_scaling" in graph_values and not graph_values["lora_scaling"].uses():
-        del graph_values["lora_scaling"]
     gone = lora_modules(tagged.model.metadata_props)
     hierarchy = Hierarchy(module for path, module in tagged.hierarchy.items() if path not in gone)
     signatures = {path: calls for path, calls in tagged.signatures.items() if path not in gone}

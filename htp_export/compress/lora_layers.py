@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from htp_export.compress.adapters import factor_name
+from htp_export.compress.submodels import remove_unused
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.lora import FACTORS, read_lora
@@ -50,7 +51,7 @@ def remove_lora(graph: ir.Graph, path: str) -> None:
         result.replace_all_uses_with(base, replace_graph_outputs=True)  # type: ignore[arg-type]
         result.name = None
         base.name = name  # type: ignore[union-attr]
-        _remove_unused(graph, join)
+        remove_unused(join.outputs)
     for factor in factors:
         if factor.uses():
             raise InputError(f"module {path!r}: {factor.name!r} is read outside of its LoRA layer")
@@ -73,15 +74,3 @@ def _derived(value: ir.Value) -> dict[ir.Node, None]:
 
 def _not_among(value: ir.Value | None, nodes: Mapping[ir.Node, None]) -> bool:
     return value is not None and value.producer() not in nodes
-
-
-def _remove_unused(graph: ir.Graph, node: ir.Node) -> None:
-    """Remove a node and the producers of its inputs, as far as nothing reads them."""
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        if node.graph is None or any(value.uses() or value.is_graph_output() for value in node.outputs):
-            continue
-        read = [value for value in node.inputs if value is not None]
-        graph.remove(node, safe=True)
-        waiting += [maker for value in read if (maker := value.producer()) is not None]

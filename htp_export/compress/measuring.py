@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from htp_export.compress.calibration_data import Data, Samples
-from htp_export.compress.finished_runs import FinishedRuns, digest_of
+from htp_export.compress.finished_runs import FinishedRuns, RunStore, digest_of
 from htp_export.compress.output_errors import OutputErrors
 from htp_export.compress.precisions import Precision
 from htp_export.compress.quantizing import quantize
@@ -65,9 +65,11 @@ class Measurement:
         return cls(**numbers)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Measurer:
     """Measures plans for one model on one set of data; the original runs once.
+
+    ``finished`` may be replaced before anything is measured, by what shares runs with other processes.
 
     Attributes:
         tagged: The model, without functions.
@@ -93,7 +95,7 @@ class Measurer:
         return list(self.samples)
 
     @cached_property
-    def finished(self) -> FinishedRuns:
+    def finished(self) -> RunStore:
         """The runs that are done."""
         named = getattr(self.metric, "__qualname__", None)
         return FinishedRuns(self.results, digest_of(self.tagged.model, self.feeds, (named, self.runs)))

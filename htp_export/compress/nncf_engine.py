@@ -14,9 +14,10 @@ import onnx_ir as ir
 
 from htp_export.compress.integers import is_divisible, static_bytes
 from htp_export.compress.precisions import Precision
+from htp_export.compress.products import weight_place
 from htp_export.compress.quantizers import quietly
 from htp_export.compress.submodels import Submodel, constant_of
-from htp_export.errors import ToolError
+from htp_export.errors import ToolError, in_one_line
 from htp_export.files.parsing import model_from_proto
 from htp_export.model.operators import subgraphs
 from htp_export.provenance.adapting import library
@@ -47,7 +48,7 @@ def takes_nncf(node: ir.Node, types: Mapping[str, ir.DataType | None]) -> bool:
 
 def nncf_bytes(node: ir.Node, place: int, tensor: ir.TensorProtocol, precision: Precision) -> int | None:
     """The bytes of a weight that NNCF quantized, with the scales of channels; None for what it leaves, as biases."""
-    if node.op_type not in _WEIGHTED or place != (0 if node.op_type == "Gather" else 1):
+    if node.op_type not in _WEIGHTED or place != weight_place(node):
         return None
     if node.op_type != "Gather":
         return static_bytes(node, place, tensor, precision)
@@ -169,7 +170,7 @@ def _names(*values: Sequence[ir.Value | None]) -> list[str]:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {in_one_line(error)}"
 
 
 def _arguments(nncf: Any, precision: Precision) -> dict[str, Any]:

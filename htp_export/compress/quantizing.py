@@ -20,7 +20,7 @@ from htp_export.compress.nncf_engine import quantize_with_nncf
 from htp_export.compress.precisions import Engine, Method, Precision, precisions_of
 from htp_export.compress.quantized import Quantized, QuantizedModule
 from htp_export.compress.submodels import Names, Submodel, cut_out, put_back, remove_unused
-from htp_export.errors import HtpExportError, ToolError
+from htp_export.errors import HtpExportError, ToolError, in_one_line
 from htp_export.files.model_files import check_target, write_model
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
@@ -118,8 +118,8 @@ def quantize(
     except HtpExportError:
         raise
     except Exception as error:
-        message = " ".join(str(error).split())
-        raise ToolError("onnxruntime.quantization", f"failed on {name}: {type(error).__name__}: {message}") from error
+        problem = f"failed on {name}: {type(error).__name__}: {in_one_line(error)}"
+        raise ToolError("onnxruntime.quantization", problem) from error
     carry_in_place(original, changed.model)
     for node, same in twin.items():
         if node not in choice.precision_of:  # nothing happened to it
@@ -156,7 +156,7 @@ class _Work:
                     stayed += self._static(nodes, precision, samples, name)
                 elif method == Method.CAST:
                     cast = {node: ports[node] for node in nodes}
-                    remove_unused(self._model, cast_nodes(self._model, cast, precision, self._names))
+                    remove_unused(cast_nodes(self._model, cast, precision, self._names))
                 else:
                     self._weights(nodes, precision, samples, name)
         return stayed
@@ -212,7 +212,7 @@ class _Work:
 
     def _replace(self, part: Submodel, made: ir.Model) -> None:
         put_back(self._model, part, made, self._names)
-        remove_unused(self._model, part.weights.values())
+        remove_unused(part.weights.values())
 
 
 def _notes(choice: Choice, *, random: bool) -> tuple[str, ...]:

@@ -37,6 +37,11 @@ class Trial:
     measured: Mapping[str, Any]
 
     @property
+    def name(self) -> str:
+        """What it is called in pictures and pages."""
+        return "whole model" if self.number is None else f"trial {self.number}"
+
+    @property
     def precisions(self) -> str:
         """How many modules have which precision."""
         named = (value if isinstance(value, str) else value["precision"] for value in self.plan.values())

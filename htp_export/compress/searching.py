@@ -129,6 +129,7 @@ def search(
             "precisions": {name: _plain(precision) for name, precision in precisions.items()},
         },
     )
+    measurer.finished = shared
     work = _Work(measurer, shared, precisions, wanted, variables)
     problems = work.measure_alone()
     front = work.front()
@@ -212,9 +213,6 @@ class _Work:
     precisions: Mapping[str, Precision]
     objectives: tuple[str, ...]
     variables: dict[str, list[str]]
-
-    def __post_init__(self) -> None:
-        self.measurer.__dict__["finished"] = self.study  # runs are shared with other processes
 
     def measure_alone(self) -> list[str]:
         """Measure every module in every precision; take away those that it cannot have, and say which."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import FileError, HtpExportError, InputError
+from htp_export.files.parsing import first_line
 
 if TYPE_CHECKING:
     import optuna
@@ -86,18 +87,14 @@ def open_storage(storage: str | os.PathLike[str] | Any | None) -> Any:
         if "://" in named:
             return optuna.storages.RDBStorage(named)
     except Exception as error:  # of SQLAlchemy, its drivers and gRPC
-        raise InputError(f"storage {named!r} cannot be opened: {_first_line(error)}") from error
+        raise InputError(f"storage {named!r} cannot be opened: {first_line(error)}") from error
     if not Path(named).absolute().parent.is_dir():
         raise FileError(named, f"its folder does not exist: {Path(named).absolute().parent}")
     backend = optuna.storages.journal.JournalFileBackend(named)
     try:
         return optuna.storages.JournalStorage(backend)
     except Exception as error:
-        raise FileError(named, f"is no journal of Optuna: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+        raise FileError(named, f"is no journal of Optuna: {first_line(error)}") from error
 
 
 class SharedStudy:

@@ -198,14 +198,16 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
     return new_nodes
 
 
-def remove_unused(whole: ir.Model, weights: Iterable[ir.Value]) -> None:
-    """Remove constants that nothing reads any more, of those that parts read before."""
-    waiting = list(dict.fromkeys(weights))
+def remove_unused(values: Iterable[ir.Value]) -> None:
+    """Remove the values that nothing reads any more, and what was computed for them alone; inputs of the model stay."""
+    waiting = list(dict.fromkeys(values))
     for value in waiting:
         if value.uses() or value.is_graph_output():
             continue
         node = value.producer()
         if node is not None and isinstance(node.graph, ir.Graph):
+            if any(other.uses() or other.is_graph_output() for other in node.outputs):
+                continue
             waiting += [read for read in node.inputs if read is not None]
             node.graph.remove(node, safe=True)
         elif value.is_initializer() and not value.is_graph_input() and value.graph is not None:

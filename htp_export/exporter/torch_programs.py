@@ -17,7 +17,7 @@ from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.program_graph import drop_identities, graph_of_program
 from htp_export.exporter.rewriting import write_tags
 from htp_export.process.garbage_collection import hold_collection
-from htp_export.process.restoring import Changes, set_variable
+from htp_export.process.restoring import Changes, restored, set_variable
 from htp_export.process.shared_settings import turn_attention_fast_path_off
 
 __all__ = ["LoweredGraph", "exported_graph", "lowered_graph"]
@@ -94,36 +94,27 @@ def exported_graph(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mappin
 
 
 def _attempt(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, strict: bool) -> ir.Model:
-    changes = Changes()
-    try:
-        try:
-            return _tagged(model, args, kwargs, strict, changes)
-        finally:
-            changes.take_back()
-    finally:
-        changes.take_back()
-
-
-def _tagged(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], strict: bool, changes: Changes
-) -> ir.Model:
-    running.wait_alone(changes)
-    for places in (patches.DYNAMO_ENTRY, patches.MODULE_CALLS, patches.DYNAMO):
-        places.hold(changes)
-    turn_attention_fast_path_off(changes)
-    hold_collection(changes, kept=True)
     names = ModuleNames(model)
     capture = DynamoCapture(names.path_now, names.aliases, names.by_id)
-    capture.changes = changes.inner()
-    set_variable(changes, running.dynamo_capture, capture)
-    with torch.no_grad():
-        program = torch.export.export(model, args, dict(kwargs), strict=strict)
-        functional = prepare(lambda made: made.run_decompositions({}))(program)
-    capture.step("noting the calls in branches", capture.mark_bodies, functional)
-    graph, values = graph_of_program(functional)
-    capture.step("noting the values of an FX graph", capture.translated_nodes, values)
-    capture.step("reading the graph as it was translated", capture.translated, graph)
-    capture.step("dropping nodes that compute nothing", drop_identities, graph.graph, capture.replaced)
-    capture.step("tagging the nodes of the graph", write_tags, capture, graph, names.hierarchy, names.parameters)
-    capture.give_up()
-    return graph
+
+    def make(changes: Changes) -> None:
+        running.wait_alone(changes)
+        for places in (patches.DYNAMO_ENTRY, patches.MODULE_CALLS, patches.DYNAMO):
+            places.hold(changes)
+        turn_attention_fast_path_off(changes)
+        hold_collection(changes, kept=True)
+        capture.changes = changes.inner()
+        set_variable(changes, running.dynamo_capture, capture)
+
+    with restored(make):
+        with torch.no_grad():
+            program = torch.export.export(model, args, dict(kwargs), strict=strict)
+            functional = prepare(lambda made: made.run_decompositions({}))(program)
+        capture.step("noting the calls in branches", capture.mark_bodies, functional)
+        graph, values = graph_of_program(functional)
+        capture.step("noting the values of an FX graph", capture.translated_nodes, values)
+        capture.step("reading the graph as it was translated", capture.translated, graph)
+        capture.step("dropping nodes that compute nothing", drop_identities, graph.graph, capture.replaced)
+        capture.step("tagging the nodes of the graph", write_tags, capture, graph, names.hierarchy, names.parameters)
+        capture.give_up()
+        return graph

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from htp_export.errors import FileError
+from htp_export.errors import FileError, in_one_line
 
 __all__ = ["read_yaml"]
 
@@ -48,5 +48,6 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
     except UnicodeDecodeError as error:
         raise FileError(file, "is not YAML: it is no text") from error
     except (yaml.YAMLError, RecursionError) as error:
-        problem = " ".join(str(error).split())
-        raise FileError(file, f"is not YAML: {problem}; put selectors with '*' or '!' into quotes") from error
+        raise FileError(
+            file, f"is not YAML: {in_one_line(error)}; put selectors with '*' or '!' into quotes"
+        ) from error

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from htp_export.errors import ModelSourceError
+from htp_export.errors import ModelSourceError, in_one_line
 
 __all__ = ["apply_overrides", "find", "nearest", "sub_configs", "tokens_outside", "with_cache", "without_cache"]
 
@@ -77,8 +77,7 @@ def apply_overrides(source: str, config: Any, overrides: Mapping[str, object]) -
     try:
         return type(config)(**values)
     except Exception as error:  # configs check themselves, each in its way
-        message = " ".join(str(error).split())
-        raise ModelSourceError(source, f"its config refuses {_shown(overrides)}: {message}") from error
+        raise ModelSourceError(source, f"its config refuses {_shown(overrides)}: {in_one_line(error)}") from error
 
 
 def nearest(name: str, known: Iterable[str], what: str) -> str:

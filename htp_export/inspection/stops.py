@@ -11,6 +11,7 @@ from typing import Any
 
 import htp_export.errors
 from htp_export.exporter.broken_graphs import module_of_frame
+from htp_export.exporter.capture.root_call import first_line
 from htp_export.inspection.inspected import Stop, Way
 
 __all__ = ["is_of_model", "reason_of", "stop_of"]
@@ -53,8 +54,7 @@ def reason_of(error: BaseException) -> str:
         'ValueError: no such size'
     """
     *_, cause = _chain(error)
-    first = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
-    return f"{type(cause).__name__}: {first}"[:_LONGEST]
+    return first_line(cause)[:_LONGEST]
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -15,7 +15,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from htp_export.errors import HtpExportError, InputError, ToolError
+from htp_export.errors import HtpExportError, InputError, ToolError, in_one_line
 from htp_export.files.model_files import check_target, read_model, write_model
 from htp_export.files.parsing import model_from_proto
 from htp_export.model.inlining import read_flat
@@ -108,7 +108,7 @@ def share_unchanged(model: ir.Model, source: ModelSource) -> None:
 
 def _plain(error: BaseException, names: Mapping[Path, str]) -> str:
     """An error in one line, with the user's file names instead of temporary ones."""
-    text = " ".join(str(error).split())
+    text = in_one_line(error)
     for file, name in names.items():
         text = text.replace(os.fspath(file), name)
     return text

@@ -15,7 +15,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from htp_export.errors import InputError, OnnxRuntimeError
+from htp_export.errors import InputError, OnnxRuntimeError, in_one_line
 from htp_export.files.data_files import check_data
 from htp_export.files.model_files import read_model, write_model
 from htp_export.files.slots import slots
@@ -172,7 +172,7 @@ class RunnableModel:
             action: ``load`` or ``run``.
             error: The error of ONNX Runtime.
         """
-        text = " ".join(str(error).split())
+        text = in_one_line(error)
         if isinstance(self.source, Path):
             text = text.replace(os.fspath(self.source), self.name)
         match = _NODE_AT_FAULT.search(text)

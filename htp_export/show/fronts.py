@@ -134,8 +134,7 @@ def _point(
 ) -> str:
     upward, across = search.objectives[0], search.objectives[1]
     values = ", ".join(f"{name} {texts[name](trial.values[name])}" for name in search.objectives)
-    named = "whole model" if trial.number is None else f"trial {trial.number}"
-    title = html.escape(f"{named}: {values}; {trial.precisions}")
+    title = html.escape(f"{trial.name}: {values}; {trial.precisions}")
     place = f'cx="{x.place(trial.values[across]):.1f}" cy="{y.place(trial.values[upward]):.1f}"'
     opacity = 1 if on_front else 0.5
     radius = 5 if on_front else 3.5

@@ -208,7 +208,7 @@ def _equal(theirs: list[Any], ours: list[Any]) -> bool:
     )
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The type of an error and the first line of its message."""
     told = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {told}"

@@ -42,7 +42,7 @@ def front_data(search: Search) -> dict[str, Any]:
 def _trial(trial: Trial, search: Search, file: str) -> dict[str, Any]:
     texts = {column.name: column.text or str for column in trial_columns(search.objectives)}
     return {
-        "name": "whole model" if trial.number is None else f"trial {trial.number}",
+        "name": trial.name,
         "file": file,
         "values": [texts[name](trial.values[name]) for name in search.objectives],
         "origin": trial.origin,
