@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from htp_export.attention.decomposing import decomposed_attention
     from htp_export.compress.compressed import CompressedModule
-    from htp_export.compress.lora import InsertedLora, LoraLayer, insert_lora
-    from htp_export.compress.lora_files import FusedLora, LoraAdapter, fuse_lora, lora_adapter
-    from htp_export.compress.pipeline_results import PipelineRun, StepReport
-    from htp_export.compress.pipelines import pipeline
-    from htp_export.compress.plan_exporting import PlanFile, export_plan
-    from htp_export.compress.precisions import Precision
-    from htp_export.compress.pruned import Pruned, PrunedModule
-    from htp_export.compress.pruning import prune
-    from htp_export.compress.quantized import Quantized, QuantizedModule
-    from htp_export.compress.quantizing import quantize
-    from htp_export.compress.search_results import Search
-    from htp_export.compress.searching import search
-    from htp_export.compress.sensitivities import sensitivity
-    from htp_export.compress.sensitivity_results import Sensitivity
-    from htp_export.compress.training import frozen_fake_quantize, module_filter
+    from htp_export.compress.lora.lora_files import FusedLora, LoraAdapter, fuse_lora, lora_adapter
+    from htp_export.compress.lora.lora_inputs import InsertedLora, LoraLayer, insert_lora
+    from htp_export.compress.pipelines.pipeline_results import PipelineRun, StepReport
+    from htp_export.compress.pipelines.running import pipeline
+    from htp_export.compress.plan_export.plan_exporting import PlanFile, export_plan
+    from htp_export.compress.pruning.pruned import Pruned, PrunedModule
+    from htp_export.compress.pruning.pruning import prune
+    from htp_export.compress.quantization.precisions import Precision
+    from htp_export.compress.quantization.quantized import Quantized, QuantizedModule
+    from htp_export.compress.quantization.quantizing import quantize
+    from htp_export.compress.quantization.training import frozen_fake_quantize, module_filter
+    from htp_export.compress.trade_offs.search_results import Search
+    from htp_export.compress.trade_offs.searching import search
+    from htp_export.compress.trade_offs.sensitivities import sensitivity
+    from htp_export.compress.trade_offs.sensitivity_results import Sensitivity
     from htp_export.costs.costing import cost
     from htp_export.costs.result import Cost
     from htp_export.costs.work import Work
@@ -160,15 +160,15 @@ _HOMES = {
     "Finding": "findings.finding",
     "Fingerprint": "fingerprints.families",
     "Forensics": "findings.finding",
-    "FusedLora": "compress.lora_files",
+    "FusedLora": "compress.lora.lora_files",
     "Hierarchy": "format.hierarchy",
     "HtpExportError": "errors",
     "Inlined": "model.inlining",
     "InputError": "errors",
-    "InsertedLora": "compress.lora",
+    "InsertedLora": "compress.lora.lora_inputs",
     "Inspected": "inspection.inspected",
-    "LoraAdapter": "compress.lora_files",
-    "LoraLayer": "compress.lora",
+    "LoraAdapter": "compress.lora.lora_files",
+    "LoraLayer": "compress.lora.lora_inputs",
     "ModelDifference": "differences.differing",
     "ModuleDifference": "differences.differing",
     "ModuleInfo": "format.hierarchy",
@@ -176,20 +176,20 @@ _HOMES = {
     "Nested": "surgery.nesting",
     "Optimized": "passes.results",
     "Partition": "surgery.partitions",
-    "PipelineRun": "compress.pipeline_results",
-    "PlanFile": "compress.plan_exporting",
-    "Precision": "compress.precisions",
+    "PipelineRun": "compress.pipelines.pipeline_results",
+    "PlanFile": "compress.plan_export.plan_exporting",
+    "Precision": "compress.quantization.precisions",
     "Profile": "run.latency",
-    "Pruned": "compress.pruned",
-    "PrunedModule": "compress.pruned",
-    "Quantized": "compress.quantized",
-    "QuantizedModule": "compress.quantized",
+    "Pruned": "compress.pruning.pruned",
+    "PrunedModule": "compress.pruning.pruned",
+    "Quantized": "compress.quantization.quantized",
+    "QuantizedModule": "compress.quantization.quantized",
     "Region": "model.tagged",
-    "Search": "compress.search_results",
-    "Sensitivity": "compress.sensitivity_results",
+    "Search": "compress.trade_offs.search_results",
+    "Sensitivity": "compress.trade_offs.sensitivity_results",
     "Splice": "surgery.splicing",
     "Stage": "surgery.stages",
-    "StepReport": "compress.pipeline_results",
+    "StepReport": "compress.pipelines.pipeline_results",
     "TaggedModel": "model.tagged",
     "Verification": "run.results",
     "View": "show.viewing",
@@ -203,28 +203,28 @@ _HOMES = {
     "diff": "differences.differing",
     "embed_map": "provenance.carrying",
     "export": "exporter.exporting",
-    "export_plan": "compress.plan_exporting",
+    "export_plan": "compress.plan_export.plan_exporting",
     "extract": "surgery.extraction",
     "fingerprint": "fingerprints.families",
     "forensics": "findings.investigation",
-    "frozen_fake_quantize": "compress.training",
+    "frozen_fake_quantize": "compress.quantization.training",
     "functions": "surgery.nesting",
-    "fuse_lora": "compress.lora_files",
+    "fuse_lora": "compress.lora.lora_files",
     "inline": "model.inlining",
-    "insert_lora": "compress.lora",
+    "insert_lora": "compress.lora.lora_inputs",
     "inspect": "inspection.inspecting",
     "load": "model.tagged",
     "load_partition": "surgery.manifest",
-    "lora_adapter": "compress.lora_files",
-    "module_filter": "compress.training",
+    "lora_adapter": "compress.lora.lora_files",
+    "module_filter": "compress.quantization.training",
     "optimize": "passes.optimizing",
     "partition": "surgery.staging",
-    "pipeline": "compress.pipelines",
+    "pipeline": "compress.pipelines.running",
     "profile": "run.latency",
-    "prune": "compress.pruning",
-    "quantize": "compress.quantizing",
-    "search": "compress.searching",
-    "sensitivity": "compress.sensitivities",
+    "prune": "compress.pruning.pruning",
+    "quantize": "compress.quantization.quantizing",
+    "search": "compress.trade_offs.searching",
+    "sensitivity": "compress.trade_offs.sensitivities",
     "splice": "surgery.splicing",
     "tagging": "exporter.exporting",
     "verify": "run.verifying",

@@ -31,7 +31,7 @@ def export_plan_command(
 
     --data and --entry give the inputs from which the ranges of activations are measured, for qnn and aimet.
     """
-    from htp_export.compress.plan_exporting import export_plan
+    from htp_export.compress.plan_export.plan_exporting import export_plan
 
     wanted = read_rules(plan, rule)
     check_output(output, [file, *([Path(plan)] if plan else []), *(data or [])], page=True)

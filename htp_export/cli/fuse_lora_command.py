@@ -25,7 +25,7 @@ def fuse_lora_command(
     as_json: JsonOption = False,
 ) -> None:
     """Add a LoRA adapter to the weights of a model."""
-    from htp_export.compress.lora_files import fuse_lora
+    from htp_export.compress.lora.lora_files import fuse_lora
 
     check_output(output, [file], in_place=in_place)
     with Steps(quiet=as_json).step(f"fusing {adapter.name}"):

@@ -24,7 +24,7 @@ def insert_lora_command(
     as_json: JsonOption = False,
 ) -> None:
     """Give layers inputs for LoRA adapters."""
-    from htp_export.compress.lora import insert_lora
+    from htp_export.compress.lora.lora_inputs import insert_lora
 
     check_output(output, [file], in_place=in_place)
     with Steps(quiet=as_json).step(f"inserting LoRA layers into {file.name}"):

@@ -22,7 +22,7 @@ def lora_adapter_command(
     as_json: JsonOption = False,
 ) -> None:
     """Convert a PEFT adapter for ONNX Runtime."""
-    from htp_export.compress.lora_files import lora_adapter
+    from htp_export.compress.lora.lora_files import lora_adapter
 
     check_output(output, [file])
     with Steps(quiet=as_json).step(f"converting {adapter.name}"):

@@ -15,7 +15,7 @@ from htp_export.cli.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
 
 if TYPE_CHECKING:
-    from htp_export.compress.pipeline_steps import PipelineStep
+    from htp_export.compress.pipelines.pipeline_steps import PipelineStep
     from htp_export.format.provenance_notes import ProvenanceNote
 
 EXAMPLE = "steps.yaml -m bert.onnx -o small.onnx"
@@ -48,7 +48,7 @@ def pipeline_command(
 
     Exit status 1 where a check does not hold, a step fails, or another model comes out again.
     """
-    from htp_export.compress.pipelines import pipeline, read_pipeline
+    from htp_export.compress.pipelines.running import pipeline, read_pipeline
 
     if file.suffix.lower() == ".onnx" and model is None and output is None:
         _show_provenance(file, as_json)
@@ -95,7 +95,7 @@ def _from_source(options: dict[str, Any]) -> dict[str, Any]:
 
 def _show_provenance(file: Path, as_json: bool) -> None:
     """Say how a file was made, and whether it is what was made."""
-    from htp_export.compress.pipeline_results import provenance_data
+    from htp_export.compress.pipelines.pipeline_results import provenance_data
     from htp_export.files.model_files import read_model
     from htp_export.format.provenance_notes import read_provenance
     from htp_export.model.content_hash import content_hash

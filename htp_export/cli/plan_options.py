@@ -55,7 +55,7 @@ def read_rules(plan: str | None, typed: list[str] | None) -> dict[str, Any]:
         FileError: If the file cannot be read.
         InputError: If a rule cannot be read.
     """
-    from htp_export.compress.precisions import PRESETS
+    from htp_export.compress.quantization.precisions import PRESETS
 
     wanted = f"a plan, a preset ({', '.join(PRESETS)}), or --rule SELECTOR=PRECISION"
     return _read_rules(plan, typed, PRESETS, wanted)

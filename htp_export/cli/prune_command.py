@@ -38,7 +38,7 @@ def prune_command(
     as_json: JsonOption = False,
 ) -> None:
     """Remove the least important weights of modules."""
-    from htp_export.compress.pruning import prune
+    from htp_export.compress.pruning.pruning import prune
 
     rules = read_prune_rules(plan, rule)
     check_output(output, [file, *([plan] if plan else [])], in_place=in_place)

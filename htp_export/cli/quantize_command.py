@@ -39,7 +39,7 @@ def quantize_command(
 
     Exactly the modules of the plan change. Without --data or --entry, ranges of activations are those of random inputs.
     """
-    from htp_export.compress.quantizing import quantize
+    from htp_export.compress.quantization.quantizing import quantize
     from htp_export.costs.module_tree import visible
     from htp_export.model.tagged import load
     from htp_export.show.compression import compression_csv, render_quantized

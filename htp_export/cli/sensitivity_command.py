@@ -44,7 +44,7 @@ def sensitivity_command(
 
     Modules are quantized one by one. The one that changes the outputs of the model most comes first.
     """
-    from htp_export.compress.sensitivities import sensitivity
+    from htp_export.compress.trade_offs.sensitivities import sensitivity
     from htp_export.show.sensitivities import render_sensitivity, sensitivity_csv
 
     with Steps(quiet=as_json or as_csv).step(f"quantizing modules of {file.name}"):

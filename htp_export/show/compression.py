@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from htp_export.compress.quantized import QUANTIZED_COLUMNS, Quantized, QuantizedModule
+from htp_export.compress.quantization.quantized import QUANTIZED_COLUMNS, Quantized, QuantizedModule
 from htp_export.model.columns import MODULE, Column, csv_text, sorted_by
 from htp_export.show.command_words import in_commands
 from htp_export.show.module_table import TreeTable

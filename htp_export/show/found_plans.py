@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from htp_export.compress.search_results import Search
+from htp_export.compress.trade_offs.search_results import Search
 from htp_export.errors import FileError
 from htp_export.files.filesystem import why_not_writable
 from htp_export.files.replacing import Move, work_folder

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from htp_export.compress.search_results import Search, Trial, trial_columns
+from htp_export.compress.trade_offs.search_results import Search, Trial, trial_columns
 from htp_export.errors import InputError
 
 __all__ = ["front_svg"]

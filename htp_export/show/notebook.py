@@ -36,7 +36,7 @@ def in_notebook(result: object) -> str | None:
 
 
 def _table(result: object) -> RenderableType | None:
-    from htp_export.compress.quantized import Quantized
+    from htp_export.compress.quantization.quantized import Quantized
     from htp_export.costs.module_tree import ModuleTree
     from htp_export.costs.result import Cost
     from htp_export.run.latency import Profile

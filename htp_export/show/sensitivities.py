@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from htp_export.compress.search_results import Search, trial_columns
-from htp_export.compress.sensitivity_results import (
+from htp_export.compress.trade_offs.search_results import Search, trial_columns
+from htp_export.compress.trade_offs.sensitivity_results import (
     SENSITIVITY_COLUMNS,
     BlockSensitivity,
     ModuleSensitivity,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from htp_export.compress.search_reading import search_from
-from htp_export.compress.search_results import Search
+from htp_export.compress.trade_offs.search_reading import search_from
+from htp_export.compress.trade_offs.search_results import Search
 from htp_export.errors import FileError, InputError
 from htp_export.files.json_file import read_json
 from htp_export.files.model_files import check_target

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from htp_export.compress.search_results import Search, Trial, trial_columns
+from htp_export.compress.trade_offs.search_results import Search, Trial, trial_columns
 from htp_export.errors import InputError
 from htp_export.show.fronts import front_svg
 

@@ -1,0 +1,187 @@
+"""Channels and attention heads that are cut out: which ones, and everything that has them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from htp_export.compress.pruning.coupled_axes import Axis
+from htp_export.compress.pruning.coupling import Coupling, StopError, couple
+from htp_export.compress.pruning.cut_axes import cut_axes
+from htp_export.compress.pruning.masks import Scores
+from htp_export.compress.pruning.sparsities import Sparsity
+from htp_export.compress.pruning.weights import Weight
+from htp_export.errors import InputError
+from htp_export.format.model_metadata import write_model_metadata
+from htp_export.format.parameters import ModuleParameters
+from htp_export.model.tagged import TaggedModel
+from htp_export.process.progress import counted
+from htp_export.runtime.arrays import Array
+
+__all__ = ["cut_channels"]
+
+Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class _Cuttable:
+    """Channels that are chosen among: those of weights that are coupled.
+
+    Attributes:
+        coupling: Everything that has these channels.
+        value: What the plan says.
+        groups: The labels of the groups that can be cut.
+        scores: Label → mean score of the elements that compute its channels.
+    """
+
+    coupling: Coupling
+    value: Sparsity
+    groups: Sequence[int]
+    scores: Mapping[int, float]
+
+
+def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool) -> Shapes:
+    """Cut the least important channels and heads out of a model, in place.
+
+    Args:
+        tagged: The model.
+        values: Weight → what is cut of its channels.
+        scores: What to order by.
+        together: Whether the shares are of all channels with the same value together.
+
+    Returns:
+        Weight → its shape before and after, for all initializers that became smaller.
+
+    Raises:
+        InputError: If channels cannot be cut, or weights with the same channels have several values.
+    """
+    found: list[_Cuttable] = []
+    for weight in counted(list(values), "weights"):
+        _add(tagged, weight, values, scores, found)
+    for value in dict.fromkeys(values.values()):
+        if value.kind == "heads" and not any(each.value == value for each in found):
+            names = ", ".join(repr(weight.name) for weight, other in values.items() if other == value)
+            raise InputError(f"there are no attention heads to cut: no channels of {names} are split into heads")
+    kept: dict[Axis, Array] = {}
+    for each, gone in _chosen(found, together=together):
+        for axis in each.coupling.labels:
+            stays = ~np.isin(each.coupling.roots(axis), list(gone))
+            kept[axis] = kept[axis] & stays if axis in kept else stays
+    kept = {axis: stays for axis, stays in kept.items() if not stays.all()}
+    weights = [value for value in tagged.model.graph.initializers.values() if any(each[0] is value for each in kept)]
+    before = {str(value.name): _shape(value.const_value) for value in weights}
+    readers = {str(value.name): _owners(tagged, value) for value in weights}
+    cut_axes(tagged, kept)
+    after = {str(value.name): _shape(value.const_value) for value in weights}
+    shapes = {name: (before[name], after[name]) for name in before}
+    _describe(tagged, shapes, readers)
+    return shapes
+
+
+def _shape(tensor: object) -> tuple[int, ...]:
+    return tuple(tensor.shape.numpy())  # type: ignore[attr-defined]
+
+
+def _add(
+    tagged: TaggedModel, weight: Weight, values: Mapping[Weight, Sparsity], scores: Scores, found: list[_Cuttable]
+) -> None:
+    """Find what has the channels of a weight, unless it is known from another one."""
+    value, seed = values[weight], (weight.value, weight.uses[0].channels)
+    known = next((each for each in found if seed in each.coupling.labels), None)
+    if known is not None:
+        if known.value != value and "heads" not in (known.value.kind, value.kind):
+            raise InputError(f"weight {weight.name!r}: {value} of channels of which the plan also says {known.value}")
+        return
+    try:
+        coupling = couple(tagged, seed)
+    except StopError as error:
+        if value.kind == "heads":  # the layer behind the heads, such as the projection of the results
+            return
+        owners = dict.fromkeys(path for use in weight.uses for path in tagged.owners_of(use.node))
+        where = f" of {', '.join(map(repr, owners))}" if owners else ""
+        problem = f"weight {weight.name!r}{where}: {error}; the value 0 leaves a module as it is"
+        raise InputError(problem) from None
+    if value.kind == "heads" and len(coupling.groups) == coupling.channels:
+        return
+    alike = [other for other, each in values.items() if each == value]
+    found.append(_Cuttable(coupling, value, coupling.groups, _group_scores(coupling, alike, weight, scores)))
+
+
+def _group_scores(coupling: Coupling, weights: Iterable[Weight], seed: Weight, scores: Scores) -> dict[int, float]:
+    if scores.seed is not None:
+        random = np.random.default_rng([scores.seed, zlib.crc32(seed.name.encode())])
+        return dict(zip(coupling.groups, random.random(len(coupling.groups)).tolist(), strict=True))
+    sums = dict.fromkeys(coupling.groups, 0.0)
+    counts = dict.fromkeys(coupling.groups, 0)
+    for weight in weights:
+        axis = weight.uses[0].channels
+        if (weight.value, axis) not in coupling.labels:
+            continue
+        array = np.abs(np.moveaxis(weight.tensor.numpy(), axis, 0).astype(np.float32))
+        for root, channel in zip(coupling.roots((weight.value, axis)).tolist(), array, strict=True):
+            if root >= 0:
+                sums[root] += float(channel.sum(dtype=np.float64))
+                counts[root] += channel.size
+    return {root: sums[root] / max(counts[root], 1) for root in sums}
+
+
+def _chosen(found: Sequence[_Cuttable], *, together: bool) -> list[tuple[_Cuttable, set[int]]]:
+    """The groups that are cut: those with the smallest scores; at least one of each stays."""
+    pools: dict[object, list[_Cuttable]] = {}
+    for each in found:
+        pools.setdefault(each.value if together else id(each), []).append(each)
+    chosen: list[tuple[_Cuttable, set[int]]] = []
+    for pool in pools.values():
+        ordered = sorted(
+            ((each.scores[group], at, group) for at, each in enumerate(pool) for group in each.groups),
+        )
+        left = round(pool[0].value.amount * len(ordered))
+        gone: list[set[int]] = [set() for _ in pool]
+        for _, at, group in ordered:
+            if left and len(gone[at]) + 1 < len(pool[at].groups):
+                gone[at].add(group)
+                left -= 1
+        chosen += zip(pool, gone, strict=True)
+    return chosen
+
+
+# --- what the file says of parameters -------------------------------------------------------------------
+
+
+def _owners(tagged: TaggedModel, value: object) -> list[str]:
+    uses = value.uses()  # type: ignore[attr-defined]
+    nodes = [use.node for use in uses]
+    nodes += [inner.node for node in nodes if node.op_type == "Transpose" for inner in node.outputs[0].uses()]
+    return list(dict.fromkeys(path for node in nodes for path in tagged.owners_of(node)))
+
+
+def _describe(tagged: TaggedModel, shapes: Shapes, readers: Mapping[str, Sequence[str]]) -> None:
+    """Write the new shapes of parameters into the metadata; exporters transpose weights and rename them."""
+    if tagged.parameters is None:
+        return
+    parameters = {path: ModuleParameters(dict(held.shapes), held.tied) for path, held in tagged.parameters.items()}
+    for name, (before, after) in shapes.items():
+        for path in readers[name]:
+            held = parameters.get(path)
+            if held is None:
+                continue
+            listed: dict[str, tuple[int, ...]] = dict(held.shapes)
+            for key in _counterparts(listed, name, before):
+                listed[key] = after if listed[key] == before else after[::-1]
+            parameters[path] = ModuleParameters(listed, held.tied)
+    write_model_metadata(tagged.model.metadata_props, tagged.hierarchy, parameters=parameters)
+
+
+def _counterparts(listed: Mapping[str, tuple[int, ...]], name: str, shape: tuple[int, ...]) -> list[str]:
+    """The parameters of a module that an initializer stands for: that of its name, or that of its shape.
+
+    A vector may stand for several, where a normalisation was folded into the weight before it.
+    """
+    own = name.rpartition(".")[2]
+    if listed.get(own) == shape:
+        return [own]
+    alike = [key for key, other in listed.items() if shape in (other, other[::-1])]
+    return alike if len(alike) == 1 or len(shape) == 1 else []

@@ -1,0 +1,255 @@
+"""quantize(): a precision for each module, with the numerics of ONNX Runtime's quantizers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from htp_export.compress.quantization.blocks import groups_of, quantize_blocks
+from htp_export.compress.quantization.calibration_data import Data, Samples, activations, samples_of
+from htp_export.compress.quantization.casting import cast_nodes
+from htp_export.compress.quantization.choosing import Choice, choose
+from htp_export.compress.quantization.integers import Calibrator, quantize_at_run_time, weights_of
+from htp_export.compress.quantization.nncf_engine import quantize_with_nncf
+from htp_export.compress.quantization.precisions import Engine, Method, Precision, precisions_of
+from htp_export.compress.quantization.quantized import Quantized, QuantizedModule
+from htp_export.compress.quantization.submodels import Names, Submodel, cut_out, put_back, remove_unused
+from htp_export.errors import HtpExportError, ToolError, in_one_line
+from htp_export.files.model_files import check_target, write_model
+from htp_export.model.inlining import read_flat
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.module_facts import contents_of
+from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
+from htp_export.process.progress import counted
+from htp_export.provenance.adapters.quantizers import saturates
+from htp_export.provenance.carrying import carry_in_place
+from htp_export.runtime.arrays import Array
+from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
+
+__all__ = ["quantize"]
+
+_log = logging.getLogger(__name__)
+
+_RANDOM = "the ranges of activations are those of random inputs: the accuracy of this model means nothing"
+_CRASH = (
+    "ONNX Runtime can crash on the CPU while it optimises this model: set the session configuration entry "
+    f"{DISABLED} to {AT_FAULT}"
+)
+
+
+@names_model_faults("model")
+def quantize(
+    model: ModelSource,
+    plan: Mapping[str, Any] | str,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    data: Data | None = None,
+    dims: Mapping[str, int] | None = None,
+    seed: int = 0,
+    dry_run: bool = False,
+    external_data: str | None = None,
+    share_weights: bool = False,
+) -> Quantized:
+    """Give modules other precisions, and keep the module tags.
+
+    A rule holds for the modules that its selector names and all modules below them; the last rule for a module holds.
+    Exactly the nodes of these modules change. All others, and the weights and tensors that they read, stay as they are.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        plan: Selector → precision, in order: ``int8``, ``uint8``, ``int16`` (QDQ, calibrated), ``int8-dynamic``,
+            ``int4``, ``int8-weights`` (weights in blocks), ``fp16``, ``bf16``, ``fp32`` (as it is), a `Precision`,
+            or a mapping with the name as ``precision`` and other fields of it. Or a preset: ``int8``, ``w4``, ``fp16``.
+        output: The file to write.
+        data: For ``int8``, ``uint8`` and ``int16``: input name → array for one run, an iterable of these, of which one
+            is in memory at a time, or an ``.npz`` file. None for random inputs, with which accuracy means nothing.
+        dims: Name of an open dimension → size, for random inputs.
+        seed: Seed of the random inputs.
+        dry_run: Run nothing and write nothing: the result has the precision and the predicted bytes of each module.
+        external_data: Name of a file beside ``output`` for all weights of more than 256 bytes.
+        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
+            no copy. If that file changes, ``output`` cannot be read any more.
+
+    Returns:
+        What became of each module: ``.modules[path].precision``, ``.bytes_before``, ``.bytes_after``.
+
+    Raises:
+        InputError: A rule matches no module, no operator of its modules takes the precision, or the data do not fit.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written.
+        ToolError: ONNX Runtime's quantizer or NNCF fails, or ONNX Runtime cannot run what NNCF made.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 64),), verbose=False)
+        >>> result = quantize(program, {"0": "int4"})
+        >>> result.modules["0"].precision, result.modules["0"].bytes_before, result.modules["0"].bytes_after
+        ('int4', 8320, 1440)
+        >>> [(node.op_type, node.metadata_props["htp.module"]) for node in result.model.graph]
+        [('MatMulNBits', '0'), ('Add', '0'), ('Relu', '1'), ('Gemm', '2')]
+    """
+    check_target(output)
+    rules = precisions_of(plan)
+    original = read_flat(model)
+    choice = choose(original, rules)
+    if dry_run:
+        return _result(original, choice, choice.predicted(), None, _notes(choice, random=False))
+    samples = samples_of(data, original.model, dims, seed, passes=len(choice.calibrated))
+    random = bool(choice.calibrated) and samples.random
+    if random:
+        _log.warning("no data: %s", _RANDOM)
+    changed = original.clone()
+    twin = dict(zip(original.nodes, changed.nodes, strict=True))
+    work = _Work(
+        original, changed, {precision: [twin[node] for node in nodes] for precision, nodes in choice.nodes.items()}
+    )
+    name = name_of(model, f"model {original.model.graph.name!r}")
+    try:
+        stayed = work.run(choice, {twin[node]: ports for node, ports in choice.ports.items()}, samples, name)
+    except HtpExportError:
+        raise
+    except Exception as error:
+        problem = f"failed on {name}: {type(error).__name__}: {in_one_line(error)}"
+        raise ToolError("onnxruntime.quantization", problem) from error
+    carry_in_place(original, changed.model)
+    for node, same in twin.items():
+        if node not in choice.precision_of:  # nothing happened to it
+            same.metadata_props.clear()
+            same.metadata_props.update(node.metadata_props)
+    after = load(changed.model)
+    sizes = {path: contents.facts.weight_bytes for path, contents in contents_of(after).modules.items()}
+    if output is not None:
+        write_model(changed.model, output, external_data, share_weights=share_weights)
+    notes = [*_notes(choice, random=random), *stayed]
+    if can_crash(changed.model) and not can_crash(original.model):
+        notes.append(_CRASH)
+    return _result(original, choice, sizes, changed.model, notes)
+
+
+class _Work:
+    """The precisions of a plan, applied in turn; ranges are measured on the model as it was."""
+
+    def __init__(
+        self, original: TaggedModel, changed: TaggedModel, nodes: Mapping[Precision, Sequence[ir.Node]]
+    ) -> None:
+        self._original, self._model, self._nodes = original.model, changed.model, nodes
+        self._types = changed.inferred
+        self._names = Names(self._model)
+
+    def run(self, choice: Choice, ports: Mapping[ir.Node, Any], samples: Samples, name: str) -> list[str]:
+        """Apply all precisions; returns sentences on nodes that stay as they are."""
+        stayed: list[str] = []
+        order = (Method.STATIC, Method.WEIGHTS, Method.DYNAMIC, Method.CAST)
+        for method in order:
+            for precision in (precision for precision in self._nodes if precision.method == method):
+                nodes = self._nodes[precision]
+                if method == Method.STATIC:
+                    stayed += self._static(nodes, precision, samples, name)
+                elif method == Method.CAST:
+                    cast = {node: ports[node] for node in nodes}
+                    remove_unused(cast_nodes(self._model, cast, precision, self._names))
+                else:
+                    self._weights(nodes, precision, samples, name)
+        return stayed
+
+    def _static(self, nodes: Sequence[ir.Node], precision: Precision, samples: Samples, name: str) -> list[str]:
+        part = cut_out(self._model, nodes, self._types)
+        if precision.engine == Engine.NNCF:
+            return self._by_nncf(part, precision, samples, name)
+        with tempfile.TemporaryDirectory(prefix="htp_export_", ignore_cleanup_errors=True) as folder:
+            calibrator = Calibrator(part, precision, Path(folder))
+            with activations(self._original, name, samples, list(part.inputs)) as runs:
+                for arrays in runs:
+                    calibrator.add(arrays)
+            made, left = calibrator.quantized()
+        self._replace(part, made)
+        if not left:
+            return []
+        tensors = sorted(set(left.values()))
+        listed = ", ".join(tensors[:3]) + (", ..." if len(tensors) > 3 else "")
+        return [
+            f"{len(left)} nodes stay in fp32: values of {listed} fill masks and cannot be divided into the steps of "
+            f"{precision.name}"
+        ]
+
+    def _by_nncf(self, part: Submodel, precision: Precision, samples: Samples, name: str) -> list[str]:
+        made, left = quantize_with_nncf(part, precision, self._inputs(part, precision, samples, name))
+        self._replace(part, made)
+        if not left:
+            return []
+        return [
+            f"{len(left)} nodes stay in fp32: NNCF leaves them, or values that they read or make fill masks and cannot "
+            f"be divided into the steps of {precision.name}"
+        ]
+
+    def _weights(self, nodes: Sequence[ir.Node], precision: Precision, samples: Samples, name: str) -> None:
+        apart: dict[Any, list[ir.Node]] = {}
+        for node in nodes:
+            apart.setdefault((node.graph, node.op_type == "Conv"), []).append(node)  # convolutions have other weights
+        groups = [group for alike in apart.values() for group in groups_of(alike, weights_of)]
+        for group in counted(groups, "groups of weights"):
+            part = cut_out(self._model, group, self._types)
+            if precision.method == Method.DYNAMIC:
+                made = quantize_at_run_time(part, precision)
+            else:
+                made = quantize_blocks(part, precision, self._inputs(part, precision, samples, name))
+            self._replace(part, made)
+
+    def _inputs(self, part: Submodel, precision: Precision, samples: Samples, name: str) -> list[Mapping[str, Array]]:
+        if not precision.calibrated:
+            return []
+        with activations(self._original, name, samples, list(part.inputs)) as runs:
+            return list(runs)
+
+    def _replace(self, part: Submodel, made: ir.Model) -> None:
+        put_back(self._model, part, made, self._names)
+        remove_unused(part.weights.values())
+
+
+def _notes(choice: Choice, *, random: bool) -> tuple[str, ...]:
+    notes = [_RANDOM] if random else []
+    eight = [precision for precision in choice.nodes if precision.weight == "int8" and not precision.reduce_range]
+    if any(precision.method in (Method.STATIC, Method.DYNAMIC) for precision in eight) and saturates():
+        notes.append(
+            "this processor has no VNNI: ONNX Runtime's products of 8-bit integers saturate on it, and results can be "
+            "far off; quantize with reduce_range, or in uint8"
+        )
+    if choice.found.disputed:
+        count = len(choice.found.disputed)
+        notes.append(f"nodes that stay as they are because their modules have different precisions: {count}")
+    return tuple(notes)
+
+
+def _result(
+    original: TaggedModel, choice: Choice, after: Mapping[str, int], model: ir.Model | None, notes: Sequence[str]
+) -> Quantized:
+    words = choice.precisions()
+    changed = choice.precision_of
+    modules = {
+        path: QuantizedModule(
+            **vars(original.hierarchy[path]),
+            precision=words[path],
+            bytes_before=contents.facts.weight_bytes,
+            bytes_after=after.get(path, 0),
+            nodes=len(contents.nodes),
+            changed=sum(node in changed for node in contents.nodes),
+        )
+        for path, contents in contents_of(original).modules.items()
+    }
+    return Quantized(
+        modules,
+        choice.counted(choice.nodes),
+        choice.counted(choice.left),
+        tuple(notes),
+        dry=model is None,
+        given=model,
+    )

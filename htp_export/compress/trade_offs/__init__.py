@@ -1,0 +1,1 @@
+"""Which precisions are worth it: the error of each module measured, and the plans with the best trade-offs."""

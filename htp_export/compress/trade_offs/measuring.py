@@ -1,0 +1,190 @@
+"""What a plan does to a model: quantized, run on the data, and compared with the original."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from htp_export.compress.quantization.calibration_data import Data, Samples
+from htp_export.compress.quantization.precisions import Precision
+from htp_export.compress.quantization.quantizing import quantize
+from htp_export.compress.trade_offs.finished_runs import FinishedRuns, RunStore, digest_of
+from htp_export.compress.trade_offs.output_errors import OutputErrors
+from htp_export.errors import InputError
+from htp_export.files.slots import slots
+from htp_export.model.columns import json_value
+from htp_export.model.tagged import TaggedModel
+from htp_export.runtime.arrays import Array
+from htp_export.runtime.sessions import Changes, RunnableModel, Session, SessionSettings, temporary_folder
+
+__all__ = ["Measurement", "Measurer", "Metric", "Plan"]
+
+Plan: TypeAlias = Mapping[str, Precision]
+Outputs: TypeAlias = Sequence[Mapping[str, Array]]
+Metric: TypeAlias = Callable[[Outputs], float]
+"""Called with the outputs of the model, name → array, for each of the inputs; larger is better."""
+
+_WARMUP = 2
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured of a model.
+
+    Attributes:
+        error: Power of the error of the outputs divided by that of the outputs; see ``OutputError``.
+        sqnr_db: The same in decibels.
+        cosine: The smallest cosine between an output and that of the original.
+        kl: The largest KL divergence of an output, in nats; None if there are no rows of several numbers.
+        bytes: Size of all tensors of the model.
+        latency_ms: Median time of a run; None if it was not measured.
+        metric: The user's number; None without one.
+    """
+
+    error: float
+    sqnr_db: float
+    cosine: float
+    kl: float | None
+    bytes: int
+    latency_ms: float | None = None
+    metric: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers as plain data; infinities are words."""
+        return {name: json_value(value) for name, value in vars(self).items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
+        """The numbers from `to_dict`."""
+        numbers: dict[str, Any] = {k: float(value) if isinstance(value, str) else value for k, value in data.items()}
+        return cls(**numbers)
+
+
+@dataclass(eq=False)
+class Measurer:
+    """Measures plans for one model on one set of data; the original runs once.
+
+    ``finished`` may be replaced before anything is measured, by what shares runs with other processes.
+
+    Attributes:
+        tagged: The model, without functions.
+        samples: The inputs of the runs that are compared, and for calibration.
+        metric: The user's number.
+        runs: Runs that are timed, after some to warm up; 0 to measure no times.
+        settings: Execution providers.
+        results: A file of finished runs; None for none.
+        calibration: Inputs for calibration, as for ``quantize``; None for ``samples``.
+    """
+
+    tagged: TaggedModel
+    samples: Samples
+    metric: Metric | None = None
+    runs: int = 0
+    settings: SessionSettings = field(default_factory=SessionSettings)
+    results: Any = None
+    calibration: Data | None = None
+
+    @cached_property
+    def feeds(self) -> list[Mapping[str, Array]]:
+        """The inputs of each run."""
+        return list(self.samples)
+
+    @cached_property
+    def finished(self) -> RunStore:
+        """The runs that are done."""
+        named = getattr(self.metric, "__qualname__", None)
+        return FinishedRuns(self.results, digest_of(self.tagged.model, self.feeds, (named, self.runs)))
+
+    @cached_property
+    def expected(self) -> list[dict[str, Array]]:
+        """The outputs of the original, for each of the inputs."""
+        outputs, _ = self._run(self.tagged, 0)
+        return outputs
+
+    @cached_property
+    def original(self) -> Measurement:
+        """The original, measured as if it were quantized."""
+        return self._kept("", lambda: self._measured(self.tagged))
+
+    def measure(self, plan: Plan) -> Measurement:
+        """Quantize a model by a plan, and run it.
+
+        Args:
+            plan: Selector → precision.
+
+        Raises:
+            HtpExportError: If it cannot be quantized, or cannot run.
+        """
+        return self._kept(key_of(plan), lambda: self._measured(self.quantized(plan)))
+
+    def known(self, plan: Plan) -> bool:
+        """Whether a plan has been measured."""
+        return self.finished.get(key_of(plan)) is not None
+
+    def quantized(self, plan: Plan) -> TaggedModel:
+        """The model quantized by a plan, in memory."""
+        data = self.feeds if self.calibration is None else self.calibration
+        return quantize(self.tagged, dict(plan), data=data).tagged
+
+    def _kept(self, key: str, make: Callable[[], Measurement]) -> Measurement:
+        known = self.finished.get(key)
+        if known is not None:
+            return Measurement.from_dict(known)
+        measured = make()
+        self.finished.add(key, measured.to_dict())
+        return measured
+
+    def _measured(self, tagged: TaggedModel) -> Measurement:
+        outputs, latency = self._run(tagged, self.runs)
+        errors = OutputErrors()
+        for expected, actual in zip(self.expected, outputs, strict=True):
+            errors.add(expected, actual)
+        number = None if self.metric is None else _number(self.metric, outputs)
+        found = errors.result()
+        size = sum(slot.tensor.nbytes for slot in slots(tagged.model))
+        return Measurement(found.error, found.sqnr_db, found.cosine, found.kl, size, latency, number)
+
+    def _run(self, tagged: TaggedModel, runs: int) -> tuple[list[dict[str, Array]], float | None]:
+        """The outputs for each of the inputs, and the median time of further runs on the first ones."""
+        with temporary_folder() as folder:
+            name = tagged.hierarchy.root.simple_class or "model"
+            runnable = RunnableModel.of(tagged.model, name, folder)
+            session = Session(runnable, self.settings, _without_layouts())
+            outputs = [session.run(feed) for feed in self.feeds]
+            return outputs, _latency(Session(runnable, self.settings), self.feeds[0], runs) if runs else None
+
+
+def _without_layouts() -> Changes:
+    """All optimisations but those of layouts, as many plans run, and a crash of one would end all."""
+    import onnxruntime
+
+    return Changes({"graph_optimization_level": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED})
+
+
+def _latency(session: Session, feed: Mapping[str, Array], runs: int) -> float:
+    """The median time of a run in ms, after some to warm up."""
+    values = session.values(feed)
+    times = []
+    for _ in range(_WARMUP + runs):
+        begun = time.perf_counter()
+        session.run_values(values)
+        times.append((time.perf_counter() - begun) * 1000)
+    return statistics.median(times[_WARMUP:])
+
+
+def key_of(plan: Plan) -> str:
+    """A plan as text that is the same in every process."""
+    return json.dumps({selector: vars(precision) for selector, precision in plan.items()}, sort_keys=False, default=str)
+
+
+def _number(metric: Metric, outputs: Outputs) -> float:
+    found = metric(outputs)
+    try:
+        return float(found)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the metric returned {found!r}, which is no number") from error
