@@ -18,7 +18,7 @@ from torch import nn
 
 import htp_export
 from htp_export.cli.main import main
-from htp_export.compress.plan_exporting import targets
+from htp_export.compress.plan_export.plan_exporting import targets
 from htp_export.errors import FileError, InputError, SelectorError
 from tests.nets import EXPORTERS, spread
 from tests.test_cutting import exported_to

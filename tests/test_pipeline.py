@@ -17,7 +17,7 @@ from torch import nn
 
 import htp_export
 from htp_export.cli.main import main
-from htp_export.compress.pipeline_steps import STEPS, PipelineStep, described_options, option_files
+from htp_export.compress.pipelines.pipeline_steps import STEPS, PipelineStep, described_options, option_files
 from htp_export.errors import FileError, InputError, StepError
 from htp_export.files.model_files import read_model, write_model
 from htp_export.format.provenance_notes import read_provenance

@@ -16,7 +16,7 @@ from torch.nn.utils import prune as torch_prune
 
 import htp_export
 from htp_export.cli.main import main
-from htp_export.compress.cutoffs import Cutoff, find_cutoff, keys_of
+from htp_export.compress.pruning.cutoffs import Cutoff, find_cutoff, keys_of
 from htp_export.errors import InputError, SelectorError
 from tests.nets import EXPORTERS, spread
 from tests.test_cutting import exported_to

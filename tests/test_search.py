@@ -24,10 +24,10 @@ from torch import nn
 
 import htp_export
 from htp_export.cli.main import main
-from htp_export.compress.fronts import Choice, additive_front, pareto
-from htp_export.compress.measuring import Measurer
-from htp_export.compress.output_errors import OutputErrors
-from htp_export.compress.precisions import PRECISIONS
+from htp_export.compress.quantization.precisions import PRECISIONS
+from htp_export.compress.trade_offs.fronts import Choice, additive_front, pareto
+from htp_export.compress.trade_offs.measuring import Measurer
+from htp_export.compress.trade_offs.output_errors import OutputErrors
 from htp_export.errors import FileError, InputError, SelectorError
 from tests import documents
 from tests.nets import spread
@@ -316,7 +316,7 @@ class TestSensitivity:
 
 
 def htp_export_samples(file: Path, data: list[dict[str, Array]]) -> Any:
-    from htp_export.compress.calibration_data import samples_of
+    from htp_export.compress.quantization.calibration_data import samples_of
 
     return samples_of(data, htp_export.load(file).model)
 
@@ -524,8 +524,8 @@ class TestSearch:
             import sys, time
             import numpy as np
             import htp_export
-            from htp_export.compress.measuring import Measurer
-            from htp_export.compress.studies import Heartbeat
+            from htp_export.compress.trade_offs.measuring import Measurer
+            from htp_export.compress.trade_offs.studies import Heartbeat
             data = [dict(np.load({str(tmp_path)!r} + f"/{{k}}.npz")) for k in range(3)]
             if sys.argv[1] == "hangs":  # in its second trial
                 measure, begun = Measurer.measure, []
@@ -646,7 +646,7 @@ class TestSearch:
 
 
 def brief_study(optuna: Any, storage: str) -> Any:
-    from htp_export.compress.studies import open_storage
+    from htp_export.compress.trade_offs.studies import open_storage
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna.load_study(study_name="htp_export", storage=open_storage(storage))

@@ -13,8 +13,8 @@ import torch
 
 import htp_export
 from htp_export.cli.main import main
-from htp_export.compress.search_reading import search_from
-from htp_export.compress.search_results import Search, Trial
+from htp_export.compress.trade_offs.search_reading import search_from
+from htp_export.compress.trade_offs.search_results import Search, Trial
 from htp_export.show.fronts import front_svg
 from htp_export.show.measures import measures_of
 from htp_export.show.page.front_data import front_data

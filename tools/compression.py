@@ -28,7 +28,7 @@ import onnxruntime
 import torch
 
 import htp_export
-from htp_export.compress.output_errors import OutputErrors
+from htp_export.compress.trade_offs.output_errors import OutputErrors
 from htp_export.errors import HtpExportError
 
 UNIFORM = ("int8", "fp16", "int4")
