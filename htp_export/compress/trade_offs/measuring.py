@@ -5,29 +5,26 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from htp_export.compress.metrics import Metric, metric_value, outputs_of
 from htp_export.compress.quantization.calibration_data import Data, Samples
 from htp_export.compress.quantization.precisions import Precision
 from htp_export.compress.quantization.quantizing import quantize
 from htp_export.compress.trade_offs.finished_runs import FinishedRuns, RunStore, digest_of
 from htp_export.compress.trade_offs.output_errors import OutputErrors
-from htp_export.errors import InputError
 from htp_export.files.slots import slots
 from htp_export.model.columns import json_value
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
-from htp_export.runtime.sessions import Changes, RunnableModel, Session, SessionSettings, temporary_folder
+from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, temporary_folder
 
-__all__ = ["Measurement", "Measurer", "Metric", "Plan"]
+__all__ = ["Measurement", "Measurer", "Plan"]
 
 Plan: TypeAlias = Mapping[str, Precision]
-Outputs: TypeAlias = Sequence[Mapping[str, Array]]
-Metric: TypeAlias = Callable[[Outputs], float]
-"""Called with the outputs of the model, name → array, for each of the inputs; larger is better."""
 
 _WARMUP = 2
 
@@ -144,7 +141,7 @@ class Measurer:
         errors = OutputErrors()
         for expected, actual in zip(self.expected, outputs, strict=True):
             errors.add(expected, actual)
-        number = None if self.metric is None else _number(self.metric, outputs)
+        number = None if self.metric is None else metric_value(self.metric, outputs)
         found = errors.result()
         size = sum(slot.tensor.nbytes for slot in slots(tagged.model))
         return Measurement(found.error, found.sqnr_db, found.cosine, found.kl, size, latency, number)
@@ -154,16 +151,8 @@ class Measurer:
         with temporary_folder() as folder:
             name = tagged.hierarchy.root.simple_class or "model"
             runnable = RunnableModel.of(tagged.model, name, folder)
-            session = Session(runnable, self.settings, _without_layouts())
-            outputs = [session.run(feed) for feed in self.feeds]
+            outputs = outputs_of(runnable, self.feeds, self.settings)
             return outputs, _latency(Session(runnable, self.settings), self.feeds[0], runs) if runs else None
-
-
-def _without_layouts() -> Changes:
-    """All optimisations but those of layouts, as many plans run, and a crash of one would end all."""
-    import onnxruntime
-
-    return Changes({"graph_optimization_level": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED})
 
 
 def _latency(session: Session, feed: Mapping[str, Array], runs: int) -> float:
@@ -180,11 +169,3 @@ def _latency(session: Session, feed: Mapping[str, Array], runs: int) -> float:
 def key_of(plan: Plan) -> str:
     """A plan as text that is the same in every process."""
     return json.dumps({selector: vars(precision) for selector, precision in plan.items()}, sort_keys=False, default=str)
-
-
-def _number(metric: Metric, outputs: Outputs) -> float:
-    found = metric(outputs)
-    try:
-        return float(found)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"the metric returned {found!r}, which is no number") from error

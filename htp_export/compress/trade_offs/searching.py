@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from htp_export.compress.metrics import Metric
 from htp_export.compress.quantization.calibration_data import Data, samples_of
 from htp_export.compress.quantization.precisions import PRECISIONS, Method, Precision, precision_of
 from htp_export.compress.trade_offs.decisions import check_apart, deciding_modules
 from htp_export.compress.trade_offs.finished_runs import digest_of
 from htp_export.compress.trade_offs.fronts import AdditiveFront, Choice, additive_front, spread_over
-from htp_export.compress.trade_offs.measuring import Measurement, Measurer, Metric
+from htp_export.compress.trade_offs.measuring import Measurement, Measurer
 from htp_export.compress.trade_offs.search_results import LARGER_IS_BETTER, OBJECTIVES, Search, Trial
 from htp_export.compress.trade_offs.sensitivities import RANDOM_NOTE, alone
 from htp_export.compress.trade_offs.studies import SAMPLERS, Heartbeat, SharedStudy

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from htp_export.compress.metrics import Metric
 from htp_export.compress.quantization.calibration_data import Data, samples_of
 from htp_export.compress.quantization.precisions import PRECISIONS, Method, Precision, precision_of
 from htp_export.compress.trade_offs.decisions import deciding_modules
 from htp_export.compress.trade_offs.estimates import estimated_errors
-from htp_export.compress.trade_offs.measuring import Measurement, Measurer, Metric, Plan
+from htp_export.compress.trade_offs.measuring import Measurement, Measurer, Plan
 from htp_export.compress.trade_offs.sensitivity_results import BlockSensitivity, ModuleSensitivity, Sensitivity
 from htp_export.errors import InputError
 from htp_export.fingerprints.blocks import repeated_blocks

@@ -1,0 +1,58 @@
+"""The number that a user gives to the outputs of a model, such as its accuracy, and the runs that it is computed of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import onnx_ir as ir
+
+from htp_export.errors import InputError
+from htp_export.runtime.arrays import Array
+from htp_export.runtime.sessions import Changes, RunnableModel, Session, SessionSettings, temporary_folder
+
+__all__ = ["Metric", "Outputs", "measured_metric", "metric_value", "outputs_of"]
+
+Outputs: TypeAlias = Sequence[Mapping[str, Array]]
+Metric: TypeAlias = Callable[[Outputs], float]
+"""Called with the outputs of the model, name → array, for each of the inputs; larger is better."""
+
+
+def outputs_of(
+    runnable: RunnableModel, feeds: Iterable[Mapping[str, Array]], settings: SessionSettings
+) -> list[dict[str, Array]]:
+    """The outputs of a model for each of the inputs, as an application that runs the file gets them.
+
+    All optimisations are on but those of layouts: many models run, and a crash of one would end all.
+    """
+    import onnxruntime
+
+    level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    session = Session(runnable, settings, Changes({"graph_optimization_level": level}))
+    return [session.run(feed) for feed in feeds]
+
+
+def metric_value(metric: Metric, outputs: Outputs) -> float:
+    """The number that a metric gives to outputs.
+
+    Raises:
+        InputError: If it is no number.
+    """
+    found = metric(outputs)
+    try:
+        return float(found)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the metric returned {found!r}, which is no number") from error
+
+
+def measured_metric(metric: Metric, model: ir.Model, name: str, feeds: Iterable[Mapping[str, Array]]) -> float:
+    """The number that a metric gives to a model, which runs on the CPU.
+
+    Args:
+        metric: The metric.
+        model: The model.
+        name: Its name in errors.
+        feeds: The inputs of each run.
+    """
+    with temporary_folder() as folder:
+        return metric_value(metric, outputs_of(RunnableModel.of(model, name, folder), feeds, SessionSettings()))
