@@ -9,7 +9,16 @@ import typer
 
 from htp_export.cli.file_options import FeedDimsOption, FileArgument, InPlaceOption, ShareOption, TableOptions
 from htp_export.cli.outputs import check_output, show_next, show_written, written_files
-from htp_export.cli.plan_options import DataOption, EntryOption, PlanArgument, RuleOption, read_data, read_rules
+from htp_export.cli.plan_options import (
+    DataOption,
+    EntryOption,
+    MetricOption,
+    PlanArgument,
+    RuleOption,
+    read_data,
+    read_metric,
+    read_rules,
+)
 from htp_export.cli.sizes import parse_dims
 from htp_export.cli.terminal import Steps
 
@@ -27,6 +36,11 @@ def quantize_command(
     ] = None,
     data: DataOption = None,
     entry: EntryOption = None,
+    metric: MetricOption = None,
+    validation: Annotated[
+        list[Path] | None,
+        typer.Option(help="Inputs for --metric as .npz; may be repeated. Those of --data without.", show_default=False),
+    ] = None,
     dims: FeedDimsOption = None,
     seed: Annotated[int, typer.Option(help="Of random inputs.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the predicted bytes; run nothing.")] = (
@@ -48,7 +62,7 @@ def quantize_command(
         raise typer.BadParameter("give the file to write with -o, or --dry-run")
     rules = read_rules(plan, rule)
     if output is not None:
-        check_output(output, [file, *([Path(plan)] if plan else []), *(data or [])], in_place=in_place)
+        check_output(output, [file, *([Path(plan)] if plan else []), *(data or []), *(validation or [])], in_place=in_place)
     with Steps(quiet=table.as_json or table.as_csv).step(f"quantizing {file.name}"):
         tagged = load(file)
         result = quantize(
@@ -56,6 +70,8 @@ def quantize_command(
             rules,
             None if dry_run else output,
             data=None if dry_run else read_data(data, entry, seed),
+            metric=None if dry_run else read_metric(metric),
+            validation=None if dry_run else read_data(validation, None),
             dims=parse_dims(dims or []),
             seed=seed,
             dry_run=dry_run,

@@ -22,6 +22,7 @@ from htp_export.compress.quantization.integers import (
     takes_static,
 )
 from htp_export.compress.quantization.nncf_engine import nncf_bytes, takes_nncf
+from htp_export.compress.quantization.nncf_weights import nncf_weight_bytes, takes_nncf_weights
 from htp_export.compress.quantization.precisions import Engine, Method, Precision
 from htp_export.compress.quantization.products import weight_place
 from htp_export.compress.quantization.submodels import constant_of
@@ -161,18 +162,21 @@ def _takes(
         if found is not None:
             ports[node] = found
         return found is not None
-    if precision.method == Method.WEIGHTS:
+    if precision.method == Method.WEIGHTS and precision.engine != Engine.NNCF:
         return takes_blocks(node, precision) and (node.graph is model.graph or not precision.calibrated)
     if node.graph is not model.graph:  # the quantizers read no subgraphs
         return False
     if precision.engine == Engine.NNCF:
-        return takes_nncf(node, by_name)
+        weights_alone = precision.method == Method.WEIGHTS
+        return takes_nncf_weights(node, precision) if weights_alone else takes_nncf(node, by_name)
     return takes_dynamic(node) if precision.method == Method.DYNAMIC else takes_static(node, by_name)
 
 
 def _check_opset(precision: Precision, opset: int) -> None:
     needed = _FIRST_PER_CHANNEL if precision.per_channel else _FIRST_QDQ
-    if precision.method in (Method.STATIC, Method.DYNAMIC) and opset < needed:
+    by_nncf = precision.engine == Engine.NNCF and precision.method == Method.WEIGHTS
+    needed = _FIRST_PER_CHANNEL if by_nncf else needed
+    if (by_nncf or precision.method in (Method.STATIC, Method.DYNAMIC)) and opset < needed:
         raise InputError(f"precision {precision.name!r} needs opset {needed} or later, and the model has {opset}")
 
 
@@ -242,11 +246,12 @@ def _size_of(node: ir.Node, place: int, choice: Choice) -> int | None:
     precision, tensor = choice.precision_of.get(node), constant_of(node.inputs[place])
     if precision is None or tensor is None:
         return None
-    return _size_in(node, place, tensor, precision, choice.ports.get(node))
+    opset = choice.tagged.model.graph.opset_imports.get("", 1)
+    return _size_in(node, place, tensor, precision, choice.ports.get(node), opset)
 
 
 def _size_in(
-    node: ir.Node, place: int, tensor: ir.TensorProtocol, precision: Precision, ports: Ports | None
+    node: ir.Node, place: int, tensor: ir.TensorProtocol, precision: Precision, ports: Ports | None, opset: int
 ) -> int | None:
     """The bytes of a weight in a precision; None if it stays as it is."""
     if tensor.dtype != ir.DataType.FLOAT or not len(tensor.shape):
@@ -256,6 +261,8 @@ def _size_in(
         return 2 * math.prod(tensor.shape.numpy()) if converted else None
     main = place == weight_place(node)
     if precision.method == Method.WEIGHTS:
+        if precision.engine == Engine.NNCF:
+            return nncf_weight_bytes(node, tensor, precision, opset) if main else None
         return block_bytes(node, precision) if main else None
     if precision.method == Method.DYNAMIC:
         constant_input = place == 0 and not main  # quantized with the weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from htp_export.compress.quantization.precisions import Precision
 from htp_export.compress.quantization.products import weight_place
 from htp_export.compress.quantization.quantizers import quietly
 from htp_export.compress.quantization.submodels import Submodel, constant_of
-from htp_export.errors import ToolError, in_one_line
+from htp_export.errors import HtpExportError, ToolError, in_one_line
 from htp_export.files.parsing import model_from_proto
 from htp_export.model.operators import subgraphs
 from htp_export.provenance.adapting import library
@@ -25,7 +25,7 @@ from htp_export.runtime.arrays import Array
 from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings
 
-__all__ = ["check_result", "nncf_bytes", "quantize_with_nncf", "takes_nncf"]
+__all__ = ["calling_nncf", "check_result", "nncf_bytes", "put_first", "quantize_with_nncf", "takes_nncf"]
 
 _WEIGHTED = frozenset(("Conv", "ConvTranspose", "MatMul", "Gemm", "Gather"))
 
@@ -57,7 +57,10 @@ def nncf_bytes(node: ir.Node, place: int, tensor: ir.TensorProtocol, precision: 
 
 
 def quantize_with_nncf(
-    part: Submodel, precision: Precision, runs: Sequence[Mapping[str, Array]]
+    part: Submodel,
+    precision: Precision,
+    runs: Sequence[Mapping[str, Array]],
+    metric: Callable[[onnx.ModelProto], float] | None = None,
 ) -> tuple[ir.Model, list[str]]:
     """Quantize a part with ``nncf.quantize``; the result is checked, loaded and run before it is returned.
 
@@ -67,6 +70,8 @@ def quantize_with_nncf(
         part: Nodes that `takes_nncf`; it is used up.
         precision: A precision whose engine is ``nncf``.
         runs: The values of the inputs of the part, for each run.
+        metric: For a precision with ``max_drop``, the number that the whole model gets with what NNCF made of the part:
+            ``nncf.quantize_with_accuracy_control`` puts operators back until it is large enough.
 
     Returns:
         What NNCF made; and the names of the nodes that it left as they are.
@@ -76,22 +81,66 @@ def quantize_with_nncf(
     """
     nncf = library("nncf", "nncf")
     given = part.proto()
-    _put_first(given, "")  # NNCF takes the first one for the opset of ONNX
+    put_first(given, "")  # NNCF takes the first one for the opset of ONNX
     expected, wide = _measured(part, given, runs)
     ignored = [str(node.name) for node in part.model.graph if wide.intersection(_names(node.inputs, node.outputs))]
-    try:
-        with quietly(), _no_log("nncf"):
-            made: onnx.ModelProto = nncf.quantize(
-                given,
-                nncf.Dataset(list(runs)),
-                subset_size=len(runs),
-                ignored_scope=nncf.IgnoredScope(names=ignored, validate=False),
-                **_arguments(nncf, precision),
-            )
-    except Exception as error:
-        raise ToolError("nncf", f"failed on the modules of {precision.name!r}: {_said(error)}") from error
+    data, scope = nncf.Dataset(list(runs)), nncf.IgnoredScope(names=ignored, validate=False)
+    arguments = {"subset_size": len(runs), "ignored_scope": scope, **_arguments(nncf, precision)}
+    parameters = _parameters(precision)
+    with calling_nncf(precision):
+        made: onnx.ModelProto
+        if metric is None:
+            made = nncf.quantize(given, data, advanced_parameters=parameters, **arguments)
+        else:
+            made = _controlled(nncf, given, data, parameters, arguments, precision, metric)
     model = check_result(made, expected, runs[0])
     return model, _left(part, model, ignored)
+
+
+def _controlled(
+    nncf: Any,
+    given: onnx.ModelProto,
+    data: Any,
+    parameters: Any,
+    arguments: Mapping[str, Any],
+    precision: Precision,
+    metric: Callable[[onnx.ModelProto], float],
+) -> onnx.ModelProto:
+    """Quantize with accuracy control.
+
+    For ONNX, NNCF ranks operators by the metric alone, on some samples of the validation data. It is given one sample,
+    which stands for all: a metric need not be one of single samples.
+    """
+    advanced = library("nncf.quantization.advanced_parameters", "nncf")
+
+    def validate(candidate: onnx.ModelProto, samples: Iterable[Any]) -> tuple[float, list[float]]:
+        number = metric(candidate)
+        return number, [number for _ in samples]
+
+    made: onnx.ModelProto = nncf.quantize_with_accuracy_control(
+        given,
+        data,
+        nncf.Dataset([0]),
+        validate,
+        max_drop=precision.max_drop,
+        drop_type=nncf.DropType.ABSOLUTE,
+        advanced_quantization_parameters=parameters,
+        advanced_accuracy_restorer_parameters=advanced.AdvancedAccuracyRestorerParameters(num_ranking_workers=1),
+        **arguments,
+    )
+    return made
+
+
+@contextlib.contextmanager
+def calling_nncf(precision: Precision) -> Iterator[None]:
+    """Call NNCF, without what it prints and logs; what it raises is a `ToolError`."""
+    try:
+        with quietly(), _no_log("nncf"):
+            yield
+    except HtpExportError:
+        raise
+    except Exception as error:
+        raise ToolError("nncf", f"failed on the modules of {precision.name!r}: {_said(error)}") from error
 
 
 def check_result(made: onnx.ModelProto, expected: Mapping[str, Array], feed: Mapping[str, Array]) -> ir.Model:
@@ -176,26 +225,32 @@ def _said(error: Exception) -> str:
 def _arguments(nncf: Any, precision: Precision) -> dict[str, Any]:
     """The fields of a precision as arguments of ``nncf.quantize``.
 
-    Ranges are those of all values, as ``minmax`` says; NNCF's own default takes the mean of the runs' ranges.
     SmoothQuant is for transformers: it runs only if the model is said to be one.
+    """
+    presets = nncf.QuantizationPreset
+    return {
+        "preset": presets.PERFORMANCE if precision.symmetric else presets.MIXED,
+        "model_type": nncf.ModelType.TRANSFORMER if precision.smooth_quant else None,
+    }
+
+
+def _parameters(precision: Precision) -> Any:
+    """The fields of a precision as NNCF's advanced parameters.
+
+    Ranges are those of all values, as ``minmax`` says; NNCF's own default takes the mean of the runs' ranges.
     """
     advanced = library("nncf.quantization.advanced_parameters", "nncf")
     ranges = library("nncf.quantization.range_estimator", "nncf")
-    parameters = advanced.AdvancedQuantizationParameters(
+    return advanced.AdvancedQuantizationParameters(
         overflow_fix=advanced.OverflowFix.ENABLE if precision.reduce_range else advanced.OverflowFix.DISABLE,
         disable_bias_correction=not precision.bias_correction,
         weights_quantization_params=advanced.QuantizationParameters(per_channel=precision.per_channel),
         activations_range_estimator_params=ranges.RangeEstimatorParametersSet.MINMAX,
     )
-    presets = nncf.QuantizationPreset
-    return {
-        "preset": presets.PERFORMANCE if precision.symmetric else presets.MIXED,
-        "model_type": nncf.ModelType.TRANSFORMER if precision.smooth_quant else None,
-        "advanced_parameters": parameters,
-    }
 
 
-def _put_first(model: onnx.ModelProto, domain: str) -> None:
+def put_first(model: onnx.ModelProto, domain: str) -> None:
+    """Put the opset import of a domain first."""
     imports = sorted(model.opset_import, key=lambda entry: entry.domain != domain)
     copies = [onnx.helper.make_opsetid(entry.domain, entry.version) for entry in imports]
     del model.opset_import[:]

@@ -85,9 +85,16 @@ class Precision:
         reduce_range: Whether weights of 8 bits use 7 of them (``static``, ``dynamic``), for processors without VNNI.
         algorithm: How weights are rounded (``weights``): ``default``, ``rtn``, ``hqq``, ``gptq`` or ``k-quant``.
         block_size: Weights that share a scale (``weights``): 16 or more, a power of two.
-        engine: Whose numerics (``static``): ``onnxruntime``, or ``nncf``, an extra, for int8.
-        smooth_quant: Whether activations and weights are scaled so that outliers of activations cost less (``nncf``).
-        bias_correction: Whether biases make up for the mean error of quantized weights and activations (``nncf``).
+        engine: Whose numerics (``static``, ``weights``): ``onnxruntime``, or ``nncf``, an extra. Its ``int8`` is for
+            activations and weights, its ``int8-weights`` has a scale for each output channel, its ``int4`` has blocks.
+        smooth_quant: Whether activations and weights are scaled so that outliers of activations cost less (``nncf``,
+            ``static``).
+        bias_correction: Whether biases make up for the mean error of quantized weights and activations (``nncf``,
+            ``static``).
+        max_drop: The most by which a metric may fall (``nncf``, ``static``): operators go back to fp32 until it does
+            not fall more. None for no limit.
+        awq: Whether weights are scaled so that those of large activations lose less (``nncf``, ``int4``).
+        scale_estimation: Whether scales are fitted to the activations of the data (``nncf``, ``int4``).
         bits: Bits of a weight.
 
     Raises:
@@ -113,6 +120,9 @@ class Precision:
     engine: str = Engine.ONNX_RUNTIME
     smooth_quant: bool = False
     bias_correction: bool = False
+    max_drop: float | None = None
+    awq: bool = False
+    scale_estimation: bool = False
     bits: int = 0
 
     def __post_init__(self) -> None:
@@ -140,16 +150,31 @@ class Precision:
     def _check_engine(self) -> None:
         """Check that the engine has what the other fields ask for."""
         _check(self.name, "engine", self.engine, tuple(Engine))
-        for field in ("smooth_quant", "bias_correction"):
+        for field in ("smooth_quant", "bias_correction", "awq", "scale_estimation"):
             _check(self.name, field, getattr(self, field), (False, True))
+        of_static = [name for name in ("smooth_quant", "bias_correction") if getattr(self, name)]
+        of_static += [] if self.max_drop is None else ["max_drop"]
+        of_int4 = [name for name in ("awq", "scale_estimation") if getattr(self, name)]
         if self.engine != Engine.NNCF:
-            if self.smooth_quant or self.bias_correction:
-                raise InputError(f"precision {self.name!r}: smooth_quant and bias_correction are of the engine 'nncf'")
+            if of_static or of_int4:
+                raise InputError(f"precision {self.name!r}: {(of_static + of_int4)[0]} is of the engine 'nncf'")
             return
-        if self.method != Method.STATIC or (self.activation, self.weight) != ("int8", "int8"):
-            raise InputError(f"precision {self.name!r}: the engine 'nncf' has int8 with the method static alone")
+        if self.method == Method.WEIGHTS:
+            if self.algorithm != Algorithm.DEFAULT:
+                raise InputError(f"precision {self.name!r}: with the engine 'nncf', algorithm can be default")
+            misplaced = of_static or (of_int4 if self.weight != "int4" else [])
+        elif self.method != Method.STATIC or (self.activation, self.weight) != ("int8", "int8"):
+            raise InputError(f"precision {self.name!r}: the engine 'nncf' has int8, int8-weights and int4 alone")
+        else:
+            misplaced = of_int4
+        if misplaced:
+            where = "int4" if misplaced[0] in of_int4 else "int8, with the method static"
+            raise InputError(f"precision {self.name!r}: {misplaced[0]} is of {where}")
         if self.calibration != Calibration.MINMAX:
             raise InputError(f"precision {self.name!r}: with the engine 'nncf', calibration can be minmax")
+        drop = self.max_drop
+        if drop is not None and (isinstance(drop, bool) or not isinstance(drop, int | float) or not drop >= 0):
+            raise InputError(f"precision {self.name!r}: max_drop is {drop!r}, not a number from 0 up")
 
     def __str__(self) -> str:
         return self.name
@@ -162,7 +187,8 @@ class Precision:
     @property
     def calibrated(self) -> bool:
         """Whether it needs data."""
-        return self.method == Method.STATIC or (self.method == Method.WEIGHTS and self.algorithm == Algorithm.GPTQ)
+        fitted = self.algorithm == Algorithm.GPTQ or self.awq or self.scale_estimation
+        return self.method == Method.STATIC or (self.method == Method.WEIGHTS and fitted)
 
 
 def _check(name: str, what: str, value: Any, allowed: tuple[Any, ...]) -> None:

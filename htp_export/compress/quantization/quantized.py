@@ -54,6 +54,8 @@ class Quantized(ModuleTable, HoldsModel):
             ONNX Runtime or ONNX has no such operator in it.
         notes: Sentences on what to know of the result.
         dry: Whether nothing was run: then the bytes are predicted, and there is no model.
+        metric_before: The user's metric of the model as it was; None without rules with ``max_drop``.
+        metric_after: The same of the result.
         given: The model; None in a dry run.
     """
 
@@ -64,6 +66,8 @@ class Quantized(ModuleTable, HoldsModel):
     left: Mapping[str, Mapping[str, int]]
     notes: tuple[str, ...] = ()
     dry: bool = False
+    metric_before: float | None = None
+    metric_after: float | None = None
     given: ir.Model | None = field(default=None, repr=False, kw_only=True)
 
     @property
@@ -114,5 +118,7 @@ class Quantized(ModuleTable, HoldsModel):
             "operators": {name: dict(kinds) for name, kinds in self.operators.items()},
             "left": {name: dict(kinds) for name, kinds in self.left.items()},
             "notes": list(self.notes),
+            **({} if self.metric_before is None else {"metric_before": self.metric_before}),
+            **({} if self.metric_after is None else {"metric_after": self.metric_after}),
             **({} if isinstance(self.tags, tuple) else {"tags": self.tags.to_dict()}),
         }

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
+from htp_export.compress.metrics import Metric
 from htp_export.compress.quantization.blocks import groups_of, quantize_blocks
 from htp_export.compress.quantization.calibration_data import Data, Samples, activations, samples_of
 from htp_export.compress.quantization.casting import cast_nodes
 from htp_export.compress.quantization.choosing import Choice, choose
 from htp_export.compress.quantization.integers import Calibrator, quantize_at_run_time, weights_of
 from htp_export.compress.quantization.nncf_engine import quantize_with_nncf
+from htp_export.compress.quantization.nncf_weights import compress_with_nncf, scaled_before
 from htp_export.compress.quantization.precisions import Engine, Method, Precision, precisions_of
 from htp_export.compress.quantization.quantized import Quantized, QuantizedModule
 from htp_export.compress.quantization.submodels import Names, Submodel, cut_out, put_back, remove_unused
+from htp_export.compress.quantization.validation import Validation, check_metric
 from htp_export.errors import HtpExportError, ToolError, in_one_line
 from htp_export.files.model_files import check_target, write_model
 from htp_export.model.inlining import read_flat
@@ -50,6 +57,8 @@ def quantize(
     output: str | os.PathLike[str] | None = None,
     *,
     data: Data | None = None,
+    metric: Metric | None = None,
+    validation: Data | None = None,
     dims: Mapping[str, int] | None = None,
     seed: int = 0,
     dry_run: bool = False,
@@ -71,6 +80,9 @@ def quantize(
         output: The file to write.
         data: For ``int8``, ``uint8`` and ``int16``: input name → array for one run, an iterable of these, of which one
             is in memory at a time, or an ``.npz`` file. None for random inputs, with which accuracy means nothing.
+        metric: For rules with ``max_drop``: a number of your own, as the accuracy: called with the outputs of the whole
+            model, name → array, for each of the runs; larger is better.
+        validation: The runs that ``metric`` is computed on, as ``data``; None for ``data``.
         dims: Name of an open dimension → size, for random inputs.
         seed: Seed of the random inputs.
         dry_run: Run nothing and write nothing: the result has the precision and the predicted bytes of each module.
@@ -82,7 +94,8 @@ def quantize(
         What became of each module: ``.modules[path].precision``, ``.bytes_before``, ``.bytes_after``.
 
     Raises:
-        InputError: A rule matches no module, no operator of its modules takes the precision, or the data do not fit.
+        InputError: A rule matches no module, no operator of its modules takes the precision, the data do not fit, or
+            the metric falls by more than ``max_drop``.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
         ToolError: ONNX Runtime's quantizer or NNCF fails, or ONNX Runtime cannot run what NNCF made.
@@ -99,22 +112,32 @@ def quantize(
     """
     check_target(output)
     rules = precisions_of(plan)
+    if not dry_run:
+        check_metric(list(rules.values()), metric, validation)
     original = read_flat(model)
     choice = choose(original, rules)
     if dry_run:
         return _result(original, choice, choice.predicted(), None, _notes(choice, random=False))
-    samples = samples_of(data, original.model, dims, seed, passes=len(choice.calibrated))
+    passes = len(choice.calibrated) + (metric is not None) + any(map(_is_by_nncf, choice.nodes))
+    samples = samples_of(data, original.model, dims, seed, passes=passes)
     random = bool(choice.calibrated) and samples.random
     if random:
         _log.warning("no data: %s", _RANDOM)
     changed = original.clone()
     twin = dict(zip(original.nodes, changed.nodes, strict=True))
     work = _Work(
-        original, changed, {precision: [twin[node] for node in nodes] for precision, nodes in choice.nodes.items()}
+        original,
+        changed,
+        {precision: [twin[node] for node in nodes] for precision, nodes in choice.nodes.items()},
+        {twin[node]: precision for node, precision in choice.found.nodes.items()},
     )
     name = name_of(model, f"model {original.model.graph.name!r}")
+    control = None
+    if metric is not None:
+        held_out = samples if validation is None else samples_of(validation, original.model, dims, seed)
+        control = Validation(metric, held_out, original.model, name)
     try:
-        stayed = work.run(choice, {twin[node]: ports for node, ports in choice.ports.items()}, samples, name)
+        stayed = work.run({twin[node]: ports for node, ports in choice.ports.items()}, samples, name, control)
     except HtpExportError:
         raise
     except Exception as error:
@@ -125,6 +148,7 @@ def quantize(
         if node not in choice.precision_of:  # nothing happened to it
             same.metadata_props.clear()
             same.metadata_props.update(node.metadata_props)
+    metrics = None if control is None else (control.before, control.check(changed.model, _most_drop(choice)))
     after = load(changed.model)
     sizes = {path: contents.facts.weight_bytes for path, contents in contents_of(after).modules.items()}
     if output is not None:
@@ -132,28 +156,41 @@ def quantize(
     notes = [*_notes(choice, random=random), *stayed]
     if can_crash(changed.model) and not can_crash(original.model):
         notes.append(_CRASH)
-    return _result(original, choice, sizes, changed.model, notes)
+    return _result(original, choice, sizes, changed.model, notes, metrics)
 
 
 class _Work:
     """The precisions of a plan, applied in turn; ranges are measured on the model as it was."""
 
     def __init__(
-        self, original: TaggedModel, changed: TaggedModel, nodes: Mapping[Precision, Sequence[ir.Node]]
+        self,
+        original: TaggedModel,
+        changed: TaggedModel,
+        nodes: Mapping[Precision, Sequence[ir.Node]],
+        planned: Mapping[ir.Node, Precision],
     ) -> None:
-        self._original, self._model, self._nodes = original.model, changed.model, nodes
+        self._original, self._model, self._nodes, self._planned = original.model, changed.model, nodes, planned
         self._types = changed.inferred
         self._names = Names(self._model)
 
-    def run(self, choice: Choice, ports: Mapping[ir.Node, Any], samples: Samples, name: str) -> list[str]:
-        """Apply all precisions; returns sentences on nodes that stay as they are."""
+    def run(self, ports: Mapping[ir.Node, Any], samples: Samples, name: str, control: Validation | None) -> list[str]:
+        """Apply all precisions, those that a metric controls after the other static ones.
+
+        Returns:
+            Sentences on nodes that stay as they are.
+        """
         stayed: list[str] = []
         order = (Method.STATIC, Method.WEIGHTS, Method.DYNAMIC, Method.CAST)
         for method in order:
-            for precision in (precision for precision in self._nodes if precision.method == method):
+            chosen = [precision for precision in self._nodes if precision.method == method]
+            for precision in sorted(
+                chosen, key=lambda precision: -1.0 if precision.max_drop is None else precision.max_drop
+            ):
                 nodes = self._nodes[precision]
                 if method == Method.STATIC:
-                    stayed += self._static(nodes, precision, samples, name)
+                    stayed += self._static(nodes, precision, samples, name, control)
+                elif method == Method.WEIGHTS and precision.engine == Engine.NNCF:
+                    stayed += self._weights_by_nncf(nodes, precision, samples, name)
                 elif method == Method.CAST:
                     cast = {node: ports[node] for node in nodes}
                     remove_unused(cast_nodes(self._model, cast, precision, self._names))
@@ -161,10 +198,17 @@ class _Work:
                     self._weights(nodes, precision, samples, name)
         return stayed
 
-    def _static(self, nodes: Sequence[ir.Node], precision: Precision, samples: Samples, name: str) -> list[str]:
+    def _static(
+        self,
+        nodes: Sequence[ir.Node],
+        precision: Precision,
+        samples: Samples,
+        name: str,
+        control: Validation | None,
+    ) -> list[str]:
         part = cut_out(self._model, nodes, self._types)
-        if precision.engine == Engine.NNCF:
-            return self._by_nncf(part, precision, samples, name)
+        if _is_by_nncf(precision):
+            return self._by_nncf(part, precision, samples, name, control)
         with tempfile.TemporaryDirectory(prefix="htp_export_", ignore_cleanup_errors=True) as folder:
             calibrator = Calibrator(part, precision, Path(folder))
             with activations(self._original, name, samples, list(part.inputs)) as runs:
@@ -181,15 +225,30 @@ class _Work:
             f"{precision.name}"
         ]
 
-    def _by_nncf(self, part: Submodel, precision: Precision, samples: Samples, name: str) -> list[str]:
-        made, left = quantize_with_nncf(part, precision, self._inputs(part, precision, samples, name))
+    def _by_nncf(
+        self, part: Submodel, precision: Precision, samples: Samples, name: str, control: Validation | None
+    ) -> list[str]:
+        runs = self._inputs(part, precision, samples, name)
+        if control is None or precision.max_drop is None:
+            made, left = quantize_with_nncf(part, precision, runs)
+        else:
+            allowed = replace(precision, max_drop=control.budget(self._model, precision))
+            made, left = quantize_with_nncf(part, allowed, runs, partial(control.with_part, self._model, part))
         self._replace(part, made)
         if not left:
             return []
-        return [
-            f"{len(left)} nodes stay in fp32: NNCF leaves them, or values that they read or make fill masks and cannot "
-            f"be divided into the steps of {precision.name}"
-        ]
+        causes = "NNCF leaves them, or values that they read or make fill masks and cannot be divided into the steps of"
+        back = "" if precision.max_drop is None else ", or the metric would fall by more than max_drop"
+        return [f"{len(left)} nodes stay in fp32: {causes} {precision.name}{back}"]
+
+    def _weights_by_nncf(
+        self, nodes: Sequence[ir.Node], precision: Precision, samples: Samples, name: str
+    ) -> list[str]:
+        shown = scaled_before(nodes, self._planned, precision) if precision.awq else nodes
+        part = cut_out(self._model, shown, self._types)
+        made, left = compress_with_nncf(part, precision, self._inputs(part, precision, samples, name))
+        self._replace(part, made)
+        return [f"{len(left)} nodes stay in fp32: NNCF leaves them"] if left else []
 
     def _weights(self, nodes: Sequence[ir.Node], precision: Precision, samples: Samples, name: str) -> None:
         apart: dict[Any, list[ir.Node]] = {}
@@ -205,14 +264,24 @@ class _Work:
             self._replace(part, made)
 
     def _inputs(self, part: Submodel, precision: Precision, samples: Samples, name: str) -> list[Mapping[str, Array]]:
-        if not precision.calibrated:
+        """The inputs of a part in all runs; in the first one if only the result of a tool is to be run."""
+        if not precision.calibrated and not _is_by_nncf(precision):
             return []
         with activations(self._original, name, samples, list(part.inputs)) as runs:
-            return list(runs)
+            return list(runs if precision.calibrated else islice(runs, 1))
 
     def _replace(self, part: Submodel, made: ir.Model) -> None:
         put_back(self._model, part, made, self._names)
         remove_unused(part.weights.values())
+
+
+def _is_by_nncf(precision: Precision) -> bool:
+    return precision.engine == Engine.NNCF
+
+
+def _most_drop(choice: Choice) -> float:
+    """The most by which the metric may fall with the whole plan."""
+    return max((each.max_drop for each in choice.nodes if each.max_drop is not None), default=math.inf)
 
 
 def _notes(choice: Choice, *, random: bool) -> tuple[str, ...]:
@@ -230,7 +299,12 @@ def _notes(choice: Choice, *, random: bool) -> tuple[str, ...]:
 
 
 def _result(
-    original: TaggedModel, choice: Choice, after: Mapping[str, int], model: ir.Model | None, notes: Sequence[str]
+    original: TaggedModel,
+    choice: Choice,
+    after: Mapping[str, int],
+    model: ir.Model | None,
+    notes: Sequence[str],
+    metrics: tuple[float, float] | None = None,
 ) -> Quantized:
     words = choice.precisions()
     changed = choice.precision_of
@@ -251,5 +325,7 @@ def _result(
         choice.counted(choice.left),
         tuple(notes),
         dry=model is None,
+        metric_before=None if metrics is None else metrics[0],
+        metric_after=None if metrics is None else metrics[1],
         given=model,
     )

@@ -7,7 +7,7 @@ too stays as it was for them. The model around keeps its nodes, their order, the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx
 import onnx_ir as ir
@@ -16,7 +16,7 @@ from htp_export.model.regions import all_values
 from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.model.tensor_names import UsedNames, rename
 
-__all__ = ["Names", "Submodel", "constant_of", "cut_out", "put_back", "remove_unused"]
+__all__ = ["Names", "Submodel", "constant_of", "cut_out", "in_copy", "put_back", "remove_unused"]
 
 _UNNAMED = "htp_export/"
 
@@ -140,6 +140,19 @@ def cut_out(model: ir.Model, nodes: Sequence[ir.Node], types: Symbolic) -> Submo
     )
     part = ir.Model(graph, ir_version=max(model.ir_version, 10))
     return Submodel(part, tuple(nodes), graph_inputs, outputs, weights, names)
+
+
+def in_copy(part: Submodel, whole: ir.Model, copy: ir.Model) -> Submodel:
+    """The same part of a copy of the whole."""
+    values = {str(value.name): value for value in all_values(copy.graph)}
+    twin = dict(zip(whole.graph, copy.graph, strict=True))
+    return replace(
+        part,
+        nodes=[twin[node] for node in part.nodes],
+        inputs={name: values[str(value.name)] for name, value in part.inputs.items()},
+        outputs={name: values[str(value.name)] for name, value in part.outputs.items()},
+        weights={name: values[str(value.name)] for name, value in part.weights.items()},
+    )
 
 
 def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> list[ir.Node]:

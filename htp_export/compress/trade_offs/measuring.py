@@ -126,7 +126,9 @@ class Measurer:
     def quantized(self, plan: Plan) -> TaggedModel:
         """The model quantized by a plan, in memory."""
         data = self.feeds if self.calibration is None else self.calibration
-        return quantize(self.tagged, dict(plan), data=data).tagged
+        if all(precision.max_drop is None for precision in plan.values()):
+            return quantize(self.tagged, dict(plan), data=data).tagged
+        return quantize(self.tagged, dict(plan), data=data, metric=self.metric, validation=self.feeds).tagged
 
     def _kept(self, key: str, make: Callable[[], Measurement]) -> Measurement:
         known = self.finished.get(key)
