@@ -234,6 +234,16 @@ class TestSensitivity:
         assert cosines["blocks.0"] == pytest.approx(1, abs=1e-9)
         assert cosines["blocks.1.0"] < 1 - 1e-4
 
+    def test_each_model_is_quantized_once_to_be_measured_and_compared(
+        self, file: Path, data: list[dict[str, Array]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: list[Any] = []
+        quantized = Measurer.quantized
+        monkeypatch.setattr(Measurer, "quantized", lambda self, plan: made.append(plan) or quantized(self, plan))
+        found = htp_export.sensitivity(file, ["int4", "fp16"], data, select="head", by_module=True, all_but=False)
+        assert len(made) == 2
+        assert found.modules["head"]["int4"].by_module["head"] < 1
+
     def test_times_are_measured_if_asked_for(self, file: Path, data: list[dict[str, Array]]) -> None:
         found = htp_export.sensitivity(file, ["fp16"], data, select="head", runs=3, all_but=False)
         row = found.modules["head"]["fp16"]

@@ -108,16 +108,17 @@ class Measurer:
         """The original, measured as if it were quantized."""
         return self._kept("", lambda: self._measured(self.tagged))
 
-    def measure(self, plan: Plan) -> Measurement:
+    def measure(self, plan: Plan, made: TaggedModel | None = None) -> Measurement:
         """Quantize a model by a plan, and run it.
 
         Args:
             plan: Selector → precision.
+            made: The model that `quantized` made by the plan, where it is there already.
 
         Raises:
             HtpExportError: If it cannot be quantized, or cannot run.
         """
-        return self._kept(key_of(plan), lambda: self._measured(self.quantized(plan)))
+        return self._kept(key_of(plan), lambda: self._measured(self.quantized(plan) if made is None else made))
 
     def known(self, plan: Plan) -> bool:
         """Whether a plan has been measured."""

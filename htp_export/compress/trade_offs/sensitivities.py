@@ -171,18 +171,19 @@ def _with_alone(
 ) -> ModuleSensitivity:
     plan = alone(row.path, precision)
     try:
-        measured = measurer.measure(plan)
+        made = measurer.quantized(plan) if by_module else None
+        measured = measurer.measure(plan, made)
     except InputError as error:
         return replace(row, problem=str(error), estimate=None)
     faster = None
     if measured.latency_ms is not None and original.latency_ms is not None:
         faster = original.latency_ms - measured.latency_ms
     row = replace(row, alone=measured, saved_bytes=original.bytes - measured.bytes, saved_ms=faster)
-    return replace(row, by_module=_cosines(measurer, plan)) if by_module else row
+    return row if made is None else replace(row, by_module=_cosines(measurer, made))
 
 
-def _cosines(measurer: Measurer, plan: Plan) -> dict[str, float]:
-    compared = compare(measurer.tagged, measurer.quantized(plan), measurer.feeds[0])
+def _cosines(measurer: Measurer, made: TaggedModel) -> dict[str, float]:
+    compared = compare(measurer.tagged, made, measurer.feeds[0])
     return {path: result.cosine for path, result in compared.modules.items() if result.cosine is not None}
 
 
