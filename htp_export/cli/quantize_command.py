@@ -62,7 +62,9 @@ def quantize_command(
         raise typer.BadParameter("give the file to write with -o, or --dry-run")
     rules = read_rules(plan, rule)
     if output is not None:
-        check_output(output, [file, *([Path(plan)] if plan else []), *(data or []), *(validation or [])], in_place=in_place)
+        check_output(
+            output, [file, *([Path(plan)] if plan else []), *(data or []), *(validation or [])], in_place=in_place
+        )
     with Steps(quiet=table.as_json or table.as_csv).step(f"quantizing {file.name}"):
         tagged = load(file)
         result = quantize(
