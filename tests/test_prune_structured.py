@@ -371,3 +371,13 @@ def test_heads_of_merged_projections_are_cut(make: Any, exporter: str, tmp_path:
             wanted = smaller(**kwargs)
         same.append(torch.allclose(found, wanted if isinstance(wanted, torch.Tensor) else wanted[0], atol=1e-4))
     assert same.count(True) == 1
+
+
+@BOTH
+def test_the_shape_of_a_square_matrix_is_cut_at_its_axis(exporter: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = spread(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))).eval()
+    file = export(model, {"input": x(2, 5, 6)}, exporter, tmp_path)  # three dimensions: matrices are transposed
+    after = htp_export.prune(file, {"2": "channels:0.5"}).tagged
+    assert after.parameters["2"].shapes == {"weight": (4, 8), "bias": (4,)}
+    assert after.parameters["4"].shapes == {"weight": (3, 4), "bias": (3,)}

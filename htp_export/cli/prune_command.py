@@ -26,7 +26,7 @@ def prune_command(
         list[str] | None,
         typer.Option(
             metavar="SELECTOR=VALUE",
-            help="A rule after those of the plan: 0.5, 2:4, channels:0.25, heads:0.5 or drop; may be repeated.",
+            help="A rule after those of the plan: 0.5, 2:4, channels:0.25, heads:0.5, rank:25% or drop; repeatable.",
         ),
     ] = None,
     *,

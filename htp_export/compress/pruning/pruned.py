@@ -78,6 +78,8 @@ class Pruned(HoldsModel, ModuleTable):
         plan: Module path → what the plan says of it, as text, for the modules that a rule names.
         removed: The residual blocks that were removed.
         cut: Weight → its shape before and after, for weights that became smaller.
+        ranks: Weight → its rank, for weights that became products of two matrices.
+        whole: Weight → why it stays as it is, for those that the plan gives a rank.
         model: The pruned model.
     """
 
@@ -87,6 +89,8 @@ class Pruned(HoldsModel, ModuleTable):
     plan: Mapping[str, str]
     removed: tuple[str, ...] = ()
     cut: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
     model: ir.Model = field(repr=False, kw_only=True)
 
     @cached_property
@@ -118,6 +122,12 @@ class Pruned(HoldsModel, ModuleTable):
         notes = [f"removed: {', '.join(self.removed)}"] if self.removed else []
         if self.cut:
             notes.append(f"{len(self.cut)} weights are smaller, such as {_changed(*next(iter(self.cut.items())))}")
+        if self.ranks:
+            name, rank = next(iter(self.ranks.items()))
+            notes.append(f"{len(self.ranks)} weights are products of two matrices, such as {name}, of rank {rank}")
+        if self.whole:
+            name, reason = next(iter(self.whole.items()))
+            notes.append(f"{len(self.whole)} weights keep their rank, such as {name}: {reason}")
         if root.zeros_after > root.zeros_before:
             notes.append("zeros take as many bytes as other numbers: files and ONNX Runtime keep weights dense")
         return tuple(notes)
@@ -129,6 +139,8 @@ class Pruned(HoldsModel, ModuleTable):
             "plan": dict(self.plan),
             "removed": list(self.removed),
             "cut": {name: [list(before), list(after)] for name, (before, after) in self.cut.items()},
+            "ranks": dict(self.ranks),
+            "whole": dict(self.whole),
             "notes": list(self.notes),
             "tags": self.tags.to_dict(),
         }

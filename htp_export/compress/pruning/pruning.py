@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.compress.plans import Assigned, assigned
+from htp_export.compress.pruning.low_rank import Factors, factorise
 from htp_export.compress.pruning.masks import Mask, Scores, element_masks, group_mask
 from htp_export.compress.pruning.pruned import Counted, Pruned, pruned_modules
 from htp_export.compress.pruning.residual_blocks import remove_blocks
@@ -50,6 +51,7 @@ def prune(
     ``"2:4"``           in each group of 4 neighbours, all but 2 become zero
     ``"channels:0.25"``  a quarter of the output channels of each weight is cut out
     ``"heads:0.5"``      half of the attention heads are cut out
+    ``"rank:25%"``       each matrix becomes the product of two that have a quarter of its rank; ``"rank:16"``: rank 16
     ``"drop"``          the module, a residual block, is removed
     ==================  ===============================================================================
 
@@ -120,17 +122,24 @@ def _pruned(tagged: TaggedModel, wanted: Assigned[Sparsity], scores: Scores, *, 
     structured = {weight: value for weight, value in values.items() if value.kind in ("channels", "heads")}
     structured = {weight: value for weight, value in structured.items() if weight in left}
     cut = cut_channels(tagged, structured, scores, together=together) if structured else {}
-    elementwise = {weight: value for weight, value in values.items() if not value.is_structured and weight in left}
+    elementwise = {weight: value for weight, value in values.items() if value.is_elementwise and weight in left}
     masks = _masks(elementwise, scores, together=together)
     for weight, mask in masks.items():
         _apply(weight, mask)
+    matrices = {weight: value for weight, value in values.items() if value.kind == "rank" and weight in left}
+    factors, whole = factorise(load(tagged.model) if cut else tagged, matrices) if matrices else ({}, {})
+    _refuse_full_ranks(wanted, owners, factors, whole)
     counts = [
-        Counted(owners[weight], before[weight], _counts(weight) if weight in left else (0, 0))
+        Counted(
+            owners[weight], before[weight], _counts_after(weight, factors.get(weight)) if weight in left else (0, 0)
+        )
         for weight in counted(weights, "weights")
     ]
     rows = pruned_modules(_facts(load(tagged.model)).values(), counts, bytes_before)
     said = {path: str(value) for path, value in wanted.modules.items()}
-    return Pruned(rows, said, removed, cut, model=tagged.model)
+    ranks = {weight.name: found.rank for weight, found in factors.items()}
+    kept = {weight.name: reason for weight, reason in whole.items()}
+    return Pruned(rows, said, removed, cut, ranks, kept, model=tagged.model)
 
 
 def _outermost_blocks(wanted: Assigned[Sparsity]) -> tuple[str, ...]:
@@ -141,7 +150,19 @@ def _outermost_blocks(wanted: Assigned[Sparsity]) -> tuple[str, ...]:
 
 def _counts(weight: Weight) -> tuple[int, int]:
     """Elements of a weight, and how many of them are zero."""
-    array = weight.tensor.numpy()
+    return _elements(weight.tensor)
+
+
+def _counts_after(weight: Weight, factors: Factors | None) -> tuple[int, int]:
+    """The same of what a weight is now: its own elements, or those of two matrices."""
+    if factors is None:
+        return _counts(weight)
+    counts = [_elements(value.const_value) for value in factors.values if value.const_value is not None]
+    return sum(size for size, _ in counts), sum(zeros for _, zeros in counts)
+
+
+def _elements(tensor: ir.TensorProtocol) -> tuple[int, int]:
+    array = tensor.numpy()
     return array.size, array.size - int(np.count_nonzero(array))
 
 
@@ -178,6 +199,20 @@ def _refuse_empty_rules(tagged: TaggedModel, weights: Sequence[Weight], wanted: 
     for selector, paths in wanted.named.items():
         if not owners.intersection(paths) and not removed.intersection(paths):
             raise InputError(f"rule {selector!r}: the modules that it names have no weights that can be pruned")
+
+
+def _refuse_full_ranks(
+    wanted: Assigned[Sparsity],
+    owners: Mapping[Weight, Sequence[str]],
+    factors: Mapping[Weight, Factors],
+    whole: Mapping[Weight, str],
+) -> None:
+    """Refuse a rule for ranks that replaces no weight."""
+    for selector, paths in wanted.named.items():
+        named = {weight for weight in (*factors, *whole) if not set(paths).isdisjoint(owners[weight])}
+        if named and named.isdisjoint(factors):
+            weight = next(weight for weight in whole if weight in named)
+            raise InputError(f"rule {selector!r}: weight {weight.name!r} keeps its rank: {whole[weight]}")
 
 
 def _masks(values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool) -> dict[Weight, Mask]:

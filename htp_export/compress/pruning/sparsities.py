@@ -10,9 +10,9 @@ from htp_export.errors import InputError
 
 __all__ = ["Kind", "Sparsity", "sparsity_of"]
 
-Kind: TypeAlias = Literal["elements", "n:m", "channels", "heads", "blocks"]
+Kind: TypeAlias = Literal["elements", "n:m", "channels", "heads", "blocks", "rank"]
 
-_FORMS = "a share such as 0.5, a pattern such as '2:4', 'channels:0.25', 'heads:0.5' or 'drop'"
+_FORMS = "a share such as 0.5, a pattern such as '2:4', 'channels:0.25', 'heads:0.5', 'rank:16', 'rank:25%' or 'drop'"
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,16 @@ class Sparsity:
     Attributes:
         kind: ``elements``: single elements become zero; ``n:m``: in each group of ``m`` elements, all but ``n`` become
             zero; ``channels``: output channels are cut out; ``heads``: attention heads are cut out; ``blocks``: the
-            module itself is removed, and its input takes the place of its output.
-        amount: The share that is removed, from 0 to 1; not used for ``n:m`` and ``blocks``.
-        kept: ``n`` of ``n:m``.
+            module itself is removed, and its input takes the place of its output; ``rank``: a matrix becomes the
+            product of two smaller ones.
+        amount: The share that is removed, from 0 to 1; not used for ``n:m`` and ``blocks``. For ``rank``, the share of
+            the full rank that stays; 0 if ``kept`` says it.
+        kept: ``n`` of ``n:m``; for ``rank``, the rank.
         group: ``m`` of ``n:m``.
 
     Examples:
-        >>> str(sparsity_of("2:4")), str(sparsity_of(0.5)), str(sparsity_of("heads:0.25"))
-        ('2:4', '0.5', 'heads:0.25')
+        >>> [str(sparsity_of(value)) for value in ("2:4", 0.5, "heads:0.25", "rank:25%")]
+        ['2:4', '0.5', 'heads:0.25', 'rank:25%']
     """
 
     kind: Kind
@@ -38,15 +40,17 @@ class Sparsity:
     group: int = 0
 
     @property
-    def is_structured(self) -> bool:
-        """Whether whole channels, heads or modules are removed, so that tensors become smaller."""
-        return self.kind in ("channels", "heads", "blocks")
+    def is_elementwise(self) -> bool:
+        """Whether single elements become zero."""
+        return self.kind in ("elements", "n:m")
 
     def __str__(self) -> str:
         if self.kind == "n:m":
             return f"{self.kept}:{self.group}"
         if self.kind == "blocks":
             return "drop"
+        if self.kind == "rank":
+            return f"rank:{self.kept}" if self.kept else f"rank:{self.amount * 100:g}%"
         return f"{self.amount:g}" if self.kind == "elements" else f"{self.kind}:{self.amount:g}"
 
 
@@ -54,7 +58,8 @@ def sparsity_of(value: Any) -> Sparsity:
     """Read a value of a plan.
 
     Args:
-        value: A share from 0 to 1, ``"n:m"``, ``"channels:share"``, ``"heads:share"``, ``"drop"``, or a `Sparsity`.
+        value: A share from 0 to 1, ``"n:m"``, ``"channels:share"``, ``"heads:share"``, ``"rank:16"``,
+            ``"rank:25%"``, ``"drop"``, or a `Sparsity`.
 
     Raises:
         InputError: If it is none of these.
@@ -75,6 +80,8 @@ def sparsity_of(value: Any) -> Sparsity:
         if not 0 <= kept <= group or not group:
             raise InputError(f"sparsity {text!r}: of n:m, n is at most m, and m is not 0")
         return Sparsity("n:m", kept=kept, group=group)
+    if text.startswith("rank:"):
+        return _rank(text)
     kind, colon, amount = text.rpartition(":")
     try:
         number = float(amount)
@@ -85,6 +92,14 @@ def sparsity_of(value: Any) -> Sparsity:
     if number is not None and kind in ("channels", "heads"):
         return Sparsity("channels" if kind == "channels" else "heads", _share(number, value))
     raise InputError(f"sparsity {value!r}: write {_FORMS}")
+
+
+def _rank(text: str) -> Sparsity:
+    match = re.fullmatch(r"rank:(?:(\d+)|(\d+(?:\.\d*)?)%)", text)
+    rank, share = (int(match[1] or 0), float(match[2] or 0) / 100) if match else (0, 0.0)
+    if not rank and not 0 < share <= 1:
+        raise InputError(f"sparsity {text!r}: write the rank, 'rank:16', or the share of it that stays, 'rank:25%'")
+    return Sparsity("rank", share, rank)
 
 
 def _share(number: float, value: Any) -> float:

@@ -12,18 +12,17 @@ from htp_export.compress.pruning.coupled_axes import Axis
 from htp_export.compress.pruning.coupling import Coupling, StopError, couple
 from htp_export.compress.pruning.cut_axes import cut_axes
 from htp_export.compress.pruning.masks import Scores
+from htp_export.compress.pruning.parameter_shapes import Shape, change_parameters
 from htp_export.compress.pruning.sparsities import Sparsity
 from htp_export.compress.pruning.weights import Weight
 from htp_export.errors import InputError
-from htp_export.format.model_metadata import write_model_metadata
-from htp_export.format.parameters import ModuleParameters
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array
 
 __all__ = ["cut_channels"]
 
-Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+Shapes = dict[str, tuple[Shape, Shape]]
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,11 @@ def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores:
     cut_axes(tagged, kept)
     after = {str(value.name): _shape(value.const_value) for value in weights}
     shapes = {name: (before[name], after[name]) for name in before}
-    _describe(tagged, shapes, readers)
+    change_parameters(tagged, ((name, old, readers[name], {"": new}) for name, (old, new) in shapes.items()))
     return shapes
 
 
-def _shape(tensor: object) -> tuple[int, ...]:
+def _shape(tensor: object) -> Shape:
     return tuple(tensor.shape.numpy())  # type: ignore[attr-defined]
 
 
@@ -148,40 +147,8 @@ def _chosen(found: Sequence[_Cuttable], *, together: bool) -> list[tuple[_Cuttab
     return chosen
 
 
-# --- what the file says of parameters -------------------------------------------------------------------
-
-
 def _owners(tagged: TaggedModel, value: object) -> list[str]:
     uses = value.uses()  # type: ignore[attr-defined]
     nodes = [use.node for use in uses]
     nodes += [inner.node for node in nodes if node.op_type == "Transpose" for inner in node.outputs[0].uses()]
     return list(dict.fromkeys(path for node in nodes for path in tagged.owners_of(node)))
-
-
-def _describe(tagged: TaggedModel, shapes: Shapes, readers: Mapping[str, Sequence[str]]) -> None:
-    """Write the new shapes of parameters into the metadata; exporters transpose weights and rename them."""
-    if tagged.parameters is None:
-        return
-    parameters = {path: ModuleParameters(dict(held.shapes), held.tied) for path, held in tagged.parameters.items()}
-    for name, (before, after) in shapes.items():
-        for path in readers[name]:
-            held = parameters.get(path)
-            if held is None:
-                continue
-            listed: dict[str, tuple[int, ...]] = dict(held.shapes)
-            for key in _counterparts(listed, name, before):
-                listed[key] = after if listed[key] == before else after[::-1]
-            parameters[path] = ModuleParameters(listed, held.tied)
-    write_model_metadata(tagged.model.metadata_props, tagged.hierarchy, parameters=parameters)
-
-
-def _counterparts(listed: Mapping[str, tuple[int, ...]], name: str, shape: tuple[int, ...]) -> list[str]:
-    """The parameters of a module that an initializer stands for: that of its name, or that of its shape.
-
-    A vector may stand for several, where a normalisation was folded into the weight before it.
-    """
-    own = name.rpartition(".")[2]
-    if listed.get(own) == shape:
-        return [own]
-    alike = [key for key, other in listed.items() if shape in (other, other[::-1])]
-    return alike if len(alike) == 1 or len(shape) == 1 else []
