@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from htp_export.provenance.carrying import Carried, carry, embed_map
     from htp_export.run.attention_reporting import attention_report
     from htp_export.run.file_comparing import compare
-    from htp_export.run.latency import ModuleLatency, Profile, profile
+    from htp_export.run.latency import profile
+    from htp_export.run.latency_results import ModuleLatency, Profile
     from htp_export.run.results import Comparison, Verification
     from htp_export.run.verifying import verify
     from htp_export.show.viewing import View, view
@@ -172,18 +173,26 @@ _HOMES = {
     "ModelDifference": "differences.differing",
     "ModuleDifference": "differences.differing",
     "ModuleInfo": "format.hierarchy",
-    "ModuleLatency": "run.latency",
+    "ModuleLatency": "run.latency_results",
     "Nested": "surgery.nesting",
     "Optimized": "passes.results",
     "Partition": "surgery.partitions",
+    "PipelineRun": "compress.pipeline_results",
     "PipelineRun": "compress.pipelines.pipeline_results",
     "PlanFile": "compress.plan_export.plan_exporting",
+    "PlanFile": "compress.plan_exporting",
+    "Precision": "compress.precisions",
     "Precision": "compress.quantization.precisions",
     "Profile": "run.latency",
+    "Profile": "run.latency_results",
+    "Pruned": "compress.pruned",
     "Pruned": "compress.pruning.pruned",
+    "PrunedModule": "compress.pruned",
     "PrunedModule": "compress.pruning.pruned",
     "Quantized": "compress.quantization.quantized",
+    "Quantized": "compress.quantized",
     "QuantizedModule": "compress.quantization.quantized",
+    "QuantizedModule": "compress.quantized",
     "Region": "model.tagged",
     "Search": "compress.trade_offs.search_results",
     "Sensitivity": "compress.trade_offs.sensitivity_results",

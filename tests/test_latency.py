@@ -21,7 +21,7 @@ from torch import nn
 import htp_export
 from htp_export.cli.main import main
 from htp_export.errors import FileError, InputError, UntaggedModelError
-from htp_export.run.latency import Profile
+from htp_export.run.latency_results import Profile
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.traces import KernelKey, read_trace
 from htp_export.show.latency import render_profile

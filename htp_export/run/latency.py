@@ -3,154 +3,25 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from htp_export.errors import InputError
-from htp_export.model.columns import CLASS_NAME, Column, chosen, record
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.module_facts import ModuleFacts, contents_of
-from htp_export.model.tables import ModuleTable
-from htp_export.model.tag_facts import TagFacts
 from htp_export.model.tagged import ModelSource, TaggedModel, load
-from htp_export.run.kernels import Kernel, attributed_kernels
+from htp_export.run.latency_results import Profile, latency_by_module
+from htp_export.run.trace_kernels import trace_kernels
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.profiling import ProfiledSession
 from htp_export.runtime.sessions import RunnableModel, SessionSettings, temporary_folder
 
-__all__ = ["ModuleLatency", "Profile", "profile"]
+__all__ = ["profile"]
 
 _log = logging.getLogger(__name__)
-
-PROFILE_COLUMNS: tuple[Column[ModuleLatency], ...] = (
-    CLASS_NAME,
-    Column("calls", "calls"),
-    Column("fate", "fate", right=False),
-    Column("total_ms", "total", unit="ms", keep=5),
-    Column("self_ms", "self", unit="ms", keep=4),
-    Column("share", "share", unit="%", keep=3),
-    Column("fused_ms", "fused", unit="ms"),
-    Column("kernels", "kernels", keep=2),
-    Column("launches", "launches"),
-    Column("nodes", "nodes"),
-    Column("parameters", "parameters"),
-    Column("weight_bytes", "weights", unit="B"),
-)
-"""The columns of a profile."""
-
-_DRAWN = ("class_name", "total_ms", "self_ms", "share")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModuleLatency(ModuleFacts):
-    """The facts of a module, and its time in one run of the model; see ``Trace.typical`` for which run that is.
-
-    Attributes:
-        total_ms: Time of the module and all modules below it: ``self_ms`` plus the totals of its child modules.
-        self_ms: Time of the module's own nodes. A kernel with several owners is divided equally among them.
-        share: ``total_ms`` divided by the time of all kernels, from 0 to 1.
-        fused_ms: The part of ``total_ms`` that comes from kernels shared with modules outside.
-        kernels: Number of kernels of the module and those below it, including shared ones.
-        launches: How often these ran in one run of the model; more than ``kernels`` in a loop.
-        by_op: Operator type of a kernel → its part of ``total_ms``, the longest first.
-    """
-
-    total_ms: float
-    self_ms: float
-    share: float
-    fused_ms: float
-    kernels: int
-    launches: float
-    by_op: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Profile(ModuleTable):
-    """Latency of a model, by module.
-
-    Attributes:
-        modules: Module path → its latency, for every module, in the order of ``named_modules()``.
-        end_to_end_ms: Median time of a run without the profiler.
-        profiled_ms: Median time of a run with the profiler.
-        kernels_ms: Sum of all kernels: the total of the root plus ``unattributed_ms``. The rest of ``profiled_ms`` is
-            ONNX Runtime's own work between kernels. If kernels run in parallel, the sum may be larger.
-        unattributed_ms: Time of kernels without a known module.
-        unattributed: These kernels.
-        kernels: All kernels, in the order of their first run.
-        runs: Number of measured runs.
-        providers: The execution providers that were used.
-        assumed: A line for each open dimension whose size was not given, with the size that was used.
-        tags: The tags of the model: source, reasons, untagged nodes.
-    """
-
-    columns = PROFILE_COLUMNS
-
-    modules: Mapping[str, ModuleLatency]
-    end_to_end_ms: float
-    profiled_ms: float
-    kernels_ms: float
-    unattributed_ms: float
-    unattributed: tuple[Kernel, ...]
-    kernels: tuple[Kernel, ...]
-    runs: int
-    providers: tuple[str, ...]
-    assumed: tuple[str, ...] = ()
-    tags: TagFacts | None = None
-
-    def by_path(self, field: str = "total_ms") -> dict[str, float]:
-        """Module path → one number, to lay over a drawing of the model.
-
-        Args:
-            field: Which: ``total_ms``, ``self_ms``, ``share`` or any other number of ``ModuleLatency``.
-        """
-        return {path: float(getattr(module, field)) for path, module in self.modules.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, for JSON; times are in ms."""
-        data = asdict(replace(self, modules={}))
-        for kernel in (*data["kernels"], *data["unattributed"]):
-            del kernel["around"]  # the totals of modules say it
-        data["modules"] = {
-            path: {**record(self.columns, module), "by_op": dict(module.by_op)} for path, module in self.modules.items()
-        }
-        data["notes"] = list(self.notes)
-        return data
-
-    @property
-    def drawn(self) -> Sequence[Column[ModuleLatency]]:
-        """The columns of the table as text."""
-        return chosen(self.columns, _DRAWN)
-
-    @property
-    def listed(self) -> Sequence[ModuleLatency]:
-        """The modules that take time."""
-        return [module for module in self.modules.values() if module.kernels]
-
-    @property
-    def summary(self) -> str:
-        """The times of the model, in one line."""
-        return (
-            f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}; "
-            f"{self.profiled_ms:.3f} ms under the profiler, {self.kernels_ms:.3f} ms of it in kernels"
-        )
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Which kernels belong to no module, and what was assumed, a line each."""
-        lines = []
-        if self.unattributed:
-            longest = sorted(self.unattributed, key=lambda kernel: -kernel.ms)
-            named = ", ".join(f"{kernel.op_type} {kernel.name!r}" for kernel in longest[:3])
-            more = f" and {len(longest) - 3} more" if len(longest) > 3 else ""
-            lines.append(f"{self.unattributed_ms:.3f} ms belongs to no module: {named}{more}")
-        return (*lines, *self.assumed)
 
 
 @names_model_faults("model")
@@ -220,12 +91,12 @@ def profile(
         profiled = session.run(feed, runs)
         trace = session.end_profiling(runs)
         plain = session.run(feed, runs)
-        kernels = attributed_kernels(trace, tagged, session.optimized)
+        kernels = trace_kernels(trace, tagged, session.optimized)
     if trace.runs < runs:
         _log.warning("ONNX Runtime's profile is full: it has %d of %d runs; ask for fewer", trace.runs, runs)
     unattributed = tuple(kernel for kernel in kernels if not kernel.owners)
     return Profile(
-        modules=_by_module(kernels, tagged),
+        modules=latency_by_module(kernels, tagged),
         end_to_end_ms=statistics.median(plain),
         profiled_ms=statistics.median(profiled),
         kernels_ms=sum(kernel.ms for kernel in kernels),
@@ -244,40 +115,3 @@ def _runnable(file: Path | None, tagged: TaggedModel, folder: Path) -> RunnableM
     if file is not None:
         return RunnableModel.of_file(file, tagged.model, folder)
     return RunnableModel.of(tagged.model, tagged.hierarchy.root.simple_class or "model", folder)
-
-
-def _by_module(kernels: Sequence[Kernel], tagged: TaggedModel) -> dict[str, ModuleLatency]:
-    """Sum up kernels by module; each owner gets an equal part."""
-    model_ms = sum(kernel.ms for kernel in kernels)
-    self_ms: defaultdict[str, float] = defaultdict(float)
-    below: defaultdict[str, list[tuple[Kernel, float]]] = defaultdict(list)
-    for kernel in kernels:
-        parts: defaultdict[str, int] = defaultdict(int)
-        for owner in kernel.owners:
-            self_ms[owner] += kernel.ms / len(kernel.owners)
-        for modules in kernel.around:
-            for path in modules:
-                parts[path] += 1
-        for path, count in parts.items():
-            below[path].append((kernel, count / len(kernel.owners)))
-    contents = contents_of(tagged).modules
-    return {path: _module(module.facts, self_ms[path], below[path], model_ms) for path, module in contents.items()}
-
-
-def _module(
-    facts: ModuleFacts, self_ms: float, parts: Sequence[tuple[Kernel, float]], model_ms: float
-) -> ModuleLatency:
-    by_op: defaultdict[str, float] = defaultdict(float)
-    for kernel, part in parts:
-        by_op[kernel.op_type] += kernel.ms * part
-    total = math.fsum(kernel.ms * part for kernel, part in parts)
-    return ModuleLatency(
-        **vars(facts),
-        total_ms=total,
-        self_ms=self_ms,
-        share=total / model_ms if model_ms else 0.0,
-        fused_ms=math.fsum(kernel.ms * part for kernel, part in parts if part < 1),
-        kernels=len(parts),
-        launches=sum(kernel.launches for kernel, _ in parts),
-        by_op=dict(sorted(by_op.items(), key=lambda item: -item[1])),
-    )

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from htp_export.format import tags
 from htp_export.model.columns import Column, chosen
-from htp_export.run.latency import ModuleLatency, Profile
+from htp_export.run.latency_results import ModuleLatency, Profile
 from htp_export.show.command_words import in_commands
 from htp_export.show.module_table import TreeTable
 

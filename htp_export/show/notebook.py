@@ -39,7 +39,7 @@ def _table(result: object) -> RenderableType | None:
     from htp_export.compress.quantization.quantized import Quantized
     from htp_export.costs.module_tree import ModuleTree
     from htp_export.costs.result import Cost
-    from htp_export.run.latency import Profile
+    from htp_export.run.latency_results import Profile
     from htp_export.run.results import Comparison
 
     match result:
