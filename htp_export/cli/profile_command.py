@@ -9,6 +9,7 @@ import typer
 
 from htp_export.cli.file_options import DepthOption, FeedDimsOption, FeedOption, FileArgument, JsonOption
 from htp_export.cli.outputs import report
+from htp_export.cli.quiet import quiet_runtime
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps
 
@@ -40,6 +41,7 @@ def profile_command(
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads within an operator.")] = None,
     optimization: Annotated[_Level, typer.Option(help="What ONNX Runtime optimises when it loads.")] = _Level.all,
+    memory: Annotated[bool, typer.Option("--memory", help="Measure memory too, beside the estimate of cost.")] = False,
     sort: Annotated[_Sort, typer.Option(help="Order of the lines.")] = _Sort.tree,
     depth: DepthOption = None,
     fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True,
@@ -50,7 +52,7 @@ def profile_command(
     from htp_export.show.latency import render_profile
 
     sizes = read_sizes(inputs, dims)
-    with Steps(quiet=as_json).step(f"profiling {file}"):
+    with Steps(quiet=as_json).step(f"profiling {file}"), quiet_runtime():  # it warns of options that are set again
         result = profile(
             file,
             sizes.inputs or None,
@@ -60,6 +62,7 @@ def profile_command(
             shapes=sizes.shapes,
             providers=[_provider(name) for name in provider or ["cpu"]],
             session_options=_session_options(threads, optimization),
+            memory=memory,
         )
     report(result, as_json, lambda: render_profile(result, sort=sort.value, depth=depth, fold=fold))
 

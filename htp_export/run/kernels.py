@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from htp_export.format.call_tree import CallTree, NodeCalls
 
-__all__ = ["Kernel", "Timed", "owned"]
+__all__ = ["Kernel", "Timed", "modules_around_owners", "owned"]
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,15 @@ def owned(timed: Timed, works: Iterable[NodeCalls], calls: CallTree) -> Kernel:
         works: Owners and calls of these nodes, in the order of execution; empty if none is known.
         calls: The calls of the model.
     """
+    around = modules_around_owners(works, calls)
+    known = {field.name: getattr(timed, field.name) for field in fields(Timed)}
+    return Kernel(**known, owners=tuple(around), around=tuple(around.values()))
+
+
+def modules_around_owners(works: Iterable[NodeCalls], calls: CallTree) -> dict[str, frozenset[str]]:
+    """Return owner → the modules whose regions contain its share of the work, in the order of execution."""
     modules_by_owner: dict[str, frozenset[str]] = {}
     for work in works:
         for owner, modules in calls.around_owners(work).items():
             modules_by_owner[owner] = modules_by_owner.get(owner, frozenset()) | modules
-    known = {field.name: getattr(timed, field.name) for field in fields(Timed)}
-    return Kernel(**known, owners=tuple(modules_by_owner), around=tuple(modules_by_owner.values()))
+    return modules_by_owner

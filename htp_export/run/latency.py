@@ -14,6 +14,7 @@ from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.run.latency_results import Profile, latency_by_module
+from htp_export.run.measured_memory import memory_by_module
 from htp_export.run.trace_kernels import trace_kernels
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.profiling import ProfiledSession
@@ -35,6 +36,7 @@ def profile(
     shapes: Mapping[str, Sequence[int]] | None = None,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     session_options: Any = None,
+    memory: bool = False,
 ) -> Profile:
     """Measure the latency of every module in ONNX Runtime.
 
@@ -57,6 +59,8 @@ def profile(
         providers: Execution providers, in order of preference, as for ``onnxruntime.InferenceSession``.
         session_options: An ``onnxruntime.SessionOptions``: threads, level of optimisation and so on. It is restored
             afterwards.
+        memory: Run the model once more, and record what ONNX Runtime allocates for each kernel, beside the estimate of
+            `cost`.
 
     Returns:
         Times in ms, by module path.
@@ -86,17 +90,19 @@ def profile(
     feed = wanted.random(dims, shapes) if inputs is None else wanted.feed(inputs, dims)
     with temporary_folder() as folder:
         file = Path(model) if isinstance(model, str | os.PathLike) and tagged is original else None
-        session = ProfiledSession(_runnable(file, tagged, folder), settings, folder)
+        runnable = _runnable(file, tagged, folder)
+        session = ProfiledSession(runnable, settings, folder)
         session.run(feed, warmup)
         profiled = session.run(feed, runs)
         trace = session.end_profiling(runs)
         plain = session.run(feed, runs)
         kernels = trace_kernels(trace, tagged, session.optimized)
+        measured = memory_by_module(runnable, settings, feed, tagged, folder) if memory else None
     if trace.runs < runs:
         _log.warning("ONNX Runtime's profile is full: it has %d of %d runs; ask for fewer", trace.runs, runs)
     unattributed = tuple(kernel for kernel in kernels if not kernel.owners)
     return Profile(
-        modules=latency_by_module(kernels, tagged),
+        modules=latency_by_module(kernels, tagged, measured),
         end_to_end_ms=statistics.median(plain),
         profiled_ms=statistics.median(profiled),
         kernels_ms=sum(kernel.ms for kernel in kernels),
@@ -107,6 +113,7 @@ def profile(
         providers=session.providers,
         assumed=feed.notes,
         tags=tagged.tag_facts,
+        memory=measured,
     )
 
 

@@ -14,6 +14,7 @@ from htp_export.model.tables import ModuleTable
 from htp_export.model.tag_facts import TagFacts
 from htp_export.model.tagged import TaggedModel
 from htp_export.run.kernels import Kernel
+from htp_export.run.measured_memory import MeasuredMemory, ModuleMemory
 
 __all__ = ["ModuleLatency", "Profile", "latency_by_module"]
 
@@ -30,9 +31,24 @@ PROFILE_COLUMNS: tuple[Column[ModuleLatency], ...] = (
     Column("nodes", "nodes"),
     Column("parameters", "parameters"),
     Column("weight_bytes", "weights", unit="B"),
+    Column("allocated_bytes", "allocated", lambda row: row.memory and row.memory.allocated_bytes, "B", keep=3),
+    Column("self_allocated_bytes", "self allocated", lambda row: row.memory and row.memory.self_allocated_bytes, "B"),
+    Column("estimated_bytes", "estimated", lambda row: row.memory and row.memory.estimated_bytes, "B", keep=3),
+    Column("self_estimated_bytes", "self estimated", lambda row: row.memory and row.memory.self_estimated_bytes, "B"),
+    Column("estimate_ratio", "ratio", lambda row: row.memory and row.memory.ratio, keep=3),
 )
 """The columns of a profile."""
 
+_MEMORY = (
+    "allocated_bytes",
+    "self_allocated_bytes",
+    "estimated_bytes",
+    "self_estimated_bytes",
+    "estimate_ratio",
+)
+"""Those that only a profile with measured memory has."""
+
+_DRAWN_MEMORY = ("allocated_bytes", "estimated_bytes", "estimate_ratio")
 _DRAWN = ("class_name", "total_ms", "self_ms", "share")
 
 
@@ -48,6 +64,7 @@ class ModuleLatency(ModuleFacts):
         kernels: Number of kernels of the module and those below it, including shared ones.
         launches: How often these ran in one run of the model; more than ``kernels`` in a loop.
         by_op: Operator type of a kernel → its part of ``total_ms``, the longest first.
+        memory: What ONNX Runtime allocated for it, beside the estimate of ``cost``; None if it was not measured.
     """
 
     total_ms: float
@@ -57,6 +74,7 @@ class ModuleLatency(ModuleFacts):
     kernels: int
     launches: float
     by_op: Mapping[str, float]
+    memory: ModuleMemory | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +94,7 @@ class Profile(ModuleTable):
         providers: The execution providers that were used.
         assumed: A line for each open dimension whose size was not given, with the size that was used.
         tags: The tags of the model: source, reasons, untagged nodes.
+        memory: What ONNX Runtime allocated; None if it was not measured.
     """
 
     columns = PROFILE_COLUMNS
@@ -91,6 +110,7 @@ class Profile(ModuleTable):
     providers: tuple[str, ...]
     assumed: tuple[str, ...] = ()
     tags: TagFacts | None = None
+    memory: MeasuredMemory | None = None
 
     def by_path(self, field: str = "total_ms") -> dict[str, float]:
         """Module path → one number, to lay over a drawing of the model.
@@ -102,19 +122,29 @@ class Profile(ModuleTable):
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data, for JSON; times are in ms."""
-        data = asdict(replace(self, modules={}))
+        data = asdict(replace(self, modules={}, memory=None))
         for kernel in (*data["kernels"], *data["unattributed"]):
             del kernel["around"]  # the totals of modules say it
+        unmeasured = () if self.memory is not None else _MEMORY
+        columns = [column for column in self.columns if column.name not in unmeasured]
         data["modules"] = {
-            path: {**record(self.columns, module), "by_op": dict(module.by_op)} for path, module in self.modules.items()
+            path: {**record(columns, module), "by_op": dict(module.by_op)} for path, module in self.modules.items()
         }
+        del data["memory"]
+        if self.memory is not None:
+            data["memory"] = self.memory.to_dict()
         data["notes"] = list(self.notes)
         return data
 
     @property
     def drawn(self) -> Sequence[Column[ModuleLatency]]:
         """The columns of the table as text."""
-        return chosen(self.columns, _DRAWN)
+        return chosen(self.columns, (*_DRAWN, *self.drawn_memory))
+
+    @property
+    def drawn_memory(self) -> Sequence[str]:
+        """The names of the columns of memory, if it was measured."""
+        return _DRAWN_MEMORY if self.memory is not None else ()
 
     @property
     def listed(self) -> Sequence[ModuleLatency]:
@@ -138,11 +168,14 @@ class Profile(ModuleTable):
             named = ", ".join(f"{kernel.op_type} {kernel.name!r}" for kernel in longest[:3])
             more = f" and {len(longest) - 3} more" if len(longest) > 3 else ""
             lines.append(f"{self.unattributed_ms:.3f} ms belongs to no module: {named}{more}")
-        return (*lines, *self.assumed)
+        return (*lines, *(self.memory.notes if self.memory is not None else ()), *self.assumed)
 
 
-def latency_by_module(kernels: Sequence[Kernel], tagged: TaggedModel) -> dict[str, ModuleLatency]:
+def latency_by_module(
+    kernels: Sequence[Kernel], tagged: TaggedModel, memory: MeasuredMemory | None = None
+) -> dict[str, ModuleLatency]:
     """Sum up kernels by module; each owner gets an equal part."""
+    measured = memory.modules if memory is not None else {}
     model_ms = sum(kernel.ms for kernel in kernels)
     self_ms: defaultdict[str, float] = defaultdict(float)
     below: defaultdict[str, list[tuple[Kernel, float]]] = defaultdict(list)
@@ -156,7 +189,10 @@ def latency_by_module(kernels: Sequence[Kernel], tagged: TaggedModel) -> dict[st
         for path, count in parts.items():
             below[path].append((kernel, count / len(kernel.owners)))
     contents = contents_of(tagged).modules
-    return {path: _module(module.facts, self_ms[path], below[path], model_ms) for path, module in contents.items()}
+    return {
+        path: replace(_module(module.facts, self_ms[path], below[path], model_ms), memory=measured.get(path))
+        for path, module in contents.items()
+    }
 
 
 def _module(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -13,6 +13,7 @@ from rich.text import Text
 from htp_export.format import tags
 from htp_export.model.columns import Column, chosen
 from htp_export.run.latency_results import ModuleLatency, Profile
+from htp_export.run.measured_memory import ModuleMemory
 from htp_export.show.command_words import in_commands
 from htp_export.show.module_table import TreeTable
 
@@ -50,7 +51,7 @@ def render_profile(
     if sort != "tree":
         rows.sort(key=lambda row: -float(getattr(row, f"{sort}_ms")))
     alike = _alike if fold else None
-    columns = [*chosen(profile.columns, _COLUMNS), _MOSTLY]
+    columns = [*chosen(profile.columns, (*_COLUMNS, *profile.drawn_memory)), _MOSTLY]
     table = TreeTable(rows, columns, alike, _merged, flat=sort != "tree")
     lines = (profile.summary, *profile.notes, *profile.tag_lines())
     return Group(table, Text(), *(Text(in_commands(line)) for line in lines))
@@ -87,4 +88,13 @@ def _merged(modules: Sequence[ModuleLatency]) -> ModuleLatency:
         self_ms=mean(module.self_ms for module in modules),
         share=mean(module.share for module in modules),
         by_op=dict(by_op.most_common()),
+        memory=_mean_memory([module.memory for module in modules if module.memory is not None]),
+    )
+
+
+def _mean_memory(memories: Sequence[ModuleMemory]) -> ModuleMemory | None:
+    if not memories:
+        return None
+    return ModuleMemory(
+        *(sum(getattr(memory, field.name) for memory in memories) // len(memories) for field in fields(ModuleMemory))
     )
