@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from htp_export.inspection.inspected import Inspected
     from htp_export.inspection.inspecting import inspect
     from htp_export.model.inlining import Inlined, inline
+    from htp_export.model.map_result import ModelMap
+    from htp_export.model.mapping import map
     from htp_export.model.tagged import Region, TaggedModel, load
     from htp_export.passes.optimizing import optimize
     from htp_export.passes.results import Optimized
@@ -87,6 +89,7 @@ __all__ = [
     "LoraAdapter",
     "LoraLayer",
     "ModelDifference",
+    "ModelMap",
     "ModuleDifference",
     "ModuleInfo",
     "ModuleLatency",
@@ -133,6 +136,7 @@ __all__ = [
     "load",
     "load_partition",
     "lora_adapter",
+    "map",
     "module_filter",
     "optimize",
     "partition",
@@ -171,6 +175,7 @@ _HOMES = {
     "LoraAdapter": "compress.lora.lora_files",
     "LoraLayer": "compress.lora.lora_inputs",
     "ModelDifference": "differences.differing",
+    "ModelMap": "model.map_result",
     "ModuleDifference": "differences.differing",
     "ModuleInfo": "format.hierarchy",
     "ModuleLatency": "run.latency_results",
@@ -225,7 +230,10 @@ _HOMES = {
     "load": "model.tagged",
     "load_partition": "surgery.manifest",
     "lora_adapter": "compress.lora.lora_files",
+    "lora_adapter": "compress.lora_files",
+    "map": "model.mapping",
     "module_filter": "compress.quantization.training",
+    "module_filter": "compress.training",
     "optimize": "passes.optimizing",
     "partition": "surgery.staging",
     "pipeline": "compress.pipelines.running",

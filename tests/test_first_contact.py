@@ -207,6 +207,7 @@ class TestWhatIsSaid:
         "command",
         [
             "tree net.onnx",
+            "map net.onnx",
             "cost net.onnx",
             "profile net.onnx --runs 1",
             "compare net.onnx other.onnx",
@@ -498,6 +499,7 @@ class TestTables:
 JSON_COMMANDS = (
     "export --entry {entry} -o x.onnx --verify",
     "tree net.onnx",
+    "map net.onnx",
     "cost net.onnx",
     "profile net.onnx --runs 1",
     "verify net.onnx --entry {entry}",

@@ -36,6 +36,7 @@ __all__ = [
     "contents_of",
     "dtype_name",
     "elements_of",
+    "is_weight",
     "stored_tensor",
     "tied_parameters",
 ]
@@ -265,7 +266,7 @@ def _readers(tagged: TaggedModel) -> dict[ir.Value, dict[str, None]]:
         if node.op_identifier() in functions and calls[node.op_identifier()] == 1:
             continue  # the nodes of the function read its arguments
         for value in _sources(tagged, node):
-            if _is_weight(value, node):
+            if is_weight(value, node):
                 readers[value].update(dict.fromkeys(owners or ("",)))
     return readers
 
@@ -284,7 +285,8 @@ def _sources(tagged: TaggedModel, node: ir.Node) -> Iterator[ir.Value]:
             yield value
 
 
-def _is_weight(value: ir.Value, reader: ir.Node) -> bool:
+def is_weight(value: ir.Value, reader: ir.Node) -> bool:
+    """Whether a stored tensor that a node reads is a weight, as the head of this module has it."""
     tensor = stored_tensor(value)
     if tensor is None or not len(tensor.shape):
         return False

@@ -11,7 +11,7 @@ from htp_export.errors import InputError
 from htp_export.model.columns import MODULE, Column, names_of, record, text_table
 from htp_export.model.tag_facts import TagFacts, tag_lines
 
-__all__ = ["ModuleTable", "html_table", "html_tree"]
+__all__ = ["ModuleTable", "data_frame", "html_table", "html_tree"]
 
 _MOST_IN_TREE = 4000  # modules of a tree in a notebook: more make it slow to scroll
 _OPEN_LEVELS = 2
@@ -70,14 +70,10 @@ class ModuleTable:
         Raises:
             InputError: If pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise InputError("to_pandas needs pandas; install it with: pip install pandas") from error
         records = {path: record(self.columns, row) for path, row in self.by_module.items()}
         known = {name for row in records.values() for name, value in row.items() if value is not None}
         names = [name for name in names_of(self.columns) if name in known]
-        return pandas.DataFrame(list(records.values()), index=pandas.Index(list(records), name="module"), columns=names)
+        return data_frame(list(records.values()), names, list(records), "module")
 
     def __str__(self) -> str:
         table = text_table([MODULE, *self.drawn], self.listed)
@@ -88,6 +84,25 @@ class ModuleTable:
         draw = type(self).in_notebook
         drawn = draw(self) if draw is not None else None
         return f'<div style="{_STYLE}">{html.escape(str(self))}</div>' if drawn is None else drawn
+
+
+def data_frame(records: Sequence[Mapping[str, Any]], columns: Sequence[str], index: Sequence[Any], name: str) -> Any:
+    """Rows as a ``pandas.DataFrame``.
+
+    Args:
+        records: The rows, by names of columns.
+        columns: The columns, in order.
+        index: What each row is called.
+        name: What that is: ``"module"``.
+
+    Raises:
+        InputError: If pandas is not installed.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise InputError("to_pandas needs pandas; install it with: pip install pandas") from error
+    return pandas.DataFrame(records, index=pandas.Index(index, name=name), columns=list(columns))
 
 
 def html_table(header: Sequence[str], lines: Iterable[Sequence[str]], notes: Iterable[str] = ()) -> str:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
 
 import onnx_ir as ir
 
 from htp_export.format import tags
 from htp_export.model.module_facts import elements_of
+from htp_export.model.source_lines import SourceLine, source_lines
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Link", "NodeEntry", "NodeReader", "Source", "TensorEntry"]
+__all__ = ["Link", "NodeEntry", "NodeReader", "TensorEntry"]
 
-_STACK_TRACE = "pkg.torch.onnx.stack_trace"  # of torch's dynamo exporter
-_FRAME = re.compile(r'File "([^"\n]*)", line (\d+), in ([^\n]*)(?:\n *([^\n]*))?')
 _LONGEST = 400  # characters of an attribute or a constant that are kept
 _SMALL = 16  # elements of a tensor whose values are kept
 
@@ -34,15 +31,6 @@ class Link(NamedTuple):
     tensor: str
     node: int | None = None
     output: int = 0
-
-
-class Source(NamedTuple):
-    """The line of Python that a node was captured at."""
-
-    file: str
-    line: int
-    function: str
-    code: str
 
 
 @dataclass(frozen=True)
@@ -90,7 +78,7 @@ class NodeEntry:
     outputs: tuple[TensorEntry, ...] = ()
     attributes: Mapping[str, str] = field(default_factory=dict)
     parameters: int = 0
-    source: Source | None = None
+    source: SourceLine | None = None
 
     @property
     def operator(self) -> str:
@@ -138,7 +126,7 @@ class NodeReader:
             parameters=sum(
                 elements_of(value) for value in {*node.inputs} if value is not None and value in self._weights
             ),
-            source=_innermost_frame(metadata.get(_STACK_TRACE, "")),
+            source=next(reversed(source_lines(node)), None),
         )
 
     def _links(self, node: ir.Node) -> Iterator[Link]:
@@ -206,12 +194,3 @@ def _value_text(tensor: ir.TensorProtocol | None) -> str:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
-
-
-@lru_cache(maxsize=65536)
-def _innermost_frame(trace: str) -> Source | None:
-    frames = _FRAME.findall(trace)
-    if not frames:
-        return None
-    file, line, function, code = frames[-1]
-    return Source(file, int(line), function, code.strip())
