@@ -383,6 +383,9 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20, help="compress: plans that the search measures")
     parser.add_argument("--depth", type=int, help="compress: the level of the modules that the search chooses for")
     parser.add_argument("--small", action="store_true", help="compress: small models, to try it")
+    parser.add_argument(
+        "--results", type=Path, help="compress: a file to which rows are appended; those in it are not made again"
+    )
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -396,9 +399,12 @@ def main() -> None:
     elif given.what == "compress":
         small = {"bert": compare_models.bert, "resnet": compare_models.resnet, "decoder": compare_models.llama}
         models = {
-            name: (lambda name=name: small[name]("small")) if given.small else MODELS[name] for name in given.models
+            f"{name}-small" if given.small else name: (lambda name=name: small[name]("small"))
+            if given.small
+            else MODELS[name]
+            for name in given.models
         }
-        compression.run(models, given.pairs, given.runs, given.trials, given.depth, describe)
+        compression.run(models, given.pairs, given.runs, given.trials, given.depth, describe, given.results)
     elif given.what == "scale":
         scale.run(given.sizes, given.levels, given.commands)
     elif given.what == "memory":

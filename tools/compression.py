@@ -1,10 +1,14 @@
 """What precisions cost and save: bytes of files, latency and error of a model in one precision, by plan, and by NNCF.
 
-Every model is timed in a process of its own beside the original, since ONNX Runtime may crash on one. A row is a
-ratio of the original's time, as a median of pairs, in turn which of the two comes first; the control of a row is the
+A row is one way to make one model smaller. Every row is made, and then measured, in processes of their own, since a
+quantizer or ONNX Runtime may crash, or need more memory than there is; a row that failed says why. Rows are appended
+to a file as soon as they are there. The same command goes on after the last one; a search also goes on inside.
+
+A time is a ratio of the original's time, as a median of pairs, in turn which of the two comes first; its control is the
 original against another session of itself, in the same process and in the same turns.
 
-    python tools/benchmark.py compress --models bert --trials 20
+    python tools/benchmark.py compress --models bert --trials 20 --results compress.jsonl
+    python tools/benchmark.py compress --results compress.jsonl --pairs 0   # bytes and errors alone
 """
 
 from __future__ import annotations
@@ -18,9 +22,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import onnx
@@ -29,15 +34,16 @@ import torch
 
 import htp_export
 from htp_export.compress.trade_offs.output_errors import OutputErrors
-from htp_export.errors import HtpExportError
 
-UNIFORM = ("int8", "fp16", "int4")
 SPACE = ("int8", "int4", "fp16")
+SEARCHED, NNCF = "searched", "NNCF int8"
+WAYS = ("int8", "fp16", "int4", SEARCHED, NNCF)
 WHOLE = "."
 SAMPLES = 4
 
 Built = tuple[torch.nn.Module, dict[str, torch.Tensor]]
 Feed = dict[str, np.ndarray]
+Row = dict[str, Any]
 
 
 def samples_of(inputs: Mapping[str, torch.Tensor]) -> list[Feed]:
@@ -56,10 +62,27 @@ def samples_of(inputs: Mapping[str, torch.Tensor]) -> list[Feed]:
     return found
 
 
-def searched_plan(file: Path, samples: list[Feed], trials: int, depth: int | None) -> Mapping[str, object]:
+def write_feeds(samples: list[Feed], file: Path) -> None:
+    """Keep samples in a file for other processes."""
+    np.savez(file, **{f"{number}:{key}": value for number, feed in enumerate(samples) for key, value in feed.items()})
+
+
+def read_feeds(file: Path) -> list[Feed]:
+    """The samples of such a file."""
+    samples: list[Feed] = [{} for _ in range(SAMPLES)]
+    with np.load(file) as stored:
+        for key in stored.files:
+            number, _, name = key.partition(":")
+            samples[int(number)][name] = stored[key]
+    return samples
+
+
+def searched_plan(
+    file: Path, samples: list[Feed], trials: int, depth: int | None, storage: Path | None
+) -> Mapping[str, object]:
     """The plan of the smallest error among those of a search that are no larger than int8 in the whole model."""
     found = htp_export.search(
-        file, SPACE, ("error", "size"), samples, depth=depth, trials=trials, first=max(1, trials // 2)
+        file, SPACE, ("error", "size"), samples, depth=depth, trials=trials, first=max(1, trials // 2), storage=storage
     )
     sizes = [trial.values["size"] for trial in found.trials if dict(trial.plan) == {WHOLE: "int8"}]
     limit = min(sizes, default=math.inf)
@@ -67,20 +90,21 @@ def searched_plan(file: Path, samples: list[Feed], trials: int, depth: int | Non
     return min(small, key=lambda trial: trial.values["error"]).plan
 
 
-def by_nncf(file: Path, samples: list[Feed], output: Path) -> None:
-    """NNCF's post-training quantization with its defaults, int8."""
-    import nncf
+def make(original: Path, way: str, output: Path, samples: list[Feed], given: argparse.Namespace) -> None:
+    """Write a model in one of the ways."""
+    if way == NNCF:
+        import nncf
 
-    onnx.save(nncf.quantize(onnx.load(file), nncf.Dataset(samples)), output)
+        onnx.save(nncf.quantize(onnx.load(original), nncf.Dataset(samples)), output)
+        return
+    plan: Mapping[str, object] = {WHOLE: way}
+    if way == SEARCHED:
+        plan = searched_plan(original, samples, given.trials, given.depth, given.storage)
+    htp_export.quantize(original, plan, output, data=samples)
 
 
-def measure(original: Path, other: Path, feeds: Path, pairs: int, runs: int) -> dict[str, object]:
-    """Ratios of times, their control, and the error of the outputs."""
-    with np.load(feeds) as stored:
-        samples: list[Feed] = [{} for _ in range(SAMPLES)]
-        for key in stored.files:
-            number, _, name = key.partition(":")
-            samples[int(number)][name] = stored[key]
+def measure(original: Path, other: Path, samples: list[Feed], pairs: int, runs: int) -> Row:
+    """The error of the outputs; and, with pairs, ratios of times and their control."""
 
     def session(file: Path) -> onnxruntime.InferenceSession:
         options = onnxruntime.SessionOptions()
@@ -95,11 +119,15 @@ def measure(original: Path, other: Path, feeds: Path, pairs: int, runs: int) -> 
             times.append((time.perf_counter() - start) * 1000)
         return statistics.median(times)
 
-    first, same, changed = session(original), session(original), session(other)
+    first, changed = session(original), session(other)
     errors, names = OutputErrors(), [value.name for value in first.get_outputs()]
     for feed in samples:
         outputs = (dict(zip(names, each.run(None, feed), strict=True)) for each in (first, changed))
         errors.add(*outputs)
+    found: Row = {"error": errors.result().error}
+    if not pairs:
+        return found
+    same = session(original)
     same.run(None, samples[0])
     ratios: dict[str, list[float]] = {"time": [], "A/A": []}
     for index in range(pairs):
@@ -107,27 +135,52 @@ def measure(original: Path, other: Path, feeds: Path, pairs: int, runs: int) -> 
             order = (first, against) if index % 2 else (against, first)
             spent = {id(each): milliseconds(each) for each in order}
             ratios[what].append(spent[id(against)] / spent[id(first)])
-    return {"ratios": ratios, "error": errors.result().error}
+    return {**found, "ratios": ratios}
 
 
-def measured_apart(original: Path, other: Path, feeds: Path, pairs: int, runs: int) -> dict[str, object]:
-    """The same in a process of its own.
+def apart(step: str, *words: object, show: bool) -> Row:
+    """A step in a process of its own; what it printed last, as data.
+
+    Args:
+        step: ``make`` or ``measure``.
+        words: Its other arguments.
+        show: Whether its progress goes to the terminal.
 
     Raises:
         RuntimeError: If that process failed.
     """
-    command = [sys.executable, __file__, original, other, feeds, "--pairs", str(pairs), "--runs", str(runs)]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    command = [sys.executable, __file__, step, *map(str, words)]
+    shown = show and sys.stderr.isatty()
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=None if shown else subprocess.PIPE, text=True, check=False
+    )
     if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        raise RuntimeError(f"ended with status {done.returncode}: {lines[-1] if lines else 'no message'}")
-    measured: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return measured
+        lines = (done.stderr or "").strip().splitlines()
+        raise RuntimeError(f"{step} ended with status {done.returncode}: {lines[-1] if lines else 'no message'}")
+    row: Row = json.loads(done.stdout.splitlines()[-1])
+    return row
 
 
 def written_bytes(folder: Path) -> int:
     """Bytes of the files of a model."""
     return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def read_rows(results: Path | None) -> dict[tuple[str, str], Row]:
+    """The rows of earlier runs, by model and way; a line that was cut off does not count."""
+    found: dict[tuple[str, str], Row] = {}
+    if results is None or not results.exists():
+        return found
+    for line in results.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError, KeyError):
+            row = json.loads(line)
+            found[row["model"], row["way"]] = row
+    return found
+
+
+def is_done(row: Row | None, pairs: int) -> bool:
+    """Whether a row has what is asked for; one that failed is tried again."""
+    return row is not None and "problem" not in row and (not pairs or "ratios" in row)
 
 
 def run(
@@ -137,70 +190,91 @@ def run(
     trials: int,
     depth: int | None,
     describe: Callable[[str, list[float]], str],
+    results: Path | None = None,
 ) -> None:
-    """Print a row for each model and each way to make it smaller."""
-    for name, make in models.items():
-        torch.manual_seed(0)
-        model, inputs = make()
-        samples = samples_of(inputs)
+    """Make and print a row for each model and each way to make it smaller, as far as it is not there."""
+    rows = read_rows(results)
+    for name, build in models.items():
+        left = [way for way in WAYS if not is_done(rows.get((name, way)), pairs)]
+        for way in WAYS:
+            if way not in left:
+                show_row(rows[name, way], describe)
+        if not left:
+            continue
         with TemporaryDirectory() as folder:
             at = Path(folder)
-            feeds = at / "feeds.npz"
-            np.savez(
-                feeds,
-                **{f"{number}:{key}": value for number, feed in enumerate(samples) for key, value in feed.items()},
-            )
-            original = _folder(at, "fp32") / "model.onnx"
-            with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
-                htp_export.export(model.eval(), (), original, kwargs=inputs, dynamo=True, verbose=False)
-            before = written_bytes(original.parent)
-            print(f"{name:10} {'fp32':10} {before:>12,} bytes", flush=True)
-            for what, write in _ways(original, samples, trials, depth):
-                other = _folder(at, what) / "model.onnx"
+            original, feeds = exported(build, at), at / "feeds.npz"
+            storage = None if results is None else results.with_suffix(f".{name}.study")
+            for way in left:
+                print(f"{name} {way} ...", file=sys.stderr, flush=True)
+                start = time.perf_counter()
+                row = {"model": name, "way": way, "before": written_bytes(original.parent)}
+                if way == SEARCHED:
+                    row |= {"trials": trials, "depth": depth}
+                options = [f"--pairs={pairs}", f"--runs={runs}", f"--trials={trials}"]
+                options += [] if depth is None else [f"--depth={depth}"]
+                options += [] if storage is None else [f"--storage={storage}"]
+                (at / way).mkdir()
+                other = at / way / "model.onnx"
                 try:
-                    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                        write(other)
-                    size = written_bytes(other.parent)
-                    found = measured_apart(original, other, feeds, pairs, runs)
-                except (HtpExportError, ImportError, RuntimeError) as error:
-                    print(f"{'':10} {what:10} {str(error).splitlines()[0]}", flush=True)
-                    continue
-                ratios = found["ratios"]
-                assert isinstance(ratios, dict)
-                print(f"{'':10} {what:10} {size:>12,} bytes ({size / before:.1%})  error {found['error']:.2e}")
-                print(f"{'':22}" + describe("time", ratios["time"]))
-                print(f"{'':22}" + describe("A/A ", ratios["A/A"]), flush=True)
+                    apart("make", original, other, feeds, f"--way={way}", *options, show=True)
+                    row["bytes"] = written_bytes(other.parent)
+                    row |= apart("measure", original, other, feeds, *options, show=False)
+                except (RuntimeError, ValueError) as error:
+                    row["problem"] = str(error)
+                row["seconds"] = round(time.perf_counter() - start, 1)
+                for path in (at / way).iterdir():
+                    path.unlink()
+                if results is not None:
+                    with results.open("a", encoding="utf-8") as stream:
+                        stream.write(json.dumps(row) + "\n")
+                show_row(row, describe)
 
 
-def _folder(at: Path, name: str) -> Path:
-    (at / name).mkdir()
-    return at / name
+def exported(build: Callable[[], Built], at: Path) -> Path:
+    """Build a model, the same in every run, and write it and its samples into a folder."""
+    torch.manual_seed(0)
+    model, inputs = build()
+    write_feeds(samples_of(inputs), at / "feeds.npz")
+    (at / "original").mkdir()
+    original = at / "original" / "model.onnx"
+    with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
+        htp_export.export(model.eval(), (), original, kwargs=inputs, dynamo=True, verbose=False)
+    return original
 
 
-def _ways(
-    original: Path, samples: list[Feed], trials: int, depth: int | None
-) -> Iterable[tuple[str, Callable[[Path], object]]]:
-    for precision in UNIFORM:
-        yield precision, lambda file, plan={WHOLE: precision}: htp_export.quantize(original, plan, file, data=samples)
-
-    def searched(file: Path) -> None:
-        htp_export.quantize(original, searched_plan(original, samples, trials, depth), file, data=samples)
-
-    yield "searched", searched
-    yield "NNCF int8", lambda file: by_nncf(original, samples, file)
+def show_row(row: Row, describe: Callable[[str, list[float]], str]) -> None:
+    """Print a row."""
+    start = f"{row['model']:10} {row['way']:10}"
+    if "problem" in row:
+        print(start, row["problem"], flush=True)
+        return
+    share = row["bytes"] / row["before"]
+    print(f"{start} {row['bytes']:>12,} of {row['before']:,} bytes ({share:.1%})  error {row['error']:.2e}", flush=True)
+    for what, values in row.get("ratios", {}).items():
+        print(f"{'':22}" + describe(f"{what:4}", values), flush=True)
 
 
 def main() -> None:
-    """Measure one model, and print what was found as JSON."""
-    parser = argparse.ArgumentParser(
-        description="measure one file against another; `tools/benchmark.py compress` runs it"
-    )
+    """Make or measure one model, and print what was found as JSON."""
+    parser = argparse.ArgumentParser(description="one step of a row; `tools/benchmark.py compress` runs it")
+    parser.add_argument("step", choices=["make", "measure"])
     for file in ("original", "other", "feeds"):
         parser.add_argument(file, type=Path)
+    parser.add_argument("--way", choices=WAYS)
     parser.add_argument("--pairs", type=int, required=True)
     parser.add_argument("--runs", type=int, required=True)
+    parser.add_argument("--trials", type=int, required=True)
+    parser.add_argument("--depth", type=int)
+    parser.add_argument("--storage", type=Path)
     given = parser.parse_args()
-    print(json.dumps(measure(given.original, given.other, given.feeds, given.pairs, given.runs)))
+    samples = read_feeds(given.feeds)
+    if given.step == "measure":
+        print(json.dumps(measure(given.original, given.other, samples, given.pairs, given.runs)))
+        return
+    with contextlib.redirect_stdout(io.StringIO()):
+        make(given.original, given.way, given.other, samples, given)
+    print("{}")
 
 
 if __name__ == "__main__":
