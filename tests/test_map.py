@@ -162,6 +162,15 @@ class TestParameters:
         assert read["0",] == ["0.weight", "0.bias"]
         assert read["2",] == ["2.weight", "2.bias"]
 
+    @pytest.mark.parametrize("exporter", EXPORTERS)
+    def test_of_equal_weights_with_one_shape_each_is_that_of_its_name(self, exporter, tmp_path):
+        model = nn.Sequential(nn.LayerNorm(4), nn.Tanh(), nn.LayerNorm(4)).eval()  # weights of ones, biases of zeros
+        mapped = htp_export.map(exported(model, {"input": x(2, 4)}, exporter, tmp_path / "m.onnx"))
+        [kept] = mapped.parameters["2.weight"].initializers
+        assert kept.how == ()
+        assert kept == mapped.parameters["0.weight"].initializers[0]
+        assert {use.name for use in mapped.parameters["2.bias"].initializers}.isdisjoint({kept.name})
+
     def test_weights_in_a_file_that_does_not_name_parameters_are_named_as_they_are(self):
         model = handmade.encoder()
         assert "htp.parameters" not in model.metadata_props

@@ -265,11 +265,15 @@ class ParameterPlaces:
 
     def _by_equality(self) -> Iterator[str]:
         for each in list(self._open.values()):
+            alike = []
             for stored in self._readers.get(each.module, ()):
                 kept = self.declared.get(stored.name)
                 if kept is not None and kept.shape == each.shape and _is_read_alone(stored, each.module, kept.module):
-                    stored.put(each.first, is_copy=True)
-                    yield each.name
+                    alike.append(stored)
+            alike = [stored for stored in alike if _is_named_alike(stored, each)] or alike
+            for stored in alike:
+                stored.put(each.first, *(("one of several",) if len(alike) > 1 else ()), is_copy=True)
+                yield each.name
 
     def _by_owners(self) -> None:
         known = {name for each in self._stored.values() for name in each.places}
