@@ -1,9 +1,9 @@
 """The counterpart of each tensor of a tool's result in the original model, by value number.
 
-Evidence, the strongest first: equal computations of equal tensors (`Numbering`); names of tensors; names of nodes, or
-of their outputs. Then backwards from the outputs: a node that remains reads what it read before. If that
-contradicts a name, another tensor took over the name, as in optimisers that fold BatchNorm into a Conv. Last, and only
-if both models were run: equal values.
+Evidence, the strongest first: equal computations of equal tensors (`Numbering`), weights being equal by name or by
+contents; names of tensors; names of nodes, or of their outputs. Then backwards from the outputs: a node that remains
+reads what it read before. If that contradicts a name, another tensor took over the name, as in optimisers that fold
+BatchNorm into a Conv. Last, and only if both models were run: equal values.
 """
 
 from __future__ import annotations
@@ -33,12 +33,18 @@ class Alignment(Counterparts):
         before: The original model.
         after: The result of the tool.
         equal: Value after → original values that were equal when both models ran.
+        renamed: Weight after → original weight with the same contents under another name.
     """
 
     def __init__(
-        self, before: GraphSummary, after: GraphSummary, equal: Mapping[int, Sequence[int]] | None = None
+        self,
+        before: GraphSummary,
+        after: GraphSummary,
+        equal: Mapping[int, Sequence[int]] | None = None,
+        renamed: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__(before, after)
+        self._renamed = renamed or {}
         self._settled, self._denied = set[int](), set[int]()
         self._node_names = {node.name: index for index, node in enumerate(before.nodes) if node.name}
         self._sources()
@@ -67,7 +73,7 @@ class Alignment(Counterparts):
             same = self.numbers.constant(value.content) if value.content else NOTHING
             candidate = same
             if same == NOTHING:
-                candidate = before.find(value.name, value.scope)
+                candidate = self._renamed.get(index, before.find(value.name, value.scope))
                 if candidate != NOTHING and (before.values[candidate].content or not self.alike(index, candidate)):
                     candidate = NOTHING  # the same name, but other contents
                 candidate = NOTHING if candidate == NOTHING else self.numbers.number[candidate]
@@ -124,7 +130,7 @@ class Alignment(Counterparts):
                 continue
             candidate = NOTHING
             if value not in self._denied:
-                candidate = self.before.find(self.after.values[value].name, node.scope)
+                candidate = self._by_name(value, node)
             if same is not None and place < len(same.outputs) and same.outputs[place] != NOTHING:
                 alike = candidate != NOTHING and self.alike(value, candidate)
                 exact = alike or all(self.exact[v] for v in node.inputs if v != NOTHING)  # else in its inputs' layout
@@ -142,6 +148,16 @@ class Alignment(Counterparts):
                     self.match(value, self.numbers.number[candidate], False, Reason.NODE)
                 else:
                     self._by_weights(node, value)
+
+    def _by_name(self, value: int, node: SummaryNode) -> int:
+        """The original output of this name; of constants that are known on both sides, one with the same contents."""
+        candidate, content = (
+            self.before.find(self.after.values[value].name, node.scope),
+            self.after.values[value].content,
+        )
+        if candidate != NOTHING and content and self.before.values[candidate].content not in ("", content):
+            return self.numbers.constant(content)
+        return candidate
 
     def _by_node_name(self, node: SummaryNode, reads: set[int]) -> int:
         """The original output of a node by its name: that of an original node or tensor, possibly with a suffix."""

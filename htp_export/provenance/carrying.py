@@ -31,6 +31,7 @@ from htp_export.provenance.graph_summary import NOTHING, GraphSummary, summarize
 from htp_export.provenance.inlined_names import flat_and_calls, restore_names
 from htp_export.provenance.maps import map_to_text, text_to_map
 from htp_export.provenance.ownership import Owned, owners_after
+from htp_export.provenance.renamed_weights import renamed_weights
 from htp_export.provenance.replaced_nodes import replaced_nodes
 
 __all__ = ["Carried", "carry", "carry_in_place", "embed_map", "tagged_model"]
@@ -320,7 +321,8 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
         from htp_export.provenance.values import equal_values  # it loads numpy, and ONNX Runtime
 
         equal = equal_values((origin.model, origin.summary), (model, after), inputs)
-    alignment = Alignment(origin.summary, after, equal)
+    renamed = {} if origin.model is None else renamed_weights((origin.model, origin.summary), (model, after))
+    alignment = Alignment(origin.summary, after, equal, renamed)
     for value in (*after.inputs, *after.outputs):
         if alignment.counterpart[value] == NOTHING:
             raise InputError(

@@ -263,7 +263,16 @@ class _Division:
             and (member == origin or member not in self._taken)
         ]
         also = [further for further in known.also.get(value, ()) if self.number[further] not in behind]
-        return (equal or [origin]) + also
+        return (self._read_alike(value, equal) or [origin]) + also
+
+    def _read_alike(self, value: int, equal: list[int]) -> list[int]:
+        """Of equal constants, those that the counterparts of its consumers read; all if there is none."""
+        if len(equal) < 2 or any(self.before.nodes[self.before.maker[one]].inputs for one in equal):
+            return equal
+        outputs = (output for reader in self.after.readers[value] for output in self.after.nodes[reader].outputs)
+        origins = {self.known.origin(output) for output in outputs if output != NOTHING}
+        consumers = {self.before.maker[origin] for origin in origins if origin != NOTHING}
+        return [one for one in equal if not consumers.isdisjoint(self.before.readers[one])] or equal
 
     def _repeated(self, value: int, behind: frozenset[int], live: bool) -> set[int]:
         """Original nodes that another node also replaces; none if an input is not available, or there are too many."""
