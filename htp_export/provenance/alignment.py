@@ -151,10 +151,8 @@ class Alignment(Counterparts):
 
     def _by_name(self, value: int, node: SummaryNode) -> int:
         """The original output of this name; of constants that are known on both sides, one with the same contents."""
-        candidate, content = (
-            self.before.find(self.after.values[value].name, node.scope),
-            self.after.values[value].content,
-        )
+        found = self.after.values[value]
+        candidate, content = self.before.find(found.name, node.scope), found.content
         if candidate != NOTHING and content and self.before.values[candidate].content not in ("", content):
             return self.numbers.constant(content)
         return candidate
