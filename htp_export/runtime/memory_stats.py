@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from htp_export.model.regions import all_nodes
 from htp_export.runtime.inputs import Feed
-from htp_export.runtime.profiling import open_with_graph
+from htp_export.runtime.saved_graphs import session_and_graph
 from htp_export.runtime.sessions import Changes, RunnableModel, SessionSettings
 
 __all__ = ["NodeMemory", "measured_memory", "node_key"]
@@ -73,7 +73,7 @@ def measured_memory(
         "enable_mem_reuse": False,
         "execution_mode": onnxruntime.ExecutionMode.ORT_SEQUENTIAL,
     }
-    session, optimized = open_with_graph(model, settings, temporary, Changes(attributes, {_STATISTICS: str(file)}))
+    session, optimized = session_and_graph(model, settings, temporary, Changes(attributes, {_STATISTICS: str(file)}))
     session.run_values(session.values(feed.arrays, feed.types))
     del session  # it writes the record when it is closed
     return _read(file, optimized or model.model), optimized

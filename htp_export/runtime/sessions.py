@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx
 import onnx_ir as ir
@@ -25,6 +25,8 @@ from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
 
 __all__ = [
     "LARGE_BYTES",
+    "RECORDED",
+    "Assigned",
     "Changes",
     "RunnableModel",
     "Session",
@@ -41,6 +43,7 @@ _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 _DEFAULTS = {
     "session.intra_op.allow_spinning": "1",
     "session.optimized_model_external_initializers_min_size_in_bytes": "0",
+    "session.record_ep_graph_assignment_info": "0",
 }
 """Configuration entries whose default is not the empty text; an entry cannot be removed, only set to its default."""
 
@@ -52,7 +55,8 @@ class SessionSettings:
     """Execution providers and options of a session.
 
     Attributes:
-        providers: Execution providers, in order of preference, as for ``onnxruntime.InferenceSession``.
+        providers: Execution providers, in order of preference, as for ``onnxruntime.InferenceSession``. Empty for those
+            that ``options`` has, as those of plugins.
         options: An ``onnxruntime.SessionOptions`` of the user, restored afterwards; None for ONNX Runtime's defaults.
     """
 
@@ -184,6 +188,19 @@ class RunnableModel:
         return next((tuple(tags.owners_of(node.metadata_props)) for node in nodes if node.name == name), ())
 
 
+RECORDED = {"session.record_ep_graph_assignment_info": "1"}
+"""Configuration entries of a session that says which execution provider has which node."""
+
+
+class Assigned(NamedTuple):
+    """A node as ONNX Runtime gave it to an execution provider, before that fused it with others."""
+
+    provider: str
+    name: str
+    domain: str
+    op_type: str
+
+
 class Session:
     """A model that ONNX Runtime has loaded.
 
@@ -286,6 +303,25 @@ class Session:
                 return list(self._session.run_with_ort_values(names, dict(values), options))
         except Exception as error:
             raise self.model.failure("run", error) from error
+
+    def assignments(self) -> list[Assigned]:
+        """The nodes that ONNX Runtime gave to each execution provider; the session needs the entry `RECORDED`.
+
+        Raises:
+            InputError: If this ONNX Runtime does not say it.
+        """
+        import onnxruntime
+
+        if not hasattr(self._session, "get_provider_graph_assignment_info"):
+            raise InputError(
+                f"ONNX Runtime {onnxruntime.__version__} does not say which execution provider has a node; it needs "
+                "1.24 or later"
+            )
+        return [
+            Assigned(str(part.ep_name), str(node.name), str(node.domain), str(node.op_type))
+            for part in self._session.get_provider_graph_assignment_info()
+            for node in part.get_nodes()
+        ]
 
     def end_profiling(self) -> Path:
         """Stop the profiler that ``enable_profiling`` started, and return its file."""
