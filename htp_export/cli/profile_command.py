@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +22,11 @@ class _Sort(enum.StrEnum):
     tree = "tree"
     total = "total"
     self = "self"
+
+
+class _Engine(enum.StrEnum):
+    onnxruntime = "onnxruntime"
+    openvino = "openvino"
 
 
 class _Level(enum.StrEnum):
@@ -42,12 +48,21 @@ def profile_command(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads within an operator.")] = None,
     optimization: Annotated[_Level, typer.Option(help="What ONNX Runtime optimises when it loads.")] = _Level.all,
     memory: Annotated[bool, typer.Option("--memory", help="Measure memory too, beside the estimate of cost.")] = False,
+    engine: Annotated[_Engine, typer.Option(help="What runs the model.")] = _Engine.onnxruntime,
+    tensorrt: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            help="Run nothing, and read what trtexec wrote: --exportLayerInfo, then --exportProfile.",
+            metavar="LAYERS TIMES",
+            show_default=False,
+        ),
+    ] = None,
     sort: Annotated[_Sort, typer.Option(help="Order of the lines.")] = _Sort.tree,
     depth: DepthOption = None,
     fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the latency of every module, in ONNX Runtime."""
+    """Measure the latency of every module, in ONNX Runtime or OpenVINO, or read what TensorRT's trtexec measured."""
     from htp_export.run.latency import profile
     from htp_export.show.latency import render_profile
 
@@ -60,11 +75,27 @@ def profile_command(
             warmup=warmup,
             dims=sizes.dims,
             shapes=sizes.shapes,
-            providers=[_provider(name) for name in provider or ["cpu"]],
-            session_options=_session_options(threads, optimization),
+            **_options(engine, provider, threads, optimization, read=tensorrt is not None),
+            engine=engine.value,
+            tensorrt=tensorrt,
             memory=memory,
         )
     report(result, as_json, lambda: render_profile(result, sort=sort.value, depth=depth, fold=fold))
+
+
+def _options(
+    engine: _Engine, provider: list[str] | None, threads: int | None, level: _Level, *, read: bool
+) -> dict[str, Any]:
+    """The options of the engine; those of ONNX Runtime that were given for another are refused by ``profile``."""
+    if engine is _Engine.openvino or read:
+        given: dict[str, Any] = {"engine_options": {"INFERENCE_NUM_THREADS": threads}} if threads is not None else {}
+        if level is not _Level.all:
+            given["session_options"] = _session_options(None, level)
+        return given | ({"providers": provider} if provider else {})
+    return {
+        "providers": [_provider(name) for name in provider or ["cpu"]],
+        "session_options": _session_options(threads, level),
+    }
 
 
 def _session_options(threads: int | None, level: _Level) -> Any:

@@ -6,23 +6,31 @@ import logging
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from htp_export.errors import InputError
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource, TaggedModel, load
-from htp_export.run.latency_results import Profile, latency_by_module
+from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
+from htp_export.run.latency_results import Profile
 from htp_export.run.measured_memory import memory_by_module
+from htp_export.run.openvino_kernels import openvino_kernels
+from htp_export.run.tensorrt_files import read_engine
+from htp_export.run.tensorrt_layers import tensorrt_kernels
 from htp_export.run.trace_kernels import trace_kernels
-from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.inputs import Feed, Inputs
+from htp_export.runtime.openvino_session import OpenvinoSession
 from htp_export.runtime.profiling import ProfiledSession
 from htp_export.runtime.sessions import RunnableModel, SessionSettings, temporary_folder
 
 __all__ = ["profile"]
 
 _log = logging.getLogger(__name__)
+_CPU = ("CPUExecutionProvider",)
+_TENSORRT = "tensorrt"
+_ENGINES = ("onnxruntime", "openvino")
 
 
 @names_model_faults("model")
@@ -37,6 +45,9 @@ def profile(
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     session_options: Any = None,
     memory: bool = False,
+    engine: str = "onnxruntime",
+    engine_options: Mapping[str, Any] | None = None,
+    tensorrt: tuple[str | os.PathLike[str], str | os.PathLike[str]] | None = None,
 ) -> Profile:
     """Measure the latency of every module in ONNX Runtime.
 
@@ -61,15 +72,21 @@ def profile(
             afterwards.
         memory: Run the model once more, and record what ONNX Runtime allocates for each kernel, beside the estimate of
             `cost`.
+        engine: ``onnxruntime`` or ``openvino``.
+        engine_options: OpenVINO's properties, as for ``openvino.Core.compile_model``: ``INFERENCE_NUM_THREADS`` and so
+            on.
+        tensorrt: Nothing is run. The files of ``trtexec --exportLayerInfo`` and ``--exportProfile`` of an engine that
+            TensorRT built of the model.
 
     Returns:
         Times in ms, by module path.
 
     Raises:
         UntaggedModelError: The model has no module tags.
-        FileError: The file cannot be read.
-        InputError: The inputs do not fit the model, ONNX Runtime cannot run it, a provider is missing, or ``runs``
-            or ``warmup`` is too small.
+        FileError: A file cannot be read, or is not one of trtexec.
+        InputError: The inputs do not fit the model, ONNX Runtime cannot run it, a provider or engine is missing,
+            ``runs`` or ``warmup`` is too small, or the layers of TensorRT are of another model.
+        ToolError: OpenVINO cannot run the model.
 
     Examples:
         >>> import torch, htp_export
@@ -79,41 +96,117 @@ def profile(
         >>> list(report.modules), report.unattributed_ms, report.modules["1"].by_op.keys()
         (['', '0', '1'], 0, dict_keys(['Softmax']))
     """
-    if runs < 1 or warmup < 0:
-        raise InputError(f"there is nothing to measure in {runs} runs after {warmup} to warm up")
-    settings = SessionSettings(tuple(providers), session_options)
-    settings.check()
+    options = _EngineOptions(tuple(providers), session_options, memory, dict(engine_options or {}))
     original = load(model)
     tagged = read_flat(original)  # ONNX Runtime would inline functions under names of its own
     tagged.require_tags()
+    if tensorrt is not None:
+        options.check(_TENSORRT, inputs, dims, shapes)
+        return _read_tensorrt(tagged, name_of(model, "the model"), *tensorrt)
+    if engine == _TENSORRT:
+        raise InputError("TensorRT is not run here: give tensorrt=(layers, times), the files of trtexec")
+    options.check(engine)
+    if runs < 1 or warmup < 0:
+        raise InputError(f"there is nothing to measure in {runs} runs after {warmup} to warm up")
     wanted = Inputs.of(tagged.model)
     feed = wanted.random(dims, shapes) if inputs is None else wanted.feed(inputs, dims)
     with temporary_folder() as folder:
+        if engine == "openvino":
+            name = name_of(model, "the model")
+            return _run_openvino(tagged, name, feed, runs, warmup, options.of_engine, folder)
         file = Path(model) if isinstance(model, str | os.PathLike) and tagged is original else None
-        runnable = _runnable(file, tagged, folder)
-        session = ProfiledSession(runnable, settings, folder)
-        session.run(feed, warmup)
-        profiled = session.run(feed, runs)
-        trace = session.end_profiling(runs)
-        plain = session.run(feed, runs)
-        kernels = trace_kernels(trace, tagged, session.optimized)
-        measured = memory_by_module(runnable, settings, feed, tagged, folder) if memory else None
+        return _run_onnxruntime(tagged, _runnable(file, tagged, folder), feed, runs, warmup, options, folder)
+
+
+@dataclass(frozen=True)
+class _EngineOptions:
+    """The options that only one of the engines has."""
+
+    providers: tuple[Any, ...]
+    session_options: Any
+    memory: bool
+    of_engine: Mapping[str, Any]
+
+    @property
+    def settings(self) -> SessionSettings:
+        return SessionSettings(self.providers, self.session_options)
+
+    def check(self, engine: str, *of_runs: Any) -> None:
+        """Refuse an unknown engine, and options that it does not have."""
+        if engine not in (*_ENGINES, _TENSORRT):
+            raise InputError(f"no engine {engine!r}; there are {', '.join(_ENGINES)}")
+        if engine == "onnxruntime":
+            self.settings.check()
+            if self.of_engine:
+                raise InputError("engine_options are for engine='openvino'; ONNX Runtime has session_options")
+            return
+        if self.providers != _CPU or self.session_options is not None or self.memory:
+            raise InputError("providers, session_options and memory are for engine='onnxruntime'")
+        if engine == _TENSORRT and (any(of_runs) or self.of_engine):
+            raise InputError("tensorrt reads times of a run that took place; inputs, sizes and options have no effect")
+
+
+def _run_onnxruntime(
+    tagged: TaggedModel,
+    runnable: RunnableModel,
+    feed: Feed,
+    runs: int,
+    warmup: int,
+    options: _EngineOptions,
+    folder: Path,
+) -> Profile:
+    session = ProfiledSession(runnable, options.settings, folder)
+    session.run(feed, warmup)
+    profiled = session.run(feed, runs)
+    trace = session.end_profiling(runs)
+    plain = session.run(feed, runs)
     if trace.runs < runs:
         _log.warning("ONNX Runtime's profile is full: it has %d of %d runs; ask for fewer", trace.runs, runs)
-    unattributed = tuple(kernel for kernel in kernels if not kernel.owners)
-    return Profile(
-        modules=latency_by_module(kernels, tagged, measured),
+    return Profile.of(
+        tagged,
+        trace_kernels(trace, tagged, session.optimized),
+        memory=memory_by_module(runnable, options.settings, feed, tagged, folder) if options.memory else None,
         end_to_end_ms=statistics.median(plain),
         profiled_ms=statistics.median(profiled),
-        kernels_ms=sum(kernel.ms for kernel in kernels),
-        unattributed_ms=sum(kernel.ms for kernel in unattributed),
-        unattributed=unattributed,
-        kernels=kernels,
         runs=runs,
         providers=session.providers,
         assumed=feed.notes,
-        tags=tagged.tag_facts,
-        memory=measured,
+    )
+
+
+def _run_openvino(
+    tagged: TaggedModel, name: str, feed: Feed, runs: int, warmup: int, options: Mapping[str, Any], folder: Path
+) -> Profile:
+    session = OpenvinoSession(tagged.model, name, options, folder)
+    profiled, nodes = session.run_counting(feed, warmup, runs)
+    return Profile.of(
+        tagged,
+        openvino_kernels(nodes, session.device, tagged),
+        end_to_end_ms=statistics.median(session.run(feed, warmup, runs)),
+        profiled_ms=statistics.median(profiled),
+        runs=runs,
+        providers=(f"OpenVINO {session.device}",),
+        assumed=feed.notes,
+        engine="openvino",
+    )
+
+
+def _read_tensorrt(
+    tagged: TaggedModel, name: str, layers: str | os.PathLike[str], times: str | os.PathLike[str]
+) -> Profile:
+    engine = read_engine(layers, times)
+    kernels = tensorrt_kernels(engine, tagged, name)
+    whole = sum(kernel.ms for kernel in kernels)
+    return Profile.of(
+        tagged,
+        kernels,
+        end_to_end_ms=whole,
+        profiled_ms=whole,
+        runs=engine.runs,
+        providers=("TensorRT",),
+        assumed=engine.notes,
+        engine="tensorrt",
+        timing="layers",
     )
 
 

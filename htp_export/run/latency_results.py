@@ -95,6 +95,9 @@ class Profile(ModuleTable):
         assumed: A line for each open dimension whose size was not given, with the size that was used.
         tags: The tags of the model: source, reasons, untagged nodes.
         memory: What ONNX Runtime allocated; None if it was not measured.
+        engine: What ran the model: ``onnxruntime``, ``openvino`` or ``tensorrt``.
+        timing: What was timed: ``kernels``, or ``layers`` of TensorRT, whose times are means over all runs, and the
+            other times their sum.
     """
 
     columns = PROFILE_COLUMNS
@@ -111,6 +114,32 @@ class Profile(ModuleTable):
     assumed: tuple[str, ...] = ()
     tags: TagFacts | None = None
     memory: MeasuredMemory | None = None
+    engine: str = "onnxruntime"
+    timing: str = "kernels"
+
+    @classmethod
+    def of(
+        cls, tagged: TaggedModel, kernels: Sequence[Kernel], *, memory: MeasuredMemory | None = None, **facts: Any
+    ) -> Profile:
+        """Sum up the kernels of a model by module.
+
+        Args:
+            tagged: The model.
+            kernels: What an engine ran.
+            memory: What was allocated.
+            **facts: The other attributes of the result: times of the whole model, runs, providers, engine.
+        """
+        unattributed = tuple(kernel for kernel in kernels if not kernel.owners)
+        return cls(
+            modules=latency_by_module(kernels, tagged, memory),
+            kernels_ms=sum(kernel.ms for kernel in kernels),
+            unattributed_ms=sum(kernel.ms for kernel in unattributed),
+            unattributed=unattributed,
+            kernels=tuple(kernels),
+            tags=tagged.tag_facts,
+            memory=memory,
+            **facts,
+        )
 
     def by_path(self, field: str = "total_ms") -> dict[str, float]:
         """Module path → one number, to lay over a drawing of the model.
@@ -154,9 +183,12 @@ class Profile(ModuleTable):
     @property
     def summary(self) -> str:
         """The times of the model, in one line."""
+        if self.timing == "layers":
+            return f"{self.kernels_ms:.3f} ms a run in the layers of TensorRT, mean of {self.runs} runs"
+        profiler, parts = ("counters", "nodes") if self.engine == "openvino" else ("the profiler", "kernels")
         return (
             f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}; "
-            f"{self.profiled_ms:.3f} ms under the profiler, {self.kernels_ms:.3f} ms of it in kernels"
+            f"{self.profiled_ms:.3f} ms under {profiler}, {self.kernels_ms:.3f} ms of it in {parts}"
         )
 
     @property
