@@ -20,6 +20,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     """Return the text of a page as the site shows it."""
     if page.file.src_uri == "index.md":
         markdown = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
+        markdown = markdown.replace("](examples/", "](../examples/")
     return LINK.sub(lambda link: inside(link, config.repo_url), markdown)
 
 
