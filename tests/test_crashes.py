@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 import textwrap
@@ -106,6 +107,45 @@ def test_sessions_of_the_package_survive(tmp_path: Path) -> None:
         print("fp16" in found.modules["encoder.self_attn"])
     """
     assert finishes(code, file, quantized, tmp_path / "optimised.onnx").split() == ["GeluFusionL2", "True"]
+
+
+@pytest.fixture(scope="module")
+def at_risk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that ONNX Runtime cannot load as it is."""
+    folder = tmp_path_factory.mktemp("crashes")
+    quantized = folder / "fp16.onnx"
+    htp_export.quantize(exported(folder / "net.onnx", "dynamo", dynamic=True), {"encoder.self_attn": "fp16"}, quantized)
+    return quantized
+
+
+def test_the_program_for_ray_survives(at_risk: Path, tmp_path: Path) -> None:
+    found = htp_export.partition(at_risk, ["encoder", "head"], tmp_path / "stages", serve="ray")
+    assert [dict(stage.session_config) for stage in found.stages] == [{}, {DISABLED: AT_FAULT}, {}]
+    assert [stage.session_config for stage in htp_export.load_partition(tmp_path / "stages").stages] == [
+        stage.session_config for stage in found.stages
+    ]
+    code = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        import serve_app
+        for number in range(3):
+            serve_app.Stage(sys.argv[1], number, ["CPUExecutionProvider"])
+            print(number)
+    """
+    assert finishes(code, tmp_path / "stages").split() == ["0", "1", "2"]
+
+
+def test_triton_and_genai_are_told_about_stages_at_risk(at_risk: Path, tmp_path: Path) -> None:
+    htp_export.partition(at_risk, ["encoder", "head"], tmp_path / "triton", serve="triton")
+    configs = [
+        (tmp_path / "triton" / "triton" / f"Encoder_stage{number}" / "config.pbtxt").read_text() for number in range(3)
+    ]
+    assert ["optimization { graph { level: 1 } }" in text for text in configs] == [False, True, False]
+    config = tmp_path / "genai_config.json"
+    config.write_text(json.dumps({"model": {"decoder": {"inputs": {}, "outputs": {}}}, "search": {}}))
+    htp_export.partition(at_risk, ["encoder", "head"], tmp_path / "genai", serve="genai", genai_config=config)
+    written = json.loads((tmp_path / "genai" / "genai_config.json").read_text())
+    assert written["model"]["decoder"]["session_options"][DISABLED] == AT_FAULT
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-__all__ = ["AT_FAULT", "DISABLED", "can_crash"]
+__all__ = ["AT_FAULT", "DISABLED", "can_crash", "safe_entries"]
 
 AT_FAULT = "MatmulTransposeFusion"
 """The optimiser of ONNX Runtime (1.31, 1.32) that can leave a graph on which the next one reads a null pointer."""
 
 DISABLED = "optimization.disable_specified_optimizers"
 """The session configuration entry that names optimisers to leave out, separated by semicolons."""
+
+
+def safe_entries(model: ir.Model) -> dict[str, str]:
+    """The session configuration entries with which ONNX Runtime loads a model; none for most models."""
+    return {DISABLED: AT_FAULT} if can_crash(model) else {}
 
 
 def can_crash(model: ir.Model) -> bool:

@@ -74,7 +74,9 @@ class GenaiPipeline:
             {f"stage{number}": {"filename": stage.files[0], "inputs": [*stage.inputs], "outputs": [*stage.outputs]}}
             for number, stage in enumerate(partition.stages)
         ]
-        options = {"log_id": "onnxruntime-genai", "provider_options": list[Any]()}
+        options: dict[str, Any] = {"log_id": "onnxruntime-genai", "provider_options": list[Any]()}
+        for stage in partition.stages:
+            options |= stage.session_config
         decoder = {**self._decoder, "session_options": options, "pipeline": stages}
         config = {"model": {"type": "decoder-pipeline", **self._model, "decoder": decoder}, "search": self._search}
         write_json(folder / GENAI_CONFIG, config)

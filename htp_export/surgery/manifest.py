@@ -99,6 +99,7 @@ class _Reader:
             _count(entry["parameter_bytes"]),
             self._file(entry["file"]),
             files=tuple(self._file(name).relative_to(self._folder).as_posix() for name in entry["files"]),
+            session_config={_text(key): _text(each) for key, each in entry.get("session_config", {}).items()},
         )
 
     def _file(self, name: Any) -> Path:

@@ -179,6 +179,7 @@ def _stage(stage: Stage) -> dict[str, Any]:
         "parameter_bytes": stage.parameter_bytes,
         "inputs": [{**_tensor(name, tensor), "stage": stage.sources[name]} for name, tensor in stage.inputs.items()],
         "outputs": [_tensor(name, tensor) for name, tensor in stage.outputs.items()],
+        **({"session_config": dict(stage.session_config)} if stage.session_config else {}),
     }
 
 

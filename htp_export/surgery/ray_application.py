@@ -28,7 +28,10 @@ class Stage:
         self._sources = {given["name"]: given["stage"] for given in entry["inputs"]}
         self._outputs = [made["name"] for made in entry["outputs"]]
         file = pathlib.Path(folder) / pathlib.PurePath(entry["file"]).name
-        self._session = onnxruntime.InferenceSession(str(file), providers=providers)
+        options = onnxruntime.SessionOptions()
+        for key, value in entry.get("session_config", {}).items():  # without these, ONNX Runtime cannot load the file
+            options.add_session_config_entry(key, value)
+        self._session = onnxruntime.InferenceSession(str(file), options, providers=providers)
 
     def __call__(self, inputs: dict[str, Any], *before: dict[str, Any]) -> dict[str, Any]:
         """Run the stage.

@@ -53,6 +53,7 @@ class Stage:
         file: The file that was written; None if there is none.
         model: The model; None if it was written.
         files: All its files, ``file`` first, by their paths in the folder of ``file``.
+        session_config: Session configuration entries that ONNX Runtime needs in order to load it.
     """
 
     modules: tuple[str, ...]
@@ -64,3 +65,4 @@ class Stage:
     file: Path | None = None
     model: ir.Model | None = field(default=None, repr=False, compare=False)
     files: tuple[str, ...] = ()
+    session_config: Mapping[str, str] = field(default_factory=dict)

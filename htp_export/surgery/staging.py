@@ -12,6 +12,7 @@ from htp_export.errors import InputError, UnknownModuleError
 from htp_export.model.cutting import Cutter
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.runtime.crashes import safe_entries
 from htp_export.surgery.balancing import balanced_cuts
 from htp_export.surgery.chain import Border, Chain
 from htp_export.surgery.constants import Constants
@@ -205,6 +206,7 @@ def _stage(tagged: TaggedModel, stage: StageCut) -> Stage:
         sum(1 for _ in model.graph.all_nodes()),
         stage.parameter_bytes,
         model=model,
+        session_config=safe_entries(model),
     )
 
 

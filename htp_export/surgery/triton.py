@@ -61,7 +61,7 @@ def write_repository(partition: Partition, folder: Path) -> Partition:
         stages.append(_share(stage, folder, version))
         ends = [_tensor("input", key, tensor, scalar=True) for key, tensor in stage.inputs.items()]
         ends += [_tensor("output", key, tensor, scalar=True) for key, tensor in stage.outputs.items()]
-        _write(version.parent, step, 'backend: "onnxruntime"', ends)
+        _write(version.parent, step, 'backend: "onnxruntime"', [*ends, *_optimization(stage)])
     version = folder / REPOSITORY / name / "1"
     version.mkdir(parents=True)
     (version / ".keep").touch()  # Triton wants a version, and an ensemble has nothing to put there
@@ -90,6 +90,11 @@ def _tensor(kind: str, name: str, tensor: Tensor, *, scalar: bool = False) -> st
         f"{kind} {{\n  name: {_quoted(name)}\n  data_type: {_TYPES[tensor.type]}\n"
         f"  dims: [ {', '.join(sizes or ['1'])} ]\n{reshape}}}"
     )
+
+
+def _optimization(stage: Stage) -> list[str]:
+    """A lower level of optimisation if ONNX Runtime crashes at the highest: Triton passes no such entries on."""
+    return ["optimization { graph { level: 1 } }"] if stage.session_config else []
 
 
 def _scheduling(partition: Partition, steps: Iterable[str]) -> str:
