@@ -90,6 +90,23 @@ def test_each_step_writes_a_file_and_the_result_tells_how_it_was_made(
     assert str(result).splitlines()[-1] == "4 steps"
 
 
+def test_carry_keeps_the_steps_that_made_the_model_before_the_tool(exported: Path, tmp_path: Path, capsys: Any) -> None:
+    made, after = tmp_path / "made.onnx", tmp_path / "after.onnx"
+    steps = htp_export.pipeline(["optimize"], exported, made).provenance
+    htp_export.tools.onnxoptimizer(made, after)
+    stripped = read_model(after)
+    stripped.metadata_props.pop("htp.provenance")
+    for node in stripped.graph:
+        node.metadata_props.clear()
+    carried = htp_export.carry(made, stripped, tmp_path / "carried.onnx").model
+    assert read_provenance(read_model(after).metadata_props) == read_provenance(carried.metadata_props) == steps
+    assert main(["pipeline", str(tmp_path / "carried.onnx"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["unchanged"], [note["step"] for note in said["provenance"]]) == (False, ["optimize"])
+    htp_export.embed_map(made, tmp_path / "mapped.onnx")
+    assert read_provenance(htp_export.carry(tmp_path / "mapped.onnx").model.metadata_props) == steps
+
+
 def changed_files(folder: Path, before: dict[str, int]) -> set[str]:
     return {name for name, modified in modified_files(folder).items() if before.get(name) != modified}
 

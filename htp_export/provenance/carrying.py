@@ -213,8 +213,8 @@ class _Origin:
         summary: Its nodes and their owners.
         hierarchy: Its modules.
         signatures: Their inputs and outputs in PyTorch.
-        lasting: Metadata that stays true whatever a tool does: the parameters of PyTorch's modules, and which call ran
-            in which.
+        lasting: Metadata that stays true whatever a tool does: the parameters of PyTorch's modules, which call ran in
+            which, and the steps that made the model before the tool.
         has_map: Whether its metadata has a map.
         model: The model; None if only its map is known.
     """
@@ -304,7 +304,7 @@ def _module_functions(model: ir.Model) -> set[ir.OperatorIdentifier]:
 
 
 def _lasting(props: Mapping[str, str]) -> dict[str, str]:
-    return {key: props[key] for key in (tags.PARAMETERS, tags.CALLERS) if key in props}
+    return {key: props[key] for key in (tags.PARAMETERS, tags.CALLERS, tags.PROVENANCE) if key in props}
 
 
 def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None) -> Carried:
