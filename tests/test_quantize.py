@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import htp_export
+from htp_export.compress.quantization.calibration_data import samples_of
 from htp_export.compress.quantization.casting import narrowed
 from htp_export.errors import FileError, InputError, SelectorError, ToolError, UntaggedModelError
 from htp_export.format import tags
@@ -689,3 +690,13 @@ def test_a_constant_input_of_a_product_is_counted_as_it_becomes(tmp_path: Path) 
         htp_export.quantize(file, {".": "int8-dynamic"}, dry_run=dry).modules[""].bytes_after for dry in (True, False)
     ]
     assert sizes[0] == sizes[1]
+
+
+def test_data_may_be_several_files(tmp_path: Path) -> None:
+    program = htp_export.export(nn.Sequential(nn.Linear(4, 3)).eval(), (torch.randn(2, 4),), verbose=False)
+    model = htp_export.load(program).model
+    given = str(model.graph.inputs[0].name)
+    for number in range(2):
+        np.savez(tmp_path / f"{number}.npz", **{given: np.full((2, 4), number, np.float32)})
+    files = [tmp_path / "0.npz", str(tmp_path / "1.npz")]
+    assert [run[given].mean() for run in samples_of(files, model)] == [0, 1]

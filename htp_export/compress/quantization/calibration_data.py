@@ -21,8 +21,11 @@ from htp_export.runtime.sessions import SessionSettings
 
 __all__ = ["Data", "Samples", "activations", "samples_of"]
 
-Data: TypeAlias = Mapping[str, Any] | Iterable[Mapping[str, Any]] | str | os.PathLike[str]
-"""One run: input name → array, or an ``.npz`` file; several runs: an iterable of these."""
+Run: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
+"""One run: input name → array, or an ``.npz`` file, which is read when it is its turn."""
+
+Data: TypeAlias = Run | Iterable[Run]
+"""One run, or several."""
 
 _RANDOM_RUNS = 4
 
@@ -38,7 +41,7 @@ class Samples:
         seed: Of random values.
     """
 
-    given: Iterable[Mapping[str, Any]] | None
+    given: Iterable[Run] | None
     inputs: Inputs
     dims: Mapping[str, int] | None = None
     seed: int = 0
@@ -56,8 +59,9 @@ class Samples:
             return
         listed = self.given
         for number, feed in enumerate(counted(listed, "runs") if isinstance(listed, Sequence) else listed):
+            arrays = read_npz(Path(feed)) if isinstance(feed, str | os.PathLike) else feed
             try:
-                arrays = self.inputs.feed(feed).arrays
+                arrays = self.inputs.feed(arrays).arrays
             except InputError as error:
                 raise InputError(f"data, run {number}: {error}") from error
             yield arrays
