@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -260,7 +261,9 @@ class TestSensitivity:
         results.write_text("\n".join(lines[:4]) + '\n{"of": "kil')  # the process was killed while it wrote
         made: list[Any] = []
         quantized = Measurer.quantized
-        monkeypatch.setattr(Measurer, "quantized", lambda self, plan: made.append(plan) or quantized(self, plan))
+        monkeypatch.setattr(
+            Measurer, "quantized", lambda self, plan, *of: made.append(plan) or quantized(self, plan, *of)
+        )
         again = htp_export.sensitivity(file, ["int4"], data, results=results)
         assert len(made) == 7
         assert again.to_dict() == first.to_dict()
@@ -509,7 +512,9 @@ class TestSearch:
         first = brief(file, data, storage=storage, trials=8)
         made: list[Any] = []
         quantized = Measurer.quantized
-        monkeypatch.setattr(Measurer, "quantized", lambda self, plan: made.append(plan) or quantized(self, plan))
+        monkeypatch.setattr(
+            Measurer, "quantized", lambda self, plan, *of: made.append(plan) or quantized(self, plan, *of)
+        )
         assert brief(file, data, storage=storage, trials=8).to_dict() == first.to_dict()
         assert not made
         more = brief(file, data, storage=storage, trials=12)
@@ -517,7 +522,7 @@ class TestSearch:
         assert len(made) <= 4
         with pytest.raises(InputError, match="is of another search: its model and data differs"):
             brief(file, [{"x": 2 * data[0]["x"]}], storage=storage)
-        with pytest.raises(InputError, match="its precisions differs"):
+        with pytest.raises(InputError, match="its choices differs"):
             htp_export.search(file, ["int4"], ["error", "size"], data, storage=storage)
         assert brief(file, data[:1], storage=storage, study="another", trials=5).trials
 
@@ -535,17 +540,17 @@ class TestSearch:
             import numpy as np
             import htp_export
             from htp_export.compress.trade_offs.measuring import Measurer
-            from htp_export.compress.trade_offs.studies import Heartbeat
+            from htp_export.compress.trade_offs.heartbeats import Heartbeat
             data = [dict(np.load({str(tmp_path)!r} + f"/{{k}}.npz")) for k in range(3)]
             if sys.argv[1] == "hangs":  # in its second trial
                 measure, begun = Measurer.measure, []
-                def hanging(self, plan):
+                def hanging(self, plan, *pruning):
                     if len(plan) > 1 and not self.known(plan):
                         begun.append(plan)
                         if len(begun) == 2:
                             print("hangs", flush=True)
                             time.sleep(600)
-                    return measure(self, plan)
+                    return measure(self, plan, *pruning)
                 Measurer.measure = hanging
             found = htp_export.search({str(file)!r}, ["int4", "fp16", "fp32"], ["error", "size"], data, trials=10,
                 first=4, storage={storage!r}, heartbeat=Heartbeat(0.2, 1.5))
@@ -586,9 +591,14 @@ class TestSearch:
                 exec(compile(block.text, "search.md", "exec"), names)
         assert (tmp_path / "found.onnx").exists()
         shutil.copy("wide.onnx", "net.onnx")
-        commands = [each.text.partition("#")[0].split()[1:] for each in documents.commands(page)]
-        assert [command[0] for command in commands] == ["sensitivity", "search"]
-        assert [main(command) for command in commands] == [0, 0]
+        texts = [each.text.partition(" #")[0] for each in documents.commands(page)]
+        for text in texts:
+            if text.startswith("echo "):
+                subprocess.run(text, shell=True, check=True)
+            else:
+                assert main(shlex.split(text)[1:]) == 0
+        named = [text.split()[1] for text in texts if not text.startswith("echo ")]
+        assert named == ["sensitivity", "search", "search", "pipeline"]
 
     def test_the_command_writes_plans_that_quantize_reads(
         self, file: Path, data: list[dict[str, Array]], tmp_path: Path, capsys: Any
@@ -656,7 +666,7 @@ class TestSearch:
 
 
 def brief_study(optuna: Any, storage: str) -> Any:
-    from htp_export.compress.trade_offs.studies import open_storage
+    from htp_export.compress.trade_offs.storages import open_storage
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna.load_study(study_name="htp_export", storage=open_storage(storage))

@@ -21,13 +21,17 @@ def search_command(
     file: FileArgument,
     space: Annotated[
         Path | None,
-        typer.Argument(help="A .yaml or .json file of selector → precisions to choose from.", show_default=False),
+        typer.Argument(help="A .yaml or .json file of selector → what modules may become.", show_default=False),
     ] = None,
     choices: Annotated[
-        list[str] | None, typer.Option(help="By comma: precisions that every module may have.", show_default=False)
+        list[str] | None,
+        typer.Option(
+            help="By comma: what every module may become: precisions, values of prune, or both, as 2:4+int8.",
+            show_default=False,
+        ),
     ] = None,
     objective: Annotated[
-        list[str] | None, typer.Option(help="By comma, of error, size, latency, metric (error,size).")
+        list[str] | None, typer.Option(help="By comma, of error, size, latency, metric, nonzeros (error,size).")
     ] = None,
     data: DataOption = None,
     entry: EntryOption = None,
@@ -57,19 +61,19 @@ def search_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Search for the precision of each module.
+    """Search for the precision of each module, and for what is pruned.
 
     The same command in several processes or on several machines, with one --storage, works on one study.
     """
     from htp_export.compress.plans import read_plan
+    from htp_export.compress.trade_offs.heartbeats import Heartbeat
     from htp_export.compress.trade_offs.searching import search
-    from htp_export.compress.trade_offs.studies import Heartbeat
-    from htp_export.show.found_plans import check_plans, write_plans
+    from htp_export.show.found_plans import check_plans, plan_file, write_plans
     from htp_export.show.sensitivities import render_search
 
     names = split_names(choices)
     if (space is None) == (names is None):
-        raise typer.BadParameter("give a file of selector → precisions, or --choices")
+        raise typer.BadParameter("give a file of selector → what modules may become, or --choices")
     if output is not None:
         check_plans(output)
     with Steps(quiet=as_json).step(f"searching plans for {file.name}"):
@@ -91,11 +95,17 @@ def search_command(
             heartbeat=Heartbeat(grace / 4, grace),
         )
     if output is not None:
-        write_plans(result, output)
+        write_plans(result, output, data or ())
     if as_json:
         print_json(result.to_dict())
         return
     show(render_search(result))
-    if output is not None:
-        show_written(written_folder(output))
-        show_next("htp-export", "quantize", file, output / "plan0.json", "-o", "quantized.onnx")
+    if output is None:
+        return
+    show_written(written_folder(output))
+    for best in result.pareto[:1]:
+        plan = output / plan_file(0, best)
+        if best.prune:
+            show_next("htp-export", "pipeline", plan, "-m", file, "-o", "smaller.onnx")
+        else:
+            show_next("htp-export", "quantize", file, plan, "-o", "quantized.onnx")

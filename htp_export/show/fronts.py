@@ -21,7 +21,7 @@ _STYLE = "font-family:sans-serif;font-size:12px"
 def front_svg(search: Search) -> str:
     """A search with several objectives as an SVG file: the first objective over the second.
 
-    Each point shows its values and how many modules have which precision when the pointer is on it. Errors of more than
+    Each point shows its values and how many modules become what when the pointer is on it. Errors of more than
     two orders of magnitude have a logarithmic axis; an error of 0 is drawn at its lower end. Plans with values that are
     not finite are left out. ``data-trial`` of a point is its place among the trials.
 
@@ -134,7 +134,7 @@ def _point(
 ) -> str:
     upward, across = search.objectives[0], search.objectives[1]
     values = ", ".join(f"{name} {texts[name](trial.values[name])}" for name in search.objectives)
-    title = html.escape(f"{trial.name}: {values}; {trial.precisions}")
+    title = html.escape(f"{trial.name}: {values}; {trial.counted}")
     place = f'cx="{x.place(trial.values[across]):.1f}" cy="{y.place(trial.values[upward]):.1f}"'
     opacity = 1 if on_front else 0.5
     radius = 5 if on_front else 3.5
@@ -144,7 +144,7 @@ def _point(
 
 
 def _legend() -> list[str]:
-    words = {"front": "front of the sums", "uniform": "one precision", "sampler": "sampler"}
+    words = {"front": "front of the sums", "uniform": "one choice", "sampler": "sampler"}
     return [
         f'<circle cx="{_LEFT + 130 + 150 * k}" cy="{_TOP - 20}" r="4" fill="{_COLOURS[name]}"/>'
         f'<text x="{_LEFT + 140 + 150 * k}" y="{_TOP - 16}">{word}</text>'

@@ -18,7 +18,7 @@ from htp_export.passes.editing import add_initializer, remove_unused
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array
 
-__all__ = ["Factors", "factorise", "factors_of"]
+__all__ = ["Factors", "factorise", "factors_of", "why_not"]
 
 _PRODUCTS = ("MatMul", "Gemm")
 _FLAGS = ("transA", "transB")
@@ -74,7 +74,7 @@ def factorise(
     Returns:
         The weights that were replaced, and why the others were not.
     """
-    reasons = {weight: reason for weight, value in values.items() if (reason := _why_not(tagged, weight, value))}
+    reasons = {weight: reason for weight, value in values.items() if (reason := why_not(tagged, weight, value))}
     names = Names(tagged.model)
     found, parameters = {}, []
     for weight, value in counted([item for item in values.items() if item[0] not in reasons], "weights"):
@@ -97,8 +97,8 @@ def _rank(shape: Shape, value: Sparsity) -> int:
     return value.kept or max(1, round(value.amount * min(shape)))
 
 
-def _why_not(tagged: TaggedModel, weight: Weight, value: Sparsity) -> str:
-    """Why a weight cannot be replaced; nothing if it can."""
+def why_not(tagged: TaggedModel, weight: Weight, value: Sparsity) -> str:
+    """Why a weight cannot be replaced by a product of matrices of a rank; nothing if it can."""
     if len(weight.shape) != 2 or any(operator_of(use.node) not in _PRODUCTS for use in weight.uses):
         listed = ", ".join(dict.fromkeys(use.node.op_type for use in weight.uses))
         return f"{listed} does not multiply with a matrix"

@@ -26,7 +26,7 @@ from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.process.progress import counted
 
-__all__ = ["prune"]
+__all__ = ["prune", "value_of"]
 
 _METHODS = ("l1", "random")
 _SCOPES = ("local", "global")
@@ -111,7 +111,7 @@ def _pruned(tagged: TaggedModel, wanted: Assigned[Sparsity], scores: Scores, *, 
     """Prune a model in place."""
     bytes_before = {path: facts.weight_bytes for path, facts in _facts(tagged).items()}
     weights = weights_of(tagged)
-    values = {weight: value for weight in weights if (value := _value_of(weight, tagged, wanted)) is not None}
+    values = {weight: value for weight in weights if (value := value_of(weight, tagged, wanted)) is not None}
     _refuse_empty_rules(tagged, weights, wanted)
     owners = {weight: weight.owners(tagged) or ("",) for weight in weights}
     before = {weight: _counts(weight) for weight in counted(weights, "weights")}
@@ -170,7 +170,7 @@ def _facts(tagged: TaggedModel) -> dict[str, ModuleFacts]:
     return {path: module.facts for path, module in contents_of(tagged).modules.items()}
 
 
-def _value_of(weight: Weight, tagged: TaggedModel, wanted: Assigned[Sparsity]) -> Sparsity | None:
+def value_of(weight: Weight, tagged: TaggedModel, wanted: Assigned[Sparsity]) -> Sparsity | None:
     """What the plan says of a weight; None if no rule names a module that reads it.
 
     Raises:

@@ -15,7 +15,7 @@ from htp_export.format.signatures import Signature
 from htp_export.model.tagged import TaggedModel, load
 from htp_export.passes.editing import remove_unused
 
-__all__ = ["remove_blocks"]
+__all__ = ["ends_of", "remove_blocks"]
 
 _PASSED = frozenset(
     (
@@ -41,7 +41,7 @@ def remove_blocks(tagged: TaggedModel, paths: Sequence[str]) -> TaggedModel:
     """
     now: dict[ir.Value, ir.Value] = {}
     for path in paths:
-        taken, given = _ends(tagged, path)
+        taken, given = ends_of(tagged, path)
         now[given] = taken
     graph = tagged.model.graph
     names: dict[str, str] = {}
@@ -56,8 +56,12 @@ def remove_blocks(tagged: TaggedModel, paths: Sequence[str]) -> TaggedModel:
     return load(tagged.model)
 
 
-def _ends(tagged: TaggedModel, path: str) -> tuple[ir.Value, ir.Value]:
-    """The input of a block, and the output that it takes the place of."""
+def ends_of(tagged: TaggedModel, path: str) -> tuple[ir.Value, ir.Value]:
+    """The input of a block, and the output that it takes the place of.
+
+    Raises:
+        InputError: If the module is no residual block, runs several times, or gives more than one tensor.
+    """
     signature = tagged.signature(path)
     if not path or signature is None or tagged[path].calls != 1:
         raise InputError(f"module {path or '(root)'!r} cannot be removed: it is the whole model, or runs several times")

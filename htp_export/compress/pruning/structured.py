@@ -20,7 +20,7 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array
 
-__all__ = ["cut_channels"]
+__all__ = ["coupling_of", "cut_channels"]
 
 Shapes = dict[str, tuple[Shape, Shape]]
 
@@ -94,19 +94,29 @@ def _add(
         if known.value != value and "heads" not in (known.value.kind, value.kind):
             raise InputError(f"weight {weight.name!r}: {value} of channels of which the plan also says {known.value}")
         return
+    coupling = coupling_of(tagged, weight, value)
+    if coupling is None:
+        return
+    alike = [other for other, each in values.items() if each == value]
+    found.append(_Cuttable(coupling, value, coupling.groups, _group_scores(coupling, alike, weight, scores)))
+
+
+def coupling_of(tagged: TaggedModel, weight: Weight, value: Sparsity) -> Coupling | None:
+    """Everything that has the channels of a weight; None if heads are to be cut and they are of no heads.
+
+    Raises:
+        InputError: If its channels cannot be cut.
+    """
     try:
-        coupling = couple(tagged, seed)
+        coupling = couple(tagged, (weight.value, weight.uses[0].channels))
     except StopError as error:
         if value.kind == "heads":  # the layer behind the heads, such as the projection of the results
-            return
+            return None
         owners = dict.fromkeys(path for use in weight.uses for path in tagged.owners_of(use.node))
         where = f" of {', '.join(map(repr, owners))}" if owners else ""
         problem = f"weight {weight.name!r}{where}: {error}; the value 0 leaves a module as it is"
         raise InputError(problem) from None
-    if value.kind == "heads" and len(coupling.groups) == coupling.channels:
-        return
-    alike = [other for other, each in values.items() if each == value]
-    found.append(_Cuttable(coupling, value, coupling.groups, _group_scores(coupling, alike, weight, scores)))
+    return None if value.kind == "heads" and len(coupling.groups) == coupling.channels else coupling
 
 
 def _group_scores(coupling: Coupling, weights: Iterable[Weight], seed: Weight, scores: Scores) -> dict[int, float]:

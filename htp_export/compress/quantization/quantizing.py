@@ -78,8 +78,8 @@ def quantize(
             ``int4``, ``int8-weights`` (weights in blocks), ``fp16``, ``bf16``, ``fp32`` (as it is), a `Precision`,
             or a mapping with the name as ``precision`` and other fields of it. Or a preset: ``int8``, ``w4``, ``fp16``.
         output: The file to write.
-        data: For ``int8``, ``uint8`` and ``int16``: input name → array, or an ``.npz`` file, for one run; or an iterable
-            of these, of which one is in memory at a time. None for random inputs, with which accuracy means nothing.
+        data: For ``int8``, ``uint8`` and ``int16``: input name → array, or an ``.npz`` file, for one run; or several of
+            these, of which one is in memory at a time. None for random inputs, with which accuracy means nothing.
         metric: For rules with ``max_drop``: a number of your own, as the accuracy: called with the outputs of the whole
             model, name → array, for each of the runs; larger is better.
         validation: The runs that ``metric`` is computed on, as ``data``; None for ``data``.

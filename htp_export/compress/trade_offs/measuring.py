@@ -1,4 +1,4 @@
-"""What a plan does to a model: quantized, run on the data, and compared with the original."""
+"""What plans do to a model: pruned, quantized, run on the data, and compared with the original."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from htp_export.compress.metrics import Metric, metric_value, outputs_of
+from htp_export.compress.pruning.pruning import prune
+from htp_export.compress.pruning.sparsities import Sparsity
+from htp_export.compress.pruning.weights import weights_of
 from htp_export.compress.quantization.calibration_data import Data, Samples
 from htp_export.compress.quantization.precisions import Precision
 from htp_export.compress.quantization.quantizing import quantize
@@ -22,11 +28,13 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, temporary_folder
 
-__all__ = ["Measurement", "Measurer", "Plan"]
+__all__ = ["Measurement", "Measurer", "Plan", "Pruning"]
 
 Plan: TypeAlias = Mapping[str, Precision]
+Pruning: TypeAlias = Mapping[str, Sparsity]
 
 _WARMUP = 2
+_NOTHING: Pruning = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,8 @@ class Measurement:
         bytes: Size of all tensors of the model.
         latency_ms: Median time of a run; None if it was not measured.
         metric: The user's number; None without one.
+        nonzeros: Elements of the weights, as ``prune`` counts them, that are neither zero nor removed, before they are
+            quantized; None in what was measured by an earlier version.
     """
 
     error: float
@@ -50,6 +60,7 @@ class Measurement:
     bytes: int
     latency_ms: float | None = None
     metric: float | None = None
+    nonzeros: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers as plain data; infinities are words."""
@@ -106,30 +117,46 @@ class Measurer:
     @cached_property
     def original(self) -> Measurement:
         """The original, measured as if it were quantized."""
-        return self._kept("", lambda: self._measured(self.tagged))
+        return self._kept("", lambda: self._measured(self.tagged, self._nonzeros))
 
-    def measure(self, plan: Plan, made: TaggedModel | None = None) -> Measurement:
-        """Quantize a model by a plan, and run it.
+    @cached_property
+    def _nonzeros(self) -> int:
+        """The elements of the original's weights that are not zero."""
+        return sum(int(np.count_nonzero(weight.tensor.numpy())) for weight in weights_of(self.tagged))
+
+    def measure(self, plan: Plan, pruning: Pruning = _NOTHING, *, made: TaggedModel | None = None) -> Measurement:
+        """Prune and quantize a model by plans, and run it.
 
         Args:
             plan: Selector → precision.
-            made: The model that `quantized` made by the plan, where it is there already.
+            pruning: Selector → what is removed before.
+            made: The model that `quantized` made by the plan, where it is there already, and nothing is removed.
 
         Raises:
-            HtpExportError: If it cannot be quantized, or cannot run.
+            HtpExportError: If it cannot be pruned or quantized, or cannot run.
         """
-        return self._kept(key_of(plan), lambda: self._measured(self.quantized(plan) if made is None else made))
+        return self._kept(key_of(plan, pruning), lambda: self._measured_plan(plan, pruning, made))
 
-    def known(self, plan: Plan) -> bool:
-        """Whether a plan has been measured."""
-        return self.finished.get(key_of(plan)) is not None
+    def known(self, plan: Plan, pruning: Pruning = _NOTHING) -> bool:
+        """Whether plans have been measured."""
+        return self.finished.get(key_of(plan, pruning)) is not None
 
-    def quantized(self, plan: Plan) -> TaggedModel:
-        """The model quantized by a plan, in memory."""
+    def quantized(self, plan: Plan, tagged: TaggedModel | None = None) -> TaggedModel:
+        """The model, or what was made of it, quantized by a plan, in memory."""
         data = self.feeds if self.calibration is None else self.calibration
         if all(precision.max_drop is None for precision in plan.values()):
-            return quantize(self.tagged, dict(plan), data=data).tagged
-        return quantize(self.tagged, dict(plan), data=data, metric=self.metric, validation=self.feeds).tagged
+            return quantize(tagged or self.tagged, dict(plan), data=data).tagged
+        return quantize(tagged or self.tagged, dict(plan), data=data, metric=self.metric, validation=self.feeds).tagged
+
+    def _measured_plan(self, plan: Plan, pruning: Pruning, made: TaggedModel | None) -> Measurement:
+        tagged, nonzeros = self.tagged, self._nonzeros
+        if pruning:
+            pruned = prune(tagged, pruning)
+            whole = pruned.modules[""]
+            tagged, nonzeros = pruned.tagged, whole.weights_after - whole.zeros_after
+        if made is None:
+            made = self.quantized(plan, tagged) if plan else tagged
+        return self._measured(made, nonzeros)
 
     def _kept(self, key: str, make: Callable[[], Measurement]) -> Measurement:
         known = self.finished.get(key)
@@ -139,7 +166,7 @@ class Measurer:
         self.finished.add(key, measured.to_dict())
         return measured
 
-    def _measured(self, tagged: TaggedModel) -> Measurement:
+    def _measured(self, tagged: TaggedModel, nonzeros: int | None = None) -> Measurement:
         outputs, latency = self._run(tagged, self.runs)
         errors = OutputErrors()
         for expected, actual in zip(self.expected, outputs, strict=True):
@@ -147,7 +174,7 @@ class Measurer:
         number = None if self.metric is None else metric_value(self.metric, outputs)
         found = errors.result()
         size = sum(slot.tensor.nbytes for slot in slots(tagged.model))
-        return Measurement(found.error, found.sqnr_db, found.cosine, found.kl, size, latency, number)
+        return Measurement(found.error, found.sqnr_db, found.cosine, found.kl, size, latency, number, nonzeros)
 
     def _run(self, tagged: TaggedModel, runs: int) -> tuple[list[dict[str, Array]], float | None]:
         """The outputs for each of the inputs, and the median time of further runs on the first ones."""
@@ -169,6 +196,7 @@ def _latency(session: Session, feed: Mapping[str, Array], runs: int) -> float:
     return statistics.median(times[_WARMUP:])
 
 
-def key_of(plan: Plan) -> str:
-    """A plan as text that is the same in every process."""
-    return json.dumps({selector: vars(precision) for selector, precision in plan.items()}, sort_keys=False, default=str)
+def key_of(plan: Plan, pruning: Pruning = _NOTHING) -> str:
+    """Plans as text that is the same in every process."""
+    removed = json.dumps({selector: str(value) for selector, value in pruning.items()}) if pruning else ""
+    return removed + json.dumps({selector: vars(precision) for selector, precision in plan.items()}, default=str)

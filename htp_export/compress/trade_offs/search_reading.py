@@ -46,7 +46,8 @@ def _trial(entry: Mapping[str, Any], objectives: tuple[str, ...]) -> Trial:
     if origin not in ORIGINS or not (number is None or isinstance(number, int)):
         raise ValueError(f"a trial has a number, and comes from {', '.join(ORIGINS)}")
     plan = {str(selector): _precision(precision) for selector, precision in entry["plan"].items()}
-    return Trial(number, plan, values, origin, dict(entry.get("measured", {})))
+    removed = {str(selector): str(value) for selector, value in entry.get("prune", {}).items()}
+    return Trial(number, plan, values, origin, dict(entry.get("measured", {})), removed)
 
 
 def _precision(precision: object) -> str | dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from htp_export.compress.trade_offs.fronts import pareto
@@ -13,9 +13,10 @@ from htp_export.model.tag_facts import TagFacts, tag_lines
 
 __all__ = ["LARGER_IS_BETTER", "OBJECTIVES", "ORIGINS", "Search", "Trial", "trial_columns"]
 
-OBJECTIVES = ("error", "size", "latency", "metric")
+OBJECTIVES = ("error", "size", "latency", "metric", "nonzeros")
 LARGER_IS_BETTER = ("metric",)
 ORIGINS = ("front", "uniform", "sampler")
+_KEPT = "fp32"
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,12 @@ class Trial:
     """One measured plan.
 
     Attributes:
-        number: Its number in the study; None for the same precision in the whole model.
+        number: Its number in the study; None for the same choice in the whole model.
         plan: Selector → name of a precision, or a mapping of its fields: a plan for ``quantize``.
-        values: Objective → value: ``error``, ``size`` in bytes, ``latency`` in ms, ``metric``.
+        values: Objective → value: ``error``, ``size`` in bytes, ``latency`` in ms, ``metric``, ``nonzeros``.
         origin: ``front`` of the additive problem, ``uniform``, or ``sampler``.
         measured: All that was measured, as plain data.
+        prune: Selector → what is removed before: a plan for ``prune``; empty if nothing is.
     """
 
     number: int | None
@@ -35,6 +37,7 @@ class Trial:
     values: Mapping[str, float]
     origin: str
     measured: Mapping[str, Any]
+    prune: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -42,10 +45,28 @@ class Trial:
         return "whole model" if self.number is None else f"trial {self.number}"
 
     @property
-    def precisions(self) -> str:
-        """How many modules have which precision."""
-        named = (value if isinstance(value, str) else value["precision"] for value in self.plan.values())
-        return ", ".join(f"{count} {name}" for name, count in Counter(named).most_common())
+    def choices(self) -> dict[str, str]:
+        """Selector → what becomes of the modules, in words: ``int8``, ``2:4+int8``, ``drop``."""
+        named = {path: value if isinstance(value, str) else value["precision"] for path, value in self.plan.items()}
+        found = {}
+        for path in dict.fromkeys((*self.prune, *self.plan)):
+            precision = named.get(path, _KEPT)
+            found[path] = precision
+            if path in self.prune:
+                found[path] = self.prune[path] if precision == _KEPT else f"{self.prune[path]}+{precision}"
+        return found
+
+    @property
+    def counted(self) -> str:
+        """How many modules become what."""
+        return ", ".join(f"{count} {name}" for name, count in Counter(self.choices.values()).most_common())
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """What makes the model, as steps of ``pipeline``."""
+        changed = {path: value for path, value in self.plan.items() if value != _KEPT}
+        plans = {"prune": dict(self.prune), "quantize": changed}
+        return [{step: {"plan": plan}} for step, plan in plans.items() if plan]
 
     def to_dict(self) -> dict[str, Any]:
         """The trial as plain data."""
@@ -54,6 +75,7 @@ class Trial:
             "origin": self.origin,
             "values": {name: json_value(value) for name, value in self.values.items()},
             "plan": dict(self.plan),
+            "prune": dict(self.prune),
             "measured": dict(self.measured),
         }
 
@@ -64,12 +86,13 @@ class Search:
 
     Attributes:
         objectives: The objectives, in the order in which they were given.
-        trials: The measured plans: those of the study in their order, then those of one precision.
+        trials: The measured plans: those of the study in their order, then those of one choice for the whole model.
         failed: Number of trials that could not be measured.
-        modules: Module path → the precisions that it may have.
-        predicted: Points of the front of the additive problem: size or latency, and error, as sums over modules.
+        modules: Module path → what it may become.
+        predicted: Points of the front of the additive problem: the first objective of ``size``, ``latency`` and
+            ``nonzeros``, and error, as sums over modules.
         exact: Whether these are all points of that front.
-        notes: Remarks on the data, and on modules that cannot have a precision, a line each.
+        notes: Remarks on the data, and on choices that modules cannot have, a line each.
         tags: The tags of the model.
     """
 
@@ -129,7 +152,7 @@ def trial_columns(objectives: Sequence[str]) -> list[Column[Trial]]:
     number: Column[Trial] = Column(
         "number", "trial", lambda trial: -1 if trial.number is None else trial.number, text=_name
     )
-    return [number, *values, Column("origin", "from", right=False), Column("precisions", "modules", right=False)]
+    return [number, *values, Column("origin", "from", right=False), Column("counted", "modules", right=False)]
 
 
 def _name(number: int) -> str:
@@ -137,7 +160,12 @@ def _name(number: int) -> str:
 
 
 def _value_column(name: str) -> Column[Trial]:
-    texts = {"error": "{:.2e}".format, "size": lambda value: si(value, "B"), "latency": "{:.3f}".format}
+    texts = {
+        "error": "{:.2e}".format,
+        "size": lambda value: si(value, "B"),
+        "latency": "{:.3f}".format,
+        "nonzeros": "{:,.0f}".format,
+    }
     return Column(
         name,
         f"{name} ms" if name == "latency" else name,

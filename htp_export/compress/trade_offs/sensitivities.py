@@ -172,7 +172,7 @@ def _with_alone(
     plan = alone(row.path, precision)
     try:
         made = measurer.quantized(plan) if by_module else None
-        measured = measurer.measure(plan, made)
+        measured = measurer.measure(plan, made=made)
     except InputError as error:
         return replace(row, problem=str(error), estimate=None)
     faster = None

@@ -1,100 +1,38 @@
 """Optuna studies that several processes and machines work on, and that survive processes that die.
 
 A study has a fixed number of trials. Every process that opens its storage takes the next one until all are finished:
-there is no main process. Each process writes a *heartbeat* into the trial that it runs, a number that grows, from a
-thread of its own. If another process sees the same number for longer than ``grace``, the trial is marked as failed, and
-its parameters are enqueued again. Heartbeats are attributes of trials, so that this works with every storage of Optuna
-(its own heartbeat needs a relational database). Clocks of different machines are not compared.
+there is no main process. If a process dies (see ``heartbeats``), its trial is marked as failed, and its parameters are
+enqueued again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
-import os
-import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from htp_export.errors import FileError, HtpExportError, InputError
+from htp_export.compress.trade_offs.heartbeats import BEAT, Heartbeat, Watch, beating
+from htp_export.compress.trade_offs.storages import need_optuna, open_storage, quiet_optuna
+from htp_export.errors import HtpExportError, InputError
 from htp_export.files.parsing import first_line
 
 if TYPE_CHECKING:
     import optuna
 
-__all__ = ["SAMPLERS", "Heartbeat", "SharedStudy", "open_storage"]
+__all__ = ["SAMPLERS", "SharedStudy"]
 
 SAMPLERS = ("tpe", "nsga2", "random", "grid")
-_BEAT = "heartbeat"
 _RUN = "run "
 _RETRIED = "taken up again"
+_PROBLEM = "problem"
 _MOST_RETRIES = 3
 """How often a trial is taken up again: one that kills every process that runs it must end."""
 
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """How a process shows that it is alive.
-
-    Attributes:
-        interval: Seconds between two heartbeats.
-        grace: Seconds without a change after which a process is taken to be dead.
-    """
-
-    interval: float = 15.0
-    grace: float = 60.0
-
-
-def need_optuna() -> Any:
-    """Import Optuna, which is an extra.
-
-    Raises:
-        InputError: If it is not installed.
-    """
-    try:
-        import optuna
-    except ImportError as error:
-        raise InputError('search needs Optuna; install it with: pip install "htp-export[compress]"') from error
-    return optuna
-
-
-def open_storage(storage: str | os.PathLike[str] | Any | None) -> Any:
-    """The storage of a study.
-
-    Args:
-        storage: A database URL (``sqlite:///study.db``, ``postgresql://...``), ``grpc://host:port`` of a proxy
-            (``optuna.storages.run_grpc_proxy_server``), the path of a journal file, an Optuna storage, or None for one
-            in memory.
-
-    Raises:
-        InputError: If it cannot be opened.
-    """
-    optuna = need_optuna()
-    if storage is None:
-        return optuna.storages.InMemoryStorage()
-    if not isinstance(storage, str | os.PathLike):
-        return storage
-    named = os.fspath(storage)
-    try:
-        if named.startswith("grpc://"):
-            host, _, port = named.removeprefix("grpc://").partition(":")
-            return optuna.storages.GrpcStorageProxy(host=host, port=int(port or 13000))
-        if "://" in named:
-            return optuna.storages.RDBStorage(named)
-    except Exception as error:  # of SQLAlchemy, its drivers and gRPC
-        raise InputError(f"storage {named!r} cannot be opened: {first_line(error)}") from error
-    if not Path(named).absolute().parent.is_dir():
-        raise FileError(named, f"its folder does not exist: {Path(named).absolute().parent}")
-    backend = optuna.storages.journal.JournalFileBackend(named)
-    try:
-        return optuna.storages.JournalStorage(backend)
-    except Exception as error:
-        raise FileError(named, f"is no journal of Optuna: {first_line(error)}") from error
+Measured: TypeAlias = tuple[Sequence[float], Mapping[str, Any]]
+Measure: TypeAlias = Callable[[Mapping[str, str]], Measured]
+"""Parameters → the values of the objectives, and facts to keep with the trial."""
 
 
 class SharedStudy:
@@ -124,8 +62,8 @@ class SharedStudy:
         self._space: dict[str, list[str]] = {}
         self._runs: dict[str, dict[str, Any]] = {}
         self._heartbeat = heartbeat
-        self._seen: dict[int, tuple[Any, float]] = {}
-        with _quiet(optuna):
+        self._watch = Watch(heartbeat.grace)
+        with quiet_optuna(optuna):
             self.study: Any = optuna.create_study(
                 storage=open_storage(storage),
                 study_name=name,
@@ -174,13 +112,13 @@ class SharedStudy:
 
     def enqueue(self, plans: Sequence[Mapping[str, str]]) -> None:
         """Add trials to be run first; those that the study has, in whatever state, are left out."""
-        with _quiet(need_optuna()):
+        with quiet_optuna(need_optuna()):
             for plan in plans:
                 self.study.enqueue_trial(dict(plan), skip_if_exists=True)
 
     def work(
         self,
-        measure: Callable[[Mapping[str, str]], tuple[Sequence[float], Mapping[str, Any]]],
+        measure: Measure,
         trials: int,
         report: Callable[[int], None] = lambda done: None,
     ) -> None:
@@ -189,12 +127,12 @@ class SharedStudy:
         It ends earlier if there is nothing left to measure: if all combinations of choices are.
 
         Args:
-            measure: Parameters → the values of the objectives, and facts to keep with the trial.
+            measure: Measures a plan.
             trials: How many.
             report: Called with the number of finished trials.
         """
         optuna = need_optuna()
-        with _quiet(optuna):
+        with quiet_optuna(optuna):
             while True:
                 self._take_up_dead()
                 states = [trial.state for trial in self.study.get_trials(deepcopy=False)]
@@ -226,16 +164,22 @@ class SharedStudy:
         """Trials that could not be measured; not those of dead processes, which were taken up again."""
         return len(self.study.get_trials(deepcopy=False, states=(_state("FAIL"),))) - self._retried()
 
+    @property
+    def problems(self) -> list[str]:
+        """Why trials could not be measured, each reason once."""
+        failed = self.study.get_trials(deepcopy=False, states=(_state("FAIL"),))
+        return list(dict.fromkeys(trial.user_attrs[_PROBLEM] for trial in failed if _PROBLEM in trial.user_attrs))
+
     def _retried(self) -> int:
         """Trials that stand for one that failed since its process died."""
         return sum(_RETRIED in trial.user_attrs for trial in self.study.get_trials(deepcopy=False))
 
-    def _run_one(self, measure: Callable[[Mapping[str, str]], tuple[Sequence[float], Mapping[str, Any]]]) -> None:
+    def _run_one(self, measure: Measure) -> None:
         def objective(trial: optuna.Trial) -> Sequence[float]:
-            with _beating(trial, self._heartbeat.interval):
+            with beating(trial, self._heartbeat.interval):
                 plan = {key: trial.suggest_categorical(key, choices) for key, choices in self._space.items()}
                 known = self._measured(plan)
-                values, facts = known if known is not None else measure({key: str(plan[key]) for key in plan})
+                values, facts = known if known is not None else self._values(trial, measure, plan)
                 for key, value in facts.items():
                     trial.set_user_attr(key, value)
             if not all(map(math.isfinite, values)):
@@ -244,27 +188,27 @@ class SharedStudy:
 
         self.study.optimize(objective, n_trials=1, catch=(HtpExportError,))
 
-    def _measured(self, plan: Mapping[str, Any]) -> tuple[Sequence[float], Mapping[str, Any]] | None:
+    def _values(self, trial: optuna.Trial, measure: Measure, plan: Mapping[str, Any]) -> Measured:
+        try:
+            return measure({key: str(value) for key, value in plan.items()})
+        except HtpExportError as error:
+            trial.set_user_attr(_PROBLEM, first_line(error))
+            raise
+
+    def _measured(self, plan: Mapping[str, Any]) -> Measured | None:
         """The values of a trial with the same parameters: samplers repeat themselves."""
         for trial in self.study.get_trials(deepcopy=False, states=(_state("COMPLETE"),)):
             if trial.params == plan:
-                facts = {key: value for key, value in trial.user_attrs.items() if key not in (_BEAT, _RETRIED)}
+                facts = {key: value for key, value in trial.user_attrs.items() if key not in (BEAT, _RETRIED)}
                 return list(trial.values or ()), facts
         return None
 
     def _take_up_dead(self) -> None:
         """Enqueue the trials of dead processes again."""
-        now = time.monotonic()
-        for trial in self.study.get_trials(deepcopy=False, states=(_state("RUNNING"),)):
-            beat = trial.user_attrs.get(_BEAT)
-            before, since = self._seen.get(trial.number, (object(), now))
-            if before != beat:
-                self._seen[trial.number] = (beat, now)
-            elif now - since > self._heartbeat.grace:
-                self._take_up(trial)
+        for trial in self._watch.dead(self.study.get_trials(deepcopy=False, states=(_state("RUNNING"),))):
+            self._take_up(trial)
 
     def _take_up(self, trial: optuna.trial.FrozenTrial) -> None:
-        del self._seen[trial.number]
         times = trial.user_attrs.get(_RETRIED, 0) + 1
         try:
             self.study.tell(trial.number, state=_state("FAIL"))
@@ -299,39 +243,3 @@ def _sampler(optuna: Any, name: str, seed: int, space: Mapping[str, Sequence[str
         case "grid":
             return optuna.samplers.GridSampler(dict(space), seed=seed)
     raise InputError(f"there is no sampler {name!r}; there are {', '.join(SAMPLERS)}")
-
-
-@contextlib.contextmanager
-def _beating(trial: optuna.Trial, interval: float) -> Iterator[None]:
-    """Write heartbeats into a trial while a block runs."""
-    ended = threading.Event()
-
-    def beat() -> None:
-        count = 0
-        while True:
-            count += 1
-            with contextlib.suppress(Exception):  # a storage that is out of reach for a moment ends no search
-                trial.set_user_attr(_BEAT, f"{os.getpid()}: {count}")
-            if ended.wait(interval):
-                return
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-@contextlib.contextmanager
-def _quiet(optuna: Any) -> Iterator[None]:
-    """Without a line of Optuna's log for every trial, and without warnings that a part of it may change."""
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(max(before, optuna.logging.WARNING))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            yield
-    finally:
-        optuna.logging.set_verbosity(before)

@@ -7,6 +7,7 @@ from typing import Any
 
 from htp_export.compress.trade_offs.search_results import Search, Trial, trial_columns
 from htp_export.errors import InputError
+from htp_export.show.found_plans import plan_file
 from htp_export.show.fronts import front_svg
 
 __all__ = ["front_data"]
@@ -25,7 +26,7 @@ def front_data(search: Search) -> dict[str, Any]:
         ([0], 'trial 3', ['1.00e-02', '100 B'], [('fc', 'int8')])
     """
     front = [next(place for place, other in enumerate(search.trials) if other is trial) for trial in search.pareto]
-    files = {place: f"plan{number}.json" for number, place in enumerate(front)}
+    files = {place: plan_file(number, search.trials[place]) for number, place in enumerate(front)}
     try:
         picture = front_svg(search)
     except InputError:
@@ -46,14 +47,16 @@ def _trial(trial: Trial, search: Search, file: str) -> dict[str, Any]:
         "file": file,
         "values": [texts[name](trial.values[name]) for name in search.objectives],
         "origin": trial.origin,
-        "precisions": trial.precisions,
-        "plan": [(selector or "(root)", _text(precision)) for selector, precision in trial.plan.items()],
+        "precisions": trial.counted,
+        "plan": [
+            (selector or "(root)", ", ".join([chosen, *_fields(trial.plan.get(selector))]))
+            for selector, chosen in trial.choices.items()
+        ],
     }
 
 
-def _text(precision: object) -> str:
-    """A precision with its fields in words."""
+def _fields(precision: object) -> list[str]:
+    """The fields of a precision that differ, in words."""
     if not isinstance(precision, Mapping):
-        return str(precision)
-    fields = (f"{name} {value}" for name, value in precision.items() if name != "precision")
-    return ", ".join([str(precision["precision"]), *fields])
+        return []
+    return [f"{name} {value}" for name, value in precision.items() if name != "precision"]

@@ -1,0 +1,347 @@
+"""search over sparsity, ranks, dropped blocks and precisions together: spaces, plans, fronts, samplers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.cli.main import main
+from htp_export.compress.pruning.weights import weights_of
+from htp_export.compress.quantization.calibration_data import samples_of
+from htp_export.compress.quantization.precisions import PRECISIONS
+from htp_export.compress.trade_offs.choices import choice_of
+from htp_export.compress.trade_offs.measuring import Measurer
+from htp_export.compress.trade_offs.search_reading import search_from
+from htp_export.errors import InputError
+from htp_export.files.slots import slots
+from htp_export.format.provenance_notes import read_provenance
+from htp_export.show.page.front_data import front_data
+
+Array = np.ndarray[Any, Any]
+
+
+class Residual(nn.Module):
+    """Its result is its input and what two layers add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Two residual blocks, of which the second one adds little, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(2))
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def randoms(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    model = Stack().eval()
+    with torch.no_grad():
+        model.blocks[1].down.weight *= 0.05
+    path = tmp_path_factory.mktemp("space") / "net.onnx"
+    shapes = {"x": {0: torch.export.Dim("batch")}}
+    htp_export.export(model, (), path, kwargs={"x": randoms(4, 32, seed=9)}, dynamic_shapes=shapes, verbose=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data() -> list[dict[str, Array]]:
+    return [{"x": randoms(4, 32, seed=seed).numpy()} for seed in range(2)]
+
+
+SPACE = {
+    "blocks.*": ["drop", "fp32"],
+    "blocks.*.up": ["int4", "0.5", "2:4+int8-dynamic", {"prune": "rank:25%", "precision": "int4"}, "channels:0.25"],
+    "blocks.*.down": ["int8", 0.5, "fp32"],
+    "head": ["int4", "fp32"],
+}
+THREE = ("error", "size", "nonzeros")
+
+
+def searched(file: Path, data: Any, objectives: Sequence[str] = THREE, space: Any = None, **options: Any) -> Any:
+    pytest.importorskip("optuna")
+    return htp_export.search(file, SPACE if space is None else space, objectives, data, **({"trials": 30} | options))
+
+
+@pytest.fixture(scope="module")
+def found(file: Path, data: list[dict[str, Array]]) -> Any:
+    return searched(file, data, first=8)
+
+
+class TestChoices:
+    @pytest.mark.parametrize(
+        ("value", "name", "written"),
+        [
+            ("int8", "int8", "int8"),
+            (0.5, "0.5", "0.5"),
+            ("0.5", "0.5", "0.5"),
+            ("int8+2:4", "2:4+int8", "2:4+int8"),
+            ("rank:16 + int4", "rank:16+int4", "rank:16+int4"),
+            ("2:4+fp32", "2:4", "2:4"),
+            ({"prune": "drop"}, "drop", "drop"),
+            (
+                {"prune": 0.5, "precision": "int4", "block_size": 16},
+                "0.5+int4",
+                {"prune": "0.5", "precision": "int4", "block_size": 16},
+            ),
+            (PRECISIONS["fp16"], "fp16", "fp16"),
+        ],
+    )
+    def test_forms(self, value: Any, name: str, written: Any) -> None:
+        choice = choice_of(value)
+        assert (choice.name, choice.written) == (name, written)
+        assert choice_of(choice.written) == choice
+
+    @pytest.mark.parametrize(
+        ("value", "problem"),
+        [
+            ("int9", "there is no precision 'int9'"),
+            ("2:4+int9", "there is no precision 'int9'"),
+            ("5:4", "n is at most m"),
+            ("1.5", "a share is from 0 to 1"),
+            ("rank:0", "write the rank"),
+            ("drop+int8", "nothing is left to quantize"),
+            ("int8+int4", "one value of prune and one precision"),
+            ("0.5+2:4", "one value of prune and one precision"),
+            ({"prune": "2:4", "bits": 4}, "has no name"),
+            ({"sparsity": 0.5}, "has no name"),
+            (None, "sparsity None"),
+        ],
+    )
+    def test_what_is_no_choice(self, value: Any, problem: str) -> None:
+        with pytest.raises(InputError, match=problem):
+            choice_of(value)
+
+
+class TestPlans:
+    def test_values_are_those_of_prune_and_then_quantize(
+        self, file: Path, data: list[dict[str, Array]], found: Any
+    ) -> None:
+        measurer = Measurer(htp_export.load(file), samples_of(data, htp_export.load(file).model))
+        studied = [trial for trial in found.trials if trial.number is not None and trial.prune]
+        assert len(studied) > 10
+        for trial in studied[:6]:
+            made = htp_export.prune(file, trial.prune)
+            kept = sum(int(np.count_nonzero(weight.tensor.numpy())) for weight in weights_of(made.tagged))
+            changed = {path: value for path, value in trial.plan.items() if value != "fp32"}
+            after = htp_export.quantize(made.tagged, changed, data=data).tagged if changed else made.tagged
+            assert trial.values["nonzeros"] == kept
+            assert trial.values["size"] == sum(slot.tensor.nbytes for slot in slots(after.model))
+            assert trial.values["error"] == pytest.approx(measurer._measured(after).error, rel=1e-5)
+
+    def test_nothing_is_said_of_modules_inside_a_dropped_one(self, found: Any) -> None:
+        dropped = [trial for trial in found.trials if "drop" in trial.prune.values()]
+        assert dropped
+        for trial in dropped:
+            gone = [path for path, value in trial.prune.items() if value == "drop"]
+            named = [path for path in (*trial.plan, *trial.prune) if path not in gone]
+            assert not [path for path in named for block in gone if path.startswith(f"{block}.")]
+            assert trial.choices[gone[0]] == "drop"
+
+    def test_the_block_that_adds_little_is_dropped_first(self, found: Any) -> None:
+        one = [t for t in found.trials if list(t.prune.items()).count(("blocks.1", "drop"))]
+        alone = min(one, key=lambda trial: trial.values["error"])
+        assert alone.values["error"] < 0.02
+        assert not [t for t in found.pareto if t.prune.get("blocks.0") == "drop" and t.values["error"] < 0.02]
+
+    def test_results_are_read_back_and_drawn(self, found: Any) -> None:
+        again = search_from(json.loads(json.dumps(found.to_dict())))
+        assert [(t.plan, t.prune, t.values) for t in again.trials] == [
+            (t.plan, t.prune, t.values) for t in found.trials
+        ]
+        drawn = front_data(again)
+        places = [place for place in drawn["front"] if again.trials[place].prune]
+        assert all(drawn["trials"][place]["file"].startswith("steps") for place in places)
+        plans = {words for trial in drawn["trials"] for _, words in trial["plan"]}
+        assert {"drop", "2:4+int8-dynamic", "int4"} <= plans
+        assert "rank:25%+int4" in plans
+
+    def test_steps_make_the_model_again_and_say_how(
+        self, file: Path, data: list[dict[str, Array]], found: Any, tmp_path: Path
+    ) -> None:
+        trial = next(t for t in found.pareto if t.prune and any(v not in ("fp32", "int8") for v in t.plan.values()))
+        made = htp_export.pipeline(trial.steps, file, tmp_path / "smaller.onnx")
+        tagged = htp_export.load(made.output)
+        assert sum(slot.tensor.nbytes for slot in slots(tagged.model)) == trial.values["size"]
+        notes = read_provenance(tagged.model.metadata_props)
+        assert [note.step for note in notes] == ["prune", "quantize"]
+        assert notes[0].options["plan"] == trial.prune
+
+    def test_the_command_writes_steps_that_pipeline_reads(
+        self, file: Path, data: list[dict[str, Array]], tmp_path: Path, capsys: Any
+    ) -> None:
+        pytest.importorskip("optuna")
+        for number, feed in enumerate(data):
+            np.savez(tmp_path / f"{number}.npz", **feed)
+        (tmp_path / "space.yaml").write_text('"blocks.*": [drop, fp32]\n"blocks.*.up": ["2:4+int8", int8]\n')
+        out = tmp_path / "found"
+        given = [f"--data={tmp_path / name}" for name in ("0.npz", "1.npz")]
+        command = ["search", str(file), str(tmp_path / "space.yaml"), *given, "--trials", "9", "--objective"]
+        assert main([*command, "nonzeros,error", "-o", str(out)]) == 0
+        printed = capsys.readouterr().out
+        front = json.loads((out / "front.json").read_text())
+        steps = [place for place, trial in enumerate(front["pareto"]) if trial["prune"]]
+        assert steps
+        assert {path.name for path in out.iterdir()} == {
+            "front.json",
+            "front.svg",
+            *(f"steps{place}.json" if place in steps else f"plan{place}.json" for place in range(len(front["pareto"]))),
+        }
+        made = [json.loads((out / f"steps{place}.json").read_text()) for place in steps]
+        files = [str(tmp_path / name) for name in ("0.npz", "1.npz")]
+        assert next(step["quantize"]["data"] for each in made for step in each if "quantize" in step) == files
+        for place in steps:
+            target = tmp_path / f"{place}.onnx"
+            assert main(["pipeline", str(out / f"steps{place}.json"), "-m", str(file), "-o", str(target)]) == 0
+            size = sum(slot.tensor.nbytes for slot in slots(htp_export.load(target).model))
+            assert size == front["pareto"][place]["measured"]["bytes"]
+        assert "2:4+int8" in printed
+        assert main([*command, "error,size", "--choices", "0.5"]) == 2
+        assert main([*command[:2], "--choices", "0.5,int4", "--trials", "3", "--select", "head"]) == 0
+        assert "zeros take as many bytes" in capsys.readouterr().out
+
+
+class TestFront:
+    def test_the_computed_front_is_that_of_all_combinations_with_what_is_inside_dropped_blocks_left_out(
+        self, file: Path, data: list[dict[str, Array]]
+    ) -> None:
+        space = {"blocks.*": ["drop", "fp32"], "blocks.*.*": ["int4", "fp16"], "head": ["int4", "fp32"]}
+        result = searched(file, data, ("error", "size"), space, trials=1)
+        tagged = htp_export.load(file)
+        measurer = Measurer(tagged, samples_of(data, tagged.model))
+        original = measurer.original
+
+        def cost(pruning: dict[str, str], plan: dict[str, str]) -> tuple[int, float]:
+            removed = {path: choice_of(value).sparsity for path, value in pruning.items()}
+            named = {path: PRECISIONS[name] for path, name in plan.items()}
+            measured = measurer.measure(named, removed)  # type: ignore[arg-type]
+            return measured.bytes - original.bytes, measured.error
+
+        def inside(block: str) -> list[tuple[int, float]]:
+            pairs = itertools.product(
+                *([cost({}, {f"{block}.{part}": name}) for name in ("int4", "fp16")] for part in ("up", "down"))
+            )
+            return [cost({block: "drop"}, {}), *((a[0] + b[0], a[1] + b[1]) for a, b in pairs)]
+
+        heads = [cost({}, {"head": "int4"}), (0, 0.0)]
+        sums = [
+            (original.bytes + sum(part[0] for part in parts), sum(part[1] for part in parts))
+            for parts in itertools.product(inside("blocks.0"), inside("blocks.1"), heads)
+        ]
+        best = [one for one in sums if not any(a <= one[0] and b <= one[1] and (a, b) != one for a, b in sums)]
+        assert result.exact
+        assert [(size, pytest.approx(error)) for size, error in sorted(set(best))] == list(result.predicted)
+        assert result.predicted[0][0] > 0
+
+    def test_the_front_is_over_the_cost_that_is_asked_for(self, file: Path, data: list[dict[str, Array]]) -> None:
+        space = {"blocks.*.up": ["0.25", "0.75", "fp32"]}
+        result = searched(file, data, ("nonzeros", "error"), space, trials=20, first=9)
+        sums = {8448 - first - second for first in (0, 512, 1536) for second in (0, 512, 1536)}
+        assert {size for size, _ in result.predicted} <= sums
+        assert (result.predicted[0][0], result.predicted[-1]) == (8448 - 2 * 1536, (8448, 0))
+        assert len([trial for trial in result.trials if trial.number is not None]) == 9
+        assert {trial.origin for trial in result.trials[:5]} == {"front", "uniform"}
+        assert not any("zeros take" in note for note in result.notes)
+
+
+class TestSaidBefore:
+    @pytest.fixture(autouse=True)
+    def _nothing_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def runs(*given: Any) -> None:
+            raise AssertionError("something was measured")
+
+        monkeypatch.setattr(Measurer, "_run", runs)
+
+    @pytest.mark.parametrize(
+        ("space", "problem"),
+        [
+            ({"head": ["drop", "fp32"]}, "choice 'drop': module 'head' is no residual block"),
+            ({"head": ["channels:0.5"]}, "choice 'channels:0.5': .*its channels reach output"),
+            ({"head": ["rank:7"]}, "choice 'rank:7': rank 7 of a matrix of 8 by 32 saves no bytes"),
+            ({"head": ["heads:0.5"]}, "choice 'heads:0.5': it has no attention heads to cut"),
+            ({"blocks.*": ["drop", "int8"], "blocks.0.up": ["int8"]}, "lies in"),
+            ({"blocks.0": ["drop", "int8"], "blocks.0.up": ["int8"]}, "module 'blocks.0.up' lies in 'blocks.0'"),
+            (["drop+int8"], "nothing is left to quantize"),
+        ],
+    )
+    def test_what_cannot_be(self, file: Path, data: list[dict[str, Array]], space: Any, problem: str) -> None:
+        with pytest.raises(InputError, match=problem):
+            searched(file, data, space=space)
+
+
+def test_modules_with_the_same_channels_have_one_share(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), Residual(), Residual(), nn.Linear(32, 8)).eval()
+    program = htp_export.export(model, (randoms(2, 16, seed=1),), verbose=False)
+    problem = "modules '1.down' and '2.down' have the same channels, and may lose different shares of them"
+    with pytest.raises(InputError, match=problem):
+        htp_export.search(program, {"1.down": ["channels:0.5"], "2.down": ["channels:0.25", "fp32"]})
+    space = {"*.down": ["channels:0.5", "fp32"], "*.up": ["channels:0.5", "channels:0.25"]}
+    found = htp_export.search(program, space, ("error", "size"), trials=12, first=4)
+    assert found.failed == 0
+    assert {len(trial.prune) for trial in found.trials if trial.number is not None} == {2, 3, 4}
+
+
+def test_choices_that_some_modules_cannot_have_are_noted(file: Path, data: list[dict[str, Array]]) -> None:
+    space = {"**": ["rank:7", "fp32"]}
+    result = searched(file, data, ("error", "size"), space, trials=4)
+    assert result.modules["head"] == ("fp32",)
+    assert result.modules["blocks.0.up"] == ("rank:7", "fp32")
+    assert [note for note in result.notes if note.startswith("head in rank:7: rank 7 of a matrix")]
+
+
+def test_why_trials_fail_is_noted(file: Path, data: list[dict[str, Array]], monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = Measurer.measure
+
+    def failing(self: Measurer, plan: Any, *pruning: Any) -> Any:
+        if len(plan) == 2:
+            raise InputError("these two do not go together")
+        return measure(self, plan, *pruning)
+
+    monkeypatch.setattr(Measurer, "measure", failing)
+    result = searched(file, data, ("error", "size"), {"blocks.0.*": ["int4", "fp32"]}, trials=4)
+    assert result.failed == 1
+    assert "these two do not go together" in result.notes
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "nsga2", "random", "grid"])
+def test_samplers_with_mixed_choices_and_three_objectives_are_reproducible(
+    file: Path, data: list[dict[str, Array]], sampler: str
+) -> None:
+    def plans(seed: int) -> list[Any]:
+        result = searched(file, data, trials=22, first=3, sampler=sampler, seed=seed)
+        assert result.failed == 0
+        return [(trial.plan, trial.prune, trial.values) for trial in result.trials]
+
+    first = plans(1)
+    assert first == plans(1)
+    assert [plan[:2] for plan in first] != [plan[:2] for plan in plans(2)]
+    kinds = {value for _, prune, _ in first for value in prune.values()}
+    assert {"drop", "0.5", "2:4", "rank:25%", "channels:0.25"} <= kinds
