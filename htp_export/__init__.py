@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from htp_export.costs.costing import cost
     from htp_export.costs.result import Cost
     from htp_export.costs.work import Work
+    from htp_export.deploy.naming import Named, names
     from htp_export.differences.differing import ModelDifference, ModuleDifference, diff
     from htp_export.errors import HtpExportError, InputError
     from htp_export.exporter.exporting import export, tagging
@@ -93,6 +94,7 @@ __all__ = [
     "ModuleDifference",
     "ModuleInfo",
     "ModuleLatency",
+    "Named",
     "Nested",
     "Optimized",
     "Partition",
@@ -138,6 +140,7 @@ __all__ = [
     "lora_adapter",
     "map",
     "module_filter",
+    "names",
     "optimize",
     "partition",
     "pipeline",
@@ -178,7 +181,9 @@ _HOMES = {
     "ModelMap": "model.map_result",
     "ModuleDifference": "differences.differing",
     "ModuleInfo": "format.hierarchy",
+    "ModuleLatency": "run.latency",
     "ModuleLatency": "run.latency_results",
+    "Named": "deploy.naming",
     "Nested": "surgery.nesting",
     "Optimized": "passes.results",
     "Partition": "surgery.partitions",
@@ -224,6 +229,7 @@ _HOMES = {
     "lora_adapter": "compress.lora.lora_files",
     "map": "model.mapping",
     "module_filter": "compress.quantization.training",
+    "names": "deploy.naming",
     "optimize": "passes.optimizing",
     "partition": "surgery.staging",
     "pipeline": "compress.pipelines.running",

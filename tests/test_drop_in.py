@@ -32,12 +32,12 @@ BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 # --- the same signature ---------------------------------------------------
 
 
-def test_the_signature_is_that_of_torch() -> None:
+def test_the_signature_is_that_of_torch_and_names() -> None:
     def shape(function: Callable[..., Any]) -> list[tuple[Any, ...]]:
         return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
     torchs = [parameter for parameter in shape(torch.onnx.export) if parameter[0] != "fallback"]  # gone since 2.11
-    assert shape(htp_export.export) == torchs
+    assert shape(htp_export.export) == [*torchs, ("names", inspect.Parameter.KEYWORD_ONLY, None)]
 
 
 # --- the same graph ---------------------------------------------------

@@ -32,6 +32,9 @@ class GraphOptions:
         list[str] | None,
         typer.Option(help="Modules that become ONNX functions: class:BertLayer, encoder.layer.*; ** for all."),
     ] = None
+    names: Annotated[
+        str | None, typer.Option(help="path: names of nodes and tensors made of module paths, /encoder/layer.0/MatMul.")
+    ] = None
     decompose_attention: Annotated[
         bool, typer.Option("--decompose-attention", help="Attention as modules: q_proj, scores, softmax, context, ...")
     ] = False
@@ -59,6 +62,10 @@ class GraphOptions:
         Raises:
             InputError: If there are such options, or if torch does not write the opset.
         """
+        if self.names is not None:
+            from htp_export.model.path_names import check_style
+
+            check_style(self.names)
         if self.keep_attention and not self.dynamo:
             raise InputError("--keep-attention: TorchScript has no operator for attention; leave --torchscript away")
         if self.keep_attention and self.opset is not None and self.opset < _ATTENTION_SINCE:
@@ -99,6 +106,8 @@ class GraphOptions:
         options: dict[str, Any] = {"dynamo": self.dynamo, "verbose": False, "external_data": self.external_data}
         if self.wanted_opset is not None:
             options["opset_version"] = self.wanted_opset
+        if self.names is not None:
+            options["names"] = self.names
         if self.functions:
             options["export_modules_as_functions"] = tuple(self.functions)
         if call.example is not None:

@@ -14,6 +14,7 @@ import torch
 from torch.onnx import OperatorExportTypes, TrainingMode
 
 from htp_export.errors import CaptureError, TorchChangedError
+from htp_export.exporter.after_export import AfterExport, Run, around
 from htp_export.exporter.caches import advice_on_caches, prepare_caches, refuse_caches
 from htp_export.exporter.capture import patches, running, torch_internals
 from htp_export.exporter.capture.guarded import export_untagged, seam
@@ -22,6 +23,7 @@ from htp_export.exporter.capture.patching import Patches
 from htp_export.exporter.capture.running import Exporter
 from htp_export.exporter.capture.saving import check_writable
 from htp_export.exporter.module_functions import ModuleFunctions, ModulesAsFunctions
+from htp_export.exporter.module_names import NamesOfModules
 from htp_export.exporter.rewriting import Rewriting
 from htp_export.exporter.watched import Dynamo, Program, TorchScript
 from htp_export.process.restoring import Changes, set_variable
@@ -58,12 +60,13 @@ def export(
     custom_opsets: Mapping[str, int] | None = None,
     export_modules_as_functions: ModulesAsFunctions = False,
     autograd_inlining: bool = True,
+    names: str | None = None,
 ) -> torch.onnx.ONNXProgram | None:
     """Export a model to ONNX as ``torch.onnx.export`` does, and tag every node with the modules that compute it.
 
     Every parameter has the meaning, the default and the position that it has in ``torch.onnx.export``, and the graph is
     the same; with ``export_modules_as_functions``, which torch ignores under ``dynamo=True``, modules are functions.
-    ``docs/format.md`` describes the tags.
+    ``names`` is a parameter that torch does not have. ``docs/format.md`` describes the tags.
 
     With ``dynamo=False``, the model is called as torch calls it: all parameters of ``forward`` by position, numbers and
     flags as inputs of the graph. If torch's call fails or changes the result, the model is called with the arguments as
@@ -104,6 +107,8 @@ def export(
         export_modules_as_functions: The modules that become ONNX functions, as with `functions`: True for every one,
             classes of modules, or a selector, see ``TaggedModel.select``.
         autograd_inlining: Deprecated by torch.
+        names: ``"path"`` for names of nodes and tensors that are made of module paths, as with `names`; None for
+            torch's names.
 
     Returns:
         The ``ONNXProgram`` with ``dynamo=True``, None with ``dynamo=False``.
@@ -111,9 +116,9 @@ def export(
     Raises:
         OSError: The file cannot be written in its folder; raised before the model runs.
         Exception: Errors of ``torch.onnx.export``, with a note that names the running module. No new file is left.
-        InputError: torch's exporter cannot write ``opset_version`` or takes no key-value caches (``dynamo=False``), or
-            ``export_modules_as_functions`` names no module; nothing was exported. Or none of these modules can be a
-            function; no file was written.
+        InputError: torch's exporter cannot write ``opset_version`` or takes no key-value caches (``dynamo=False``),
+            ``export_modules_as_functions`` names no module, or there is no such style of names; nothing was exported.
+            Or none of these modules can be a function; no file was written.
         CaptureError: htp_export failed to follow the export, a fault of its own. Inside `tagging` with
             ``strict=False``, the model is exported without tags instead.
         TorchChangedError: The installed torch lacks a part that htp_export needs.
@@ -137,9 +142,12 @@ def export(
         refuse_caches(given, kwargs or {})
     with_advice = advice_on_caches(given, kwargs or {})
     exporter = running.wanted() or _Exporter()
-    run: Callable[..., torch.onnx.ONNXProgram | None] = torch.onnx.export
+    run: Run = torch.onnx.export
+    steps: list[AfterExport] = [] if names is None else [NamesOfModules(names)]
     if export_modules_as_functions:
-        exporter, run = ModuleFunctions(export_modules_as_functions, model).around(exporter, run, dynamo=uses_dynamo)
+        steps.append(ModuleFunctions(export_modules_as_functions, model))
+    for step in steps:
+        exporter, run = around(step, exporter, run, dynamo=uses_dynamo)
     # All of it alone, not the trace only: torch reads its translations first, which parses sources, and CPython 3.11's
     # parser fails now and then where two threads do that ("AST constructor recursion depth mismatch").
     changes = Changes()

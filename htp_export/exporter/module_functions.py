@@ -7,24 +7,15 @@ and `htp_export.surgery.nesting.functions` makes functions of it before the file
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import io
 import logging
 import os
-import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
-from typing import Any, TypeAlias, cast
+from collections.abc import Collection, Mapping
+from typing import Any, TypeAlias
 
-import onnx
-import onnx_ir as ir
 import torch
 
 from htp_export.errors import InputError, UntaggedModelError
-from htp_export.exporter.capture.running import Exporter
-from htp_export.files.filesystem import is_special
-from htp_export.files.replacing import work_folder
 from htp_export.format import selectors
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.tagged import ModelSource, load
@@ -36,8 +27,6 @@ _log = logging.getLogger(__name__)
 
 ModulesAsFunctions: TypeAlias = bool | str | type[torch.nn.Module] | Collection[type[torch.nn.Module] | str]
 """True for every module, classes of modules, or a selector; see ``TaggedModel.select``."""
-
-_Run: TypeAlias = Callable[..., torch.onnx.ONNXProgram | None]
 
 
 class ModuleFunctions:
@@ -64,23 +53,6 @@ class ModuleFunctions:
         if isinstance(model, torch.nn.Module):
             classes = Hierarchy.from_module(model).classes
             selectors.select(self._selector(classes), classes)
-
-    def around(self, exporter: Exporter, run: _Run, *, dynamo: bool) -> tuple[Exporter, _Run]:
-        """The same exporter and ``torch.onnx.export``, with functions in what they return or write.
-
-        Args:
-            exporter: The exporter that tags programs and files.
-            run: ``torch.onnx.export``.
-            dynamo: Which of torch's exporters runs; that of TorchScript returns nothing, so that the file is read.
-        """
-        if dynamo:
-            return cast(Exporter, _WithFunctions(exporter, self)), run
-
-        def exported(model: Any, args: Any, f: Any, **options: Any) -> torch.onnx.ONNXProgram | None:
-            with self._written_to(f, strict=exporter.strict) as flat:
-                return run(model, args, flat, **options)
-
-        return exporter, exported
 
     def made_of(
         self, model: ModelSource, output: str | os.PathLike[str] | None = None, *, strict: bool
@@ -115,62 +87,6 @@ class ModuleFunctions:
     def _selector(self, classes: Mapping[str, str]) -> list[str]:
         """The wanted modules as a selector for modules of these classes."""
         return [each if isinstance(each, str) else f"class:{_class_among(each, classes)}" for each in self._wanted]
-
-    @contextlib.contextmanager
-    def _written_to(self, f: Any, *, strict: bool) -> Iterator[Any]:
-        """Provide a place for the file without functions; at the end, the one with functions is written to ``f``.
-
-        Args:
-            f: A path or a binary stream; for anything else, nothing is done.
-            strict: As of ``made_of``.
-        """
-        if isinstance(f, str | os.PathLike):
-            with _folder_beside(Path(f)) as folder:
-                flat = folder / (Path(f).name or "model.onnx")
-                yield os.fspath(flat)
-                tagged = load(flat)
-                if self.made_of(tagged, f, strict=strict) is None:
-                    tagged.save(f)
-        elif hasattr(f, "write"):
-            stream = io.BytesIO()
-            yield stream
-            nested = self.made_of(onnx.load_model_from_string(stream.getvalue()), strict=strict)
-            f.write(stream.getvalue() if nested is None else ir.to_proto(nested.model).SerializeToString())
-        else:
-            yield f
-
-
-class _WithFunctions:
-    """An exporter under ``dynamo=True`` whose programs have functions.
-
-    Args:
-        exporter: The exporter that tags programs and files.
-        wanted: The modules that are to be functions.
-    """
-
-    def __init__(self, exporter: Exporter, wanted: ModuleFunctions) -> None:
-        self._exporter, self._functions = exporter, wanted
-
-    def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
-        program = self._exporter.dynamo(export, model)
-        nested = self._functions.made_of(program, strict=self._exporter.strict)
-        if nested is not None:
-            program.model = nested.model
-        return program
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else of the exporter."""
-        return getattr(self._exporter, name)
-
-
-@contextlib.contextmanager
-def _folder_beside(target: Path) -> Iterator[Path]:
-    if is_special(target):
-        with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
-            yield Path(folder)
-        return
-    with work_folder(target) as work:
-        yield work.new
 
 
 def _no_modules(value: Any) -> InputError:

@@ -13,19 +13,23 @@ __all__ = ["UsedNames", "rename"]
 class UsedNames:
     """Names that are in use. It grows, and finds names that are not in it.
 
+    Args:
+        names: The names.
+        first: The number of the second tensor or node that wants a name.
+
     Examples:
         >>> used = UsedNames(["input"])
         >>> used.unused("input"), used.unused("input"), used.unused("mask")
         ('input_2', 'input_3', 'mask')
     """
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        self._names = set(names)
+    def __init__(self, names: Iterable[str] = (), first: int = 2) -> None:
+        self._names, self._before = set(names), first - 1
         self._numbers: dict[str, int] = {}  # a name → the last number after it; all before it are in use
 
     def unused(self, wanted: str) -> str:
-        """The name, or it with the first number from 2 that makes it new; noted as used."""
-        name, number = wanted, self._numbers.get(wanted, 1)
+        """The name, or it with the first number that makes it new; noted as used."""
+        name, number = wanted, self._numbers.get(wanted, self._before)
         while name in self._names:
             number += 1
             name = f"{wanted}_{number}"

@@ -1,0 +1,31 @@
+"""``htp-export names``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption, ShareOption
+from htp_export.cli.outputs import check_output, report
+from htp_export.cli.terminal import Steps
+
+EXAMPLE = "bert.onnx -o named.onnx"
+PLACE = 122
+
+
+def names_command(
+    file: FileArgument,
+    output: OutputOption,
+    style: Annotated[str, typer.Option(help="How nodes and tensors are named; there is 'path'.")] = "path",
+    share_weights: ShareOption = False,
+    in_place: InPlaceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Name nodes and tensors after their modules: /encoder/layer.0/attention/MatMul."""
+    from htp_export.deploy.naming import names
+
+    check_output(output, [file], in_place=in_place)
+    with Steps(quiet=as_json).step(f"naming {file}"):
+        result = names(file, output, style=style, share_weights=share_weights)
+    report(result, as_json, output=output)

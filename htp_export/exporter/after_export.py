@@ -1,0 +1,116 @@
+"""What is made of the tagged graph of an export before its file is written: other names, functions."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, cast
+
+import onnx
+import onnx_ir as ir
+import torch
+
+from htp_export.exporter.capture.running import Exporter
+from htp_export.files.filesystem import is_special
+from htp_export.files.replacing import work_folder
+from htp_export.model.tagged import HoldsModel, ModelSource, load
+
+__all__ = ["AfterExport", "Run", "around"]
+
+Run: TypeAlias = Callable[..., torch.onnx.ONNXProgram | None]
+
+
+class AfterExport(Protocol):
+    """A change of a tagged model that is a part of its export."""
+
+    def made_of(
+        self, model: ModelSource, output: str | os.PathLike[str] | None = None, *, strict: bool
+    ) -> HoldsModel | None:
+        """Make another model; None if it stays as it is.
+
+        Args:
+            model: The tagged model.
+            output: The file to write, if another model is made.
+            strict: Whether a model without tags is an error; else it stays as it is.
+        """
+
+
+def around(step: AfterExport, exporter: Exporter, run: Run, *, dynamo: bool) -> tuple[Exporter, Run]:
+    """The same exporter and ``torch.onnx.export``, with a change of what they return or write.
+
+    Args:
+        step: The change.
+        exporter: The exporter that tags programs and files.
+        run: ``torch.onnx.export``.
+        dynamo: Which of torch's exporters runs; that of TorchScript returns nothing, so that the file is read.
+    """
+    if dynamo:
+        return cast(Exporter, _Changed(exporter, step)), run
+
+    def exported(model: Any, args: Any, f: Any, **options: Any) -> torch.onnx.ONNXProgram | None:
+        with _written_to(step, f, strict=exporter.strict) as file:
+            return run(model, args, file, **options)
+
+    return exporter, exported
+
+
+class _Changed:
+    """An exporter under ``dynamo=True`` whose programs are changed.
+
+    Args:
+        exporter: The exporter that tags programs and files.
+        step: The change.
+    """
+
+    def __init__(self, exporter: Exporter, step: AfterExport) -> None:
+        self._exporter, self._step = exporter, step
+
+    def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
+        program = self._exporter.dynamo(export, model)
+        made = self._step.made_of(program, strict=self._exporter.strict)
+        if made is not None:
+            program.model = made.model
+        return program
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else of the exporter."""
+        return getattr(self._exporter, name)
+
+
+@contextlib.contextmanager
+def _written_to(step: AfterExport, f: Any, *, strict: bool) -> Iterator[Any]:
+    """Provide a place for the file as torch writes it; at the end, the changed one is written to ``f``.
+
+    Args:
+        step: The change.
+        f: A path or a binary stream; for anything else, nothing is done.
+        strict: As of ``made_of``.
+    """
+    if isinstance(f, str | os.PathLike):
+        with _folder_beside(Path(f)) as folder:
+            file = folder / (Path(f).name or "model.onnx")
+            yield os.fspath(file)
+            tagged = load(file)
+            if step.made_of(tagged, f, strict=strict) is None:
+                tagged.save(f)
+    elif hasattr(f, "write"):
+        stream = io.BytesIO()
+        yield stream
+        made = step.made_of(onnx.load_model_from_string(stream.getvalue()), strict=strict)
+        f.write(stream.getvalue() if made is None else ir.to_proto(made.model).SerializeToString())
+    else:
+        yield f
+
+
+@contextlib.contextmanager
+def _folder_beside(target: Path) -> Iterator[Path]:
+    if is_special(target):
+        with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
+            yield Path(folder)
+        return
+    with work_folder(target) as work:
+        yield work.new
