@@ -92,6 +92,7 @@ COMMANDS = {
     "extract": ["{}", "m", "-o", "out.onnx"],
     "functions": ["{}", "**", "-o", "out.onnx"],
     "inline": ["{}", "-o", "out.onnx"],
+    "names": ["{}", "-o", "out.onnx"],
     "optimize": ["{}", "-o", "out.onnx"],
     "partition": ["{}", "2", "-o", "stages"],
     "splice": ["{}", "m", "{}", "-o", "out.onnx"],

@@ -230,6 +230,23 @@ def test_an_export_names_what_it_writes(exporter: str, tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir() if "data" not in file.name) == ["named.onnx", "torch.onnx"]
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "canonicalize_output_graph_node_order"),
+    reason="torch knows one way to name FX nodes",
+)
+@pytest.mark.parametrize("name", ["bert", "resnet"])
+def test_names_stay_when_torch_calls_its_fx_nodes_otherwise(name: str) -> None:
+    model, kwargs = made(name)
+    outputs = {"output_names": ["first", "second"], "kwargs": kwargs, "verbose": False}
+    models = []
+    for canonical in (False, True):
+        with torch._dynamo.config.patch(canonicalize_output_graph_node_order=canonical):
+            models.append([htp_export.export(model, **outputs, **options).model for options in ({}, {"names": "path"})])
+    (torchs, named), (torchs_now, named_now) = models
+    assert node_names(torchs) != node_names(torchs_now)
+    assert wiring(named) == wiring(named_now)
+
+
 def test_an_exported_program_is_named_and_runs_and_saves() -> None:
     program = htp_export.export(net(), (X,), names="path", verbose=False)
     assert program is not None
