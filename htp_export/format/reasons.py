@@ -26,3 +26,5 @@ class Reason(StrEnum):
     VALUES = "values"
     REGION = "region"
     INSERTED = "inserted"
+    # from `adopt`
+    UNKNOWN = "unknown"

@@ -34,7 +34,7 @@ from htp_export.provenance.ownership import Owned, owners_after
 from htp_export.provenance.renamed_weights import renamed_weights
 from htp_export.provenance.replaced_nodes import replaced_nodes
 
-__all__ = ["Carried", "carry", "carry_in_place", "embed_map", "tagged_model"]
+__all__ = ["Carried", "carry", "carry_in_place", "embed_map", "lasting_metadata", "tagged_model", "write_tags"]
 
 _IR_VERSION = 10  # the first with metadata on nodes
 
@@ -277,7 +277,7 @@ def _from_model(source: ModelSource, after: ir.Model) -> _Origin:
         _tagged_summary(tagged.model),
         tagged.hierarchy,
         tagged.signatures,
-        _lasting(props),
+        lasting_metadata(props),
         tags.MAP in props,
         tagged.model,
     )
@@ -294,7 +294,7 @@ def _from_map(model: ir.Model) -> _Origin:
     try:
         signatures = signatures_from_json(props[tags.SIGNATURES]) if tags.SIGNATURES in props else {}
         hierarchy = Hierarchy.from_json(props[tags.MODULES])
-        return _Origin(text_to_map(props[tags.MAP]), hierarchy, signatures, _lasting(props), True)
+        return _Origin(text_to_map(props[tags.MAP]), hierarchy, signatures, lasting_metadata(props), True)
     except ValueError as error:
         raise InputError(f"model {model.graph.name!r}: {error}") from error
 
@@ -303,7 +303,8 @@ def _module_functions(model: ir.Model) -> set[ir.OperatorIdentifier]:
     return {key for key in model.functions if key[0] == DOMAIN}
 
 
-def _lasting(props: Mapping[str, str]) -> dict[str, str]:
+def lasting_metadata(props: Mapping[str, str]) -> dict[str, str]:
+    """Metadata of a model that stays true whatever a tool does to it."""
     return {key: props[key] for key in (tags.PARAMETERS, tags.CALLERS, tags.PROVENANCE) if key in props}
 
 
@@ -334,7 +335,7 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
     evidence = CarriedEvidence(alignment, origin.hierarchy, origin.signatures, works, calls)
     hierarchy, unknown = find_fates(origin.hierarchy, evidence)
     contamination = list(dict.fromkeys((path, after.values[value].name, leaves) for path, value, leaves in unknown))
-    _write(model, nodes, owned, hierarchy, evidence.signatures(), contamination)
+    write_tags(model, nodes, owned, hierarchy, evidence.signatures(), contamination)
     model.metadata_props.update(origin.lasting)
     if origin.has_map:
         model.metadata_props[tags.MAP] = _map_of(model)
@@ -348,7 +349,7 @@ def _carried(origin: _Origin, model: ir.Model, inputs: Mapping[str, Any] | None)
     )
 
 
-def _write(
+def write_tags(
     model: ir.Model,
     nodes: Sequence[ir.Node],
     owned: Sequence[Owned],
@@ -356,7 +357,16 @@ def _write(
     signatures: Mapping[str, Sequence[Signature]],
     contamination: Sequence[tuple[str, str, bool]],
 ) -> None:
-    """Write tags into a model."""
+    """Write tags into a model.
+
+    Args:
+        model: The model.
+        nodes: Its nodes.
+        owned: The owners of each.
+        hierarchy: The modules, with their fates in this model.
+        signatures: Their inputs and outputs, by names of tensors in this model.
+        contamination: What else crosses their boundaries.
+    """
     entry = cache(lambda paths, reason, call: tags.node_tags(paths, reason, hierarchy.called, call))
     for node, owner in zip(nodes, owned, strict=True):
         tags.tag_node(node.metadata_props, entry(owner.paths, owner.reason, owner.call))

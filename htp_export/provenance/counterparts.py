@@ -23,6 +23,7 @@ class Counterparts:
         named: Value after → evidence of the first match: ``tensor`` (its name), ``node`` (the name of its producer),
             ``initializer`` (the weights of its producer), ``values`` or nothing.
         also: Value after → further original values that are equal to it.
+        parts: Value after → the original values that it joins, of which its counterpart is the first.
         known: The numbers of all counterparts.
     """
 
@@ -33,6 +34,7 @@ class Counterparts:
         self.exact = [False] * len(after.values)
         self.named = [""] * len(after.values)
         self.also: dict[int, tuple[int, ...]] = {}
+        self.parts: dict[int, tuple[int, ...]] = {}
         self.known = set[int]()
 
     def match(self, value: int, number: int, exact: bool, named: str = "") -> None:
@@ -40,6 +42,12 @@ class Counterparts:
         if number != NOTHING:
             self.counterpart[value], self.exact[value] = number, exact
             self.named[value] = named or self.named[value]
+
+    def numbers_of(self, value: int) -> set[int]:
+        """The numbers of the original tensors that a value stands for: one, or those that it joins."""
+        parts = self.parts.get(value)
+        numbers = {self.counterpart[value]} if parts is None else {self.numbers.number[part] for part in parts}
+        return numbers - {NOTHING}
 
     def alike(self, after: int, before: int) -> bool:
         """Whether two tensors can be the same, by shape and element type, as far as they are known."""

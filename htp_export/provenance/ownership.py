@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from htp_export.format.call_tree import CallTree
@@ -31,12 +31,21 @@ class Owned:
 
 
 def owners_after(
-    before: GraphSummary, after: GraphSummary, works: Sequence[ReplacedNodes], tree: CallTree
+    before: GraphSummary,
+    after: GraphSummary,
+    works: Sequence[ReplacedNodes],
+    tree: CallTree,
+    settled: Mapping[int, Owned] | None = None,
 ) -> list[Owned]:
-    """The owners of every node after, in order; none for a node without neighbours that have owners."""
+    """The owners of every node after, in order; none for a node without neighbours that have owners.
+
+    ``settled``: Node after → owners that are known from elsewhere.
+    """
     results: list[Owned | None] = [
         _by_work(before, node, work, tree) for node, work in zip(after.nodes, works, strict=True)
     ]
+    for index, owned in (settled or {}).items():
+        results[index] = owned
     for index in range(len(after.nodes) - 1, -1, -1):
         if results[index] is None:  # an inserted node serves its consumers
             readers = (

@@ -30,12 +30,14 @@ class ReplacedNodes:
         reason: ``tensor``, ``node``, ``initializer``, ``values`` or ``region``; ``inserted`` without nodes.
         ends: For an inserted node that restores the form of original tensors: their producers.
         coarse: Whether several nodes share these original nodes, because they cannot be separated.
+        chosen: Whether they were chosen from nodes of several modules, by their operator alone.
     """
 
     nodes: tuple[int, ...]
     reason: str
     ends: tuple[int, ...] = ()
     coarse: bool = False
+    chosen: bool = False
 
 
 def replaced_nodes(alignment: Alignment) -> list[ReplacedNodes]:
@@ -71,7 +73,7 @@ class _Division:
         behind, ahead = [_SHARED] * len(nodes), [_SHARED] * len(nodes)
         carried: dict[int, frozenset[int]] = {}
         for index, node in enumerate(nodes):
-            nearest = {counterpart[v] for v in node.reads if v != NOTHING} - {NOTHING}
+            nearest = set[int]().union(*(self.known.numbers_of(v) for v in node.reads if v != NOTHING))
             behind[index] = frozenset(nearest.union(*(carried.get(v, _SHARED) for v in node.reads)))
             carried.update((v, behind[index]) for v in node.outputs if v != NOTHING and counterpart[v] == NOTHING)
         carried = {}
@@ -194,7 +196,7 @@ class _Division:
             alike = alike[:1]  # in order: earlier nodes have theirs
         for selected, reason in ((named, Reason.NODE), (reading, Reason.INITIALIZER), (alike, Reason.REGION)):
             if selected:
-                return ReplacedNodes(self._up_to(selected, part), reason)
+                return ReplacedNodes(self._up_to(selected, part), reason, chosen=selected is alike)
         return ReplacedNodes(part, Reason.REGION, coarse=True)
 
     def _up_to(self, ends: list[int], part: tuple[int, ...]) -> tuple[int, ...]:
@@ -262,8 +264,9 @@ class _Division:
             and not known.numbers.idle[self.before.maker[member]]
             and (member == origin or member not in self._taken)
         ]
-        also = [further for further in known.also.get(value, ()) if self.number[further] not in behind]
-        return (self._read_alike(value, equal) or [origin]) + also
+        more = (*known.also.get(value, ()), *known.parts.get(value, ()))
+        also = [further for further in more if self.number[further] not in behind]
+        return [*dict.fromkeys((self._read_alike(value, equal) or [origin]) + also)]
 
     def _read_alike(self, value: int, equal: list[int]) -> list[int]:
         """Of equal constants, those that the counterparts of its consumers read; all if there is none."""

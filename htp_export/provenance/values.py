@@ -22,7 +22,7 @@ from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.runner import Runner, portions
 from htp_export.runtime.sessions import SessionSettings
 
-__all__ = ["equal_values"]
+__all__ = ["equal_values", "tensors_of_run"]
 
 _FEWEST = 4  # different numbers; tensors with fewer, such as masks, are equal by chance
 _LOOKED_AT = 64  # elements, before two tensors are compared in full
@@ -56,11 +56,11 @@ def equal_values(
     again = Inputs.of(after[0]).feed_again(feed.arrays)
     with ArrayStore.opened(portion_bytes) as store:
         known: dict[Kind, _Known] = {}
-        for index, array in _tensors(*before, feed.arrays, "the model before", portion_bytes):
+        for index, array in tensors_of_run(*before, feed.arrays, "the model before", portion_bytes):
             if _is_distinctive(array):
                 known.setdefault(_kind(array), _Known()).add(index, store.keep(array))
         matches = {}
-        for index, array in _tensors(*after, again.arrays, "the model after", portion_bytes):
+        for index, array in tensors_of_run(*after, again.arrays, "the model after", portion_bytes):
             same = known.get(_kind(array))
             equal = same.equal(array) if same is not None and _is_distinctive(array) else ()
             if equal:
@@ -121,10 +121,21 @@ def _close(first: Array, second: Array, limit: float) -> Array:
     return np.isclose(first.astype(wide), second.astype(wide), rtol=0.0, atol=limit, equal_nan=True)
 
 
-def _tensors(
+def tensors_of_run(
     model: ir.Model, summary: GraphSummary, feed: Mapping[str, Array], name: str, portion_bytes: int
 ) -> Iterator[tuple[int, Array]]:
-    """The values of a model's tensors, with their places in its summary, each once."""
+    """Run a model, and yield its tensors with their places in its summary, each once.
+
+    Args:
+        model: The model.
+        summary: Its summary.
+        feed: Input name → array.
+        name: Its name in errors.
+        portion_bytes: Bytes of tensors that are outputs of one run, as far as their sizes are known.
+
+    Raises:
+        InputError: If ONNX Runtime cannot run it.
+    """
     sizes: dict[str, int | None] = {}
     known = infer_bound(model, {name: array.shape for name, array in feed.items()})
     bytes_of = {value.name: known.bytes_of(value) for node in model.graph for value in node.outputs}

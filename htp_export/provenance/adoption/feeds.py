@@ -1,0 +1,121 @@
+"""The same example inputs for two files of one model, whose inputs have other names, or are not the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.errors import InputError
+from htp_export.runtime.arrays import Array
+from htp_export.runtime.declared_inputs import Input
+from htp_export.runtime.inputs import Inputs
+
+__all__ = ["feed_original", "feed_other", "pair_names"]
+
+_SIZES = (2, 5, 3)  # of open dimensions, one after another
+
+
+def words(name: str) -> frozenset[str]:
+    """The words and numbers in a name, words without the plural.
+
+    Examples:
+        >>> sorted(words("past_key_values.0.key"))
+        ['0', 'key', 'past', 'value']
+    """
+    found = re.findall(r"\d+|[A-Za-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", name))
+    return frozenset(word.lower().rstrip("s") if not word.isdigit() else word for word in found)
+
+
+def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None]) -> dict[str, str]:
+    """Pair names of two files: equal ones first, then those with the most words in common.
+
+    Args:
+        ours: Name → rank of the tensor, None if it is unknown.
+        theirs: The same of the other file.
+
+    Examples:
+        >>> pair_names({"past_key_values.0.key": 4}, {"cache.layers.0.keys": 4, "cache.layers.0.values": 4})
+        {'past_key_values.0.key': 'cache.layers.0.keys'}
+    """
+    pairs = {name: name for name in ours if name in theirs}
+    left = [name for name in ours if name not in pairs]
+    free = [name for name in theirs if name not in pairs]
+    likeness = {
+        (mine, other): len(words(mine) & words(other)) / len(words(mine) | words(other))
+        for mine in left
+        for other in free
+        if _numbers(mine) == _numbers(other) and ours[mine] == theirs[other]
+    }
+    for mine, other in sorted(likeness, key=lambda pair: -likeness[pair]):
+        best = likeness[mine, other]
+        rivals = [pair for pair, likely in likeness.items() if likely == best and (pair[0] == mine) != (pair[1] == other)]
+        rivals = [pair for pair in rivals if pair[0] not in pairs and pair[1] not in pairs.values()]
+        if best > 0 and mine not in pairs and other not in pairs.values() and not rivals:
+            pairs[mine] = other
+    return pairs
+
+
+def _numbers(name: str) -> frozenset[str]:
+    return frozenset(word for word in words(name) if word.isdigit())
+
+
+def feed_original(model: ir.Model, given: Mapping[str, Any] | None, seed: int = 0) -> dict[str, Array]:
+    """Inputs of the original model: those that are given, under its names, or random ones.
+
+    Raises:
+        InputError: If they are not those of the model.
+    """
+    inputs = Inputs.of(model)
+    if given is not None:
+        return dict(inputs.feed(given).arrays)
+    return dict(inputs.random(open_sizes=_SIZES, seed=seed).arrays)
+
+
+def feed_other(model: ir.Model, original: Mapping[str, Array]) -> dict[str, Array]:
+    """The same inputs for the other model; what it takes besides is made up.
+
+    Positions are counted, a mask hides nothing, and a cache is empty.
+
+    Raises:
+        InputError: If its inputs cannot be made of these.
+    """
+    inputs = Inputs.of(model)
+    ranks = {declared.name: None if declared.shape is None else len(declared.shape) for declared in inputs}
+    pairs = pair_names(ranks, {name: array.ndim for name, array in original.items()})
+    feed = {}
+    for declared in inputs:
+        if declared.name in pairs:
+            feed[declared.name] = _in_type(original[pairs[declared.name]], declared)
+    shapes = {name: array.shape for name, array in feed.items()}
+    sizes = dict(inputs.bind(shapes=shapes).sizes)
+    length = next((array.shape[1] for array in feed.values() if array.dtype.kind in "iu" and array.ndim == 2), 1)
+    for declared in inputs:
+        if declared.name not in feed:
+            feed[declared.name] = _made_up(declared, sizes, length)
+    return dict(inputs.feed(feed).arrays)
+
+
+def _in_type(array: Array, declared: Input) -> Array:
+    if declared.type is None:
+        return array
+    wanted = declared.type.numpy()
+    same_kind = declared.type.is_floating_point() == (array.dtype.kind == "f")
+    return array.astype(wanted) if array.dtype != wanted and same_kind else array
+
+
+def _made_up(declared: Input, sizes: Mapping[str, int], length: int) -> Array:
+    """An input that the original model does not have."""
+    if declared.type is None or declared.shape is None:
+        raise InputError(f"input {declared.name!r} ({declared}) is none of the original model; give it")
+    is_float = declared.type.is_floating_point()
+    open_size = 0 if is_float else length
+    shape = [size if isinstance(size, int) else sizes.get(str(size), open_size) for size in declared.shape]
+    if is_float or not shape:
+        return np.zeros(shape, declared.type.numpy())
+    if "mask" in words(declared.name):
+        return np.ones(shape, declared.type.numpy())
+    return np.broadcast_to(np.arange(shape[-1]), shape).astype(declared.type.numpy())
