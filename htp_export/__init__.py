@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from htp_export.model.tagged import Region, TaggedModel, load
     from htp_export.passes.optimizing import optimize
     from htp_export.passes.results import Optimized
+    from htp_export.provenance.adoption.adopted import Adopted, AdoptedModule
+    from htp_export.provenance.adoption.adopting import adopt
     from htp_export.provenance.carrying import Carried, carry, embed_map
     from htp_export.run.attention_reporting import attention_report
     from htp_export.run.file_comparing import compare
@@ -70,6 +72,8 @@ if TYPE_CHECKING:
     from htp_export.surgery.staging import partition
 
 __all__ = [
+    "Adopted",
+    "AdoptedModule",
     "Block",
     "Carried",
     "Comparison",
@@ -116,6 +120,7 @@ __all__ = [
     "Verification",
     "View",
     "Work",
+    "adopt",
     "attention_report",
     "carry",
     "compare",
@@ -158,6 +163,8 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Adopted": "provenance.adoption.adopted",
+    "AdoptedModule": "provenance.adoption.adopted",
     "Block": "fingerprints.blocks",
     "Carried": "provenance.carrying",
     "Comparison": "run.results",
@@ -205,6 +212,7 @@ _HOMES = {
     "Verification": "run.results",
     "View": "show.viewing",
     "Work": "costs.work",
+    "adopt": "provenance.adoption.adopting",
     "attention_report": "run.attention_reporting",
     "carry": "provenance.carrying",
     "compare": "run.file_comparing",

@@ -14,6 +14,8 @@ from htp_export.provenance import adapters
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = [
+    "Adopted",
+    "AdoptedModule",
     "Block",
     "Carried",
     "Comparison",
@@ -60,6 +62,7 @@ PUBLIC = [
     "Verification",
     "View",
     "Work",
+    "adopt",
     "attention_report",
     "carry",
     "compare",

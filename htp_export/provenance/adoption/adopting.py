@@ -14,6 +14,7 @@ from htp_export.errors import InputError, UntaggedModelError
 from htp_export.files.model_files import check_target, write_model
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.reasons import Reason
+from htp_export.format.tags import below
 from htp_export.model.fates import find_fates
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
@@ -144,7 +145,7 @@ def _adopted(tagged: TaggedModel, model: ir.Model, inputs: Mapping[str, Any] | N
     scopes = [scope_of(node.name or "", *(str(value.name) for value in node.outputs[:1])) for node in nodes]
     names = without_names(after)
     alignment = ForeignAlignment(before, after, evidence)
-    owned = foreign_owners(alignment, scopes, tagged.calls)
+    owned = foreign_owners(alignment, scopes, tagged.calls, _holders(tagged, before))
     for value, name in zip(after.values, names, strict=True):
         value.name = name
     hierarchy, contamination = _write(tagged, model, (alignment, after), nodes, owned)
@@ -163,6 +164,17 @@ def _adopted(tagged: TaggedModel, model: ir.Model, inputs: Mapping[str, Any] | N
         contamination=contamination,
         notes=tuple(notes),
     )
+
+
+def _holders(tagged: TaggedModel, before: GraphSummary) -> dict[int, str]:
+    """Weight → the module that holds it as a parameter."""
+    holders = {}
+    for path, parameters in (tagged.parameters or {}).items():
+        for name in parameters.shapes:
+            index = before.find(below(path, name))
+            if index != NOTHING:
+                holders[index] = path
+    return holders
 
 
 def _write(

@@ -31,7 +31,7 @@ def words(name: str) -> frozenset[str]:
 
 
 def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None]) -> dict[str, str]:
-    """Pair names of two files: equal ones first, then those with the most words in common.
+    """Pair names of two files: equal ones first, then those with the most words in common, then what is left in order.
 
     Args:
         ours: Name → rank of the tensor, None if it is unknown.
@@ -40,23 +40,31 @@ def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None])
     Examples:
         >>> pair_names({"past_key_values.0.key": 4}, {"cache.layers.0.keys": 4, "cache.layers.0.values": 4})
         {'past_key_values.0.key': 'cache.layers.0.keys'}
+        >>> pair_names({"input.1": 2, "mask.3": 2}, {"input_ids": 2, "attention_mask": 2})
+        {'input.1': 'input_ids', 'mask.3': 'attention_mask'}
     """
     pairs = {name: name for name in ours if name in theirs}
-    left = [name for name in ours if name not in pairs]
-    free = [name for name in theirs if name not in pairs]
     likeness = {
         (mine, other): len(words(mine) & words(other)) / len(words(mine) | words(other))
-        for mine in left
-        for other in free
-        if _numbers(mine) == _numbers(other) and ours[mine] == theirs[other]
+        for mine in ours
+        for other in theirs
+        if mine not in pairs and other not in pairs
+        if _fit(ours[mine], theirs[other]) and (_numbers(mine) == _numbers(other) or not _numbers(other))
     }
     for mine, other in sorted(likeness, key=lambda pair: -likeness[pair]):
-        best = likeness[mine, other]
-        rivals = [pair for pair, likely in likeness.items() if likely == best and (pair[0] == mine) != (pair[1] == other)]
-        rivals = [pair for pair in rivals if pair[0] not in pairs and pair[1] not in pairs.values()]
-        if best > 0 and mine not in pairs and other not in pairs.values() and not rivals:
+        rivals = [pair for pair, likely in likeness.items() if likely == likeness[mine, other] and pair != (mine, other)]
+        shared = [pair for pair in rivals if (pair[0] == mine) != (pair[1] == other)]
+        open_rivals = [pair for pair in shared if pair[0] not in pairs and pair[1] not in pairs.values()]
+        if likeness[mine, other] and mine not in pairs and other not in pairs.values() and not open_rivals:
             pairs[mine] = other
+    left, free = [m for m in ours if m not in pairs], [t for t in theirs if t not in pairs.values()]
+    if len(left) == len(free) and all(_fit(ours[m], theirs[t]) for m, t in zip(left, free, strict=True)):
+        pairs.update(zip(left, free, strict=True))
     return pairs
+
+
+def _fit(rank: int | None, other: int | None) -> bool:
+    return rank is None or other is None or rank == other
 
 
 def _numbers(name: str) -> frozenset[str]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from htp_export.format.reasons import Reason
-from htp_export.model.operators import resembles
+from htp_export.model.operators import moves, resembles
 from htp_export.provenance.adoption.near_values import Likeness
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.graph_summary import NOTHING, GraphSummary, SummaryNode
@@ -101,14 +101,32 @@ class ForeignAlignment(Alignment):
 
     def _take(self, value: int, like: Likeness, reason: str) -> None:
         number = self.numbers.number
-        first = number[like.originals[0]]
+        originals = like.originals if like.joined or like.same_shape else self._computed_first(like.originals)
+        first = number[originals[0]]
         self.match(value, first, like.same_shape, reason)
         if like.joined:
-            self.parts[value] = like.originals
+            self.parts[value] = originals
         else:
-            further = tuple(original for original in like.originals if number[original] != first)
+            further = tuple(original for original in originals if number[original] != first)
             if further:
                 self.also[value] = further
+
+    def _computed_first(self, originals: Sequence[int]) -> tuple[int, ...]:
+        """Of tensors with the same numbers in other layouts, those that are not made from another of them."""
+        group = set(originals)
+        made = {
+            original
+            for original in originals
+            if self.before.maker[original] != NOTHING
+            and moves(self.before.nodes[self.before.maker[original]].op)
+            and group.intersection(self.before.nodes[self.before.maker[original]].inputs)
+        }
+        return tuple(original for original in originals if original not in made) or tuple(originals)
+
+    def weights_of(self, value: int) -> tuple[int, ...]:
+        """The original weights that a value stands for."""
+        like = self._evidence.weights.get(value)
+        return () if like is None else like.originals
 
     def anchors(self, value: int) -> set[int]:
         """The numbers of the original tensors that a value stands for, without those of small constants."""

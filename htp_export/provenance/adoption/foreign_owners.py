@@ -7,12 +7,13 @@ otherwise nothing does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from htp_export.format.call_tree import CallTree
 from htp_export.format.reasons import Reason
-from htp_export.format.tags import common_ancestor
+from htp_export.format.tags import common_ancestor, is_under
 from htp_export.model.operators import moves
 from htp_export.provenance.adoption.foreign_alignment import ForeignAlignment
 from htp_export.provenance.adoption.name_scopes import NameScopes, Scope
@@ -23,46 +24,52 @@ from htp_export.provenance.replaced_nodes import ReplacedNodes, replaced_nodes
 __all__ = ["foreign_owners"]
 
 
-def foreign_owners(alignment: ForeignAlignment, scopes: Sequence[Scope], tree: CallTree) -> list[Owned]:
+def foreign_owners(
+    alignment: ForeignAlignment, scopes: Sequence[Scope], tree: CallTree, holders: Mapping[int, str]
+) -> list[Owned]:
     """The owners of every node; those that are not known have the reason ``unknown``.
 
     Args:
         alignment: The counterparts of its tensors.
         scopes: The scopes in the names of the nodes.
         tree: The calls of the modules.
+        holders: Original weight → the module that holds it as a parameter.
     """
-    return _Foreign(alignment, scopes, tree).owners()
+    return _Foreign(alignment, scopes, tree, holders).owners()
 
 
 class _Foreign:
-    def __init__(self, alignment: ForeignAlignment, scopes: Sequence[Scope], tree: CallTree) -> None:
-        self._known, self._scopes, self._tree = alignment, scopes, tree
+    def __init__(
+        self, alignment: ForeignAlignment, scopes: Sequence[Scope], tree: CallTree, holders: Mapping[int, str]
+    ) -> None:
+        self._known, self._scopes, self._tree, self._holders = alignment, scopes, tree, holders
         self._before, self._after = alignment.before, alignment.after
         self._all = replaced_nodes(alignment)
         self._works = [self._on_the_way(node, work) for node, work in zip(self._after.nodes, self._all, strict=True)]
 
     def owners(self) -> list[Owned]:
-        open_nodes = [index for index in range(len(self._works)) if self._is_open(index)]
-        settled = self._by_names(open_nodes)
+        settled = self._by_parameters()
+        open_nodes = [index for index in range(len(self._works)) if index not in settled and self._is_open(index)]
+        first = owners_after(self._before, self._after, self._works, self._tree, settled)
+        names = self._names(first, set(open_nodes))
         for index in open_nodes:
-            if index not in settled:
-                settled[index] = Owned((common_ancestor(self._candidates(index)),), Reason.UNKNOWN)
+            by_name = self._by_name(index, names, first, set(open_nodes))
+            settled[index] = by_name or Owned((common_ancestor(self._candidates(index)),), Reason.UNKNOWN)
         found = owners_after(self._before, self._after, self._works, self._tree, settled)
-        for index in range(len(found) - 1, -1, -1):
-            if found[index].reason == Reason.INSERTED and not self._works[index].ends and self._serves_unknown(index, found):
-                found[index] = Owned((common_ancestor(found[index].paths),), Reason.UNKNOWN)
+        self._check_inserted(found, names)
+        self._divide_copies(found)
         return [entry if entry.paths else Owned(("",), Reason.UNKNOWN) for entry in found]
-
-    def _serves_unknown(self, index: int, found: Sequence[Owned]) -> bool:
-        readers = [r for v in self._after.nodes[index].outputs if v != NOTHING for r in self._after.readers[v]]
-        return any(found[reader].reason == Reason.UNKNOWN for reader in readers)
 
     def _candidates(self, index: int) -> list[str]:
         """The modules that may own a node."""
         return [*dict.fromkeys(path for old in self._all[index].nodes for path in self._before.nodes[old].owners)]
 
+    def _readers(self, index: int) -> list[int]:
+        return [r for v in self._after.nodes[index].outputs if v != NOTHING for r in self._after.readers[v]]
+
+    # --- what is not decided by weights, values and structure ---
+
     def _is_open(self, index: int) -> bool:
-        """Whether the owners of a node are not decided by weights, values and structure."""
         node, work = self._after.nodes[index], self._works[index]
         if work.nodes:
             several = len({(self._before.nodes[old].owners, self._before.nodes[old].call) for old in work.nodes}) > 1
@@ -75,24 +82,38 @@ class _Foreign:
         passed = (v for v in (*node.reads, *(v for v in node.outputs if v != NOTHING and self._after.readers[v])))
         return any(v != NOTHING and self._after.live[v] and not self._known.numbers_of(v) for v in passed)
 
-    def _by_names(self, open_nodes: Sequence[int]) -> dict[int, Owned]:
-        closed = set(range(len(self._works))) - set(open_nodes)
-        known = [
-            (self._scopes[index], self._owners_of(self._works[index]))
-            for index in sorted(closed)
-            if self._works[index].nodes and self._scopes[index]
-        ]
-        names = NameScopes(known, {path for node in self._before.nodes for path in node.owners})
+    def _by_parameters(self) -> dict[int, Owned]:
+        """Nodes that replace none, as the original has their results as constants, and read one parameter."""
         found = {}
-        for index in open_nodes:
-            module, candidates = names.module(self._scopes[index]), self._candidates(index)
-            if module is not None and module in candidates:
-                mine = [old for old in self._all[index].nodes if self._before.nodes[old].owners == (module,)]
-                if not self._reads_no_more(index, mine):
-                    continue
-                calls = [(self._before.nodes[old].owners, self._before.nodes[old].call) for old in mine]
-                found[index] = Owned((module,), Reason.NODE, self._tree.encode_merged_calls((module,), calls))
+        for index, (node, work) in enumerate(zip(self._after.nodes, self._works, strict=True)):
+            numbers = set[int]().union(*(self._known.weights_of(v) for v in node.inputs if v != NOTHING))
+            holders = {self._holders[original] for original in numbers if original in self._holders}
+            if not work.nodes and not moves(node.op) and len(holders) == 1:
+                found[index] = Owned((holders.pop(),), Reason.PARAMETERS)
         return found
+
+    # --- names ---
+
+    def _names(self, found: Sequence[Owned], open_nodes: Container[int]) -> NameScopes:
+        known = [
+            (self._scopes[index], entry.paths)
+            for index, entry in enumerate(found)
+            if index not in open_nodes and entry.reason != Reason.INSERTED and entry.paths
+        ]
+        return NameScopes(known, {path for node in self._before.nodes for path in node.owners})
+
+    def _by_name(
+        self, index: int, names: NameScopes, found: Sequence[Owned], open_nodes: Container[int]
+    ) -> Owned | None:
+        module, candidates = names.module(self._scopes[index]), self._candidates(index)
+        if module is None or module not in candidates:
+            return None
+        mine = [old for old in self._all[index].nodes if self._before.nodes[old].owners == (module,)]
+        readers = [found[reader] for reader in self._readers(index) if reader not in open_nodes]
+        if not self._reads_no_more(index, mine) or not all(_is_near(module, reader.paths) for reader in readers):
+            return None
+        calls = [(self._before.nodes[old].owners, self._before.nodes[old].call) for old in mine]
+        return Owned((module,), Reason.NODE, self._tree.encode_merged_calls((module,), calls))
 
     def _reads_no_more(self, index: int, part: Sequence[int]) -> bool:
         """Whether a node reads and gives no more tensors than original nodes: otherwise it computes others, too."""
@@ -110,8 +131,36 @@ class _Foreign:
         gives = {v for v in node.outputs if v != NOTHING and (after.readers[v] or v in after.outputs)}
         return len(reads) <= len(read) and len(gives) <= len(given)
 
-    def _owners_of(self, work: ReplacedNodes) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(path for old in work.nodes for path in self._before.nodes[old].owners))
+    def _check_inserted(self, found: list[Owned], names: NameScopes) -> None:
+        """Nodes that seem to be inserted: names say whose they are, and those for several modules are not known."""
+        for index in range(len(found) - 1, -1, -1):
+            entry, node = found[index], self._after.nodes[index]
+            if entry.reason != Reason.INSERTED or self._works[index].ends:
+                continue
+            module = names.module(self._scopes[index])
+            if module is not None and entry.paths and all(_is_near(module, (path,)) for path in entry.paths):
+                found[index] = Owned((module,), Reason.NODE)
+            elif any(found[reader].reason == Reason.UNKNOWN for reader in self._readers(index)):
+                found[index] = Owned((common_ancestor(entry.paths),), Reason.UNKNOWN)
+            elif len(entry.paths) > 1 and node.inputs:
+                found[index] = Owned((common_ancestor(entry.paths),), Reason.UNKNOWN)
+
+    # --- work that the original does once ---
+
+    def _divide_copies(self, found: list[Owned]) -> None:
+        """Nodes that each do the same work, which the original does once for several modules: each for its readers."""
+        copies: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        for index, work in enumerate(self._works):
+            if len(found[index].paths) > 1 and work.nodes and found[index].reason != Reason.UNKNOWN:
+                copies[work.nodes].append(index)
+        for same in copies.values():
+            for index in reversed(same) if len(same) > 1 else ():
+                read = [found[reader].paths for reader in self._readers(index)]
+                mine = tuple(path for path in found[index].paths if any(_is_near(path, paths) for paths in read))
+                if mine and len(mine) < len(found[index].paths):
+                    found[index] = replace(found[index], paths=mine, call="")
+
+    # --- the nodes that a node replaces ---
 
     def _on_the_way(self, node: SummaryNode, work: ReplacedNodes) -> ReplacedNodes:
         """Leave out the nodes that compute nothing from what the node reads.
@@ -129,3 +178,8 @@ class _Foreign:
                 kept.append(old)
                 reached.update(number[value] for value in self._before.nodes[old].outputs if value != NOTHING)
         return replace(work, nodes=tuple(kept)) if kept else work
+
+
+def _is_near(module: str, paths: Sequence[str]) -> bool:
+    """Whether one of some owners is a module, is in it, or is around it."""
+    return any(is_under(path, module) or is_under(module, path) for path in paths)

@@ -143,7 +143,9 @@ def _compare(original: ir.Model, before: GraphSummary, after: Model, feed: Mappi
             known.add(index, array)
             compared.add(index)
         outputs = [str(value.name) for value in model.graph.outputs]
-        known.measure(Runner(model, "the other model", SessionSettings()).run(others, outputs).values())
+        results = Runner(model, "the other model", SessionSettings()).run(others, outputs)
+        if not known.measure(results.values()):
+            raise InputError("its outputs have the numbers of no tensor of the original model")
         values, unequal = dict[int, Likeness](), set[int]()
         for index, array in tensors_of_run(model, after[1], others, "the other model", PORTION_BYTES):
             like = known.find(array)

@@ -51,18 +51,23 @@ class NameScopes:
         for scope, owners in known:
             owner = owners[0] if len(owners) == 1 else common_ancestor(owners)
             nodes.append((scope, owner))
-            for length in range(1, len(scope) + 1):
+            for length in range(len(scope) + 1):
                 inside[scope[:length]].append(owner)
-        self._stands_for = {scope: module for scope, module in self._named(inside) if _only_there(scope, module, nodes)}
+        direct: defaultdict[Scope, set[str]] = defaultdict(set)
+        for scope, owner in nodes:
+            direct[scope].add(owner)
+        named = self._named(inside, direct)
+        self._stands_for = {scope: module for scope, module in named if _only_there(scope, module, nodes)}
 
-    def _named(self, inside: Mapping[Scope, Sequence[str]]) -> list[tuple[Scope, str]]:
+    def _named(self, inside: Mapping[Scope, Sequence[str]], direct: Mapping[Scope, set[str]]) -> list[tuple[Scope, str]]:
         """The innermost module around the known owners in each scope, if these say that it is the whole scope."""
         found = []
         for scope, owners in inside.items():
-            module = common_ancestor(owners)
+            module, own = common_ancestor(owners), direct.get(scope, set())
             several = len(set(owners)) > 1 or owners[0] != module
-            same_word = bool(module) and scope[-1].rpartition(".")[2] == module.rpartition(".")[2]
-            if (several or same_word) and module in self._modules:
+            same_word = bool(scope) and bool(module) and scope[-1].rpartition(".")[2] == module.rpartition(".")[2]
+            proved = own == {module} or (not own and bool(scope) and (several or same_word))
+            if proved and module in self._modules:
                 found.append((scope, module))
         return found
 

@@ -115,11 +115,13 @@ class OriginalTensors:
         self._by_size.setdefault((whole, array.size), []).append(entry)
         self._by_rank.setdefault((whole, array.ndim), []).append(entry)
 
-    def measure(self, arrays: Iterable[Array]) -> None:
-        """Set the tolerance by tensors that both files have: their outputs."""
-        errors = [min((error for error, _ in self._near(array, _LARGEST)), default=math.inf) for array in arrays]
-        worst = max((error for error in errors if math.isfinite(error)), default=0.0)
-        self.tolerance = min(max(_EXACT, _AMPLIFIED * worst), _LARGEST)
+    def measure(self, arrays: Iterable[Array]) -> bool:
+        """Set the tolerance by tensors that both files have: their outputs; return whether one was recognised."""
+        self.tolerance = _LARGEST
+        found = [self.find(array) for array in arrays]
+        errors = [like.error for like in found if like is not None]
+        self.tolerance = min(max(_EXACT, _AMPLIFIED * max(errors, default=0.0)), _LARGEST)
+        return bool(errors)
 
     def find(self, array: Array) -> Likeness | None:
         """The originals with the numbers of an array; None if there are none, or it is not clear which."""

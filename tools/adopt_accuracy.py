@@ -1,0 +1,308 @@
+#!/usr/bin/env python3
+"""How many nodes of files that others exported get their true owners from `adopt`: the tables of docs/adopt.md.
+
+    python tools/adopt_accuracy.py torch            # torch.onnx.export's files, and what tools make of them
+    python tools/adopt_accuracy.py genai            # files of ONNX Runtime GenAI's builder; needs onnxruntime-genai
+    python tools/adopt_accuracy.py torch --only BERT-base --show 20
+
+``torch``: a file of the TorchScript exporter is adopted from an export by dynamo, whose graph has other operators,
+names and constants. The truth are the tags that htp_export writes when it exports the same file, and `carry` after a
+tool. The tags are removed; with ``--no-names`` the names of nodes and tensors, too. ``genai``: the truth is written
+down below, by the names that the builder gives; `adopt` runs with and without these names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import re
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+import htp_export
+from htp_export.format import tags
+from htp_export.huggingface.models import spread_parameters
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.compare_models import MODELS  # noqa: E402 - found by the path above
+
+TORCH_MODELS = ("BERT-base", "DistilBERT", "GPT-2", "Llama", "ViT-B", "ResNet-50", "MobileNetV2", "Whisper-tiny encoder")
+Truth = Callable[[ir.Node], set[frozenset[str]] | None]
+"""Node → the sets of owners that are true of it; None for a node that no module computes."""
+
+
+@dataclass
+class Score:
+    """The nodes of one file.
+
+    Attributes:
+        exact: Nodes whose owners are the true ones.
+        unknown: Nodes that `adopt` calls unknown.
+        wrong: Other nodes.
+        inserted: Nodes that no module computes: constants, and what a builder adds.
+        seen: The wrong and unknown nodes, a line each.
+    """
+
+    exact: int = 0
+    unknown: int = 0
+    wrong: int = 0
+    inserted: int = 0
+    seen: list[str] = field(default_factory=list)
+
+
+def score(adopted: htp_export.Adopted, truth: Truth) -> Score:
+    """Hold the tags against the truth."""
+    result = Score()
+    for node in adopted.model.graph.all_nodes():
+        said, expected = frozenset(tags.owners_of(node.metadata_props)), truth(node)
+        reason = node.metadata_props[tags.REASON]
+        if expected is not None and node.op_type != "Constant" and said in expected and reason != "unknown":
+            result.exact += 1
+        elif expected is None or node.op_type == "Constant":
+            result.inserted += 1
+        else:
+            unknown = reason == "unknown"
+            result.unknown += unknown
+            result.wrong += not unknown
+            listed = " or ".join(str(sorted(owners)) for owners in expected)
+            result.seen.append(
+                f"{'unknown' if unknown else 'WRONG  '} {node.op_type} {node.name}: {sorted(said)} ({reason}), "
+                f"not {listed}"
+            )
+    return result
+
+
+def line(name: str, found: Score) -> str:
+    """A line of the table."""
+    total = found.exact + found.unknown + found.wrong
+    return f"| {name} | {total + found.inserted} | {found.exact} | {found.unknown} | {found.wrong} | {found.inserted} |"
+
+
+HEADER = "| file | nodes | exact | unknown | wrong | of no module |\n|---|---|---|---|---|---|"
+
+
+# --- files of torch.onnx.export ---
+
+
+def tools() -> dict[str, Callable[[Any], Any]]:
+    """What is made of the file."""
+    made = htp_export.tools
+    return {
+        "as exported": lambda model: model,
+        "OnnxSlim": lambda model: made.onnxslim(model).model,
+        "onnxsim": lambda model: made.onnxsim(model).model,
+        "ONNX Runtime, extended": lambda model: made.onnxruntime(model, level="extended").model,
+        "float16": lambda model: made.float16(model, keep_io_types=True).model,
+        "int8, dynamic": lambda model: made.quantize_dynamic(model).model,
+        "int4, MatMulNBits": lambda model: made.matmul_nbits(model, block_size=32).model,
+    }
+
+
+def anonymous(model: ir.Model) -> None:
+    """Rename nodes and tensors, but for inputs and outputs."""
+    kept = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
+    for number, node in enumerate(model.graph.all_nodes()):
+        node.name = f"n{number}"
+        for place, value in enumerate(node.outputs):
+            if value.name and value.name not in kept:
+                value.name = f"t{number}_{place}"
+    for number, value in enumerate(list(model.graph.initializers.values())):
+        if value.name not in kept:
+            model.graph.initializers.pop(str(value.name))
+            value.name = f"w{number}"
+            model.graph.initializers[value.name] = value
+
+
+def torch_rows(only: str | None, names: bool) -> Iterator[tuple[str, Score]]:
+    """Each model, each tool."""
+    for name in TORCH_MODELS:
+        if only not in (None, name):
+            continue
+        torch.manual_seed(0)
+        model, inputs = MODELS[name]("small")
+        model.eval()
+        spread_parameters(model, torch.Generator().manual_seed(0), scale=0.1)
+        with tempfile.TemporaryDirectory() as folder:
+            original, file = Path(folder) / "original.onnx", Path(folder) / "file.onnx"
+            htp_export.export(model, (), original, kwargs=inputs, verbose=False)
+            htp_export.export(model, (), file, kwargs=inputs, dynamo=False, opset_version=17, verbose=False)
+            for tool, run in tools().items():
+                try:
+                    tagged = htp_export.load(run(file))
+                except htp_export.HtpExportError as error:
+                    print(f"{name}, {tool}: {error}", file=sys.stderr)
+                    continue
+                yield f"{name}, {tool}", _torch_score(tagged, original, inputs, names)
+
+
+def _torch_score(tagged: htp_export.TaggedModel, original: Path, inputs: dict[str, Any], names: bool) -> Score:
+    foreign = tagged.model.clone()
+    if not names:
+        anonymous(foreign)
+    truths = [
+        None if tagged.owners_of(node) == () else {frozenset(tagged.owners_of(node))}
+        for node in tagged.model.graph.all_nodes()
+    ]
+    for node in foreign.graph.all_nodes():
+        node.metadata_props.clear()
+    foreign.metadata_props.clear()
+    arguments = dict(zip((v.name for v in htp_export.load(original).model.graph.inputs), inputs.values(), strict=True))
+    adopted = htp_export.adopt(original, foreign, inputs=arguments)
+    for note in adopted.notes:
+        print(note, file=sys.stderr)
+    expected = dict(zip(adopted.model.graph.all_nodes(), truths, strict=True))
+    return score(adopted, expected.__getitem__)
+
+
+# --- files of ONNX Runtime GenAI's builder ---
+
+TEXT = {"vocab_size": 80, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2}
+TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+GENAI_MODELS = {
+    "llama": TEXT,
+    "mistral": TEXT,
+    "qwen2": TEXT,
+    "qwen3": {**TEXT, "head_dim": 16},
+    "gemma": {**TEXT, "head_dim": 16},
+    "phi3": TEXT,
+}
+PRECISIONS = ("fp32", "fp16", "int4")
+
+
+def build(model: Any, name: str, precision: str, folder: Path) -> Path:
+    """The file that GenAI's builder writes for a model."""
+    from onnxruntime_genai.models.builder import create_model, parse_extra_options
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    source, target = folder / "hf", folder / precision
+    if not source.exists():
+        model.save_pretrained(source)
+        words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(80)}, unk_token="t0"))
+        PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t1", eos_token="t2", pad_token="t0").save_pretrained(
+            source
+        )
+    asked = (name, str(source), str(target), precision, "cpu", str(folder / "cache"))
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        create_model(*asked, **parse_extra_options(*asked, []))
+    return target / "model.onnx"
+
+
+def genai_truth(name: str, layers: int, joined: dict[str, tuple[str, ...]]) -> set[frozenset[str]] | None:
+    """The owners of a node by the name that the builder gives it.
+
+    Args:
+        name: The name.
+        layers: Number of layers.
+        joined: Projection of the builder's file → the projections of transformers.
+    """
+
+    def sets(*owners: str) -> set[frozenset[str]]:
+        return {frozenset(owners)}
+
+    if "attn_mask_reformat" in name or "constant_nodes" in name or "rotemb_caches" in name:
+        return None
+    if name.startswith("/lm_head"):
+        return sets("lm_head")
+    if "/embed_tokens/" in name:
+        return sets("model.embed_tokens")
+    found = re.match(r"/model/layers\.(\d+)/(\w+)/(.*)", name)
+    if found is None:
+        return None
+    layer, part, rest = int(found[1]), found[2], found[3]
+    here, before = f"model.layers.{layer}", f"model.layers.{layer - 1}"
+    if part == "final_norm_layernorm":
+        return sets("model.norm") if "Skip" not in rest else sets(before, "model.norm")
+    if part == "input_layernorm":
+        return sets(f"{here}.{part}") if "Skip" not in rest else sets(before, f"{here}.{part}")
+    if part == "post_attention_layernorm":
+        return sets(here, f"{here}.{part}")
+    if part == "attn":
+        return _attention_truth(f"{here}.self_attn", rest, joined)
+    for projection in ("gate_proj", "up_proj", "down_proj", "gate_up_proj"):
+        if rest.startswith(projection):
+            return {frozenset(f"{here}.mlp.{module}" for module in joined.get(projection, (projection,)))}
+    act = next((word for word in joined.get("activation", ("act_fn",))), "act_fn")
+    return sets(f"{here}.mlp.{act}") if rest.startswith("act_fn") else sets(f"{here}.mlp")
+
+
+def _attention_truth(attention: str, rest: str, joined: dict[str, tuple[str, ...]]) -> set[frozenset[str]]:
+    first = rest.split("/")[0]
+    if first in ("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj") and "repeat_kv" not in rest:
+        modules = joined.get(first, (first,))
+        return {frozenset(f"{attention}.{module}" for module in modules)}
+    if first in ("q_norm", "k_norm"):
+        norm = frozenset([f"{attention}.{first}"])
+        return {norm, frozenset([attention])} if "Reshape" in rest else {norm}
+    return {frozenset([attention])}
+
+
+def genai_rows(only: str | None, names: bool) -> Iterator[tuple[str, Score]]:
+    """Each model, each precision."""
+    from htp_export.huggingface import example_call, load_model
+
+    for name, overrides in GENAI_MODELS.items():
+        if only not in (None, name):
+            continue
+        task = "text-generation-with-past"
+        model = load_model(name, task=task, random_weights=True, overrides=overrides)
+        spread_parameters(model, torch.Generator().manual_seed(0), scale=0.2)
+        with tempfile.TemporaryDirectory() as folder:
+            original, call = Path(folder) / "original.onnx", example_call(model, task=task)
+            htp_export.export(model, (), original, verbose=False, **{k: v for k, v in call.options.items()})
+            names_of = dict(model.named_modules())
+            joined = {} if "model.layers.0.self_attn.qkv_proj" in names_of else {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+            if "model.layers.0.self_attn.qkv_proj" in names_of:
+                joined |= {p: ("qkv_proj",) for p in ("q_proj", "k_proj", "v_proj")}
+                joined |= {p: ("gate_up_proj",) for p in ("gate_proj", "up_proj")} | {"activation": ("activation_fn",)}
+            for precision in PRECISIONS:
+                file = build(model, name, precision, Path(folder))
+                yield f"{name}, {precision}", _genai_score(file, original, call.inputs, joined, names)
+
+
+def _genai_score(file: Path, original: Path, inputs: Any, joined: dict[str, tuple[str, ...]], names: bool) -> Score:
+    foreign = htp_export.load(file).model
+    truths = [genai_truth(node.name or "", 2, joined) for node in foreign.graph.all_nodes()]
+    if not names:
+        anonymous(foreign)
+    adopted = htp_export.adopt(original, foreign, inputs=inputs)
+    for note in adopted.notes:
+        print(note, file=sys.stderr)
+    expected = dict(zip(adopted.model.graph.all_nodes(), truths, strict=True))
+    return score(adopted, expected.__getitem__)
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["torch", "genai"])
+    parser.add_argument("--only", help="one model")
+    parser.add_argument("--no-names", action="store_true", help="rename all nodes and tensors first")
+    parser.add_argument("--show", type=int, default=0, help="nodes that are not exact, of each file")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    rows = (torch_rows if options.what == "torch" else genai_rows)(options.only, not options.no_names)
+    total = Counter[str]()
+    print(HEADER)
+    for name, found in rows:
+        print(line(name, found), flush=True)
+        total.update(exact=found.exact, unknown=found.unknown, wrong=found.wrong, inserted=found.inserted)
+        for seen in found.seen[: options.show]:
+            print("   ", seen)
+    print(line("all", Score(total["exact"], total["unknown"], total["wrong"], total["inserted"])))
+
+
+if __name__ == "__main__":
+    main()
