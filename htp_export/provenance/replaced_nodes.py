@@ -31,6 +31,7 @@ class ReplacedNodes:
         ends: For an inserted node that restores the form of original tensors: their producers.
         coarse: Whether several nodes share these original nodes, because they cannot be separated.
         chosen: Whether they were chosen from nodes of several modules, by their operator alone.
+        among: All original nodes between the matched tensors around the node.
     """
 
     nodes: tuple[int, ...]
@@ -38,6 +39,7 @@ class ReplacedNodes:
     ends: tuple[int, ...] = ()
     coarse: bool = False
     chosen: bool = False
+    among: tuple[int, ...] = ()
 
 
 def replaced_nodes(alignment: Alignment) -> list[ReplacedNodes]:
@@ -121,6 +123,7 @@ class _Division:
             work = ReplacedNodes(rest, self._reason(node, rest), coarse=bool(unknown or inner))
         if not node.has_bodies and any(nodes[n].has_bodies for n in work.nodes):  # an inlined branch
             work = replace(work, nodes=tuple(sorted({*work.nodes, *self._inside(work.nodes)})))
+        work = replace(work, among=part)
         if unknown:
             replaced = done if work.coarse else done.union(work.nodes)
             self._done.update(dict.fromkeys(unknown, replaced))

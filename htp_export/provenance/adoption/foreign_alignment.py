@@ -101,7 +101,7 @@ class ForeignAlignment(Alignment):
 
     def _take(self, value: int, like: Likeness, reason: str) -> None:
         number = self.numbers.number
-        originals = like.originals if like.joined or like.same_shape else self._computed_first(like.originals)
+        originals = like.originals if like.joined or like.same_shape else self._in_chain(value, like.originals)
         first = number[originals[0]]
         self.match(value, first, like.same_shape, reason)
         if like.joined:
@@ -111,17 +111,22 @@ class ForeignAlignment(Alignment):
             if further:
                 self.also[value] = further
 
-    def _computed_first(self, originals: Sequence[int]) -> tuple[int, ...]:
-        """Of tensors with the same numbers in other layouts, those that are not made from another of them."""
-        group = set(originals)
-        made = {
-            original
-            for original in originals
-            if self.before.maker[original] != NOTHING
-            and moves(self.before.nodes[self.before.maker[original]].op)
-            and group.intersection(self.before.nodes[self.before.maker[original]].inputs)
-        }
-        return tuple(original for original in originals if original not in made) or tuple(originals)
+    def _in_chain(self, value: int, originals: Sequence[int]) -> tuple[int, ...]:
+        """Of tensors that layout operators make of each other, the first; or the last, for an output of such a one."""
+        moved = {original: self._moved_from(original) & set(originals) for original in originals}
+        maker = self.after.maker[value]
+        if maker != NOTHING and moves(self.after.nodes[maker].op):
+            sources = set[int]().union(*moved.values())
+            chosen = tuple(original for original in originals if original not in sources)
+        else:
+            chosen = tuple(original for original in originals if not moved[original])
+        return chosen or tuple(originals)
+
+    def _moved_from(self, original: int) -> set[int]:
+        maker = self.before.maker[original]
+        if maker == NOTHING or not moves(self.before.nodes[maker].op):
+            return set()
+        return set(self.before.nodes[maker].inputs)
 
     def weights_of(self, value: int) -> tuple[int, ...]:
         """The original weights that a value stands for."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from htp_export.format.call_tree import CallTree
 from htp_export.format.reasons import Reason
 from htp_export.format.tags import common_ancestor, is_under
-from htp_export.model.operators import moves
+from htp_export.model.operators import moves, resembles
 from htp_export.provenance.adoption.foreign_alignment import ForeignAlignment
 from htp_export.provenance.adoption.name_scopes import NameScopes, Scope
 from htp_export.provenance.graph_summary import NOTHING, SummaryNode
@@ -44,17 +44,24 @@ class _Foreign:
     ) -> None:
         self._known, self._scopes, self._tree, self._holders = alignment, scopes, tree, holders
         self._before, self._after = alignment.before, alignment.after
-        self._all = replaced_nodes(alignment)
-        self._works = [self._on_the_way(node, work) for node, work in zip(self._after.nodes, self._all, strict=True)]
+        self._works = [
+            replace(work, nodes=self._on_the_way(node, work.nodes), among=self._on_the_way(node, work.among))
+            for node, work in zip(self._after.nodes, replaced_nodes(alignment), strict=True)
+        ]
 
     def owners(self) -> list[Owned]:
         settled = self._by_parameters()
         open_nodes = [index for index in range(len(self._works)) if index not in settled and self._is_open(index)]
         first = owners_after(self._before, self._after, self._works, self._tree, settled)
         names = self._names(first, set(open_nodes))
+        by_weight = {index: owned for index in open_nodes if (owned := self._by_weight(index)) is not None}
+        named = {index: self._module_by_name(index, names) for index in open_nodes if index not in by_weight}
+        paths = {index: entry.paths for index, entry in enumerate(first) if index not in open_nodes}
+        paths |= {index: owned.paths for index, owned in by_weight.items()}
+        paths |= {index: (module,) for index, module in named.items() if module is not None}
         for index in open_nodes:
-            by_name = self._by_name(index, names, first, set(open_nodes))
-            settled[index] = by_name or Owned((common_ancestor(self._candidates(index)),), Reason.UNKNOWN)
+            evident = by_weight.get(index) or self._by_name(index, named[index], paths)
+            settled[index] = evident or Owned((common_ancestor(self._candidates(index)),), Reason.UNKNOWN)
         found = owners_after(self._before, self._after, self._works, self._tree, settled)
         self._check_inserted(found, names)
         self._divide_copies(found)
@@ -62,7 +69,7 @@ class _Foreign:
 
     def _candidates(self, index: int) -> list[str]:
         """The modules that may own a node."""
-        return [*dict.fromkeys(path for old in self._all[index].nodes for path in self._before.nodes[old].owners)]
+        return [*dict.fromkeys(path for old in self._works[index].among for path in self._before.nodes[old].owners)]
 
     def _readers(self, index: int) -> list[int]:
         return [r for v in self._after.nodes[index].outputs if v != NOTHING for r in self._after.readers[v]]
@@ -71,11 +78,21 @@ class _Foreign:
 
     def _is_open(self, index: int) -> bool:
         node, work = self._after.nodes[index], self._works[index]
+        if self._is_shared(node) and self._several(work.among):
+            return bool(work.nodes) or not moves(node.op)
         if work.nodes:
-            several = len({(self._before.nodes[old].owners, self._before.nodes[old].call) for old in work.nodes}) > 1
-            return several and (work.chosen or self._is_shared(node))
+            return self._misses_weights(index) or (work.chosen and self._several(work.nodes))
         lives = any(v != NOTHING and self._after.live[v] for v in node.outputs)
         return lives and not work.ends and not moves(node.op, views=True)
+
+    def _misses_weights(self, index: int) -> bool:
+        """Whether a node reads a weight, and the original nodes that read it are among others than those it replaces."""
+        weights = [w for v in self._after.nodes[index].inputs if v != NOTHING for w in self._known.weights_of(v)]
+        readers = {reader for weight in weights for reader in self._before.readers[weight]}
+        return bool(readers) and readers.isdisjoint(self._works[index].nodes)
+
+    def _several(self, part: Sequence[int]) -> bool:
+        return len({(self._before.nodes[old].owners, self._before.nodes[old].call) for old in part}) > 1
 
     def _is_shared(self, node: SummaryNode) -> bool:
         """Whether a node is next to others that do a part of the same work: a tensor between them is not known."""
@@ -92,6 +109,28 @@ class _Foreign:
                 found[index] = Owned((holders.pop(),), Reason.PARAMETERS)
         return found
 
+    def _by_weight(self, index: int) -> Owned | None:
+        """The owners of the one original node that computes with the same weights, if the node reads no more."""
+        node, number = self._after.nodes[index], self._known.numbers.number
+        weights = {
+            number[original] for v in node.inputs if v != NOTHING for original in self._known.weights_of(v)
+        }
+        if not weights or moves(node.op):
+            return None
+        products = [
+            old
+            for old in self._works[index].among
+            if weights & {number[v] for v in self._before.nodes[old].inputs if v != NOTHING}
+            and resembles(node.op, self._before.nodes[old].op)
+        ]
+        if not products or not self._reads_no_more(index, products):
+            return None
+        nodes = [self._before.nodes[old] for old in products]
+        paths = tuple(dict.fromkeys(path for old in nodes for path in old.owners))
+        return Owned(
+            paths, Reason.INITIALIZER, self._tree.encode_merged_calls(paths, [(old.owners, old.call) for old in nodes])
+        )
+
     # --- names ---
 
     def _names(self, found: Sequence[Owned], open_nodes: Container[int]) -> NameScopes:
@@ -102,15 +141,18 @@ class _Foreign:
         ]
         return NameScopes(known, {path for node in self._before.nodes for path in node.owners})
 
-    def _by_name(
-        self, index: int, names: NameScopes, found: Sequence[Owned], open_nodes: Container[int]
-    ) -> Owned | None:
-        module, candidates = names.module(self._scopes[index]), self._candidates(index)
-        if module is None or module not in candidates:
+    def _module_by_name(self, index: int, names: NameScopes) -> str | None:
+        """The module for which the scope of a node stands, if it may own the node."""
+        module = names.module(self._scopes[index])
+        return module if module in self._candidates(index) else None
+
+    def _by_name(self, index: int, module: str | None, paths: Mapping[int, tuple[str, ...]]) -> Owned | None:
+        """The owner of a node by its name, unless a consumer is in a module that does not read from there."""
+        if module is None:
             return None
-        mine = [old for old in self._all[index].nodes if self._before.nodes[old].owners == (module,)]
-        readers = [found[reader] for reader in self._readers(index) if reader not in open_nodes]
-        if not self._reads_no_more(index, mine) or not all(_is_near(module, reader.paths) for reader in readers):
+        mine = [old for old in self._works[index].among if self._before.nodes[old].owners == (module,)]
+        near = (_is_near(module, paths[reader]) for reader in self._readers(index) if reader in paths)
+        if not self._reads_no_more(index, mine) or not all(near):
             return None
         calls = [(self._before.nodes[old].owners, self._before.nodes[old].call) for old in mine]
         return Owned((module,), Reason.NODE, self._tree.encode_merged_calls((module,), calls))
@@ -127,7 +169,7 @@ class _Foreign:
             for v in before.nodes[old].outputs
             if v != NOTHING and (v in before.outputs or any(reader not in part for reader in before.readers[v]))
         }
-        reads = {v for v in node.reads if v != NOTHING and after.live[v]}
+        reads = {after.maker[v] if after.maker[v] != NOTHING else -v for v in node.reads if v != NOTHING and after.live[v]}
         gives = {v for v in node.outputs if v != NOTHING and (after.readers[v] or v in after.outputs)}
         return len(reads) <= len(read) and len(gives) <= len(given)
 
@@ -162,22 +204,22 @@ class _Foreign:
 
     # --- the nodes that a node replaces ---
 
-    def _on_the_way(self, node: SummaryNode, work: ReplacedNodes) -> ReplacedNodes:
-        """Leave out the nodes that compute nothing from what the node reads.
+    def _on_the_way(self, node: SummaryNode, part: tuple[int, ...]) -> tuple[int, ...]:
+        """Of some original nodes, those that compute something from what the node reads.
 
         Example: an operator for attention that takes positions reads no angles; the module that computes these in the
         original has no nodes here.
         """
-        starts = set[int]().union(*(self._known.anchors(v) for v in node.reads if v != NOTHING))
-        if not starts or len(work.nodes) < 2:
-            return work
+        reads = [v for v in node.reads if v != NOTHING]
+        starts = set[int]().union(*(self._known.anchors(v) for v in reads))
+        if len(part) < 2 or not any(self._after.live[v] and self._known.anchors(v) for v in reads):
+            return part
         number, reached, kept = self._known.numbers.number, set(starts), list[int]()
-        for old in work.nodes:
-            reads = (number[value] for value in self._before.nodes[old].reads if value != NOTHING)
-            if any(read in reached for read in reads):
+        for old in part:
+            if any(number[value] in reached for value in self._before.nodes[old].reads if value != NOTHING):
                 kept.append(old)
                 reached.update(number[value] for value in self._before.nodes[old].outputs if value != NOTHING)
-        return replace(work, nodes=tuple(kept)) if kept else work
+        return tuple(kept) or part
 
 
 def _is_near(module: str, paths: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ from htp_export.provenance.adoption.foreign_alignment import Evidence
 from htp_export.provenance.adoption.near_values import Likeness, OriginalTensors, is_distinctive
 from htp_export.provenance.adoption.same_weights import OriginalWeights, SameWeight, replaced
 from htp_export.provenance.adoption.stored_numbers import numbers_of, stored_numbers
-from htp_export.provenance.graph_summary import GraphSummary
+from htp_export.provenance.graph_summary import NOTHING, GraphSummary
 from htp_export.provenance.values import tensors_of_run
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
 from htp_export.runtime.runner import Runner
@@ -69,7 +69,8 @@ def _feeds(feed: Mapping[str, Array]) -> Iterator[Mapping[str, Array]]:
 
 def _inputs(before: Model, after: Model) -> dict[int, int]:
     ours, theirs = (_ranks(summary) for _, summary in (after, before))
-    return {after[1].find(mine): before[1].find(other) for mine, other in pair_names(ours, theirs).items()}
+    pairs = {after[1].find(mine): before[1].find(other) for mine, other in pair_names(ours, theirs).items()}
+    return {mine: other for mine, other in pairs.items() if NOTHING not in (mine, other)}
 
 
 def _ranks(summary: GraphSummary) -> dict[str, int | None]:
@@ -83,6 +84,7 @@ def _ranks(summary: GraphSummary) -> dict[str, int | None]:
 def _weights(before: Model, after: Model, evidence: Evidence) -> dict[str, SameWeight]:
     """Recognise the weights of the other file; return those of its initializers, by name."""
     stored = {before[1].find(str(value.name)): value for value in before[0].graph.initializers.values()}
+    stored.pop(NOTHING, None)
     large = {index: value for index, value in stored.items() if numbers_of(value.const_value) is not None}
     originals = OriginalWeights({index: _loader(value) for index, value in large.items()})
     found, weights = dict[str, SameWeight](), dict[int, Likeness]()
@@ -93,6 +95,7 @@ def _weights(before: Model, after: Model, evidence: Evidence) -> dict[str, SameW
         found[str(values[0].name)] = same
         like = Likeness(same.originals, same.same_shape, len(same.blocks) > 1, same.error)
         weights.update({after[1].find(str(value.name)): like for value in values})
+    weights.pop(NOTHING, None)
     evidence.weights = weights
     return found
 

@@ -160,7 +160,9 @@ class OriginalTensors:
             return None
         close = [entry for error, entry in near if error <= max(_EXACT, best * _MARGIN)]
         same_shape = [entry for entry in close if entry.shape == array.shape]
-        chosen = same_shape or close
+        limit = max(_EXACT, best * _MARGIN)
+        same_order = [e for e in close if relative_error(array.reshape(-1), e.array.reshape(-1)) <= limit]
+        chosen = same_shape or same_order or close
         if best > _EXACT:  # rounded: others that are nearly as close must be the same tensor
             first = chosen[0].array
             if any(relative_error_in_layout(entry.array, first) > _EXACT for entry in close):
