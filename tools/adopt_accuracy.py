@@ -232,7 +232,8 @@ def genai_truth(name: str, layers: int, joined: dict[str, tuple[str, ...]]) -> s
         return _attention_truth(f"{here}.self_attn", rest, joined)
     for projection in ("gate_proj", "up_proj", "down_proj", "gate_up_proj"):
         if rest.startswith(projection):
-            return {frozenset(f"{here}.mlp.{module}" for module in joined.get(projection, (projection,)))}
+            modules = frozenset(f"{here}.mlp.{module}" for module in joined.get(projection, (projection,)))
+            return {modules, modules | {f"{here}.mlp"}} if projection in joined else {modules}  # with the split
     act = next((word for word in joined.get("activation", ("act_fn",))), "act_fn")
     return sets(f"{here}.mlp.{act}") if rest.startswith("act_fn") else sets(f"{here}.mlp")
 
@@ -241,7 +242,8 @@ def _attention_truth(attention: str, rest: str, joined: dict[str, tuple[str, ...
     first = rest.split("/")[0]
     if first in ("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj") and "repeat_kv" not in rest:
         modules = joined.get(first, (first,))
-        return {frozenset(f"{attention}.{module}" for module in modules)}
+        owners = frozenset(f"{attention}.{module}" for module in modules)
+        return {owners, owners | {attention}} if first != "qkv_proj" and first in joined else {owners}  # with the split
     if first in ("q_norm", "k_norm"):
         norm = frozenset([f"{attention}.{first}"])
         return {norm, frozenset([attention])} if "Reshape" in rest else {norm}

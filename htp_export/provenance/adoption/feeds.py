@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input
 from htp_export.runtime.inputs import Inputs
 
-__all__ = ["feed_original", "feed_other", "pair_names"]
+__all__ = ["feed_original", "feed_other", "pair_names", "simpler_feeds"]
 
 _SIZES = (2, 5, 3)  # of open dimensions, one after another
 
@@ -105,6 +105,39 @@ def feed_other(model: ir.Model, original: Mapping[str, Array]) -> dict[str, Arra
         if declared.name not in feed:
             feed[declared.name] = _made_up(declared, sizes, length)
     return dict(inputs.feed(feed).arrays)
+
+
+def simpler_feeds(model: ir.Model, feed: Mapping[str, Array]) -> Iterator[Mapping[str, Array]]:
+    """The inputs of the original model; the first example of them; and both with an empty cache.
+
+    Some fused operators take one example, or no new tokens after others.
+    """
+    for arrays in (feed, _with_empty_cache(model, feed)):
+        if arrays:
+            yield arrays
+            sizes = {array.shape[0] for array in arrays.values() if array.ndim}
+            if len(sizes) == 1 and sizes != {1}:
+                yield {name: array[:1] if array.ndim else array for name, array in arrays.items()}
+
+
+def _with_empty_cache(model: ir.Model, feed: Mapping[str, Array]) -> dict[str, Array]:
+    """The inputs without what is past: a size that only floats have, and that is a part of another input's size."""
+    shapes = {declared.name: declared.shape or () for declared in Inputs.of(model)}
+    sums = {str(size): set(str(size).split(" + ")) for shape in shapes.values() for size in shape if " + " in str(size)}
+    floats = {size for name, shape in shapes.items() if feed[name].dtype.kind == "f" for size in shape}
+    others = {size for name, shape in shapes.items() if feed[name].dtype.kind != "f" for size in shape}
+    past = {part for parts in sums.values() for part in parts if part in floats and part not in others}
+    if not past:
+        return {}
+    lengths = {str(size): feed[n].shape[k] for n, shape in shapes.items() for k, size in enumerate(shape)}
+    empty = {}
+    for name, shape in shapes.items():
+        array = feed[name]
+        for axis, size in enumerate(map(str, shape)):
+            gone = lengths[size] if size in past else sum(lengths.get(p, 0) for p in sums.get(size, set()) & past)
+            array = array[(slice(None),) * axis + (slice(gone, None),)] if gone else array
+        empty[name] = array
+    return empty
 
 
 def _in_type(array: Array, declared: Input) -> Array:

@@ -193,7 +193,8 @@ class _Foreign:
         """Nodes that each do the same work, which the original does once for several modules: each for its readers."""
         copies: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, work in enumerate(self._works):
-            if len(found[index].paths) > 1 and work.nodes and found[index].reason != Reason.UNKNOWN:
+            shared = all(len(self._before.nodes[old].owners) > 1 for old in work.nodes)
+            if shared and work.nodes and found[index].reason != Reason.UNKNOWN:
                 copies[work.nodes].append(index)
         for same in copies.values():
             for index in reversed(same) if len(same) > 1 else ():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import onnx_ir as ir
 
 from htp_export.errors import InputError
-from htp_export.provenance.adoption.feeds import feed_original, feed_other, pair_names
+from htp_export.provenance.adoption.feeds import feed_original, feed_other, pair_names, simpler_feeds
 from htp_export.provenance.adoption.foreign_alignment import Evidence
 from htp_export.provenance.adoption.near_values import Likeness, OriginalTensors, is_distinctive
 from htp_export.provenance.adoption.same_weights import OriginalWeights, SameWeight, replaced
@@ -49,7 +49,7 @@ def gather(before: Model, after: Model, inputs: Mapping[str, Any] | None, seed: 
             raise
         return evidence, [f"values were not compared: {error}"]
     original = _with_weights_of(before, after[0], same)
-    for tried in _feeds(feed):
+    for tried in simpler_feeds(before[0], feed):
         try:
             _compare(original, before[1], after, tried, evidence)
         except InputError as error:
@@ -57,14 +57,6 @@ def gather(before: Model, after: Model, inputs: Mapping[str, Any] | None, seed: 
         else:
             return evidence, []
     return evidence, notes[:1]
-
-
-def _feeds(feed: Mapping[str, Array]) -> Iterator[Mapping[str, Array]]:
-    """The inputs, and the first example of them: some fused operators take no more."""
-    yield feed
-    sizes = {array.shape[0] for array in feed.values() if array.ndim}
-    if len(sizes) == 1 and sizes != {1}:
-        yield {name: array[:1] if array.ndim else array for name, array in feed.items()}
 
 
 def _inputs(before: Model, after: Model) -> dict[int, int]:

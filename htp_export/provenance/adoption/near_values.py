@@ -165,7 +165,7 @@ class OriginalTensors:
         chosen = same_shape or same_order or close
         if best > _EXACT:  # rounded: others that are nearly as close must be the same tensor
             first = chosen[0].array
-            if any(relative_error_in_layout(entry.array, first) > _EXACT for entry in close):
+            if any(_error_in_any_layout(entry.array, first, _EXACT) > _EXACT for entry in close):
                 return None
         return Likeness(tuple(entry.index for entry in chosen), bool(same_shape), error=best)
 
@@ -227,11 +227,6 @@ def _facts(array: Array) -> Array:
     if not numbers.size:
         return np.full(3, math.inf)
     return np.array([numbers.mean(), math.sqrt(np.square(numbers).mean()), np.abs(numbers).max()])
-
-
-def relative_error_in_layout(array: Array, original: Array) -> float:
-    """The relative error in the layout in which it is least."""
-    return _error_in_any_layout(array, original, math.inf)
 
 
 def _error_in_any_layout(array: Array, original: Array, limit: float) -> float:
