@@ -247,6 +247,8 @@ def _attention_truth(attention: str, rest: str, joined: dict[str, tuple[str, ...
     if first in ("q_norm", "k_norm"):
         norm = frozenset([f"{attention}.{first}"])
         return {norm, frozenset([attention])} if "Reshape" in rest else {norm}
+    if "rotary" in first:  # it also reads the angles of the positions
+        return {frozenset([attention]), frozenset([attention, "model.rotary_emb"])}
     return {frozenset([attention])}
 
 

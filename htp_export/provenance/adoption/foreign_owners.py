@@ -7,7 +7,7 @@ otherwise nothing does.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
@@ -190,18 +190,24 @@ class _Foreign:
     # --- work that the original does once ---
 
     def _divide_copies(self, found: list[Owned]) -> None:
-        """Nodes that each do the same work, which the original does once for several modules: each for its readers."""
-        copies: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-        for index, work in enumerate(self._works):
-            shared = all(len(self._before.nodes[old].owners) > 1 for old in work.nodes)
-            if shared and work.nodes and found[index].reason != Reason.UNKNOWN:
-                copies[work.nodes].append(index)
-        for same in copies.values():
-            for index in reversed(same) if len(same) > 1 else ():
-                read = [found[reader].paths for reader in self._readers(index)]
-                mine = tuple(path for path in found[index].paths if any(_is_near(path, paths) for paths in read))
-                if mine and len(mine) < len(found[index].paths):
-                    found[index] = replace(found[index], paths=mine, call="")
+        """Several nodes may do again what the original does once for several modules: each does it for its readers."""
+        replacing = Counter(old for work in self._works for old in work.nodes)
+        for index in range(len(found) - 1, -1, -1):
+            entry, nodes = found[index], [self._before.nodes[old] for old in self._works[index].nodes]
+            repeated = {old for old in self._works[index].nodes if replacing[old] > 1 and self._is_common(old)}
+            if len(entry.paths) < 2 or not repeated or entry.reason == Reason.UNKNOWN:
+                continue
+            own = {path for old in self._works[index].nodes if old not in repeated for path in self._owners(old)}
+            around = [tuple(own)] if own else [found[reader].paths for reader in self._readers(index)]
+            mine = {p for node in nodes for p in node.owners if p in own or any(_is_near(p, near) for near in around)}
+            if mine and len(mine) < len(entry.paths):
+                found[index] = replace(entry, paths=tuple(path for path in entry.paths if path in mine), call="")
+
+    def _is_common(self, old: int) -> bool:
+        return len(self._owners(old)) > 1
+
+    def _owners(self, old: int) -> tuple[str, ...]:
+        return self._before.nodes[old].owners
 
     # --- the nodes that a node replaces ---
 
