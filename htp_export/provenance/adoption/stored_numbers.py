@@ -16,13 +16,18 @@ _SMALLEST = 4  # elements; smaller ones are constants of the graph
 
 
 def numbers_of(tensor: ir.TensorProtocol | None) -> Array | None:
-    """The numbers of a tensor as an array that numpy can compute with; None for text, and for what is no weight."""
-    if tensor is None or tensor.dtype == ir.DataType.STRING or tensor.size < _SMALLEST:
+    """The numbers of a tensor as an array that numpy can compute with; None for what is no weight.
+
+    Weights are floats, and integers of at most eight bits: longer ones are positions and sizes.
+    """
+    if tensor is None or tensor.size < _SMALLEST or not _is_weight(tensor.dtype):
         return None
     array = np.asarray(tensor.numpy())
-    if array.dtype.kind in "fiu" and array.dtype.isbuiltin == 1:
-        return array
-    return array.astype(np.float32) if array.dtype.kind not in "cbOUS" else None
+    return array if array.dtype.isbuiltin == 1 else array.astype(np.float32)
+
+
+def _is_weight(dtype: ir.DataType) -> bool:
+    return dtype.is_floating_point() or (dtype.is_integer() and dtype.bitwidth <= 8)
 
 
 def stored_numbers(graph: ir.Graph) -> Iterator[tuple[list[ir.Value], Array]]:
@@ -41,7 +46,7 @@ def stored_numbers(graph: ir.Graph) -> Iterator[tuple[list[ir.Value], Array]]:
     for value in graph.initializers.values():
         if value not in taken:
             array = numbers_of(value.const_value)
-            if array is not None and (array.dtype.kind == "f" or array.dtype.itemsize == 1):
+            if array is not None:
                 yield [value], array
 
 
