@@ -35,7 +35,11 @@ if TYPE_CHECKING:
     from htp_export.costs.costing import cost
     from htp_export.costs.result import Cost
     from htp_export.costs.work import Work
+    from htp_export.deploy.crossings import Crossing
     from htp_export.deploy.naming import Named, names
+    from htp_export.deploy.observing import placement
+    from htp_export.deploy.placed import DeviceUse, Misplaced, Placed, PlacedModule, Placement
+    from htp_export.deploy.placing import place
     from htp_export.differences.differing import ModelDifference, ModuleDifference, diff
     from htp_export.errors import HtpExportError, InputError
     from htp_export.exporter.exporting import export, tagging
@@ -80,6 +84,8 @@ __all__ = [
     "CompressedModule",
     "Contamination",
     "Cost",
+    "Crossing",
+    "DeviceUse",
     "Extraction",
     "Finding",
     "Fingerprint",
@@ -93,6 +99,7 @@ __all__ = [
     "Inspected",
     "LoraAdapter",
     "LoraLayer",
+    "Misplaced",
     "ModelDifference",
     "ModelMap",
     "ModuleDifference",
@@ -103,6 +110,9 @@ __all__ = [
     "Optimized",
     "Partition",
     "PipelineRun",
+    "Placed",
+    "PlacedModule",
+    "Placement",
     "PlanFile",
     "Precision",
     "Profile",
@@ -149,6 +159,8 @@ __all__ = [
     "optimize",
     "partition",
     "pipeline",
+    "place",
+    "placement",
     "profile",
     "prune",
     "quantize",
@@ -171,6 +183,8 @@ _HOMES = {
     "CompressedModule": "compress.compressed",
     "Contamination": "exporter.repair_report",
     "Cost": "costs.result",
+    "Crossing": "deploy.crossings",
+    "DeviceUse": "deploy.placed",
     "Extraction": "surgery.extraction",
     "Finding": "findings.finding",
     "Fingerprint": "fingerprints.families",
@@ -184,6 +198,7 @@ _HOMES = {
     "Inspected": "inspection.inspected",
     "LoraAdapter": "compress.lora.lora_files",
     "LoraLayer": "compress.lora.lora_inputs",
+    "Misplaced": "deploy.placed",
     "ModelDifference": "differences.differing",
     "ModelMap": "model.map_result",
     "ModuleDifference": "differences.differing",
@@ -195,8 +210,12 @@ _HOMES = {
     "Optimized": "passes.results",
     "Partition": "surgery.partitions",
     "PipelineRun": "compress.pipelines.pipeline_results",
+    "Placed": "deploy.placed",
+    "PlacedModule": "deploy.placed",
+    "Placement": "deploy.placed",
     "PlanFile": "compress.plan_export.plan_exporting",
     "Precision": "compress.quantization.precisions",
+    "Profile": "run.latency",
     "Profile": "run.latency_results",
     "Pruned": "compress.pruning.pruned",
     "PrunedModule": "compress.pruning.pruned",
@@ -241,6 +260,8 @@ _HOMES = {
     "optimize": "passes.optimizing",
     "partition": "surgery.staging",
     "pipeline": "compress.pipelines.running",
+    "place": "deploy.placing",
+    "placement": "deploy.observing",
     "profile": "run.latency",
     "prune": "compress.pruning.pruning",
     "quantize": "compress.quantization.quantizing",

@@ -93,7 +93,7 @@ def _options(
             given["session_options"] = _session_options(None, level)
         return given | ({"providers": provider} if provider else {})
     return {
-        "providers": [_provider(name) for name in provider or ["cpu"]],
+        "providers": [provider_named(name) for name in provider or ["cpu"]],
         "session_options": _session_options(threads, level),
     }
 
@@ -109,7 +109,7 @@ def _session_options(threads: int | None, level: _Level) -> Any:
     return options
 
 
-def _provider(name: str) -> str:
+def provider_named(name: str) -> str:
     """The full name of a provider: ``cuda`` is short for ``CUDAExecutionProvider``."""
     import onnxruntime
 

@@ -33,6 +33,7 @@ FUNCTIONS = "htp.functions"
 LORA = "htp.lora"
 MAP = "htp.map"
 PROVENANCE = "htp.provenance"
+PLACEMENT = "htp.placement"
 WEIGHTS = "htp.weights"  # of the file, not of the model: it is there where a file shares the weights of another
 DATA = "htp.data"  # of the file, too: what is in its own data files
 WAY = "htp.way"  # of a graph in memory that is no ONNX file: how it was got

@@ -15,7 +15,7 @@ __all__ = ["Measure", "measures_of", "spread"]
 
 @dataclass(frozen=True)
 class Measure:
-    """One number for each module, or one word, such as its precision.
+    """One number for each module, or one word, such as its precision or its device.
 
     Attributes:
         key: Its name in the result: ``total_ms``.
@@ -75,7 +75,7 @@ _KINDS = {
     "bytes_before": _Kind("bytes before", "B", main=True),
     "bytes_after": _Kind("bytes after", "B", main=True),
 }
-_NAMED = ("precision",)
+_NAMED = ("precision", "device")
 _WORK = ("macs", "flops", "other_flops")  # of nodes that are not counted, these are unknown, and written as 0
 # These are in every drawing, or parts of other numbers.
 _KNOWN_ANYWAY = frozenset(

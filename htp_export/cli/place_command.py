@@ -1,0 +1,95 @@
+"""``htp-export place``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from htp_export.cli.file_options import (
+    FeedDimsOption,
+    FeedOption,
+    FileArgument,
+    InPlaceOption,
+    OutputOption,
+    ShareOption,
+    TableOptions,
+)
+from htp_export.cli.outputs import check_output, show_next, show_written, written_files
+from htp_export.cli.sizes import read_sizes
+from htp_export.cli.terminal import Steps
+
+EXAMPLE = "bert.onnx .=cpu encoder=gpu -o placed.onnx"
+PLACE = 132
+
+_PLANS = (".yaml", ".yml", ".json")
+
+
+def place_command(
+    file: FileArgument,
+    table: TableOptions,
+    output: OutputOption,
+    plan: Annotated[
+        list[str] | None,
+        typer.Argument(help="Rules, SELECTOR=DEVICE: encoder=gpu; or plans, .yaml or .json.", show_default=False),
+    ] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DEVICE=SIZE", help="Memory of a device: gpu=4GiB. What does not fit goes to the CPU."),
+    ] = None,
+    slack: Annotated[
+        float, typer.Option(min=0, max=0.99, help="Share of a device's work to give up for fewer crossings.")
+    ] = 0.05,
+    inputs: FeedOption = None,
+    dims: FeedDimsOption = None,
+    share_weights: ShareOption = False,
+    in_place: InPlaceOption = False,
+) -> None:
+    """Give modules devices, for ONNX Runtime 1.25 and later."""
+    from htp_export.compress.plans import rules_of
+    from htp_export.costs.module_tree import visible
+    from htp_export.deploy.placing import place
+    from htp_export.model.tagged import load
+    from htp_export.show.placements import placement_csv, render_placement
+
+    rules, files = _read(plan or [])
+    check_output(output, [file, *files], in_place=in_place)
+    sizes = read_sizes(inputs, dims)
+    with Steps(quiet=table.as_json or table.as_csv).step(f"placing {file.name}"):
+        tagged = load(file)
+        result = place(
+            tagged,
+            rules,
+            output,
+            budget=rules_of(budget or []),
+            slack=slack,
+            inputs=sizes.inputs or None,
+            dims=sizes.dims,
+            shapes=sizes.shapes,
+            share_weights=share_weights,
+        )
+    shown = [result.modules[path] for path in visible(tagged, table.depth, table.select or None)]
+    table.report(
+        {"file": str(output), **result.to_dict()},
+        lambda: placement_csv(result, shown, table.sort),
+        lambda: render_placement(result, shown, fold=table.fold, sort=table.sort),
+    )
+    if not table.as_json and not table.as_csv:
+        show_written(written_files(output))
+        show_next("htp-export", "placement", output, "--providers", "cuda,cpu")
+
+
+def _read(words: list[str]) -> tuple[dict[str, Any], list[Path]]:
+    """The rules of words and files, in order, and the files."""
+    from htp_export.compress.plans import read_plan, rules_of
+
+    rules: dict[str, Any] = {}
+    files: list[Path] = []
+    for word in words:
+        is_file = "=" not in word and Path(word).suffix.lower() in _PLANS
+        files += [Path(word)] if is_file else []
+        for selector, device in (read_plan(word) if is_file else rules_of([word])).items():
+            rules.pop(selector, None)  # it holds at its new place
+            rules[selector] = device
+    return rules, files

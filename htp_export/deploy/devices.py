@@ -1,0 +1,113 @@
+"""Devices by the words that ONNX Runtime's layer assignment knows, and the session options that bind nodes to them.
+
+ONNX Runtime reads the text ``layer_ann`` in the metadata of nodes, and the session configuration entry
+``session.layer_assignment_settings``: ``gpu(=gpu); CPUExecutionProvider(=cpu)``. In parentheses are texts of
+``layer_ann``, and ``=`` compares the whole text; without it, the beginning is enough, so that ``layer.1`` is
+``layer.10``, too. A node is then offered to the first execution provider of the session that is such a device, and to
+no other; if that provider has no kernel for it, to the others again.
+(onnxruntime/core/framework/layering_annotations.cc.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from htp_export.errors import InputError
+
+__all__ = ["ANNOTATION", "SETTINGS", "assignment_settings", "device_named", "session_options_with"]
+
+ANNOTATION = "layer_ann"
+"""The key in the metadata of a node."""
+
+SETTINGS = "session.layer_assignment_settings"
+"""The session configuration entry. Older versions of ONNX Runtime accept and ignore it."""
+
+_BY_NAME = "session.name_based_layer_assignment"  # ONNX Runtime refuses a session with both
+_HONOURED_SINCE = (1, 25)
+
+_CPU = "cpu"
+_KINDS = (_CPU, "gpu", "cuda", "dml", "npu", "fpga", "accelerator")
+_ONE_GPU = re.compile(r"gpu:(\d+|[a-z]+)")
+_PROVIDER = "ExecutionProvider"
+_UNWRITABLE = frozenset("(),;=: ")
+
+
+def device_named(word: str) -> str:
+    """The device that a word means.
+
+    Args:
+        word: ``cpu``, ``gpu``, ``cuda``, ``dml``, ``npu``, ``fpga``, ``accelerator``, ``gpu:1`` or ``gpu:nvidia``; or
+            an execution provider, ``OpenVINOExecutionProvider`` or ``openvino``, that of a plugin under its own name.
+
+    Raises:
+        InputError: If ONNX Runtime knows no such device; the message lists those that it knows.
+
+    Examples:
+        >>> device_named("GPU"), device_named("gpu:1"), device_named("tensorrt")
+        ('gpu', 'gpu:1', 'TensorrtExecutionProvider')
+    """
+    import onnxruntime
+
+    text = word.strip() if isinstance(word, str) else ""
+    lower = text.lower()
+    if lower in _KINDS or _ONE_GPU.fullmatch(lower):
+        return lower
+    plugins = {device.ep_name for device in getattr(onnxruntime, "get_ep_devices", list)()}
+    known = [*plugins, *onnxruntime.get_all_providers()]
+    for name in known:
+        if lower in (name.lower(), name.lower().removesuffix(_PROVIDER.lower())):
+            return str(name)
+    if text.endswith(_PROVIDER) and _UNWRITABLE.isdisjoint(text):
+        return text  # of another build of ONNX Runtime
+    raise InputError(
+        f"there is no device {word!r}; write {', '.join(_KINDS)}, gpu:INDEX, gpu:VENDOR, or an execution provider: "
+        f"{', '.join(sorted({name.removesuffix(_PROVIDER).lower() for name in known}))}"
+    )
+
+
+def assignment_settings(devices: Iterable[str]) -> str:
+    """The value of ``session.layer_assignment_settings`` for nodes that are annotated with their devices.
+
+    ``cpu`` stands for ``CPUExecutionProvider`` alone: to ONNX Runtime the word ``cpu`` is the first provider of the
+    session whose device is a CPU, which may be that of OpenVINO, QNN or XNNPACK.
+
+    Examples:
+        >>> assignment_settings(["gpu", "cpu"])
+        'gpu(=gpu); CPUExecutionProvider(=cpu)'
+    """
+    return "; ".join(f"{'CPUExecutionProvider' if device == _CPU else device}(={device})" for device in devices)
+
+
+def session_options_with(entries: Mapping[str, str], options: Any = None) -> Any:
+    """Session options with configuration entries for layer assignment.
+
+    Args:
+        entries: Entry → value.
+        options: An ``onnxruntime.SessionOptions`` to add them to; None for a new one.
+
+    Raises:
+        InputError: If this ONNX Runtime would ignore them, or the options assign layers by the names of nodes.
+    """
+    import onnxruntime
+
+    if tuple(int(part) for part in re.findall(r"\d+", onnxruntime.__version__)[:2]) < _HONOURED_SINCE:
+        raise InputError(
+            f"ONNX Runtime {onnxruntime.__version__} ignores the devices of nodes; it needs "
+            f"{'.'.join(map(str, _HONOURED_SINCE))} or later"
+        )
+    options = onnxruntime.SessionOptions() if options is None else options
+    if SETTINGS in entries and entry_of(options, _BY_NAME):
+        raise InputError(f"the session options set {_BY_NAME}; ONNX Runtime takes no {SETTINGS} beside it")
+    for name, value in entries.items():
+        options.add_session_config_entry(name, value)
+    return options
+
+
+def entry_of(options: Any, name: str) -> str:
+    """A configuration entry of session options; empty if it was not set."""
+    try:
+        return str(options.get_session_config_entry(name))
+    except RuntimeError:
+        return ""

@@ -1,0 +1,603 @@
+"""Devices by module: exactly the regions that rules name, what fits into a budget, and what ONNX Runtime does."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.cli.main import main
+from htp_export.deploy.devices import device_named, entry_of
+from htp_export.deploy.filling import OUTSIDE, Item, Tensor, fill
+from htp_export.deploy.placing import bytes_of
+from htp_export.errors import InputError, SelectorError, UntaggedModelError
+from htp_export.format.hierarchy import ModuleInfo
+from htp_export.show.measures import measures_of
+from tests.exporting import SharedFiles, metadata
+from tests.handmade import branching, called_twice, encoder, model, tagged_node, value, weight, with_function
+from tests.nets import spread
+
+SETTINGS = "session.layer_assignment_settings"
+CPU = "CPUExecutionProvider"
+OPENVINO = "OpenVINOExecutionProvider"
+CUDA = "CUDAExecutionProvider"
+
+VERSION = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+lists_nodes = pytest.mark.skipif(VERSION < (1, 24), reason="ONNX Runtime says which provider has a node since 1.24")
+reads_devices = pytest.mark.skipif(VERSION < (1, 25), reason="ONNX Runtime reads the devices of nodes since 1.25")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + torch.tanh(self.fc(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8, blocks: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Linear(width, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.fixture(scope="module", params=["dynamo", "torchscript"])
+def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp(request.param) / "net.onnx"
+    dynamo = request.param == "dynamo"
+    htp_export.export(spread(Net()).eval(), (torch.randn(2, 8),), path, dynamo=dynamo, verbose=False)
+    return path
+
+
+def devices(model: Any) -> dict[str, str | None]:
+    """Name of the first output of each node → its device."""
+    nodes = htp_export.load(model).nodes
+    return {str(node.outputs[0].name): node.metadata_props.get("layer_ann") for node in nodes}
+
+
+# --- the rules ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize(
+    "net",
+    [
+        "siblings",
+        "two_parents",
+        "child_of_two_parents",
+        "called_from_outside",
+        "conv_bn_relu",
+        "mask_made_in_every_layer",
+        "nested_sequentials",
+    ],
+)
+def test_exactly_the_region_of_a_module_gets_its_device(net: str, exporter: str, shared_files: SharedFiles) -> None:
+    tagged = htp_export.load(shared_files.net(net, exporter))
+    seen = 0
+    for path in tagged:
+        if tagged[path].nodes:
+            placed = htp_export.place(tagged, {f"re:{path.replace('.', '[.]')}" if path else ".": "gpu"})
+            twins = dict(zip(tagged.nodes, placed.tagged.nodes, strict=True))
+            annotated = {node for node, twin in twins.items() if twin.metadata_props.get("layer_ann") == "gpu"}
+            assert annotated == set(tagged[path].nodes), path
+            assert placed.free == len(tagged.nodes) - len(annotated)
+            seen += 1
+    assert seen > 1
+
+
+def test_the_last_rule_holds_and_exclusions_take_what_lies_below(file: Path) -> None:
+    placed = htp_export.place(file, {".": "cpu", "blocks.*,!blocks.1": "gpu", "blocks.2.norm": "cpu"})
+    expected = {"blocks.0": "gpu", "blocks.1": "cpu", "blocks.3": "gpu", "stem": "cpu", "head": "cpu"}
+    assert {path: placed.modules[path].device for path in expected} == expected
+    assert {node.metadata_props["layer_ann"] for node in placed.tagged["blocks.1.fc"].nodes} == {"cpu"}
+    assert {node.metadata_props["layer_ann"] for node in placed.tagged["blocks.2.norm"].nodes} == {"cpu"}
+    assert {node.metadata_props["layer_ann"] for node in placed.tagged["blocks.2.fc"].nodes} == {"gpu"}
+    assert placed.options == {SETTINGS: "CPUExecutionProvider(=cpu); gpu(=gpu)"}
+    assert placed.devices["cpu"].nodes + placed.devices["gpu"].nodes == len(placed.tagged.nodes)
+
+
+def test_a_node_of_several_modules_has_the_device_of_the_first_that_has_one() -> None:
+    """`mask` does the work of both layers; the first of them needs it first."""
+    assert devices(htp_export.place(encoder(), {"layer.0": "gpu", "layer.1": "cpu"}))["mask"] == "gpu"
+    assert devices(htp_export.place(encoder(), {"layer.1": "gpu"}))["mask"] == "gpu"
+    placed = htp_export.place(encoder(), {"layer.0": "cpu", "layer.1": "gpu"})
+    assert [(c.tensor, c.producer, c.consumers, c.source, c.target) for c in placed.crossings] == [
+        ("layer0", "layer.0", ("layer.1.fc",), "cpu", "gpu"),
+        ("mask", "layer", ("layer.1",), "cpu", "gpu"),
+    ]
+    assert [each.bytes for each in placed.crossings] == [2 * 4 * 4] * 2
+    # its shared node is on the CPU, and all others of the layer are not
+    assert (placed.modules["layer.1"].device, dict(placed.modules["layer.1"].by_device)) == (
+        "gpu",
+        {"gpu": 2, "cpu": 1},
+    )
+
+
+def test_calls_of_a_module_belong_to_the_module_all_together() -> None:
+    placed = htp_export.place(called_twice(), {".": "cpu", "block.fc": "gpu"})
+    assert [name for name, device in devices(placed).items() if device == "gpu"] == ["fc0", "fc1", "fc2", "fc3"]
+
+
+def test_branches_have_devices_of_their_own_and_their_tensors_cross() -> None:
+    placed = htp_export.place(branching(), {".": "cpu", "gate.yes": "gpu"})
+    assert devices(placed) == {"minus": "cpu", "gated": "cpu", "yes": "gpu", "no": "cpu", "out": "cpu"}
+    crossing = {(each.tensor, each.source, each.target) for each in placed.crossings}
+    assert crossing == {("x", "cpu", "gpu"), ("minus", "cpu", "gpu"), ("yes", "gpu", "cpu")}
+
+
+def test_functions_are_inlined() -> None:
+    placed = htp_export.place(with_function(), {".": "cpu", "block.fc": "gpu"})
+    assert not placed.model.functions
+    kinds = {node.op_type: node.metadata_props["layer_ann"] for node in placed.model.graph}
+    assert kinds == {"MatMul": "gpu", "Relu": "cpu", "Neg": "cpu"}
+    assert any("inlined" in note for note in placed.notes)
+
+
+def test_earlier_devices_are_replaced_and_the_model_given_is_not_changed(file: Path) -> None:
+    first = htp_export.place(file, {".": "gpu"})
+    second = htp_export.place(first, {"head": "cpu"})
+    assert set(devices(first).values()) == {"gpu"}
+    assert [device for device in devices(second).values() if device] == ["cpu"] * len(second.tagged["head"].nodes)
+    assert json.loads(second.model.metadata_props["htp.placement"]) == {SETTINGS: "CPUExecutionProvider(=cpu)"}
+
+
+@reads_devices
+def test_the_annotated_file_computes_the_same(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "placed.onnx"
+    placed = htp_export.place(file, {".": "cpu", "blocks": "gpu"}, out)
+    inputs = {
+        onnxruntime.InferenceSession(file).get_inputs()[0].name: np.random.default_rng(0)
+        .normal(size=(2, 8))
+        .astype("f")
+    }
+    [expected] = onnxruntime.InferenceSession(file).run(None, inputs)
+    [got] = onnxruntime.InferenceSession(out, placed.session_options(quiet()), providers=[CPU]).run(None, inputs)
+    assert np.array_equal(expected, got)
+    onnx.checker.check_model(onnx.load(out), full_check=True)
+
+
+def quiet() -> onnxruntime.SessionOptions:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # a device that no provider of the session is, is logged as an error
+    return options
+
+
+@pytest.mark.parametrize(
+    ("plan", "problem"),
+    [
+        ({"blocks": "gqu"}, "no device 'gqu'"),
+        ({"blocks": "gpu(a)"}, "no device"),
+        ({"blocks": 3}, "no device 3"),
+        ({}, "no rules"),
+        ({"blokcs": "gpu"}, "matches no module"),
+    ],
+)
+def test_rules_that_say_nothing_are_refused(plan: dict[str, Any], problem: str, file: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=problem):
+        htp_export.place(file, plan, tmp_path / "out.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_modules_without_nodes_are_refused() -> None:
+    with pytest.raises(InputError, match="'dropout' names modules without nodes"):
+        htp_export.place(encoder(), {"layer.0": "gpu", "dropout": "cpu"})
+
+
+def test_untagged_models_are_refused() -> None:
+    relu = ir.node("Relu", [value("x")], outputs=[value("y")])
+    with pytest.raises(UntaggedModelError):
+        htp_export.place(model(list(relu.inputs), [relu], [], []), {".": "gpu"})
+
+
+def test_words_for_devices() -> None:
+    words = {"GPU": "gpu", "gpu:1": "gpu:1", "gpu:NVIDIA": "gpu:nvidia", "openvino": OPENVINO, CUDA.lower(): CUDA}
+    assert {word: device_named(word) for word in words} == words
+    assert device_named("MyOwnExecutionProvider") == "MyOwnExecutionProvider"
+
+
+# --- session options ----------------------------------------------------------------------------------------------
+
+
+@reads_devices
+def test_session_options(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    placed = htp_export.place(file, {"blocks": "gpu"})
+    own = onnxruntime.SessionOptions()
+    own.intra_op_num_threads = 3
+    options = placed.session_options(own)
+    assert (entry_of(options, SETTINGS), options.intra_op_num_threads) == ("gpu(=gpu)", 3)
+    named = onnxruntime.SessionOptions()
+    named.add_session_config_entry("session.name_based_layer_assignment", "gpu(blocks)")
+    with pytest.raises(InputError, match="name_based"):
+        placed.session_options(named)
+    monkeypatch.setattr(onnxruntime, "__version__", "1.24.4")
+    with pytest.raises(InputError, match=r"1\.24\.4 ignores the devices of nodes; it needs 1\.25"):
+        placed.session_options()
+
+
+# --- the budget ---------------------------------------------------------------------------------------------------
+
+
+def memory(items: Sequence[Item], chosen: Sequence[int]) -> int:
+    weights = {key: size for number in chosen for key, size in items[number].weights.items()}
+    return sum(weights.values()) + max((items[number].peak for number in chosen), default=0)
+
+
+def crossed(tensors: Sequence[Tensor], chosen: Sequence[int]) -> int:
+    inside = set(chosen)
+    return sum(any((each in inside) != (net.producer in inside) for each in net.consumers) for net in tensors)
+
+
+def best_of_all(items: Sequence[Item], tensors: Sequence[Tensor], limit: int, slack: float) -> tuple[int, int] | None:
+    """The fewest crossings and the most work of all choices, by trying each."""
+    numbers = range(len(items))
+    choices = [
+        each
+        for size in range(1, len(items) + 1)
+        for each in itertools.combinations(numbers, size)
+        if memory(items, each) <= limit
+    ]
+    work = {each: sum(items[number].work for number in each) for each in choices}
+    if not work:
+        return None
+    least = max(1, round(max(work.values()) * (1 - slack)))
+    return min((crossed(tensors, each), -work[each]) for each in choices if work[each] >= least)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_what_fills_a_device_is_the_best_of_all_choices(seed: int) -> None:
+    draw = random.Random(seed)
+    count = draw.randint(1, 8)
+    items = []
+    for number in range(count):
+        shared = {draw.choice("ab"): 4} if draw.random() < 0.3 else {}
+        items.append(Item({number: draw.randint(1, 9), **shared}, draw.randint(0, 5), draw.randint(1, 9)))
+    tensors = [
+        Tensor(draw.randint(OUTSIDE, count - 1), frozenset(draw.choices(range(OUTSIDE, count), k=draw.randint(1, 3))))
+        for _ in range(draw.randint(0, 2 * count))
+    ]
+    limit, slack = draw.randint(0, 40), draw.choice([0, 0.05, 0.2, 0.5])
+    chosen = fill(items, tensors, limit, slack)
+    expected = best_of_all(items, tensors, limit, slack)
+    if expected is None:
+        assert not chosen
+    else:
+        assert memory(items, chosen) <= limit
+        assert (crossed(tensors, chosen), -sum(items[number].work for number in chosen)) == expected
+
+
+def test_many_different_parts_are_chosen_within_the_memory() -> None:
+    draw = random.Random(0)
+    items = [Item({k: draw.randint(1000, 2000)}, draw.randint(90, 130), draw.randint(1000, 1500)) for k in range(50)]
+    tensors = [Tensor(k - 1, frozenset([k])) for k in range(50)]
+    chosen = fill(items, tensors, 40_000)
+    assert memory(items, chosen) <= 40_000
+    by_density = sorted(range(50), key=lambda k: -items[k].work / sum(items[k].weights.values()))
+    greedy: list[int] = []
+    for number in by_density:
+        if memory(items, [*greedy, number]) <= 40_000:
+            greedy.append(number)
+    assert sum(items[k].work for k in chosen) >= 0.94 * sum(items[k].work for k in greedy)
+    assert crossed(tensors, chosen) < crossed(tensors, greedy)
+
+
+def test_a_budget_takes_neighbouring_blocks(file: Path) -> None:
+    """Two blocks of 8 * 8 + 8 + 8 + 8 floats fit, with the activations; any two neighbours cross as little."""
+    block = (8 * 8 + 8 + 8 + 8) * 4
+    peak = htp_export.cost(file).peak.bytes
+    placed = htp_export.place(file, {".": "cpu", "blocks": "gpu"}, budget={"gpu": 2 * block + peak})
+    on_gpu = [path for path in placed.modules if path.startswith("blocks.") and placed.modules[path].device == "gpu"]
+    blocks = [path for path in on_gpu if path.count(".") == 1]
+    assert len(blocks) == 2
+    first, second = (int(path.rpartition(".")[2]) for path in blocks)
+    assert second == first + 1
+    assert [(each.source, each.target) for each in placed.crossings] == [("cpu", "gpu"), ("gpu", "cpu")]
+    use = placed.devices["gpu"]
+    assert (use.weight_bytes, use.budget) == (2 * block, 2 * block + peak)
+    assert use.peak_bytes is not None
+    assert use.peak_bytes <= peak
+    assert {placed.modules[path].device for path in ("stem", "head")} == {"cpu"}
+
+
+def test_without_rules_the_whole_model_may_go_to_the_device(file: Path) -> None:
+    everything = htp_export.place(file, budget={"gpu": "1 MB"})
+    assert set(devices(everything).values()) == {"gpu"}
+    half = htp_export.place(file, budget={"gpu": 1200})
+    assert half.devices["gpu"].weight_bytes == (8 * 8 + 8) * 4 + 2 * (8 * 8 + 8 + 8 + 8) * 4
+    assert half.devices["cpu"].nodes > 0
+
+
+def test_nothing_that_fits_is_refused(file: Path) -> None:
+    with pytest.raises(InputError, match=r"nothing fits into 10 B on gpu: the smallest part, of module '.*', needs"):
+        htp_export.place(file, budget={"gpu": 10})
+
+
+@pytest.mark.parametrize(
+    ("plan", "budget", "problem"),
+    [
+        ({"blocks": "cpu"}, {"gpu": "1 MB"}, "no rule gives modules to it"),
+        ({"blocks": "gpu"}, {"cpu": "1 MB"}, "no budget for cpu"),
+        ({"blocks": "gpu"}, {"gpu": "1 potato"}, "'1 potato' is no size"),
+        ({"blocks": "gpu"}, {"gpu": -1}, "-1 is no size"),
+        ({}, {"gpu": "1 MB", "npu": "1 MB"}, "or one budget"),
+    ],
+)
+def test_budgets_that_mean_nothing_are_refused(
+    plan: dict[str, str], budget: dict[str, Any], problem: str, file: Path
+) -> None:
+    with pytest.raises(InputError, match=problem):
+        htp_export.place(file, plan, budget=budget)
+
+
+def test_a_weight_of_several_blocks_counts_once() -> None:
+    x, shared = value("x", 8), weight("w", 8)
+    first = tagged_node("MatMul", [x, shared], "a", "first")
+    second = tagged_node("MatMul", [first.outputs[0], shared], "b", "second")
+    tied = model(
+        [x], [first, second], [shared], [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "a", "b")]
+    )
+    for node in (first, second):
+        node.outputs[0].shape = ir.Shape([2, 8])
+    placed = htp_export.place(tied, budget={"gpu": 8 * 8 * 4 + 3 * 2 * 8 * 4})
+    assert placed.devices["gpu"].weight_bytes == 8 * 8 * 4
+    assert "cpu" not in placed.devices
+
+
+def test_sizes_in_words() -> None:
+    assert [bytes_of(text) for text in ("4GiB", "1.5 MB", "10", 7, "2kb")] == [4 << 30, 1_500_000, 10, 7, 2000]
+
+
+def test_open_dimensions_are_told(tmp_path: Path) -> None:
+    out = tmp_path / "open.onnx"
+    shapes = ({0: torch.export.Dim("batch")},)
+    htp_export.export(spread(Net()).eval(), (torch.randn(2, 8),), out, dynamic_shapes=shapes, verbose=False)
+    assumed = htp_export.place(out, {".": "cpu", "blocks": "gpu"})
+    assert any("batch" in note for note in assumed.notes)
+    told = htp_export.place(out, {".": "cpu", "blocks": "gpu"}, dims={"batch": 64})
+    assert [each.bytes for each in told.crossings] == [64 * each.bytes for each in assumed.crossings if each.bytes]
+
+
+# --- what ONNX Runtime does ---------------------------------------------------------------------------------------
+
+
+@lists_nodes
+def test_the_nodes_of_each_provider_are_those_that_onnx_runtime_lists(file: Path) -> None:
+    options = quiet()
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    session = onnxruntime.InferenceSession(file, options, providers=[CPU])
+    listed = [node.name for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()]
+    result = htp_export.placement(file)
+    assert result.providers == {CPU: len(listed)}
+    assert result.modules[""].by_device == {CPU: len(listed)}
+    assert not result.unattributed
+    assert result.crossings == ()
+    assert {module.device for module in result.modules.values() if module.nodes} == {CPU}
+
+
+@reads_devices
+def test_nodes_that_run_elsewhere_than_their_device_are_told(file: Path, tmp_path: Path) -> None:
+    """With the CPU alone, what should be on a GPU is on the CPU; a fault planted in one node is seen in this node."""
+    out = tmp_path / "placed.onnx"
+    htp_export.place(file, {".": "cpu"}, out)
+    sound = htp_export.placement(out)
+    assert (sound.misplaced, dict(sound.options)) == ((), {SETTINGS: "CPUExecutionProvider(=cpu)"})
+    broken = onnx.load(out)
+    node = next(node for node in broken.graph.node if metadata(node)["htp.module"] == "blocks.2.norm")
+    next(entry for entry in node.metadata_props if entry.key == "layer_ann").value = "gpu"
+    found = htp_export.placement(broken)
+    assert [(each.modules, each.device, each.provider) for each in found.misplaced] == [
+        (("blocks.2.norm",), "gpu", CPU)
+    ]
+    assert "1 node runs on CPUExecutionProvider and not on gpu" in found.notes
+
+
+@lists_nodes
+def test_options_of_the_user_are_used_and_restored(file: Path) -> None:
+    options = quiet()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry(SETTINGS, "CPUExecutionProvider(=other)")
+    placed = htp_export.place(file, {".": "cpu"})
+    result = htp_export.placement(placed, session_options=options)
+    assert result.options == {SETTINGS: "CPUExecutionProvider(=other)"}
+    assert result.modules[""].by_device == {CPU: len([n for n in placed.tagged.nodes if n.op_type != "Constant"])}
+    assert options.optimized_model_filepath == ""
+    assert entry_of(options, "session.record_ep_graph_assignment_info") in ("", "0")
+
+
+@lists_nodes
+def test_branches_and_nodes_without_names_are_attributed() -> None:
+    net = branching()
+    for node in net.graph.all_nodes():
+        node.name = ""
+    result = htp_export.placement(net, session_options=basic())
+    assert result.modules["gate.yes"].by_device == {CPU: 1}
+    assert result.modules[""].by_device == result.providers == {CPU: 5}
+
+
+def basic() -> onnxruntime.SessionOptions:
+    options = quiet()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    return options
+
+
+@lists_nodes
+def test_missing_providers_and_old_versions_are_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="this ONNX Runtime has no NoSuchExecutionProvider"):
+        htp_export.placement(file, ["NoSuchExecutionProvider"])
+    for base in onnxruntime.InferenceSession.__mro__:
+        if "get_provider_graph_assignment_info" in vars(base):
+            monkeypatch.delattr(base, "get_provider_graph_assignment_info")
+    with pytest.raises(InputError, match="does not say which execution provider has a node"):
+        htp_export.placement(file)
+
+
+def test_copies_between_memories_are_read_from_the_graph_that_runs() -> None:
+    """As ONNX Runtime writes them for a GPU: the copy to it makes a new tensor, that from it makes the old one."""
+    from htp_export.runtime.assignments import _remove_copies
+
+    x, y = value("x"), value("y")
+    there = ir.node("MemcpyFromHost", [x], outputs=[value("x_CUDAExecutionProvider")])
+    work = ir.node("Relu", there.outputs, outputs=[value("y_CUDAExecutionProvider")])
+    back = ir.node("MemcpyToHost", work.outputs, outputs=[y])
+    graph = ir.Graph([x], [y], nodes=[there, work, back], opset_imports={"": 20})
+    assert _remove_copies(ir.Model(graph, ir_version=10)) == {"x", "y"}
+    assert [(node.op_type, node.inputs[0].name, node.outputs[0].name) for node in graph] == [("Relu", "x", "y")]
+    assert [output.name for output in graph.outputs] == ["y"]
+
+
+@pytest.mark.skipif(OPENVINO not in onnxruntime.get_available_providers(), reason="needs onnxruntime-openvino")
+def test_openvino_and_the_cpu(tmp_path: Path) -> None:
+    """OpenVINO has no kernel for IsNaN: this node stays on the CPU, and its tensors cross."""
+    x, weights = value("x"), [weight("w"), weight("wide")]
+    first = tagged_node("Relu", [tagged_node("MatMul", [x, weights[0]], "a", "made").outputs[0]], "a", "first")
+    nan = ir.node("IsNaN", first.outputs, outputs=[ir.val("nan", ir.DataType.BOOL, [2, 4])], name="nan")
+    nan.metadata_props["htp.module"] = "b"
+    chosen = tagged_node("Where", [nan.outputs[0], x, x], "c", "chosen")
+    last = tagged_node(
+        "Relu", [tagged_node("MatMul", [chosen.outputs[0], weights[1]], "c", "used").outputs[0]], "c", "y"
+    )
+    nodes = [first.inputs[0].producer(), first, nan, chosen, last.inputs[0].producer(), last]
+    modules = [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "a", "b", "c")]
+    result = htp_export.placement(model([x], nodes, weights, modules), [OPENVINO, CPU])
+    assert {path: result.modules[path].device for path in "abc"} == {"a": OPENVINO, "b": CPU, "c": OPENVINO}
+    assert ("first", "a", ("b",)) in {(each.tensor, each.producer, each.consumers) for each in result.crossings}
+    assert {each.copied for each in result.crossings} == {None}
+
+
+@pytest.mark.skipif(CUDA not in onnxruntime.get_available_providers(), reason="needs onnxruntime-gpu and a GPU")
+def test_cuda_takes_exactly_what_is_placed_there(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "placed.onnx"
+    htp_export.place(file, {".": "cpu", "blocks": "gpu"}, out)
+    result = htp_export.placement(out, [CUDA, CPU])
+    assert not result.misplaced
+    assert {path: result.modules[path].device for path in ("stem", "blocks", "head")} == {
+        "stem": CPU,
+        "blocks": CUDA,
+        "head": CPU,
+    }
+    assert {(each.source, each.target, each.copied) for each in result.crossings} == {
+        (CPU, CUDA, True),
+        (CUDA, CPU, True),
+    }
+
+
+# --- other steps, the command line, the page ----------------------------------------------------------------------
+
+
+def test_what_other_steps_leave_of_the_devices(file: Path, tmp_path: Path) -> None:
+    """Nodes that remain keep their devices, new ones have none, and ONNX Runtime removes all of them."""
+    out, saved = tmp_path / "placed.onnx", tmp_path / "saved.onnx"
+    htp_export.place(file, {".": "cpu", "blocks": "gpu"}, out)
+    before = devices(out)
+    optimized = devices(htp_export.optimize(out))
+    assert all(device in (None, before[name]) for name, device in optimized.items() if name in before)
+    assert {"cpu", "gpu"} <= set(optimized.values())
+    options = quiet()
+    options.optimized_model_filepath = str(saved)
+    onnxruntime.InferenceSession(out, options, providers=[CPU])
+    assert set(devices(htp_export.carry(out, saved)).values()) == {None}
+
+
+def test_the_page_colours_by_device(file: Path) -> None:
+    placed = htp_export.place(file, {".": "cpu", "blocks": "gpu"})
+    for result in (placed, placed.to_dict()):
+        [device] = [measure for measure in measures_of(result) if measure.key == "device"]
+        assert device.named
+        assert (device.words["stem"], device.words["blocks"]) == ("cpu", "gpu")
+
+
+@reads_devices
+def test_commands(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.yaml").write_text(".: cpu\nblocks: gpu\n")
+    assert main(["place", str(file), "plan.yaml", "blocks.0=cpu", "-o", "placed.onnx", "--json"]) == 0
+    placed = json.loads(capsys.readouterr().out)
+    found = {path: module["device"] for path, module in placed["modules"].items()}
+    assert (found["blocks.0"], found["blocks.1"], found["stem"]) == ("cpu", "gpu", "cpu")
+    assert (placed["file"], placed["free"]) == ("placed.onnx", 0)
+    assert main(["placement", "placed.onnx", "--providers", "cpu", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["options"] == placed["options"]
+    assert result["modules"]["blocks.1"]["device"] == CPU
+    assert len(result["misplaced"]) > 0
+    assert main(["place", str(file), "-o", "budget.onnx", "--budget", "gpu=1200"]) == 0
+    text = capsys.readouterr().out
+    assert "1.200 kB" in text
+    assert "next: htp-export placement budget.onnx --providers cuda,cpu" in text
+    assert main(["placement", "placed.onnx", "--csv"]) == 0
+    assert capsys.readouterr().out.startswith("module,class_name,device,nodes,weight_bytes,crossing_bytes\n")
+    assert main(["place", str(file), "blocks", "-o", "no.onnx"]) == 2
+    assert main(["place", str(file), "-o", "no.onnx", "--budget", "gpu=1"]) == 2
+    assert "nothing fits" in capsys.readouterr().err
+    assert not (tmp_path / "no.onnx").exists()
+
+
+def test_a_selector_that_cannot_be_read_is_refused(file: Path) -> None:
+    with pytest.raises(SelectorError):
+        htp_export.place(file, {"re:(": "gpu"})
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.right = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.left(x), self.right(y)
+
+
+@pytest.fixture(scope="module")
+def plugin() -> tuple[str, list[Any], dict[str, str]]:
+    """A second execution provider that needs no hardware: QNN's plugin, with the backend that only writes graphs.
+
+    Its name, its devices and their options.
+    """
+    qnn = pytest.importorskip("onnxruntime_qnn", reason="needs onnxruntime-qnn")
+    before = {device.ep_name for device in onnxruntime.get_ep_devices()}
+    onnxruntime.register_execution_provider_library("qnn", qnn.get_library_path())
+    found = [device for device in onnxruntime.get_ep_devices() if device.ep_name not in before]
+    return found[0].ep_name, found, {"backend_path": str(Path(qnn.LIB_DIR_FULL_PATH) / "libQnnIr.so")}
+
+
+@reads_devices
+@pytest.mark.parametrize("there", ["left", "right"])
+def test_a_plugin_takes_exactly_the_tower_that_is_placed_there(
+    there: str, plugin: tuple[str, list[Any], dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the backend writes its graph there
+    name, found, settings = plugin
+    options = quiet()
+    options.add_provider_for_devices(found, settings)
+    inputs = (torch.randn(2, 4), torch.randn(2, 4))
+    program = htp_export.export(spread(Towers()).eval(), inputs, verbose=False)
+    here = "right" if there == "left" else "left"
+    placed = htp_export.place(program, {here: "cpu", there: name})
+    result = htp_export.placement(placed, (), options)
+    assert {path: result.modules[path].device for path in (here, there)} == {here: CPU, there: name}
+    assert not result.misplaced
+    ends = {(crossing.source, crossing.target) for crossing in result.crossings}
+    assert ends == {(CPU, name), (name, CPU)}
