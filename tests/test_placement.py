@@ -350,6 +350,16 @@ def test_budgets_that_mean_nothing_are_refused(
         htp_export.place(file, plan, budget=budget)
 
 
+def test_branches_go_where_the_node_around_them_goes() -> None:
+    everything = htp_export.place(branching(), budget={"gpu": "1 MB"})
+    assert set(devices(everything).values()) == {"gpu"}
+    peak = htp_export.cost(branching()).peak.bytes
+    placed = htp_export.place(branching(), {".": "cpu", "gate": "gpu"}, budget={"gpu": peak})
+    assert devices(placed) == {"minus": "cpu", "gated": "gpu", "yes": "gpu", "no": "gpu", "out": "cpu"}
+    with pytest.raises(InputError, match="outside of branches and loops"):
+        htp_export.place(branching(), {".": "cpu", "gate.yes": "gpu"}, budget={"gpu": peak})
+
+
 def test_a_weight_of_several_blocks_counts_once() -> None:
     x, shared = value("x", 8), weight("w", 8)
     first = tagged_node("MatMul", [x, shared], "a", "first")

@@ -95,9 +95,14 @@ def nodes_that_fit(
         slack: Which part of the work may be given up for fewer crossings.
 
     Raises:
-        InputError: If nothing fits; the message names the part that needs least.
+        InputError: If nothing fits, or all candidates are in subgraphs; the message names the part that needs least.
     """
     nodes = [node for node in needs.ordered if node in candidates]
+    if not nodes:
+        raise InputError(
+            f"a budget for {device} needs modules with nodes outside of branches and loops: others go where the node "
+            "around them goes"
+        )
     parts = _divided(needs, "", nodes, memory)
     order = {node: number for number, node in enumerate(nodes)}
     parts.sort(key=lambda part: order[part.nodes[0]])

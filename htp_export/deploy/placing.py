@@ -98,7 +98,8 @@ def place(
         raise InputError(f"slack is a share from 0 to less than 1, not {slack!r}")
     limits = {device_named(device): bytes_of(size) for device, size in (budget or {}).items()}
     rules = _rules(plan, limits)
-    original = read_flat(model)
+    source = load(model)
+    original = read_flat(source)
     devices = devices_by_rules(original, rules)
     needs, assumed = _needs(original, inputs, dims, shapes, required=bool(limits))
     for device, memory in limits.items():
@@ -110,7 +111,7 @@ def place(
     placed.model.metadata_props[tags.PLACEMENT] = json.dumps(options)
     if output is not None:
         write_model(placed.model, output, external_data, share_weights=share_weights)
-    return _result(original, placed.model, devices, needs, limits, options, _remarks(model, assumed))
+    return _result(original, placed.model, devices, needs, limits, options, _remarks(source, assumed))
 
 
 def bytes_of(size: int | str) -> int:
@@ -187,8 +188,8 @@ def _annotate(model: ir.Model, devices: Mapping[ir.Node, str]) -> None:
             node.metadata_props[ANNOTATION] = devices[node]
 
 
-def _remarks(model: ModelSource, assumed: Sequence[str]) -> tuple[str, ...]:
-    functions = load(model).model.functions
+def _remarks(source: TaggedModel, assumed: Sequence[str]) -> tuple[str, ...]:
+    functions = source.model.functions
     flat = ["its functions were inlined: their nodes may go to different devices"] if functions else []
     return (*flat, *assumed)
 
