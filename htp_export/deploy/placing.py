@@ -89,7 +89,7 @@ def place(
         >>> program = htp_export.export(net, (torch.randn(2, 64),), verbose=False)
         >>> placed = htp_export.place(program, {".": "cpu", "0": "gpu"})
         >>> placed.options["session.layer_assignment_settings"], [crossing.tensor for crossing in placed.crossings]
-        ('CPUExecutionProvider(=cpu); gpu(=gpu)', ['linear', 'input'])
+        ('gpu(=gpu); CPUExecutionProvider(=cpu)', ['input', 'linear'])
         >>> htp_export.place(program, budget={"gpu": "20 kB"}).modules["0"].device
         'gpu'
     """
