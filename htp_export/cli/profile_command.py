@@ -24,6 +24,12 @@ class _Sort(enum.StrEnum):
     self = "self"
 
 
+class _Timing(enum.StrEnum):
+    auto = "auto"
+    kernels = "kernels"
+    modules = "modules"
+
+
 class _Engine(enum.StrEnum):
     onnxruntime = "onnxruntime"
     openvino = "openvino"
@@ -48,6 +54,9 @@ def profile_command(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads within an operator.")] = None,
     optimization: Annotated[_Level, typer.Option(help="What ONNX Runtime optimises when it loads.")] = _Level.all,
     memory: Annotated[bool, typer.Option("--memory", help="Measure memory too, beside the estimate of cost.")] = False,
+    timing: Annotated[
+        _Timing, typer.Option(help="What is timed on a device that queues kernels; modules: each one alone.")
+    ] = _Timing.auto,
     engine: Annotated[_Engine, typer.Option(help="What runs the model.")] = _Engine.onnxruntime,
     tensorrt: Annotated[
         tuple[Path, Path] | None,
@@ -79,6 +88,7 @@ def profile_command(
             engine=engine.value,
             tensorrt=tensorrt,
             memory=memory,
+            timing=timing.value,
         )
     report(result, as_json, lambda: render_profile(result, sort=sort.value, depth=depth, fold=fold))
 

@@ -14,8 +14,10 @@ from htp_export.errors import InputError
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
+from htp_export.run.kernels import Kernel
 from htp_export.run.latency_results import Profile
 from htp_export.run.measured_memory import memory_by_module
+from htp_export.run.module_times import device_of, times_of_modules
 from htp_export.run.openvino_kernels import openvino_kernels
 from htp_export.run.tensorrt_files import read_engine
 from htp_export.run.tensorrt_layers import tensorrt_kernels
@@ -30,6 +32,7 @@ __all__ = ["profile"]
 _log = logging.getLogger(__name__)
 _CPU = ("CPUExecutionProvider",)
 _TENSORRT = "tensorrt"
+_TIMINGS = ("auto", "kernels", "modules")
 _ENGINES = ("onnxruntime", "openvino")
 
 
@@ -45,6 +48,7 @@ def profile(
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     session_options: Any = None,
     memory: bool = False,
+    timing: str = "auto",
     engine: str = "onnxruntime",
     engine_options: Mapping[str, Any] | None = None,
     tensorrt: tuple[str | os.PathLike[str], str | os.PathLike[str]] | None = None,
@@ -52,8 +56,8 @@ def profile(
     """Measure the latency of every module in ONNX Runtime.
 
     The model runs with ONNX Runtime's optimisations, first under its profiler and then without. A kernel that does work
-    of several modules is divided equally among them; kernels without a module are listed. On a GPU, ONNX Runtime's
-    profiler measures the launch of a kernel, unless it was built to measure more.
+    of several modules is divided equally among them; kernels without a module are listed. ``timing`` of the result says
+    what was timed: on a GPU, ONNX Runtime's profiler measures launches, unless it was built to measure kernels.
 
     Thread-safe, but calls at the same time slow each other down.
 
@@ -72,6 +76,9 @@ def profile(
             afterwards.
         memory: Run the model once more, and record what ONNX Runtime allocates for each kernel, beside the estimate of
             `cost`.
+        timing: ``kernels``: what ONNX Runtime's profiler measures. ``modules``: each module runs alone, with its inputs
+            on the device. ``auto``: the second if the device only queues kernels, the profiler has no times of them,
+            and the times of launches explain less than half of a run.
         engine: ``onnxruntime`` or ``openvino``.
         engine_options: OpenVINO's properties, as for ``openvino.Core.compile_model``: ``INFERENCE_NUM_THREADS`` and so
             on.
@@ -96,7 +103,7 @@ def profile(
         >>> list(report.modules), report.unattributed_ms, report.modules["1"].by_op.keys()
         (['', '0', '1'], 0, dict_keys(['Softmax']))
     """
-    options = _EngineOptions(tuple(providers), session_options, memory, dict(engine_options or {}))
+    options = _EngineOptions(tuple(providers), session_options, memory, timing, dict(engine_options or {}))
     original = load(model)
     tagged = read_flat(original)  # ONNX Runtime would inline functions under names of its own
     tagged.require_tags()
@@ -125,6 +132,7 @@ class _EngineOptions:
     providers: tuple[Any, ...]
     session_options: Any
     memory: bool
+    timing: str
     of_engine: Mapping[str, Any]
 
     @property
@@ -135,13 +143,15 @@ class _EngineOptions:
         """Refuse an unknown engine, and options that it does not have."""
         if engine not in (*_ENGINES, _TENSORRT):
             raise InputError(f"no engine {engine!r}; there are {', '.join(_ENGINES)}")
+        if self.timing not in _TIMINGS:
+            raise InputError(f"no timing {self.timing!r}; there are {', '.join(_TIMINGS)}")
         if engine == "onnxruntime":
             self.settings.check()
             if self.of_engine:
                 raise InputError("engine_options are for engine='openvino'; ONNX Runtime has session_options")
             return
-        if self.providers != _CPU or self.session_options is not None or self.memory:
-            raise InputError("providers, session_options and memory are for engine='onnxruntime'")
+        if self.providers != _CPU or self.session_options is not None or self.memory or self.timing == "modules":
+            raise InputError("providers, session_options, memory and timing are for engine='onnxruntime'")
         if engine == _TENSORRT and (any(of_runs) or self.of_engine):
             raise InputError("tensorrt reads times of a run that took place; inputs, sizes and options have no effect")
 
@@ -162,16 +172,31 @@ def _run_onnxruntime(
     plain = session.run(feed, runs)
     if trace.runs < runs:
         _log.warning("ONNX Runtime's profile is full: it has %d of %d runs; ask for fewer", trace.runs, runs)
+    kernels, timing, notes = trace_kernels(trace, tagged, session.optimized), trace.timing, feed.notes
+    if options.timing == "modules" or (
+        options.timing == "auto" and timing == "launches" and not _explain(kernels, statistics.median(plain))
+    ):
+        device = device_of(session.providers)
+        alone = times_of_modules(tagged, feed, options.settings, device, runs, warmup, folder)
+        kernels, timing = alone.kernels, "modules"
+        notes = (*(f"{path or '(root)'} did not run alone: {why}" for path, why in alone.reasons.items()), *notes)
     return Profile.of(
         tagged,
-        trace_kernels(trace, tagged, session.optimized),
+        kernels,
+        timing=timing,
         memory=memory_by_module(runnable, options.settings, feed, tagged, folder) if options.memory else None,
         end_to_end_ms=statistics.median(plain),
         profiled_ms=statistics.median(profiled),
         runs=runs,
         providers=session.providers,
-        assumed=feed.notes,
+        assumed=notes,
     )
+
+
+def _explain(kernels: Sequence[Kernel], run_ms: float) -> bool:
+    """Whether times of launches say where the time of a run goes: they are most of it, and most have modules."""
+    known = sum(kernel.ms for kernel in kernels if kernel.owners)
+    return known >= run_ms / 2
 
 
 def _run_openvino(

@@ -48,6 +48,10 @@ _MEMORY = (
 )
 """Those that only a profile with measured memory has."""
 
+_TIMINGS = {
+    "launches": "times are those of launches: this ONNX Runtime does not measure kernels on the device",
+    "modules": "each module ran alone, with its inputs on the device: the overhead of a run is in each of its times",
+}
 _DRAWN_MEMORY = ("allocated_bytes", "estimated_bytes", "estimate_ratio")
 _DRAWN = ("class_name", "total_ms", "self_ms", "share")
 
@@ -96,7 +100,8 @@ class Profile(ModuleTable):
         tags: The tags of the model: source, reasons, untagged nodes.
         memory: What ONNX Runtime allocated; None if it was not measured.
         engine: What ran the model: ``onnxruntime``, ``openvino`` or ``tensorrt``.
-        timing: What was timed: ``kernels``, or ``layers`` of TensorRT, whose times are means over all runs, and the
+        timing: What was timed: ``kernels``; ``launches``, if a device only queues kernels and its times are not known;
+            ``modules``, if each module ran alone; ``layers`` of TensorRT, whose times are means over all runs, and the
             other times their sum.
     """
 
@@ -185,6 +190,10 @@ class Profile(ModuleTable):
         """The times of the model, in one line."""
         if self.timing == "layers":
             return f"{self.kernels_ms:.3f} ms a run in the layers of TensorRT, mean of {self.runs} runs"
+        if self.timing == "modules":
+            return (
+                f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}; {self.kernels_ms:.3f} ms in modules alone"
+            )
         profiler, parts = ("counters", "nodes") if self.engine == "openvino" else ("the profiler", "kernels")
         return (
             f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}; "
@@ -194,7 +203,7 @@ class Profile(ModuleTable):
     @property
     def notes(self) -> tuple[str, ...]:
         """Which kernels belong to no module, and what was assumed, a line each."""
-        lines = []
+        lines = [_TIMINGS[self.timing]] if self.timing in _TIMINGS else []
         if self.unattributed:
             longest = sorted(self.unattributed, key=lambda kernel: -kernel.ms)
             named = ", ".join(f"{kernel.op_type} {kernel.name!r}" for kernel in longest[:3])

@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -303,6 +303,41 @@ class Session:
                 return list(self._session.run_with_ort_values(names, dict(values), options))
         except Exception as error:
             raise self.model.failure("run", error) from error
+
+    def bound(
+        self, arrays: Mapping[str, Array], types: Mapping[str, ir.DataType] | None = None, device: str = "cpu"
+    ) -> Callable[[], None]:
+        """Return what runs the model once with inputs and outputs in the memory of a device, and waits for its end.
+
+        Args:
+            arrays: Input name → array, copied to the device now, except for types that numpy does not have.
+            types: As for `run`.
+            device: ONNX Runtime's name of the device: ``cpu``, ``cuda``, ``dml``.
+
+        Raises:
+            OnnxRuntimeError: If the device is missing; what is returned raises it if the model cannot run.
+        """
+        import onnxruntime
+
+        try:
+            binding = self._session.io_binding()
+            for name, value in self.values(arrays, types).items():
+                if device != "cpu" and arrays[name].dtype.kind in "bfiu":
+                    value = onnxruntime.OrtValue.ortvalue_from_numpy(arrays[name], device, 0)
+                binding.bind_ortvalue_input(name, value)
+            for name in self.outputs:
+                binding.bind_output(name, device)
+        except Exception as error:
+            raise self.model.failure("run", error) from error
+
+        def run() -> None:
+            try:
+                self._session.run_with_iobinding(binding)
+                binding.synchronize_outputs()
+            except Exception as error:
+                raise self.model.failure("run", error) from error
+
+        return run
 
     def assignments(self) -> list[Assigned]:
         """The nodes that ONNX Runtime gave to each execution provider; the session needs the entry `RECORDED`.

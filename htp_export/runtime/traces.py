@@ -18,6 +18,12 @@ __all__ = ["KernelKey", "Trace", "read_trace"]
 
 _KERNEL = "_kernel_time"
 _EXECUTE = "Executor::Execute"
+_QUEUED = frozenset(
+    f"{name}ExecutionProvider"
+    for name in ("CUDA", "Tensorrt", "NvTensorRTRTX", "ROCM", "MIGraphX", "Dml", "WebGpu", "CANN")
+)
+"""Execution providers that put kernels in a queue of a device and return at once."""
+_ON_DEVICE = "device kernel"
 
 
 @dataclass(frozen=True)
@@ -47,11 +53,14 @@ class Trace:
         runs: Number of runs.
         times: Kernel → its own time in each run, in ms; kernels in the order of their first launch.
         launches: Kernel → number of launches in all runs.
+        timing: ``kernels``; ``launches`` if kernels on a device were only put in its queue, and the trace does not have
+            their times on the device.
     """
 
     runs: int
     times: Mapping[KernelKey, Sequence[float]]
     launches: Mapping[KernelKey, int]
+    timing: str = "kernels"
 
     def typical(self, key: KernelKey) -> float:
         """Return the time of a kernel in ms: the mean over the middle half of the runs, sorted by their total time.
@@ -77,16 +86,17 @@ class _Event:
     start: int
     duration: int
     inside: list[_Event]
+    on_device: int = 0
 
-    def kernels(self, holders: tuple[KernelKey, ...] = ()) -> Iterator[tuple[KernelKey, int, int]]:
-        """Iterate over this kernel and those inside it: key, start, and own duration, in microseconds."""
+    def kernels(self, holders: tuple[KernelKey, ...] = ()) -> Iterator[tuple[KernelKey, int, int, int]]:
+        """Iterate over this kernel and those inside: key, start, own duration and time on a device, in microseconds."""
         if self.key is None:
             for event in self.inside:
                 yield from event.kernels(holders)
             return
         key = KernelKey(self.key.label, self.key.op_type, self.key.index, self.key.provider, holders)
         inside = [kernel for event in self.inside for kernel in event.kernels((*holders, key))]
-        yield key, self.start, max(0, self.duration - sum(duration for _, _, duration in inside))
+        yield key, self.start, max(0, self.duration - sum(duration for _, _, duration, _ in inside)), self.on_device
         yield from inside
 
 
@@ -107,16 +117,20 @@ def _trace(events: Sequence[Mapping[str, Any]], runs: int) -> Trace:
     first = windows[0][0] if windows else 0
     late = [event for event in events if event.get("ts", first) >= first]
     kernels = sorted((kernel for event in _nested(late) for kernel in event.kernels()), key=lambda kernel: kernel[1])
+    measured = {key.provider for key, _, _, on_device in kernels if on_device}
+    launches_only = bool({key.provider for key, _, _, _ in kernels} & _QUEUED - measured)
     times: defaultdict[KernelKey, list[float]] = defaultdict(lambda: [0.0] * len(windows))
     launches: defaultdict[KernelKey, int] = defaultdict(int)
     run = 0
-    for key, start, duration in kernels:
+    for key, start, duration, on_device in kernels:
+        if launches_only and key.provider == _ON_DEVICE:
+            continue  # its launch has a time already
         while run < len(windows) and start > windows[run][1]:
             run += 1
         if run < len(windows) and start >= windows[run][0]:
-            times[key][run] += duration / 1000
+            times[key][run] += (on_device if key.provider in measured else duration) / 1000
             launches[key] += 1
-    return Trace(len(windows), dict(times), dict(launches))
+    return Trace(len(windows), dict(times), dict(launches), "launches" if launches_only else "kernels")
 
 
 def _nested(events: Sequence[Mapping[str, Any]]) -> list[_Event]:
@@ -126,8 +140,12 @@ def _nested(events: Sequence[Mapping[str, Any]]) -> list[_Event]:
     executions contain kernels; an event is inside the next one on its thread that started before it.
     """
     open_events: defaultdict[int, list[_Event]] = defaultdict(list)
+    launched: dict[str, _Event] = {}
     for event in events:
         name = str(event.get("name", ""))
+        if event.get("cat") == "Kernel":
+            _add_to_launch(event, launched, open_events)
+            continue
         kernel = event.get("cat") == "Node" and name.endswith(_KERNEL)
         if not kernel and not name.endswith(_EXECUTE):
             continue
@@ -142,4 +160,20 @@ def _nested(events: Sequence[Mapping[str, Any]]) -> list[_Event]:
         while before and before[-1].start >= event["ts"] and (before[-1].key is None) == kernel:
             inside.append(before.pop())
         before.append(_Event(key, event["ts"], event["dur"], inside[::-1]))
+        launched[name] = before[-1]
     return [event for thread in open_events.values() for event in thread]
+
+
+def _add_to_launch(
+    event: Mapping[str, Any], launched: Mapping[str, _Event], open_events: Mapping[int, list[_Event]]
+) -> None:
+    """Add the time of a kernel on a device to the node that launched it, whose event stands before it.
+
+    ONNX Runtime does not find the node of each: those without are kernels of their own, which belong to no module.
+    """
+    launch = launched.get(str(event.get("args", {}).get("parent_name", "")))
+    if launch is not None and launch.key is not None:
+        launch.on_device += event["dur"]
+        return
+    key = KernelKey(str(event.get("name", "")), _ON_DEVICE, -1, _ON_DEVICE)
+    open_events[event["tid"]].append(_Event(key, event["ts"], event["dur"], [], event["dur"]))
