@@ -12,13 +12,17 @@ from htp_export.model.tagged import TaggedModel
 
 __all__ = ["EngineNames"]
 
-_PREFIXES = (
+_AROUND = (
     re.compile(r"Reformatting CopyNode for (?:Input|Output) Tensor \d+ to (.+)", re.DOTALL),
+    re.compile(r"Reformatting CopyNode for Network (?:Input|Output) (.+)", re.DOTALL),
     re.compile(r"(.+) (?:input|output) reformatter \d+", re.DOTALL),
     re.compile(r"\d+-layer MLP: (.+)", re.DOTALL),
+    re.compile(r"(.+) \[profile \d+\]", re.DOTALL),
 )
 _WRAPPED = re.compile(r"[A-Za-z_]\w*\((.+)\)", re.DOTALL)
 _BESIDE = re.compile(r"\w*?(?:before|after)_(.+)", re.DOTALL)
+_DEEPEST = 50
+"""Levels to which names are taken apart; files come from anywhere."""
 _JOINED = (" + ", " || ", " -> ")
 _OPENING, _CLOSING = "([{", ")]}"
 _UNNAMED = "node_of_"
@@ -60,7 +64,7 @@ class EngineNames:
 
     def nodes(self, name: str) -> list[ir.Node]:
         """Return the nodes that a name of the engine tells, each once."""
-        parts = list(self._parts(name))
+        parts = list(self._parts(name, _DEEPEST))
         found = [node for part in parts for node in self._named(part)]
         return list(dict.fromkeys(found or (node for part in parts for node in self._readers.get(part, ()))))
 
@@ -68,23 +72,25 @@ class EngineNames:
         """Return the nodes that produce tensors of the original model; tensors that it does not have are left out."""
         return [node for tensor in tensors for node in self._producers.get(tensor, ())]
 
-    def _parts(self, name: str) -> Iterator[str]:
+    def _parts(self, name: str, levels: int) -> Iterator[str]:
+        if not levels:
+            return
         name = name.strip()
         if not name or name in self._nodes:
             yield name
             return
-        for pattern in _PREFIXES:
+        for pattern in _AROUND:
             if match := pattern.fullmatch(name):
-                yield from self._parts(match[1])
+                yield from self._parts(match[1], levels - 1)
                 return
         for separator in _JOINED:
             if len(joined := _split(name, separator)) > 1:
                 for part in joined:
-                    yield from self._parts(part)
+                    yield from self._parts(part, levels - 1)
                 return
         if match := _WRAPPED.fullmatch(name):
             for part in _split(match[1], ", "):
-                yield from self._parts(part)
+                yield from self._parts(part, levels - 1)
             return
         yield name
 
@@ -92,7 +98,9 @@ class EngineNames:
         if part in self._nodes or part in self._producers:
             return self._nodes.get(part) or self._producers[part]
         if match := _BESIDE.fullmatch(part):
-            return self.nodes(match[1])
+            part = match[1]
+            if part in self._nodes:
+                return self._nodes[part]
         ends = (place for place in range(len(part) - 1, 0, -1) if part[place] in "_ ")
         return next((self._nodes[part[:place]] for place in ends if part[:place] in self._nodes), [])
 
