@@ -25,7 +25,7 @@ def test_every_step_runs_and_writes_markdown(capsys):
     assert gpu.main(["--provider", "cpu", *SMALL]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[4:] for line in lines if line.startswith("### ")] == list(gpu.STEPS)
-    assert "Timed: kernels on the device, which this build of ONNX Runtime measures." in lines
+    assert "Timed: kernels; on a GPU, this build of ONNX Runtime measures their times there." in lines
     for head in ("| module | total ms | self ms | share | kernels |", "| module | kernels | alone |"):
         row = lines[lines.index(head) + 2]
         assert row.startswith("| `(root)` | ")

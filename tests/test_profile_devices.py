@@ -7,6 +7,7 @@ No GPU is here: the traces are made by hand as ONNX Runtime's profiler of GPUs m
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -208,7 +209,7 @@ class TestWhichTimesAProfileTakes:
 
     @pytest.fixture
     def queued(self, monkeypatch):
-        monkeypatch.setattr(traces, "_QUEUED", frozenset({CPU}))
+        monkeypatch.setattr(traces, "QUEUED", frozenset({CPU}))
 
     @pytest.mark.usefixtures("queued")
     def test_launches_that_explain_a_run_stay_and_are_said_to_be_launches(self, program, monkeypatch):
@@ -227,6 +228,12 @@ class TestWhichTimesAProfileTakes:
         known, lost = Kernel("a", "A", CUDA, 4.0, 1, ("a",)), Kernel("b", "B", CUDA, 9.0, 1, ())
         assert latency._explain([known, lost], 8.0)
         assert not latency._explain([known, lost], 8.1)
+
+    def test_kernels_on_a_device_are_said_to_be_such(self, program):
+        report = htp_export.profile(program, runs=1)
+        assert "on the device" not in str(report)
+        kernels = tuple(replace(kernel, provider=CUDA) for kernel in report.kernels)
+        assert "times are those of kernels on the device" in replace(report, kernels=kernels).notes
 
     def test_devices_of_providers(self):
         assert [device_of([name]) for name in (CUDA, "DmlExecutionProvider", CPU, "XnnpackExecutionProvider")] == [

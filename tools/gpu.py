@@ -25,7 +25,7 @@ import htp_export
 
 NAMES = {"cuda": "CUDAExecutionProvider", "dml": "DmlExecutionProvider", "cpu": "CPUExecutionProvider"}
 FACTS = {
-    "kernels": "kernels on the device, which this build of ONNX Runtime measures",
+    "kernels": "kernels; on a GPU, this build of ONNX Runtime measures their times there",
     "launches": "launches alone: this build of ONNX Runtime does not measure kernels on the device",
     "modules": "modules that ran alone: launches said too little",
 }

@@ -15,6 +15,7 @@ from htp_export.model.tag_facts import TagFacts
 from htp_export.model.tagged import TaggedModel
 from htp_export.run.kernels import Kernel
 from htp_export.run.measured_memory import MeasuredMemory, ModuleMemory
+from htp_export.runtime.traces import QUEUED
 
 __all__ = ["ModuleLatency", "Profile", "latency_by_module"]
 
@@ -204,6 +205,8 @@ class Profile(ModuleTable):
     def notes(self) -> tuple[str, ...]:
         """Which kernels belong to no module, and what was assumed, a line each."""
         lines = [_TIMINGS[self.timing]] if self.timing in _TIMINGS else []
+        if self.timing == "kernels" and any(kernel.provider in QUEUED for kernel in self.kernels):
+            lines.append("times are those of kernels on the device")
         if self.unattributed:
             longest = sorted(self.unattributed, key=lambda kernel: -kernel.ms)
             named = ", ".join(f"{kernel.op_type} {kernel.name!r}" for kernel in longest[:3])

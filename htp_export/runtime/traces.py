@@ -14,11 +14,11 @@ from typing import Any
 
 from htp_export.process.garbage_collection import no_collection
 
-__all__ = ["KernelKey", "Trace", "read_trace"]
+__all__ = ["QUEUED", "KernelKey", "Trace", "read_trace"]
 
 _KERNEL = "_kernel_time"
 _EXECUTE = "Executor::Execute"
-_QUEUED = frozenset(
+QUEUED = frozenset(
     f"{name}ExecutionProvider"
     for name in ("CUDA", "Tensorrt", "NvTensorRTRTX", "ROCM", "MIGraphX", "Dml", "WebGpu", "CANN")
 )
@@ -118,7 +118,7 @@ def _trace(events: Sequence[Mapping[str, Any]], runs: int) -> Trace:
     late = [event for event in events if event.get("ts", first) >= first]
     kernels = sorted((kernel for event in _nested(late) for kernel in event.kernels()), key=lambda kernel: kernel[1])
     measured = {key.provider for key, _, _, on_device in kernels if on_device}
-    launches_only = bool({key.provider for key, _, _, _ in kernels} & _QUEUED - measured)
+    launches_only = bool({key.provider for key, _, _, _ in kernels} & QUEUED - measured)
     times: defaultdict[KernelKey, list[float]] = defaultdict(lambda: [0.0] * len(windows))
     launches: defaultdict[KernelKey, int] = defaultdict(int)
     run = 0
