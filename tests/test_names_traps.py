@@ -16,6 +16,7 @@ from torch import nn
 import htp_export
 from htp_export.errors import UntaggedModelError
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.model.canonical_order import bodies_of
 from htp_export.model.path_names import path_prefix
 from tests.handmade import branching, called_twice, encoder, model, tagged_node, value, weight, with_function
 from tests.nets import spread
@@ -187,6 +188,22 @@ def test_branches_and_what_they_read_are_named_in_the_order_of_their_attributes(
     named = htp_export.names(branching()).model
     assert node_names(named) == ["/Neg", "/gate/If", "/gate/yes/Add", "/gate/Abs", "/Relu"]
     check_names(branching())
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_only_a_branch_reads_is_numbered_as_the_branch_reads_it(order: tuple[int, int]) -> None:
+    source = branching()
+    minus, gate, _ = source.graph
+    more = tagged_node("Neg", [minus.inputs[0]], "", "more")
+    source.graph.insert_before(minus, more)
+    [difference, _] = (body[0] for _, body in bodies_of(gate))
+    read = [minus.outputs[0], more.outputs[0]]
+    for place in (0, 1):
+        difference.resize_inputs(2)
+        difference.replace_input_with(place, read[order[place]])
+    named = htp_export.names(source)
+    numbers = {"node_minus": order.index(0), "node_more": order.index(1)}
+    assert {old: named.nodes[old] for old in numbers} == {old: ["/Neg", "/Neg_1"][k] for old, k in numbers.items()}
 
 
 def test_the_inputs_of_a_body_are_named_after_the_node_that_holds_it() -> None:
