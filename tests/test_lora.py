@@ -208,6 +208,66 @@ def test_merged_projections_take_adapters_but_no_fusing(tmp_path: Path) -> None:
         htp_export.fuse_lora(tmp_path / "merged.onnx", folder)
 
 
+class Wide(nn.Module):
+    """Weights of several blocks of 32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(6, 64), nn.Linear(64, 96, bias=False), nn.Linear(96, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.down(torch.relu(self.up(x)))))
+
+
+def dequantized(tagged: htp_export.TaggedModel, path: str) -> torch.Tensor:
+    """The weight of a layer in blocks of four bits, (outputs, inputs)."""
+    [node] = [node for node in tagged[path].nodes if node.op_type == "MatMulNBits"]
+    outputs, inputs = (node.attributes.get_int(name) for name in ("N", "K"))
+    packed, scales, points = (value.const_value.numpy() for value in node.inputs[1:4])
+    halves = [np.stack([array & 15, array >> 4], -1) for array in (packed, points.reshape(outputs, -1))]
+    blocks = scales.size // outputs
+    numbers = halves[0].reshape(outputs, blocks, -1).astype(np.float32)
+    zero = halves[1].reshape(outputs, -1)[:, :blocks, None].astype(np.float32)
+    weight = (numbers - zero) * scales.reshape(outputs, blocks, 1)
+    return torch.from_numpy(weight.reshape(outputs, -1)[:, :inputs].copy())
+
+
+@BOTH
+def test_a_model_in_blocks_of_four_bits_takes_adapters_of_floats_and_no_fusing(exporter: str, tmp_path: Path) -> None:
+    """As QLoRA has it: the base quantized, the factors in floating point."""
+    torch.manual_seed(0)
+    model = spread(Wide()).eval()
+    file = exported_to(tmp_path / "net.onnx", model, feeds(), exporter)
+    quantized = htp_export.quantize(file, {"**": "int4", "head": "fp32"}, tmp_path / "int4.onnx").tagged
+    base = copy.deepcopy(model)
+    for path in ("up", "down"):
+        base.get_submodule(path).weight.data = dequantized(quantized, path)
+    result = htp_export.insert_lora(tmp_path / "int4.onnx", "**", 4, 8, tmp_path / "lora.onnx")
+    assert list(result.layers) == ["up", "down", "head"]
+    assert np.array_equal(run(tmp_path / "lora.onnx"), run(tmp_path / "int4.onnx"))
+    assert np.allclose(run(tmp_path / "int4.onnx"), base(**feeds()).detach().numpy(), rtol=1e-3, atol=1e-4)
+    layers = {path: (a / 4, b / 4) for path, (a, b) in factors(model, ["up", "down", "head"], 4, seed=3).items()}
+    folder = adapter(tmp_path, "a", layers, 8)
+    htp_export.lora_adapter(tmp_path / "lora.onnx", folder, tmp_path / "a.onnx_adapter")
+    adapted = run(tmp_path / "lora.onnx", adapter_file=tmp_path / "a.onnx_adapter")
+    assert np.allclose(adapted, merged(base, layers, 2)(**feeds()).detach().numpy(), rtol=1e-3, atol=1e-3)
+    assert not np.allclose(adapted, run(tmp_path / "int4.onnx"), rtol=1e-2, atol=1e-2)
+    sizes = {node.op_type for node in htp_export.load(tmp_path / "lora.onnx")["up"].nodes}
+    assert "MatMulNBits" in sizes
+    for source in ("lora.onnx", "int4.onnx"):
+        with pytest.raises(InputError, match=r"module 'down': its weight is quantized \(com.microsoft::MatMulNBits"):
+            htp_export.fuse_lora(tmp_path / source, folder, tmp_path / "out.onnx")
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_weights_of_eight_bits_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    model, file = made("dynamo", tmp_path)
+    quantized = htp_export.quantize(file, {"up": "int8"}, data=[{"x": feeds()["x"].numpy()}]).tagged
+    folder = adapter(tmp_path, "a", factors(model, ["up"], 4, seed=3), 8)
+    with pytest.raises(InputError, match=r"module 'up': its weight is quantized .*; fuse the adapter before"):
+        htp_export.fuse_lora(quantized, folder)
+
+
 @pytest.mark.parametrize("config", [{"use_rslora": True}, {"alpha_pattern": {"up": 12.0}}])
 def test_the_scaling_is_that_of_the_config(config: dict[str, Any], tmp_path: Path) -> None:
     model, _ = made("torchscript", tmp_path)

@@ -12,10 +12,17 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+<<<<<<< HEAD:htp_export/compress/lora/lora_files.py
 from htp_export.compress.lora.adapters import Adapter, LowRank, factor_name, placed, read_adapter, write_adapter
 from htp_export.compress.lora.linears import linear_paths, linears_of
 from htp_export.compress.lora.lora_layers import lora_layers, remove_lora
 from htp_export.compress.pruning.weights import Use, changed_when_written, uses_of
+=======
+from htp_export.compress.adapters import Adapter, LowRank, factor_name, placed, read_adapter, write_adapter
+from htp_export.compress.linears import Linear, linear_paths, linears_of
+from htp_export.compress.lora_layers import lora_layers, remove_lora
+from htp_export.compress.weights import Use, changed_when_written, uses_of
+>>>>>>> efbb047 (LoRA: a quantized weight to which an adapter is to be added is named, with what to do; int4 bases tested against PyTorch):htp_export/compress/lora_files.py
 from htp_export.errors import InputError
 from htp_export.files.model_files import check_target, has_external_data, write_model
 from htp_export.format import tags
@@ -24,8 +31,11 @@ from htp_export.format.lora import FACTORS, lora_modules, write_lora
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
+from htp_export.model.module_facts import stored_tensor
+from htp_export.model.operators import operator_of
 from htp_export.model.tag_facts import TagFacts
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
+from htp_export.model.weight_sources import WeightSources
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array
 
@@ -234,7 +244,7 @@ def _add_to_weight(adapter: Adapter, tagged: TaggedModel, path: str, layer: LowR
     calls = linears_of(tagged, path)
     uses = [use for call in calls for use in uses_of(tagged, call.product) if use.place == 1]
     if len(uses) != len(calls) or len({use.value for use in uses}) != 1:
-        raise InputError(f"module {path!r}: its weight is not stored as one tensor of floating point")
+        raise InputError(f"module {path!r}: its weight is {_why_not(tagged, calls)}")
     use = uses[0]
     tensor = use.value.const_value
     assert tensor is not None
@@ -253,6 +263,19 @@ def _add_to_weight(adapter: Adapter, tagged: TaggedModel, path: str, layer: LowR
         return total.astype(weight.dtype)
 
     use.value.const_value = changed_when_written(tensor, added)
+
+
+def _why_not(tagged: TaggedModel, calls: Sequence[Linear]) -> str:
+    """Why nothing can be added to the weight of a linear layer."""
+    sources = WeightSources(tagged)
+    for product in (call.product for call in calls):
+        weight = product.inputs[1]
+        for source in sources.of(weight) if weight is not None else ():
+            tensor = stored_tensor(source.tensor)
+            if tensor is not None and tensor.dtype.is_integer():
+                where = f"{operator_of(product)} {product.name!r}"
+                return f"quantized ({where}); fuse the adapter before the model is quantized, or use insert_lora"
+    return "not stored as one tensor of floating point"
 
 
 def _other_readers(tagged: TaggedModel, path: str, uses: Sequence[Use]) -> list[str]:
