@@ -145,6 +145,21 @@ class TestParameters:
         file = exported(spread(nn.LSTM(3, 3)).eval(), {"input": x(2, 1, 3)}, "dynamo", tmp_path / "m.onnx")
         assert uses(htp_export.map(file))["weight_ih_l0"] == {"reshaped one of several"}
 
+    @pytest.mark.parametrize("exporter", EXPORTERS)
+    def test_the_directions_of_a_recurrent_layer_are_joined(self, exporter, tmp_path):
+        model = spread(nn.LSTM(3, 4, num_layers=2, bidirectional=True)).eval()
+        file = exported(model, {"input": x(5, 2, 3)}, exporter, tmp_path / "m.onnx")
+        found = htp_export.map(file)
+        assert uses(found) == {
+            name: {"joined" if "weight_ih" in name else "joined one of several"}
+            for name in dict(model.named_parameters())
+        }
+        [kept] = found.parameters["weight_ih_l0"].initializers
+        assert [use.name for use in found.initializers[kept.name].parameters] == [
+            "weight_ih_l0",
+            "weight_ih_l0_reverse",
+        ]
+
     def test_parameters_that_nothing_reads_are_in_no_initializer(self, tmp_path):
         model = nn.Sequential(nn.Linear(3, 3), nn.Identity())
         model.register_parameter("unused", nn.Parameter(torch.ones(7)))

@@ -13,107 +13,33 @@ this order, and each parameter that has found its place is no candidate any more
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
 
-import onnx
 import onnx_ir as ir
 
 from htp_export.format import tags
 from htp_export.format.reasons import Reason
 from htp_export.model.module_facts import is_weight, stored_tensor
+from htp_export.model.parameter_evidence import (
+    Declared,
+    Place,
+    StoredWeight,
+    WeightReader,
+    beginnings,
+    change_of,
+    dims_of,
+    is_fused,
+    is_named_alike,
+    is_read_alone,
+    joined,
+    may_hold,
+    scales_of,
+)
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.weight_sources import WeightSources, owners_within
 
 __all__ = ["Declared", "ParameterPlaces", "Place", "declared_parameters"]
-
-_MOST_BITS = 8  # of the elements of a quantized tensor
-_FEWEST_BITS = 2
-
-
-@dataclass(frozen=True)
-class Declared:
-    """A parameter that PyTorch had.
-
-    Attributes:
-        name: Its full name, ``encoder.fc.weight``.
-        module: The module that holds it.
-        shape: Its shape.
-        tied: The name of the same parameter in an earlier module; ``""`` if this is the first.
-    """
-
-    name: str
-    module: str
-    shape: tuple[int, ...]
-    tied: str = ""
-
-    @property
-    def first(self) -> str:
-        """The name that the parameter has in the first module that holds it."""
-        return self.tied or self.name
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """The dimensions, whatever their order, without those of 1."""
-        return _dims(self.shape)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A parameter in a stored tensor.
-
-    Attributes:
-        parameter: The parameter; of tied ones, the first.
-        how: What was done to it; empty if the tensor is the parameter as it is.
-        is_copy: Whether the tensor is that of another parameter, which has the same values.
-    """
-
-    parameter: str
-    how: tuple[str, ...] = ()
-    is_copy: bool = False
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """Nodes that read a stored tensor: their owners, and whether they did equal work, each for itself."""
-
-    owners: tuple[str, ...]
-    is_shared: bool
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether they do a part of the work of each."""
-        return len(self.owners) > 1 and not self.is_shared
-
-
-@dataclass
-class _Stored:
-    """A stored tensor, and the nodes that read it."""
-
-    value: ir.Value
-    tensor: ir.TensorProtocol
-    shape: tuple[int, ...]
-    readers: dict[_Reader, None] = field(default_factory=dict)
-    is_weight: bool = False
-    places: dict[str, Place] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.value.name or ""
-
-    @property
-    def owners(self) -> list[str]:
-        return list(dict.fromkeys(owner for reader in self.readers for owner in reader.owners))
-
-    @property
-    def is_quantized(self) -> bool:
-        return self.tensor.dtype.is_integer() and self.tensor.dtype.bitwidth <= _MOST_BITS
-
-    def put(self, parameter: str, *how: str, is_copy: bool = False) -> None:
-        self.places.setdefault(parameter, Place(parameter, how, is_copy))
 
 
 def declared_parameters(tagged: TaggedModel) -> dict[str, Declared]:
@@ -160,7 +86,7 @@ class ParameterPlaces:
             self._held[holder].append(each.name)
         self._open = dict(self.declared)  # tied ones too: a module may read a transposed one of its own
         self._stored = self._read(sources)
-        self._readers: defaultdict[str, list[_Stored]] = defaultdict(list)
+        self._readers: defaultdict[str, list[StoredWeight]] = defaultdict(list)
         for stored in self._stored.values():
             for owner in stored.owners:
                 self._readers[owner].append(stored)
@@ -189,8 +115,8 @@ class ParameterPlaces:
     def _names_in(self, parameter: str, owners: Sequence[str]) -> list[str]:
         return [name for name in self._names[parameter] if self.declared[name].module in owners]
 
-    def _read(self, sources: WeightSources) -> dict[ir.Value, _Stored]:
-        stored: dict[ir.Value, _Stored] = {}
+    def _read(self, sources: WeightSources) -> dict[ir.Value, StoredWeight]:
+        stored: dict[ir.Value, StoredWeight] = {}
         for node, owners in self._tagged.index.owners.items():
             if sources.calls_function(node):
                 continue
@@ -199,14 +125,14 @@ class ParameterPlaces:
                 tensor = stored_tensor(source.tensor)
                 assert tensor is not None
                 shape = tuple(tensor.shape.numpy())
-                each = stored.setdefault(source.tensor, _Stored(source.tensor, tensor, shape))
-                each.readers[_Reader(owners_within(owners, source.within), is_shared)] = None
+                each = stored.setdefault(source.tensor, StoredWeight(source.tensor, tensor, shape))
+                each.readers[WeightReader(owners_within(owners, source.within), is_shared)] = None
                 each.is_weight = each.is_weight or (
-                    position not in _scales(node.domain, node.op_type) and is_weight(source.tensor, node)
+                    position not in scales_of(node.domain, node.op_type) and is_weight(source.tensor, node)
                 )
         return stored
 
-    def _left(self) -> Iterator[_Stored]:
+    def _left(self) -> Iterator[StoredWeight]:
         return (stored for stored in self._stored.values() if stored.is_weight and not stored.places)
 
     def _candidates(self, owners: Sequence[str]) -> list[Declared]:
@@ -225,26 +151,26 @@ class ParameterPlaces:
 
     def _by_longer_name(self) -> Iterator[str]:
         for stored in self._left():
-            name = next((name for name in _beginnings(stored.name) if name in self.declared), None)
+            name = next((name for name in beginnings(stored.name) if name in self.declared), None)
             if name is None:
                 continue
             known = self.declared[name]
-            if name in self._open and _may_hold(stored, known):
-                stored.put(known.first, *_change(stored, known, renamed=False))
+            if name in self._open and may_hold(stored, known):
+                stored.put(known.first, *change_of(stored, known, renamed=False))
                 yield name
 
     def _by_dims(self) -> Iterator[str]:
         found: list[str] = []
         for stored in list(self._left()):
-            dims = _dims(stored.shape)
+            dims = dims_of(stored.shape)
             for reader in stored.readers if dims else ():
                 alike = [each for each in self._candidates(reader.owners) if each.dims == dims]
-                alike = [each for each in alike if _is_named_alike(stored, each)] or alike
+                alike = [each for each in alike if is_named_alike(stored, each)] or alike
                 if len(alike) > 1 and reader.is_fused:
                     continue  # the weights of its modules were merged
                 doubt = ("one of several",) if len(alike) > len({each.module for each in alike}) else ()
                 for each in alike:
-                    stored.put(each.first, *_change(stored, each, renamed=not _is_named_alike(stored, each)), *doubt)
+                    stored.put(each.first, *change_of(stored, each, renamed=not is_named_alike(stored, each)), *doubt)
                     found.append(each.name)
         yield from found
 
@@ -252,14 +178,12 @@ class ParameterPlaces:
         found: list[str] = []
         for stored in list(self._left()):
             candidates = self._candidates(stored.owners)
-            alike = [each for each in candidates if len(each.dims) == len(_dims(stored.shape))]
-            if len(alike) > 1 and sum(math.prod(each.shape) for each in alike) == math.prod(stored.shape):
-                how = ("joined", "quantized") if stored.is_quantized else ("joined",)
-            else:
-                alike = [each for each in candidates if len(each.dims) > 1 and _may_hold(stored, each)]
-                alike, how = (alike if stored.is_quantized and len(alike) == 1 else []), ("quantized",)
+            alike, words = joined(stored, candidates)
+            if not alike and stored.is_quantized:
+                matrices = [each for each in candidates if len(each.dims) > 1 and may_hold(stored, each)]
+                alike = matrices if len(matrices) == 1 else []
             for each in alike:
-                stored.put(each.first, *how)
+                stored.put(each.first, *words, *(("quantized",) if stored.is_quantized else ()))
                 found.append(each.name)
         yield from found
 
@@ -268,9 +192,9 @@ class ParameterPlaces:
             alike = []
             for stored in self._readers.get(each.module, ()):
                 kept = self.declared.get(stored.name)
-                if kept is not None and kept.shape == each.shape and _is_read_alone(stored, each.module, kept.module):
+                if kept is not None and kept.shape == each.shape and is_read_alone(stored, each.module, kept.module):
                     alike.append(stored)
-            alike = [stored for stored in alike if _is_named_alike(stored, each)] or alike
+            alike = [stored for stored in alike if is_named_alike(stored, each)] or alike
             for stored in alike:
                 stored.put(each.first, *(("one of several",) if len(alike) > 1 else ()), is_copy=True)
                 yield each.name
@@ -279,75 +203,13 @@ class ParameterPlaces:
         known = {name for each in self._stored.values() for name in each.places}
         placed = {self.declared[name].module for name in known}
         left = {stored.value for stored in self._left()}
-        merged: dict[ir.Value, _Stored] = {}
+        merged: dict[ir.Value, StoredWeight] = {}
         for each in self._open.values():
             for stored in self._readers.get(each.module, ()) if each.first not in known else ():
                 if not stored.is_weight:
                     continue
-                if stored.value in left or (each.module not in placed and _is_fused(stored, each.module)):
+                if stored.value in left or (each.module not in placed and is_fused(stored, each.module)):
                     stored.put(each.first, "merged")
                     merged[stored.value] = stored
         for stored in merged.values():
             stored.places = {name: Place(name, ("merged",)) for name in stored.places}
-
-
-def _is_fused(stored: _Stored, module: str) -> bool:
-    """Whether a node that does a part of the work of a module and of others reads a tensor."""
-    return any(module in reader.owners and reader.is_fused for reader in stored.readers)
-
-
-def _is_read_alone(stored: _Stored, module: str, holder: str) -> bool:
-    """Whether a module reads the tensor of another one, or both do the same with it."""
-    readers = [reader for reader in stored.readers if module in reader.owners]
-    return any(reader.is_shared or holder not in reader.owners for reader in readers)
-
-
-def _is_named_alike(stored: _Stored, parameter: Declared) -> bool:
-    """Whether a tensor has the name of a parameter in a module under another of the module's names."""
-    return "." in stored.name and stored.name.rpartition(".")[2] == parameter.name.rpartition(".")[2]
-
-
-def _dims(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted(size for size in shape if size != 1))
-
-
-def _may_hold(stored: _Stored, parameter: Declared) -> bool:
-    """Whether a tensor has as many elements as a parameter, or, where several are in a byte, may have them."""
-    elements, wanted = math.prod(stored.shape), math.prod(parameter.shape)
-    if elements == wanted:
-        return _dims(stored.shape) == parameter.dims
-    return stored.is_quantized and len(stored.shape) > 1 and elements < wanted <= elements * 8 // _FEWEST_BITS
-
-
-def _change(stored: _Stored, parameter: Declared, *, renamed: bool) -> tuple[str, ...]:
-    """What was done to a parameter that a tensor holds, by its shape and type.
-
-    A square matrix that lost its name was transposed: exporters keep the name of a weight that they do not change.
-    """
-    quantized = ("quantized",) if stored.tensor.dtype.is_integer() else ()
-    if stored.shape == parameter.shape and not (renamed and len(parameter.shape) == 2):
-        return quantized or (("computed",) if renamed else ())
-    if stored.shape == parameter.shape[::-1]:
-        return ("transposed", *quantized)
-    return quantized or (("computed",) if stored.shape == parameter.shape else ("reshaped",))
-
-
-def _beginnings(name: str) -> Iterator[str]:
-    """What a name begins with, up to a place where something was added, the longest first.
-
-    Examples:
-        >>> list(_beginnings("fc.weight_Q4"))
-        ['fc.weight', 'fc']
-    """
-    for place in range(len(name) - 1, 0, -1):
-        if not name[place].isalnum():
-            yield name[:place]
-
-
-@cache
-def _scales(domain: str, op_type: str) -> frozenset[int]:
-    """The inputs of a quantized operator that are scales and zero points, by the names in ONNX's own schema."""
-    if domain or not onnx.defs.has(op_type):
-        return frozenset()
-    names = [formal.name for formal in onnx.defs.get_schema(op_type).inputs]
-    return frozenset(k for k, name in enumerate(names) if name.endswith(("_scale", "_zero_point")))
