@@ -5,14 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import textwrap
-import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -526,63 +522,6 @@ class TestSearch:
             htp_export.search(file, ["int4"], ["error", "size"], data, storage=storage)
         assert brief(file, data[:1], storage=storage, study="another", trials=5).trials
 
-    @pytest.mark.parametrize("kind", ["journal", pytest.param("sqlite", marks=pytest.mark.slow)])
-    def test_two_processes_share_a_study_and_take_up_what_a_killed_one_had(
-        self, file: Path, data: list[dict[str, Array]], tmp_path: Path, kind: str
-    ) -> None:
-        optuna = pytest.importorskip("optuna")
-        storage = str(tmp_path / "study.log") if kind == "journal" else f"sqlite:///{tmp_path}/study.db"
-        for number, feed in enumerate(data):
-            np.savez(tmp_path / f"{number}.npz", **feed)
-        (tmp_path / "work.py").write_text(
-            textwrap.dedent(f"""
-            import sys, time
-            import numpy as np
-            import htp_export
-            from htp_export.compress.trade_offs.measuring import Measurer
-            from htp_export.compress.trade_offs.heartbeats import Heartbeat
-            data = [dict(np.load({str(tmp_path)!r} + f"/{{k}}.npz")) for k in range(3)]
-            if sys.argv[1] == "hangs":  # in its second trial
-                measure, begun = Measurer.measure, []
-                def hanging(self, plan, *pruning):
-                    if len(plan) > 1 and not self.known(plan):
-                        begun.append(plan)
-                        if len(begun) == 2:
-                            print("hangs", flush=True)
-                            time.sleep(600)
-                    return measure(self, plan, *pruning)
-                Measurer.measure = hanging
-            found = htp_export.search({str(file)!r}, ["int4", "fp16", "fp32"], ["error", "size"], data, trials=10,
-                first=4, storage={storage!r}, heartbeat=Heartbeat(0.2, 1.5))
-            print(len(found.trials), found.failed, flush=True)
-        """)
-        )
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-        def start(word: str) -> subprocess.Popen[str]:
-            command = [sys.executable, str(tmp_path / "work.py"), word]
-            return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-        with start("hangs") as hanging:
-            assert hanging.stdout is not None
-            assert hanging.stdout.readline() == "hangs\n"
-            with start("works") as working:
-                time.sleep(0.5)
-                os.kill(hanging.pid, signal.SIGKILL)
-                hanging.wait()
-                out, _ = working.communicate(timeout=120)
-        assert working.returncode == 0
-        assert out.split()[1] == "0"
-        study = brief_study(optuna, storage)
-        states = [trial.state.name for trial in study.trials]
-        assert states.count("FAIL") == 1
-        assert states.count("COMPLETE") >= 10
-        assert "RUNNING" not in states
-        [dead] = [trial for trial in study.trials if trial.state.name == "FAIL"]
-        again = [trial for trial in study.trials if trial.params == dead.params and trial.state.name == "COMPLETE"]
-        assert again
-        assert again[0].user_attrs["taken up again"] == 1
-
     def test_the_page_runs_as_it_stands(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
         monkeypatch.chdir(tmp_path)
         page, names = ROOT / "docs" / "search.md", dict[str, Any]()
@@ -663,13 +602,6 @@ class TestSearch:
         (tmp_path / "broken.log").write_text("{nothing\n{}\n")
         with pytest.raises(FileError, match="is no journal"):
             htp_export.search(file, ["int4"], storage=tmp_path / "broken.log")
-
-
-def brief_study(optuna: Any, storage: str) -> Any:
-    from htp_export.compress.trade_offs.storages import open_storage
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna.load_study(study_name="htp_export", storage=open_storage(storage))
 
 
 def test_without_optuna_the_error_says_what_to_install(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import FileError, InputError
 from htp_export.files.parsing import first_line
 
-__all__ = ["need_optuna", "open_storage", "quiet_optuna"]
+if TYPE_CHECKING:
+    import optuna
+
+__all__ = ["need_optuna", "open_storage", "open_study", "quiet_optuna"]
 
 
 def need_optuna() -> Any:
@@ -45,14 +48,12 @@ def open_storage(storage: str | os.PathLike[str] | Any | None) -> Any:
     if not isinstance(storage, str | os.PathLike):
         return storage
     named = os.fspath(storage)
-    try:
-        if named.startswith("grpc://"):
-            host, _, port = named.removeprefix("grpc://").partition(":")
-            return optuna.storages.GrpcStorageProxy(host=host, port=int(port or 13000))
-        if "://" in named:
-            return optuna.storages.RDBStorage(named)
-    except Exception as error:  # of SQLAlchemy, its drivers and gRPC
-        raise InputError(f"storage {named!r} cannot be opened: {first_line(error)}") from error
+    if "://" in named:
+        try:
+            with quiet_optuna(optuna):
+                return _at_address(optuna, named)
+        except Exception as error:  # of SQLAlchemy, its drivers and gRPC
+            raise InputError(f"storage {named!r} cannot be opened: {_said(error)}") from error
     if not Path(named).absolute().parent.is_dir():
         raise FileError(named, f"its folder does not exist: {Path(named).absolute().parent}")
     backend = optuna.storages.journal.JournalFileBackend(named)
@@ -60,6 +61,42 @@ def open_storage(storage: str | os.PathLike[str] | Any | None) -> Any:
         return optuna.storages.JournalStorage(backend)
     except Exception as error:
         raise FileError(named, f"is no journal of Optuna: {first_line(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """What an error says, in one line; errors of gRPC have it apart."""
+    details = getattr(error, "details", None)
+    return str(details()) if callable(details) else first_line(error)
+
+
+def _at_address(optuna: Any, named: str) -> Any:
+    if not named.startswith("grpc://"):
+        return optuna.storages.RDBStorage(named)
+    host, _, port = named.removeprefix("grpc://").partition(":")
+    return optuna.storages.GrpcStorageProxy(host=host, port=int(port or 13000))
+
+
+def open_study(storage: Any, name: str, directions: Sequence[str]) -> optuna.Study:
+    """A study in a storage; a new one if it has none of this name.
+
+    Args:
+        storage: As for `open_storage`.
+        name: The name of the study.
+        directions: ``minimize`` or ``maximize`` for each objective.
+
+    Raises:
+        InputError: If Optuna is not installed, or the storage cannot be opened or reached.
+    """
+    opened, library = open_storage(storage), need_optuna()
+    with quiet_optuna(library):
+        try:
+            study: optuna.Study = library.create_study(
+                storage=opened, study_name=name, directions=list(directions), load_if_exists=True
+            )
+        except Exception as error:  # a proxy is reached when it is first asked
+            named = storage if isinstance(storage, str | os.PathLike) else type(storage).__name__
+            raise InputError(f"storage {str(named)!r} cannot be opened: {_said(error)}") from error
+        return study
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from htp_export.compress.trade_offs.heartbeats import BEAT, Heartbeat, Watch, beating
-from htp_export.compress.trade_offs.storages import need_optuna, open_storage, quiet_optuna
+from htp_export.compress.trade_offs.storages import need_optuna, open_study, quiet_optuna
 from htp_export.errors import HtpExportError, InputError
 from htp_export.files.parsing import first_line
 
@@ -58,18 +58,11 @@ class SharedStudy:
         heartbeat: Heartbeat,
         facts: Mapping[str, Any],
     ) -> None:
-        optuna = need_optuna()
         self._space: dict[str, list[str]] = {}
         self._runs: dict[str, dict[str, Any]] = {}
         self._heartbeat = heartbeat
         self._watch = Watch(heartbeat.grace)
-        with quiet_optuna(optuna):
-            self.study: Any = optuna.create_study(
-                storage=open_storage(storage),
-                study_name=name,
-                directions=list(directions),
-                load_if_exists=True,
-            )
+        self.study: Any = open_study(storage, name, directions)
         self._check_facts({**facts, "directions": list(directions)})
 
     def _check_facts(self, facts: Mapping[str, Any]) -> None:
