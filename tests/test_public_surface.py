@@ -147,6 +147,7 @@ def test_a_public_function_says_whether_it_is_thread_safe(name):
 @pytest.mark.parametrize(
     "name",
     [
+        "Adopted",
         "Carried",
         "Comparison",
         "Contamination",
@@ -184,6 +185,7 @@ def test_the_onnx_model_is_the_parameter_model_of_every_public_function():
         for name, function in public_functions().items()
     }
     others = {
+        "adopt": ["model", "foreign"],
         "carry": ["before", "after"],
         "compare": ["a", "b"],
         "diff": ["a", "b"],

@@ -180,7 +180,7 @@ class _Division:
     def _gives_back(self, index: int, node: SummaryNode, value: int) -> bool:
         """Whether the output of a node is exactly an original tensor, and no input is, except in another form."""
         known = self.known
-        same = [v for v in node.reads if v != NOTHING and known.counterpart[v] == known.counterpart[value]]
+        same = [v for v in node.reads if v != NOTHING and known.counterpart[value] in known.numbers_of(v)]
         if not known.exact[value] or any(known.exact[v] for v in same):
             return False
         return bool(same) or known.counterpart[value] not in self._behind[index]

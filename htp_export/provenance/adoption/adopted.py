@@ -44,7 +44,7 @@ class Adopted(HoldsModel):
         modules: Module path → its nodes, for modules that have some.
         contamination: ``(module, tensor, leaves)`` for tensors at boundaries that are no inputs or outputs of the
             module in PyTorch.
-        notes: What could not be compared, and why.
+        not_compared: Why values were not compared; empty if they were.
     """
 
     model: ir.Model = field(repr=False)
@@ -53,7 +53,7 @@ class Adopted(HoldsModel):
     unknown: Sequence[str]
     modules: Mapping[str, AdoptedModule] = field(repr=False)
     contamination: Sequence[tuple[str, str, bool]] = field(repr=False)
-    notes: tuple[str, ...] = ()
+    not_compared: str = ""
 
     @property
     def share_known(self) -> float:
@@ -76,13 +76,18 @@ class Adopted(HoldsModel):
                 for path, module in self.modules.items()
             },
             "contamination": [list(entry) for entry in self.contamination],
-            "notes": list(self.notes),
+            "not_compared": self.not_compared,
         }
 
     @property
     def summary(self) -> str:
         """The result in one line."""
         return f"{self.nodes} nodes, {self.nodes - len(self.unknown)} with known owners, {len(self.unknown)} unknown"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader has to know besides the numbers, a line each."""
+        return (f"values were not compared: {self.not_compared}",) if self.not_compared else ()
 
     def __str__(self) -> str:
         lines = [f"{self.nodes:7} nodes"]

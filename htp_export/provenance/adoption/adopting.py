@@ -56,8 +56,10 @@ def adopt(
     tensors that are known; and scopes in names of nodes, where these are proved by the rest. A node whose owners are
     not known has the reason ``unknown``, and as its module the innermost one that is certain. See ``docs/adopt.md``.
 
-    Both models run once in ONNX Runtime, on the CPU, without optimisations. If the other file does not run, its
-    weights and names decide alone, and a note says so.
+    Both models run in ONNX Runtime, on the CPU, without optimisations. If the other file does not run, its weights and
+    names decide alone, and a note says so.
+
+    Thread-safe, also for calls on the same model; exports of modules run one after the other.
 
     Args:
         model: The original: an ``nn.Module``, which is exported with ``args`` and ``kwargs``; or a tagged model, as
@@ -69,6 +71,9 @@ def adopt(
         inputs: For a tagged model: input name → array, on which both models run. None for random inputs.
         seed: Of random inputs.
         share_weights: Leave external weights in the data file of another model in the folder of ``output``.
+
+    Returns:
+        The file with tags, the evidence for them, and the nodes whose owners are not known.
 
     Raises:
         InputError: The inputs are not those of the original; or a model is invalid.
@@ -141,7 +146,7 @@ def _adopted(tagged: TaggedModel, model: ir.Model, inputs: Mapping[str, Any] | N
     after, nodes = summarize(model, model.functions.values())
     for node in after.nodes:
         node.owners, node.call, node.reason = (), "", ""
-    evidence, notes = gather((tagged.model, before), (model, after), inputs, seed)
+    evidence, not_compared = gather((tagged.model, before), (model, after), inputs, seed)
     scopes = [scope_of(node.name or "", *(str(value.name) for value in node.outputs[:1])) for node in nodes]
     names = without_names(after)
     alignment = ForeignAlignment(before, after, evidence)
@@ -162,7 +167,7 @@ def _adopted(tagged: TaggedModel, model: ir.Model, inputs: Mapping[str, Any] | N
         unknown=unknown,
         modules=_modules(load(model), hierarchy),
         contamination=contamination,
-        notes=tuple(notes),
+        not_compared=not_compared,
     )
 
 

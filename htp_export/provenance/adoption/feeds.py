@@ -26,8 +26,12 @@ def words(name: str) -> frozenset[str]:
         >>> sorted(words("past_key_values.0.key"))
         ['0', 'key', 'past', 'value']
     """
+    return frozenset(_split(name))
+
+
+def _split(name: str) -> list[str]:
     found = re.findall(r"\d+|[A-Za-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", name))
-    return frozenset(word.lower().rstrip("s") if not word.isdigit() else word for word in found)
+    return [word.lower().rstrip("s") if not word.isdigit() else word for word in found]
 
 
 def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None]) -> dict[str, str]:
@@ -45,7 +49,7 @@ def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None])
     """
     pairs = {name: name for name in ours if name in theirs}
     likeness = {
-        (mine, other): len(words(mine) & words(other)) / len(words(mine) | words(other))
+        (mine, other): _likeness(mine, other)
         for mine in ours
         for other in theirs
         if mine not in pairs and other not in pairs
@@ -61,6 +65,13 @@ def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None])
     if len(left) == len(free) and all(_fit(ours[m], theirs[t]) for m, t in zip(left, free, strict=True)):
         pairs.update(zip(left, free, strict=True))
     return pairs
+
+
+def _likeness(name: str, other: str) -> float:
+    """The share of words that two names have in common; the last word counts most: it tells keys from values."""
+    mine, theirs = words(name), words(other)
+    last, others_last = (next((word for word in reversed(_split(each)) if not word.isdigit()), "") for each in (name, other))
+    return len(mine & theirs) / len(mine | theirs) + (last == others_last)
 
 
 def _fit(rank: int | None, other: int | None) -> bool:

@@ -152,13 +152,17 @@ class _Foreign:
             return None
         mine = [old for old in self._works[index].among if self._before.nodes[old].owners == (module,)]
         near = (_is_near(module, paths[reader]) for reader in self._readers(index) if reader in paths)
-        if not self._reads_no_more(index, mine) or not all(near):
+        inside = {other for other, owners in paths.items() if owners == (module,)}
+        if not self._reads_no_more(index, mine, inside) or not all(near):
             return None
         calls = [(self._before.nodes[old].owners, self._before.nodes[old].call) for old in mine]
         return Owned((module,), Reason.NODE, self._tree.encode_merged_calls((module,), calls))
 
-    def _reads_no_more(self, index: int, part: Sequence[int]) -> bool:
-        """Whether a node reads and gives no more tensors than original nodes: otherwise it computes others, too."""
+    def _reads_no_more(self, index: int, part: Sequence[int], inside: Container[int] = ()) -> bool:
+        """Whether a node reads and gives no more tensors than original nodes: otherwise it computes others, too.
+
+        ``inside``: Nodes that do a part of the same work; what is read from them does not count.
+        """
         node, before, after = self._after.nodes[index], self._before, self._after
         number = self._known.numbers.number
         made = {number[v] for old in part for v in before.nodes[old].outputs if v != NOTHING}
@@ -169,7 +173,8 @@ class _Foreign:
             for v in before.nodes[old].outputs
             if v != NOTHING and (v in before.outputs or any(reader not in part for reader in before.readers[v]))
         }
-        reads = {after.maker[v] if after.maker[v] != NOTHING else -v for v in node.reads if v != NOTHING and after.live[v]}
+        live = [v for v in node.reads if v != NOTHING and after.live[v]]
+        reads = {after.maker[v] if after.maker[v] != NOTHING else -2 - v for v in live if after.maker[v] not in inside}
         gives = {v for v in node.outputs if v != NOTHING and (after.readers[v] or v in after.outputs)}
         return len(reads) <= len(read) and len(gives) <= len(given)
 
@@ -180,7 +185,9 @@ class _Foreign:
             if entry.reason != Reason.INSERTED or self._works[index].ends:
                 continue
             module = names.module(self._scopes[index])
-            if module is not None and entry.paths and all(_is_near(module, (path,)) for path in entry.paths):
+            serves_one = len(entry.paths) == 1 and any(v != NOTHING and self._after.live[v] for v in node.outputs)
+            near = entry.paths and all(_is_near(str(module), (path,)) for path in entry.paths)
+            if module is not None and near and not serves_one:
                 found[index] = Owned((module,), Reason.NODE)
             elif any(found[reader].reason == Reason.UNKNOWN for reader in self._readers(index)):
                 found[index] = Owned((common_ancestor(entry.paths),), Reason.UNKNOWN)

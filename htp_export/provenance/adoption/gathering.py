@@ -28,8 +28,8 @@ _ROUNDED = 1e-6
 """Relative error of a weight beyond which the original runs with the weight of the other file."""
 
 
-def gather(before: Model, after: Model, inputs: Mapping[str, Any] | None, seed: int = 0) -> tuple[Evidence, list[str]]:
-    """What is known of the tensors of the other file, and notes on what could not be found out.
+def gather(before: Model, after: Model, inputs: Mapping[str, Any] | None, seed: int = 0) -> tuple[Evidence, str]:
+    """What is known of the tensors of the other file, and why values were not compared, if they were not.
 
     Args:
         before: The original model and its summary.
@@ -40,23 +40,23 @@ def gather(before: Model, after: Model, inputs: Mapping[str, Any] | None, seed: 
     Raises:
         InputError: If ``inputs`` are given, and are not those of the original.
     """
-    evidence, notes = Evidence(inputs=_inputs(before, after)), list[str]()
+    evidence, problems = Evidence(inputs=_inputs(before, after)), list[str]()
     same = _weights(before, after, evidence)
     try:
         feed = feed_original(before[0], inputs, seed)
     except InputError as error:
         if inputs is not None:
             raise
-        return evidence, [f"values were not compared: {error}"]
+        return evidence, str(error)
     original = _with_weights_of(before, after[0], same)
     for tried in simpler_feeds(before[0], feed):
         try:
             _compare(original, before[1], after, tried, evidence)
         except InputError as error:
-            notes.append(f"values were not compared: {error}")
+            problems.append(str(error))
         else:
-            return evidence, []
-    return evidence, notes[:1]
+            return evidence, ""
+    return evidence, problems[0]
 
 
 def _inputs(before: Model, after: Model) -> dict[int, int]:

@@ -57,6 +57,7 @@ class NameScopes:
         for scope, owner in nodes:
             direct[scope].add(owner)
         named = self._named(inside, direct)
+        self._has_known = frozenset(inside)
         self._stands_for = {scope: module for scope, module in named if _only_there(scope, module, nodes)}
 
     def _named(self, inside: Mapping[Scope, Sequence[str]], direct: Mapping[Scope, set[str]]) -> list[tuple[Scope, str]]:
@@ -76,7 +77,7 @@ class NameScopes:
         if scope in self._stands_for:
             return self._stands_for[scope]
         above = self._stands_for.get(scope[:-1]) if scope else None
-        if above is None:
+        if above is None or scope in self._has_known:
             return None
         child = f"{above}.{scope[-1]}" if above else scope[-1]
         return child if child in self._modules else None

@@ -1,0 +1,488 @@
+"""Tags for files that others exported: what is recognised, what is not believed, and what stays unknown."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.cli.main import main
+from htp_export.errors import FileError, InputError, UntaggedModelError
+from htp_export.format import tags
+from htp_export.huggingface.models import spread_parameters
+from htp_export.provenance.adoption.feeds import pair_names
+from htp_export.provenance.adoption.name_scopes import NameScopes
+from htp_export.provenance.adoption.near_values import OriginalTensors
+from htp_export.provenance.adoption.same_weights import OriginalWeights, replaced
+from htp_export.runtime.arrays import ArrayStore
+
+SIZE = 16
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(SIZE, SIZE, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = torch.softmax(self.q(x) @ self.k(x).transpose(1, 2) * 0.25, -1)
+        return self.o(scores @ self.v(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention, self.act = nn.LayerNorm(SIZE), Attention(), nn.Tanh()
+        self.up, self.down = nn.Linear(SIZE, 32), nn.Linear(32, SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.down(self.act(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(SIZE, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.fixture(scope="module")
+def net() -> Net:
+    torch.manual_seed(0)
+    model = Net().eval()
+    spread_parameters(model, torch.Generator().manual_seed(0), scale=0.3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def example() -> torch.Tensor:
+    return torch.randn(2, 5, SIZE, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def original(net: Net, example: torch.Tensor) -> htp_export.TaggedModel:
+    return htp_export.load(htp_export.export(net, (example,), verbose=False))
+
+
+@pytest.fixture(scope="module")
+def torchscript(net: Net, example: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of the other exporter, with our tags: the truth."""
+    path = tmp_path_factory.mktemp("adopt") / "truth.onnx"
+    htp_export.export(net, (example,), path, dynamo=False, opset_version=17, verbose=False)
+    return path
+
+
+def foreign_of(truth: Path) -> ir.Model:
+    """The file as others write it."""
+    model = htp_export.load(truth).model.clone()
+    model.metadata_props.clear()
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()
+    return model
+
+
+def renamed(model: ir.Model, name: Any = lambda number, node: f"n{number}") -> ir.Model:
+    """The same with other names of nodes and tensors."""
+    kept = {*model.graph.inputs, *model.graph.outputs}
+    for number, node in enumerate(model.graph.all_nodes()):
+        node.name = name(number, node)
+        for place, value in enumerate(node.outputs):
+            if value not in kept:
+                value.name = f"{node.name}_out{place}"
+    for number, value in enumerate([*model.graph.initializers.values()]):
+        model.graph.initializers.pop(str(value.name))
+        value.name = f"w{number}"
+        model.graph.initializers[value.name] = value
+    return model
+
+
+def owners(model: ir.Model) -> list[tuple[str, tuple[str, ...]]]:
+    computing = (node for node in model.graph.all_nodes() if node.op_type != "Constant")
+    return [(node.op_type, tags.owners_of(node.metadata_props)) for node in computing]
+
+
+def reasons(model: ir.Model) -> set[str]:
+    return {node.metadata_props["htp.reason"] for node in model.graph.all_nodes()}
+
+
+# --- whole files ---
+
+
+def test_a_file_of_the_other_exporter_gets_the_owners_that_its_own_export_has(
+    original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor
+) -> None:
+    adopted = htp_export.adopt(original, foreign_of(torchscript), inputs={"x": example})
+    assert owners(adopted.model) == owners(htp_export.load(torchscript).model)
+    assert not adopted.unknown and adopted.notes == () and adopted.share_known == 1
+
+
+def test_names_are_not_needed(original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor) -> None:
+    adopted = htp_export.adopt(original, renamed(foreign_of(torchscript)), inputs={"x": example})
+    assert owners(adopted.model) == owners(htp_export.load(torchscript).model)
+
+
+def test_names_that_lie_are_not_believed(
+    original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor
+) -> None:
+    def lying(number: int, node: ir.Node) -> str:
+        block = "1" if "blocks.0" in (node.name or "") else "0"
+        return f"/blocks.{block}/attention/{node.op_type}_{number}"
+
+    adopted = htp_export.adopt(original, renamed(foreign_of(torchscript), lying), inputs={"x": example})
+    assert owners(adopted.model) == owners(htp_export.load(torchscript).model)
+    assert "node" not in reasons(adopted.model)
+
+
+def test_a_module_is_exported_with_its_example_inputs(net: Net, torchscript: Path, example: torch.Tensor) -> None:
+    foreign = foreign_of(torchscript)
+    by_position = htp_export.adopt(net, foreign, args=(example,))
+    by_keyword = htp_export.adopt(net, foreign, kwargs={"x": example})
+    assert owners(by_position.model) == owners(by_keyword.model) == owners(htp_export.load(torchscript).model)
+
+
+def test_without_inputs_random_ones_are_used(original: htp_export.TaggedModel, torchscript: Path) -> None:
+    adopted = htp_export.adopt(original, foreign_of(torchscript))
+    assert owners(adopted.model) == owners(htp_export.load(torchscript).model)
+
+
+@pytest.mark.parametrize("tool", ["onnxslim", "onnxruntime", "float16", "quantize_dynamic", "matmul_nbits"])
+def test_what_tools_make_of_it_has_no_wrong_owner(
+    tool: str, original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor
+) -> None:
+    options = {"float16": {"keep_io_types": True}, "matmul_nbits": {"block_size": 16}}.get(tool, {})
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = getattr(htp_export.tools, tool)(torchscript, **options).model
+    foreign = truth.clone()
+    for node in foreign.graph.all_nodes():
+        node.metadata_props.clear()
+    adopted = htp_export.adopt(original, foreign, inputs={"x": example})
+    held = [
+        (found.op_type, tags.owners_of(found.metadata_props), tags.owners_of(true.metadata_props))
+        for found, true in zip(adopted.model.graph.all_nodes(), truth.graph.all_nodes(), strict=True)
+        if found.op_type != "Constant" and found.metadata_props["htp.reason"] != "unknown"
+    ]
+    wrong = [entry for entry in held if set(entry[1]) != set(entry[2]) and entry[0] not in ("Cast", "Reshape")]
+    assert wrong == []
+    assert adopted.share_known > 0.9
+
+
+# --- other graphs ---
+
+
+def joined_model(net: Net, extra: str = "") -> ir.Model:
+    """The first attention, with query, key and value in one product."""
+    attention = net.blocks[0].attention
+    joined = torch.cat([linear.weight.T for linear in (attention.q, attention.k, attention.v)], 1).detach().numpy()
+    text = f"""<ir_version: 10, opset_import: ["": 20]>
+    g (float[2, 5, {SIZE}] x) => (float[2, 5, {SIZE}] y)
+    <float[1] scale = {{0.25}}, int64[3] sizes = {{{SIZE}, {SIZE}, {SIZE}}}> {{
+        qkv = MatMul(x, w)
+        q, k, v = Split<axis = -1>(qkv, sizes)
+        turned = Transpose<perm = [0, 2, 1]>(k)
+        raw = MatMul(q, turned)
+        scores = Mul(raw, scale)
+        soft = Softmax<axis = -1>(scores)
+        mixed = MatMul(soft, v)
+        {extra or "y = MatMul(mixed, o)"}
+    }}"""
+    proto = onnx.parser.parse_model(text)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(joined, "w"))
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(attention.o.weight.T.detach().numpy().copy(), "o"))
+    return ir.from_proto(proto)
+
+
+def test_joined_projections_have_all_their_owners(net: Net, example: torch.Tensor) -> None:
+    adopted = htp_export.adopt(net.blocks[0].attention, joined_model(net), args=(example,))
+    found = {str(node.outputs[0].name): tags.owners_of(node.metadata_props) for node in adopted.model.graph}
+    assert found == {
+        "qkv": ("q", "k", "v"),
+        "q": ("q", "k", "v"),
+        **dict.fromkeys(("turned", "raw", "scores", "soft", "mixed"), ("",)),
+        "y": ("o",),
+    }
+    assert adopted.modules["o"].fate == "computed"
+
+
+def test_what_the_original_does_not_compute_is_unknown(net: Net, example: torch.Tensor) -> None:
+    extra = "more = Sin(mixed) last = MatMul(mixed, o) both = Add(last, more) y = Identity(both)"
+    model = joined_model(net, extra)
+    model.graph.outputs.append(ir.val("last", ir.DataType.FLOAT, [2, 5, SIZE]))
+    adopted = htp_export.adopt(net.blocks[0].attention, onnx.load_from_string(_with_output(model)), args=(example,))
+    said = {str(node.outputs[0].name): node.metadata_props["htp.reason"] for node in adopted.model.graph}
+    assert said["more"] == said["both"] == "unknown" and said["last"] != "unknown"
+    assert len(adopted.unknown) >= 2 and adopted.share_known < 1
+    assert "unknown" in str(adopted)
+
+
+def _with_output(model: ir.Model) -> bytes:
+    model.graph.outputs.pop()
+    proto = ir.to_proto(model)
+    proto.graph.output.append(onnx.helper.make_tensor_value_info("last", onnx.TensorProto.FLOAT, [2, 5, SIZE]))
+    return bytes(proto.SerializeToString())
+
+
+def test_a_file_that_does_not_run_is_adopted_by_weights_and_the_note_says_so(
+    original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor
+) -> None:
+    foreign = foreign_of(torchscript)
+    softmax = next(node for node in foreign.graph if node.op_type == "Softmax")
+    softmax.domain = "somewhere.else"
+    foreign.graph.opset_imports["somewhere.else"] = foreign.opset_imports["somewhere.else"] = 1
+    adopted = htp_export.adopt(original, foreign, inputs={"x": example})
+    assert len(adopted.notes) == 1 and adopted.notes[0].startswith("values were not compared")
+    truth = dict(zip(foreign_names(adopted.model), owners(htp_export.load(torchscript).model), strict=True))
+    for node in adopted.model.graph:
+        if node.op_type != "Constant" and node.metadata_props["htp.reason"] != "unknown":
+            assert set(tags.owners_of(node.metadata_props)) == set(truth[str(node.outputs[0].name)][1]), node.name
+    assert adopted.share_known > 0.5
+
+
+def foreign_names(model: ir.Model) -> list[str]:
+    return [str(node.outputs[0].name) for node in model.graph.all_nodes() if node.op_type != "Constant"]
+
+
+def test_the_adopted_file_works_with_the_other_functions(
+    original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor, tmp_path: Path
+) -> None:
+    file = tmp_path / "tagged.onnx"
+    htp_export.adopt(original, renamed(foreign_of(torchscript)), file, inputs={"x": example})
+    tagged = htp_export.load(file)
+    assert tagged.signatures["blocks.1.attention"][0].outputs[0] in tagged.values
+    assert htp_export.cost(file, dims={}).modules["blocks.0.attention"].flops > 0
+    part = htp_export.extract(file, "blocks.1.attention", tmp_path / "part.onnx")
+    assert [value.name for value in part.model.graph.outputs] == [tagged.signatures["blocks.1.attention"][0].outputs[0]]
+    quantized = htp_export.quantize(file, {"blocks.*.attention": "int8-weights"}, tmp_path / "int8.onnx")
+    assert quantized.modules["blocks.0.attention.q"].bytes_after < quantized.modules["blocks.0.attention.q"].bytes_before
+    assert htp_export.compare(original, file, {"x": example}).modules["blocks.0.attention"].status == "agrees"
+
+
+def test_weights_stay_in_the_data_file(
+    original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor, tmp_path: Path
+) -> None:
+    file, output = tmp_path / "foreign.onnx", tmp_path / "tagged.onnx"
+    htp_export.load(foreign_of(torchscript)).save(file, external_data="weights.bin")
+    htp_export.adopt(original, file, output, inputs={"x": example})
+    assert output.stat().st_size < file.stat().st_size + 40_000 and (tmp_path / "tagged.onnx.data").exists()
+
+
+def test_a_file_with_weights_elsewhere_is_refused(original: htp_export.TaggedModel, tmp_path: Path) -> None:
+    tensor = onnx.helper.make_tensor("w", onnx.TensorProto.FLOAT, [4], [1.0, 2, 3, 4])
+    tensor.ClearField("float_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="../outside.bin")
+    made = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [4])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["w"], ["y"])], "g", [], [made], [tensor])
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "bad.onnx").write_bytes(onnx.helper.make_model(graph).SerializeToString())
+    with pytest.raises(FileError, match="outside"):
+        htp_export.adopt(original, tmp_path / "inner" / "bad.onnx")
+
+
+def test_wrong_arguments_are_refused(
+    net: Net, original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor
+) -> None:
+    foreign = foreign_of(torchscript)
+    with pytest.raises(UntaggedModelError, match="no module tags"):
+        htp_export.adopt(foreign, foreign)
+    with pytest.raises(InputError, match="for a tagged model, give inputs"):
+        htp_export.adopt(original, foreign, args=(example,))
+    with pytest.raises(InputError, match="give args and kwargs"):
+        htp_export.adopt(net, foreign, inputs={"x": example})
+    with pytest.raises(InputError, match="no input 'z'"):
+        htp_export.adopt(original, foreign, inputs={"z": example})
+
+
+# --- the evidence ---
+
+GENERATOR = np.random.default_rng(0)
+WEIGHTS = [GENERATOR.normal(size=shape).astype(np.float32) for shape in [(24, 16), (8, 16), (16, 40), (16,), (16,)]]
+
+
+def weights() -> OriginalWeights:
+    return OriginalWeights({index: (lambda array=array: array) for index, array in enumerate(WEIGHTS)})
+
+
+@pytest.mark.parametrize(
+    ("array", "originals", "largest_error"),
+    [
+        (WEIGHTS[0].astype(np.float16), (0,), 1e-3),
+        (WEIGHTS[0].T.copy(), (0,), 0.0),
+        (WEIGHTS[2].reshape(4, 4, 40), (2,), 0.0),
+        (np.concatenate([WEIGHTS[0], WEIGHTS[1]]), (0, 1), 0.0),
+        (np.concatenate([WEIGHTS[1].T, WEIGHTS[0].T], axis=1), (1, 0), 0.0),
+        (WEIGHTS[2][:, 10:30], (2,), 0.0),
+        (WEIGHTS[3] + 1, (3,), 1e-6),
+        (WEIGHTS[1] * 0.25, (1,), 1e-6),
+        (np.round(WEIGHTS[0] * 3) / 3, (0,), 0.15),
+        (np.round(WEIGHTS[0] * 30).astype(np.int8), (0,), 0.02),
+    ],
+    ids=["float16", "transposed", "reshaped", "joined", "joined, transposed", "cut", "plus one", "scaled", "4 bits", "int8"],
+)
+def test_a_weight_is_recognised(array: Any, originals: tuple[int, ...], largest_error: float) -> None:
+    same = weights().find(array)
+    assert same is not None and same.originals == originals and same.error <= largest_error
+
+
+@pytest.mark.parametrize(
+    "array", [GENERATOR.normal(size=(24, 16)).astype(np.float32), np.ones((24, 16), np.float32), WEIGHTS[0][:, ::-1]]
+)
+def test_another_weight_is_not(array: Any) -> None:
+    assert weights().find(array) is None
+
+
+def test_a_weight_that_may_be_one_of_two_is_neither() -> None:
+    near = WEIGHTS[0] + 0.1 * GENERATOR.normal(size=(24, 16)).astype(np.float32)
+    known = OriginalWeights({0: lambda: WEIGHTS[0], 1: lambda: near})
+    assert known.find((WEIGHTS[0] + near) / 2) is None
+    same = known.find(WEIGHTS[0])
+    assert same is not None and same.originals == (0,)
+
+
+def test_the_original_gets_the_numbers_of_its_parts() -> None:
+    rounded = np.round(np.concatenate([WEIGHTS[0], WEIGHTS[1]]) * 4) / 4
+    same = weights().find(rounded.T.copy())
+    assert same is not None
+    changed = replaced(WEIGHTS[1], 1, [(same, rounded.T)])
+    assert changed is not None and np.array_equal(changed, rounded[24:])
+
+
+def test_tensors_are_found_in_other_layouts_joined_and_cut() -> None:
+    first, second = (GENERATOR.normal(size=(2, 5, size)).astype(np.float32) for size in (8, 4))
+    with ArrayStore.opened(1 << 20) as store:
+        known = OriginalTensors(store)
+        for index, array in enumerate((first, second, np.concatenate([second, first], 1 - 2))):
+            known.add(index, array)
+
+        def found(array: Any) -> Any:
+            like = known.find(array)
+            return None if like is None else (like.originals, like.same_shape, like.joined)
+
+        assert found(first) == ((0,), True, False)
+        assert found(first.reshape(10, 8)) == ((0,), False, False)
+        assert found(first.transpose(0, 2, 1)) == ((0,), False, False)
+        assert found(np.concatenate([first, second], -1)) == ((0, 1), False, True)
+        assert found(np.concatenate([second, first], -1)[..., 2:7]) == ((2,), False, False)
+        assert found(first + 0.01) is None and found(np.zeros((2, 5, 8), np.float32)) is None
+
+
+def test_the_tolerance_is_that_of_the_outputs_and_needs_a_margin() -> None:
+    first = GENERATOR.normal(size=(4, 16)).astype(np.float32)
+    near, far = first + 0.02, GENERATOR.normal(size=(4, 16)).astype(np.float32)
+    with ArrayStore.opened(1 << 20) as store:
+        known = OriginalTensors(store)
+        for index, array in enumerate((first, near, far)):
+            known.add(index, array)
+        assert known.find(far + 0.01) is None
+        assert known.measure([far + 0.01])
+        like = known.find(far + 0.01)
+        assert like is not None and like.originals == (2,)
+        assert known.find((first + near) / 2) is None
+        assert not known.measure([np.arange(64, dtype=np.float32).reshape(4, 16)])
+
+
+def test_inputs_are_paired_by_the_words_in_their_names() -> None:
+    ours = {"ids": 2, "past_key_values.0.key": 4, "past_key_values.1.key": 4, "past_key_values.0.value": 4}
+    theirs = {"input_ids": 2, "cache.layers.0.values": 4, "cache.layers.1.keys": 4, "cache.layers.0.keys": 4}
+    assert pair_names(ours, theirs) == {
+        "ids": "input_ids",
+        "past_key_values.0.key": "cache.layers.0.keys",
+        "past_key_values.1.key": "cache.layers.1.keys",
+        "past_key_values.0.value": "cache.layers.0.values",
+    }
+
+
+def test_a_scope_stands_for_a_module_only_if_all_nodes_say_so() -> None:
+    modules = {"a", "a.x", "a.y", "b", "b.x"}
+    known = [(("p",), ("a",)), (("p", "x"), ("a.x",)), (("q", "x"), ("b.x",)), (("q",), ("a.y",))]
+    scopes = NameScopes(known, modules)
+    assert scopes.module(("q",)) is None and scopes.module(("p",)) is None  # a node of `a` is in scope q
+    assert NameScopes(known[:2], modules).module(("p", "y")) == "a.y"
+
+
+# --- the command ---
+
+
+def test_the_command_writes_the_file_and_its_status_says_whether_enough_is_known(
+    original: htp_export.TaggedModel, torchscript: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original.save(tmp_path / "original.onnx")
+    htp_export.load(renamed(foreign_of(torchscript))).save(tmp_path / "foreign.onnx")
+    more = renamed(foreign_of(torchscript))
+    more.graph.append(ir.node("Sin", more.graph.outputs, outputs=[ir.val("sin", ir.DataType.FLOAT, [2, 5, 7])]))
+    more.graph.outputs.append(next(iter(reversed(more.graph))).outputs[0])
+    htp_export.load(more).save(tmp_path / "other.onnx")
+    command = ["adopt", str(tmp_path / "original.onnx"), str(tmp_path / "foreign.onnx"), "-o", str(tmp_path / "t.onnx")]
+    assert main([*command, "--json", "--require", "1"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["unknown"] == [] and said["modules"]["head"]["nodes"] and said["file"] == str(tmp_path / "t.onnx")
+    assert htp_export.load(tmp_path / "t.onnx")["head"].nodes
+    assert main([*command[:2], str(tmp_path / "other.onnx"), *command[3:], "--require", "0.99"]) == 1
+    assert main([*command[:2], str(tmp_path / "none.onnx"), *command[3:]]) == 2
+    assert main(["adopt", command[1], "-o", command[-1]]) == 2
+
+
+# --- files of ONNX Runtime GenAI's builder ---
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[str, Path]]:
+    """A tagged decoder, its inputs, and the files of the builder by precision."""
+    pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
+    pytest.importorskip("onnxruntime_genai.models.builder", reason="its builder lacks a package")
+    from htp_export.huggingface import example_call, load_model
+    from tools.adopt_accuracy import TEXT, build
+
+    folder = tmp_path_factory.mktemp("genai")
+    task = "text-generation-with-past"
+    model = load_model("llama", task=task, random_weights=True, overrides=TEXT)
+    spread_parameters(model, torch.Generator().manual_seed(0), scale=0.2)
+    call = example_call(model, task=task)
+    htp_export.export(model, (), folder / "original.onnx", verbose=False, **call.options)
+    files = {precision: build(model, "llama", precision, folder) for precision in ("fp32", "int4", "fp16")}
+    return folder / "original.onnx", call.inputs, files
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int4", "fp16"])
+@pytest.mark.filterwarnings("ignore")
+def test_files_of_genai_get_their_true_owners(built: tuple[Path, Any, dict[str, Path]], precision: str) -> None:
+    from tools.adopt_accuracy import anonymous, genai_truth, score
+
+    original, inputs, files = built
+    foreign = htp_export.load(files[precision]).model
+    joined = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+    truths = [genai_truth(node.name or "", 2, joined) for node in foreign.graph.all_nodes()]
+    anonymous(foreign)
+    adopted = htp_export.adopt(original, foreign, inputs=inputs)
+    found = score(adopted, dict(zip(adopted.model.graph.all_nodes(), truths, strict=True)).__getitem__)
+    assert found.wrong == 0, found.seen
+    assert found.unknown <= (4 if precision == "fp16" else 0), found.seen
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_attention_is_cut_out_of_a_file_of_genai(
+    built: tuple[Path, Any, dict[str, Path]], tmp_path: Path
+) -> None:
+    original, inputs, files = built
+    file = tmp_path / "tagged.onnx"
+    adopted = htp_export.adopt(original, files["int4"], file, inputs=inputs)
+    assert adopted.modules["model.layers.0.mlp"].fate == "computed"
+    part = htp_export.extract(file, "model.layers.0.self_attn", tmp_path / "attention.onnx")
+    operators = [node.op_type for node in part.model.graph if node.op_type != "Constant"]
+    assert operators.count("GroupQueryAttention") == 1 and operators.count("MatMulNBits") == 2
+    assert "/model/layers.0/input_layernorm/output_0" in {value.name for value in part.model.graph.inputs}
+    assert htp_export.cost(file, dims={"batch_size": 1, "sequence_length": 3}).modules["lm_head"].flops > 0
