@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.file_options import FeedDimsOption, FeedOption, FileArgument, TableOptions
-from htp_export.cli.profile_command import provider_named
+from htp_export.cli.providers import provider_named
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps
 

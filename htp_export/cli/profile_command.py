@@ -10,6 +10,7 @@ import typer
 
 from htp_export.cli.file_options import DepthOption, FeedDimsOption, FeedOption, FileArgument, JsonOption
 from htp_export.cli.outputs import report
+from htp_export.cli.providers import provider_named
 from htp_export.cli.quiet import quiet_runtime
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps
@@ -117,11 +118,3 @@ def _session_options(threads: int | None, level: _Level) -> Any:
     if threads is not None:
         options.intra_op_num_threads = threads
     return options
-
-
-def provider_named(name: str) -> str:
-    """The full name of a provider: ``cuda`` is short for ``CUDAExecutionProvider``."""
-    import onnxruntime
-
-    known: dict[str, str] = {provider.lower(): provider for provider in onnxruntime.get_all_providers()}
-    return known.get(name.lower()) or known.get(f"{name.lower()}executionprovider", name)

@@ -12,17 +12,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-<<<<<<< HEAD:htp_export/compress/lora/lora_files.py
 from htp_export.compress.lora.adapters import Adapter, LowRank, factor_name, placed, read_adapter, write_adapter
-from htp_export.compress.lora.linears import linear_paths, linears_of
+from htp_export.compress.lora.linears import Linear, linear_paths, linears_of
 from htp_export.compress.lora.lora_layers import lora_layers, remove_lora
 from htp_export.compress.pruning.weights import Use, changed_when_written, uses_of
-=======
-from htp_export.compress.adapters import Adapter, LowRank, factor_name, placed, read_adapter, write_adapter
-from htp_export.compress.linears import Linear, linear_paths, linears_of
-from htp_export.compress.lora_layers import lora_layers, remove_lora
-from htp_export.compress.weights import Use, changed_when_written, uses_of
->>>>>>> efbb047 (LoRA: a quantized weight to which an adapter is to be added is named, with what to do; int4 bases tested against PyTorch):htp_export/compress/lora_files.py
 from htp_export.errors import InputError
 from htp_export.files.model_files import check_target, has_external_data, write_model
 from htp_export.format import tags
