@@ -22,7 +22,7 @@ from htp_export.cli.main import main
 from htp_export.deploy.devices import device_named, entry_of
 from htp_export.deploy.filling import OUTSIDE, Item, Tensor, fill
 from htp_export.deploy.placing import bytes_of
-from htp_export.errors import InputError, SelectorError, UntaggedModelError
+from htp_export.errors import InputError, OnnxRuntimeError, SelectorError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.show.measures import measures_of
 from tests.exporting import SharedFiles, metadata
@@ -611,3 +611,35 @@ def test_a_plugin_takes_exactly_the_tower_that_is_placed_there(
     assert not result.misplaced
     ends = {(crossing.source, crossing.target) for crossing in result.crossings}
     assert ends == {(CPU, name), (name, CPU)}
+
+
+@reads_devices
+def test_a_part_that_a_plugin_cannot_take_is_explained(
+    file: Path, plugin: tuple[str, list[Any], dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime 1.31 and 1.32 count nodes on the other side of a border; a version that does not takes the part."""
+    monkeypatch.chdir(tmp_path)
+    name, found, settings = plugin
+    options = quiet()
+    options.add_provider_for_devices(found, settings)
+    placed = htp_export.place(file, {".": "cpu", "blocks": name})
+    problem, where = "", {}
+    try:
+        result = htp_export.placement(placed, (), options)
+        where = {path: result.modules[path].device for path in ("stem", "blocks", "head")}
+    except OnnxRuntimeError as error:
+        problem = str(error)
+    honoured = where == {"stem": CPU, "blocks": name, "head": CPU}
+    assert honoured or "that compiles its nodes takes no part of a graph" in problem
+
+
+@lists_nodes
+def test_notebooks_draw_the_tree_of_the_command(file: Path) -> None:
+    from htp_export.show.notebook import in_notebook
+
+    placed = in_notebook(htp_export.place(file, {".": "cpu", "blocks": "gpu"}))
+    assert placed is not None
+    assert "blocks" in placed
+    observed = in_notebook(htp_export.placement(file))
+    assert observed is not None
+    assert CPU in observed

@@ -18,7 +18,7 @@ from htp_export.deploy.crossings import crossings
 from htp_export.deploy.devices import ANNOTATION, SETTINGS, entry_of, session_options_with
 from htp_export.deploy.parts import tensor_sizes
 from htp_export.deploy.placed import Misplaced, Placement, placed_modules
-from htp_export.errors import InputError
+from htp_export.errors import InputError, OnnxRuntimeError
 from htp_export.format import tags
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
@@ -29,6 +29,12 @@ from htp_export.runtime.assignments import HOST, Assignment, assign
 from htp_export.runtime.sessions import RunnableModel, SessionSettings, temporary_folder
 
 __all__ = ["placement"]
+
+_BORDER_FAULT = "num_nodes_processed == in_degree.size() was false"
+_BORDER = (
+    "in this version, an execution provider that compiles its nodes takes no part of a graph that borders on nodes of "
+    "other devices; place the whole model on it, or nothing"
+)
 
 _KINDS = ("gpu", "npu", "fpga", "accelerator", "cuda", "dml")
 
@@ -93,7 +99,12 @@ def placement(
             if as_file
             else RunnableModel.of(named.model, name, folder)
         )
-        assignment = assign(runnable, settings, folder, entries)
+        try:
+            assignment = assign(runnable, settings, folder, entries)
+        except OnnxRuntimeError as error:
+            if entries and _BORDER_FAULT in error.problem:
+                raise OnnxRuntimeError(error.model, error.action, f"{_BORDER}: {error.problem}") from error
+            raise
     return _result(named, assignment, entries, remarks, _sizes(assignment.graph, inputs, dims, shapes))
 
 

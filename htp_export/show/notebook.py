@@ -39,6 +39,7 @@ def _table(result: object) -> RenderableType | None:
     from htp_export.compress.quantization.quantized import Quantized
     from htp_export.costs.module_tree import ModuleTree
     from htp_export.costs.result import Cost
+    from htp_export.deploy.placed import Placed, Placement
     from htp_export.run.latency_results import Profile
     from htp_export.run.results import Comparison
 
@@ -55,6 +56,10 @@ def _table(result: object) -> RenderableType | None:
             from htp_export.show.compression import render_quantized
 
             return render_quantized(result, list(result.modules.values()))
+        case Placed() | Placement():
+            from htp_export.show.placements import render_placement
+
+            return render_placement(result, list(result.modules.values()))
         case ModuleTree():
             from htp_export.show.tree import render
 
