@@ -18,7 +18,7 @@ from torch import nn
 import htp_export
 from htp_export.cli.main import main
 from htp_export.errors import InputError
-from htp_export.run import latency
+from htp_export.run import latency, module_times
 from htp_export.run.kernels import Kernel
 from htp_export.run.module_times import device_of
 from htp_export.runtime import traces
@@ -186,6 +186,15 @@ class TestModulesAlone:
         report = htp_export.profile(encoder(), runs=2, timing="modules")
         assert_adds_up(report)
         assert {"layer.0.fc", "layer.1.fc"} <= {kernel.name for kernel in report.kernels}
+
+    def test_own_times_are_differences_and_at_least_0(self, monkeypatch):
+        alone = {"layer.0": 5.0, "layer.0.fc": 2.0, "layer.1": 1.0, "layer.1.fc": 2.0, "": 9.0}
+        monkeypatch.setattr(module_times, "_time", lambda tagged, part, *rest: alone[part.path])
+        report = htp_export.profile(encoder(), runs=1, timing="modules")
+        own = {kernel.name: kernel.ms for kernel in report.kernels}
+        assert own == {"(root)": 2, "layer.0": 3, "layer.0.fc": 2, "layer.1": 0, "layer.1.fc": 2}
+        assert report.modules[""].total_ms == 9
+        assert_adds_up(report)
 
     def test_modules_inside_branches_do_not_run_alone_and_are_listed(self):
         feed = {"x": np.ones((2, 4), np.float32), "condition": np.asarray(True)}

@@ -17,7 +17,7 @@ from torch import nn
 
 import htp_export
 from htp_export.cli.main import main
-from htp_export.run.measured_memory import ModuleMemory
+from htp_export.run.measured_memory import ModuleMemory, _Sums
 from tests.handmade import encoder
 from tests.nets import spread
 
@@ -204,6 +204,15 @@ def test_without_memory_nothing_is_measured_and_no_key_is_written():
     data = report.to_dict()
     assert "memory" not in data
     assert "allocated_bytes" not in data["modules"]["layer.0"]
+
+
+def test_a_kernel_of_several_modules_is_divided_without_losing_a_byte():
+    sums = _Sums()
+    sums.add(256, ("a", "b", "a.c"), {"", "a", "b", "a.c"})
+    assert (dict(sums.own), dict(sums.total)) == (
+        {"a": 86, "b": 85, "a.c": 85},
+        dict.fromkeys(("", "a", "b", "a.c"), 256),
+    )
 
 
 def test_rounding_to_blocks_is_no_error_of_the_estimate():
