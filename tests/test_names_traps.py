@@ -344,6 +344,11 @@ def test_a_named_model_is_quantized_pruned_cut_and_optimised_by_module(file: Pat
     assert htp_export.cost(named).modules[""].flops == htp_export.cost(file).modules[""].flops
 
 
+def test_names_is_a_step_of_a_pipeline(file: Path, tmp_path: Path) -> None:
+    assert htp_export.pipeline(["names", "optimize", "compare"], file, tmp_path / "out.onnx").ok
+    assert all(name.startswith("/") for name in node_names(htp_export.load(tmp_path / "out.onnx").model))
+
+
 def test_inputs_of_lora_adapters_keep_their_names(file: Path) -> None:
     lora = htp_export.insert_lora(file, "3", rank=2, alpha=4).model
     named = check_names(lora)

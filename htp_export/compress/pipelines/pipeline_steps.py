@@ -93,6 +93,7 @@ STEPS: dict[str, StepKind] = {
     "fuse_lora": StepKind("compress.lora.lora_files", "fuse_lora"),
     "functions": StepKind("surgery.nesting", "functions"),
     "inline": StepKind("model.inlining", "inline"),
+    "names": StepKind("deploy.naming", "names"),
     "splice": StepKind("surgery.splicing", "splice"),
     "carry": StepKind("provenance.carrying", "carry", given="before"),
     **{tool: StepKind("provenance.adapters", tool, packages=(tool,)) for tool in tools.__all__},
