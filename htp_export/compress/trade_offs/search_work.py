@@ -10,6 +10,7 @@ from typing import Any
 from htp_export.compress.trade_offs.choices import KEPT
 from htp_export.compress.trade_offs.fronts import AdditiveFront, Choice, additive_front, spread_over
 from htp_export.compress.trade_offs.measuring import Measurement, Measurer
+from htp_export.compress.trade_offs.refining import MeasuredPlan, refined_plans
 from htp_export.compress.trade_offs.search_results import Trial
 from htp_export.compress.trade_offs.spaces import Decision, SearchSpace, Treatment
 from htp_export.compress.trade_offs.studies import SharedStudy
@@ -106,6 +107,26 @@ class SearchWork:
             chosen = spread_over([(size, error) for size, error, _ in front.points], -(-count // len(fronts)))
             plans += [front.points[place][2] for place in chosen]
         return plans
+
+    def refined(self, count: int) -> list[Decision]:
+        """Plans next to those of the measured front; none where modules inside of others are decided, too.
+
+        The errors of modules inside of one that may be dropped do not add up.
+        """
+        if self.space.frames:
+            return []
+        cost = next((name for name in self._objectives if name in _COSTS), "size")
+        start = _values(self._measurer.original)[cost]
+        alone: dict[str, list[Choice]] = {path: [] for path in self.space.variables}
+        for path, names in self.space.variables.items():
+            for name in names:
+                found = self._alone(path, name)
+                alone[path].append(Choice(name, _values(found)[cost] - start, found.error))
+        measured = []
+        for trial in self._study.complete():
+            found = Measurement.from_dict(trial.user_attrs["measured"])
+            measured.append(MeasuredPlan(trial.params, _values(found)[cost], found.error))
+        return refined_plans(measured, alone, count)
 
     def _uniform(self) -> list[Decision]:
         """The decisions in which all modules become the same; those that others lie in stay."""

@@ -131,7 +131,7 @@ class SharedStudy:
                 states = [trial.state for trial in self.study.get_trials(deepcopy=False)]
                 finished = sum(state in (_state("COMPLETE"), _state("FAIL")) for state in states) - self._retried()
                 running, waiting = states.count(_state("RUNNING")), states.count(_state("WAITING"))
-                report(min(finished, trials))
+                report(finished)
                 if not waiting and (finished >= trials or self._exhausted()):
                     return
                 if waiting or finished + running < trials:
