@@ -281,10 +281,11 @@ class TestSaidBefore:
     @pytest.mark.parametrize(
         ("space", "problem"),
         [
-            ({"head": ["drop", "fp32"]}, "choice 'drop': module 'head' is no residual block"),
-            ({"head": ["channels:0.5"]}, "choice 'channels:0.5': .*its channels reach output"),
-            ({"head": ["rank:7"]}, "choice 'rank:7': rank 7 of a matrix of 8 by 32 saves no bytes"),
-            ({"head": ["heads:0.5"]}, "choice 'heads:0.5': it has no attention heads to cut"),
+            ({"head": ["drop", "fp32"]}, "choice 'drop' of 'head': module 'head' is no residual block"),
+            ({"blocks.*": ["drop", "fp32"], "head": ["drop", "int4"]}, "choice 'drop' of 'head': .*no residual block"),
+            ({"head": ["channels:0.5"]}, "choice 'channels:0.5' of 'head': .*its channels reach output"),
+            ({"head": ["rank:7"]}, "choice 'rank:7' of 'head': rank 7 of a matrix of 8 by 32 saves no bytes"),
+            ({"head": ["heads:0.5"]}, "choice 'heads:0.5' of 'head': it has no attention heads to cut"),
             ({"blocks.*": ["drop", "int8"], "blocks.0.up": ["int8"]}, "lies in"),
             ({"blocks.0": ["drop", "int8"], "blocks.0.up": ["int8"]}, "module 'blocks.0.up' lies in 'blocks.0'"),
             (["drop+int8"], "nothing is left to quantize"),

@@ -118,38 +118,44 @@ def read_space(tagged: TaggedModel, space: Space, select: str | Sequence[str] | 
     choices: dict[str, ModuleChoice] = {}
     if not isinstance(space, Mapping):
         names = choices_of(space, choices)
-        found = dict.fromkeys(tags.innermost(deciding_modules(tagged, select, depth)), names)
+        deciding = dict.fromkeys(tags.innermost(deciding_modules(tagged, select, depth)), "")
+        found = dict.fromkeys(deciding, names)
     else:
         if select is not None or depth is not None:
             raise InputError("a space by selector says which modules; give no select or depth")
         if not space:
             raise InputError("the space is empty; give selectors and precisions")
-        by_path = {
-            path: names
-            for selector, values in space.items()
-            for names in [choices_of(values, choices)]
-            for path in tags.innermost(deciding_modules(tagged, selector))
-        }
-        found = {path: by_path[path] for path in tagged if path in by_path}
+        given = {selector: choices_of(values, choices) for selector, values in space.items()}
+        last = {path: selector for selector in given for path in tags.innermost(deciding_modules(tagged, selector))}
+        deciding = {path: last[path] for path in tagged if path in last}
+        found = {path: given[selector] for path, selector in deciding.items()}
     frames = [path for path, names in found.items() if all(_drops_or_stays(choices[name]) for name in names)]
     check_apart([path for path in found if path not in frames])
-    return _possible(tagged, SearchSpace({path: tuple(names) for path, names in found.items()}, choices))
+    return _possible(tagged, SearchSpace({path: tuple(names) for path, names in found.items()}, choices), deciding)
 
 
 def _drops_or_stays(choice: ModuleChoice) -> bool:
     return choice.is_dropped or choice.changes_nothing
 
 
-def _possible(tagged: TaggedModel, space: SearchSpace) -> SearchSpace:
-    """The space without what the graph does not allow to prune."""
+def _possible(tagged: TaggedModel, space: SearchSpace, deciding: Mapping[str, str]) -> SearchSpace:
+    """The space without what the graph does not allow to prune.
+
+    Args:
+        tagged: The model.
+        space: The space.
+        deciding: Module path → the selector that gave it its choices.
+    """
     checks = PlanChecks(tagged)
-    for name, choice in space.choices.items():
-        if choice.sparsity is None:
+    for selector, name in dict.fromkeys((deciding[path], name) for path in deciding for name in space.variables[path]):
+        sparsity = space.choices[name].sparsity
+        if sparsity is None:
             continue
-        having = [path for path, names in space.variables.items() if name in names]
-        reasons = {path: checks.why_not(path, choice.sparsity) for path in having}
-        if having and all(reasons.values()):
-            raise InputError(f"choice {name!r}: {reasons[having[0]]}")
+        having = [path for path, names in space.variables.items() if deciding[path] == selector and name in names]
+        reasons = {path: checks.why_not(path, sparsity) for path in having}
+        if all(reasons.values()):
+            where = f" of {selector!r}" if selector else ""
+            raise InputError(f"choice {name!r}{where}: {reasons[having[0]]}")
         for path, reason in reasons.items():
             if reason:
                 space = space.without(path, name, reason)
