@@ -126,7 +126,7 @@ class SearchWork:
         for trial in self._study.complete():
             found = Measurement.from_dict(trial.user_attrs["measured"])
             measured.append(MeasuredPlan(trial.params, _values(found)[cost], found.error))
-        return refined_plans(measured, alone, count)
+        return [*refined_plans(measured, alone, count)]
 
     def _uniform(self) -> list[Decision]:
         """The decisions in which all modules become the same; those that others lie in stay."""
