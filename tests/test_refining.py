@@ -56,7 +56,7 @@ def program() -> Any:
 
 def test_a_search_measures_them_before_optuna_chooses(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("optuna")
-    from htp_export.compress.trade_offs import searching
+    from htp_export.compress.trade_offs import search_work
 
     asked: list[dict[str, str]] = []
 
@@ -65,7 +65,7 @@ def test_a_search_measures_them_before_optuna_chooses(program: Any, monkeypatch:
         asked.extend(found)
         return found
 
-    monkeypatch.setattr(searching, "refined_plans", noted)
+    monkeypatch.setattr(search_work, "refined_plans", noted)
     data = {"input": torch.randn(4, 64).numpy()}
     found = htp_export.search(program, ["int8-weights", "int4", "fp16", "fp32"], data=data, trials=16, first=2)
     assert 12 <= len([trial for trial in found.trials if trial.number is not None]) <= 16
@@ -80,10 +80,10 @@ def test_plans_that_fail_do_not_keep_a_search_from_ending(program: Any, monkeypa
 
     measure = Measurer.measure
 
-    def failing(self: Any, plan: Any, made: Any = None) -> Any:
+    def failing(self: Any, plan: Any, *given: Any, **named: Any) -> Any:
         if len(plan) > 1:
             raise InputError("no two modules")
-        return measure(self, plan, made)
+        return measure(self, plan, *given, **named)
 
     monkeypatch.setattr(Measurer, "measure", failing)
     data = {"input": torch.randn(4, 64).numpy()}
