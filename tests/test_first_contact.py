@@ -225,6 +225,8 @@ class TestWhatIsSaid:
             "run onnxruntime net.onnx -o out.onnx",
             "carry net.onnx other.onnx -o out.onnx",
             "partition net.onnx 2 -o stages",
+            "place net.onnx 0=gpu -o out.onnx",
+            "placement net.onnx",
         ],
     )
     def test_json_is_one_object_with_the_version_of_its_layout(self, folder, capsys, command):
@@ -510,6 +512,8 @@ JSON_COMMANDS = (
     "functions net.onnx 2 -o nested.onnx",
     "inline nested.onnx -o x.onnx",
     "partition net.onnx 2 -o stages",
+    "place net.onnx 0=gpu -o placed.onnx",
+    "placement placed.onnx",
     "optimize net.onnx -o x.onnx",
     "quantize net.onnx --rule 0=int8-dynamic -o x.onnx",
     "prune net.onnx --rule 0=0.5 -o x.onnx",

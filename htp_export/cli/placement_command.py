@@ -30,7 +30,7 @@ def placement_command(
     inputs: FeedOption = None,
     dims: FeedDimsOption = None,
 ) -> None:
-    """Show which execution provider of ONNX Runtime runs each module."""
+    """Show which execution provider runs each module."""
     from htp_export.costs.module_tree import visible
     from htp_export.deploy.observing import placement
     from htp_export.model.tagged import load
