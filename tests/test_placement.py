@@ -298,7 +298,7 @@ def test_many_different_parts_are_chosen_within_the_memory() -> None:
     for number in by_density:
         if memory(items, [*greedy, number]) <= 40_000:
             greedy.append(number)
-    assert sum(items[k].work for k in chosen) >= 0.94 * sum(items[k].work for k in greedy)
+    assert sum(items[k].work for k in chosen) >= 0.89 * sum(items[k].work for k in greedy)
     assert crossed(tensors, chosen) < crossed(tensors, greedy)
 
 
@@ -318,6 +318,50 @@ def test_a_budget_takes_neighbouring_blocks(file: Path) -> None:
     assert use.peak_bytes is not None
     assert use.peak_bytes <= peak
     assert {placed.modules[path].device for path in ("stem", "head")} == {"cpu"}
+
+
+class Skips(nn.Module):
+    """Blocks of several widths; the first result is read by the last block, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (4, 12, 6, 10, 8)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8)) for width in widths]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.blocks[0](x)
+        for block in self.blocks[1:-1]:
+            x = block(x)
+        return self.blocks[-1](x + first)
+
+
+def test_a_budget_chooses_what_trying_every_plan_finds() -> None:
+    torch.manual_seed(0)
+    tagged = htp_export.load(htp_export.export(spread(Skips()).eval(), (torch.randn(2, 8),), verbose=False))
+    cost = htp_export.cost(tagged)
+    blocks = [f"blocks.{number}" for number in range(5)]
+    work = {path: module.flops + module.other_flops + module.nodes for path, module in cost.modules.items()}
+    tried = {}
+    for size in range(1, 6):
+        for chosen in itertools.combinations(blocks, size):
+            placed = htp_export.place(tagged, {".": "cpu", ",".join(chosen): "gpu"})
+            use = placed.devices["gpu"]
+            assert use.weight_bytes is not None
+            assert use.peak_bytes is not None
+            needed = use.weight_bytes + use.peak_bytes
+            tried[chosen] = (needed, len(placed.crossings), sum(work[path] for path in chosen))
+    for budget in (1200, 1700, 2200, 2700):  # every block fits by itself, so that none is divided
+        fitting = {chosen: entry for chosen, entry in tried.items() if entry[0] <= budget}
+        most = max(entry[2] for entry in fitting.values())
+        good = [(crossing, -done) for _, crossing, done in fitting.values() if done >= round(most * 0.9)]
+        placed = htp_export.place(tagged, {".": "cpu", "blocks": "gpu"}, budget={"gpu": budget})
+        on_gpu = [path for path in blocks if placed.modules[path].device == "gpu"]
+        assert (len(placed.crossings), -sum(work[path] for path in on_gpu)) == min(good), budget
+    fewer = htp_export.place(tagged, {".": "cpu", "blocks": "gpu"}, budget={"gpu": 700})  # blocks 1 and 3 are divided
+    most_work = htp_export.place(tagged, {".": "cpu", "blocks": "gpu"}, budget={"gpu": 700}, slack=0)
+    assert len(fewer.crossings) < len(most_work.crossings)
 
 
 def test_without_rules_the_whole_model_may_go_to_the_device(file: Path) -> None:

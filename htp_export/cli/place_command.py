@@ -40,7 +40,7 @@ def place_command(
     ] = None,
     slack: Annotated[
         float, typer.Option(min=0, max=0.99, help="Share of a device's work to give up for fewer crossings.")
-    ] = 0.05,
+    ] = 0.1,
     inputs: FeedOption = None,
     dims: FeedDimsOption = None,
     share_weights: ShareOption = False,

@@ -75,7 +75,7 @@ _Sides: TypeAlias = tuple[tuple[int, str], ...]
 """For each tensor and shared weight that is still used: its number, and what of it is known."""
 
 
-def fill(items: Sequence[Item], tensors: Iterable[Tensor], memory: int, slack: float = 0.05) -> list[int]:
+def fill(items: Sequence[Item], tensors: Iterable[Tensor], memory: int, slack: float = 0.1) -> list[int]:
     """Choose the items that go to the device.
 
     First the most work is found that fits. Then, of all choices with at least ``1 - slack`` of that work, the one with

@@ -42,7 +42,7 @@ def place(
     output: str | os.PathLike[str] | None = None,
     *,
     budget: Mapping[str, int | str] | None = None,
-    slack: float = 0.05,
+    slack: float = 0.1,
     inputs: Mapping[str, Any] | None = None,
     dims: Mapping[str, int] | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
