@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from htp_export.compress.quantization.precisions import PRECISIONS
 from htp_export.compress.trade_offs.choices import choice_of
 from htp_export.compress.trade_offs.measuring import Measurer
 from htp_export.compress.trade_offs.search_reading import search_from
+from htp_export.compress.trade_offs.search_results import Search, Trial
 from htp_export.errors import InputError
 from htp_export.files.slots import slots
 from htp_export.format.provenance_notes import read_provenance
+from htp_export.show.fronts import front_svg
 from htp_export.show.page.front_data import front_data
 
 Array = np.ndarray[Any, Any]
@@ -346,3 +349,22 @@ def test_samplers_with_mixed_choices_and_three_objectives_are_reproducible(
     assert [plan[:2] for plan in first] != [plan[:2] for plan in plans(2)]
     kinds = {value for _, prune, _ in first for value in prune.values()}
     assert {"drop", "0.5", "2:4", "rank:25%", "channels:0.25"} <= kinds
+
+
+def test_the_line_in_the_picture_is_the_front_in_the_two_objectives_that_are_drawn() -> None:
+    def trial(number: int, size: float, metric: float, nonzeros: float) -> Trial:
+        values = {"metric": metric, "size": size, "nonzeros": nonzeros}
+        return Trial(number, {"fc": "int8"}, values, "sampler", {})
+
+    # The third one has fewer zeros alone, and the fourth one is worse in everything.
+    given = (trial(0, 1, 0.5, 9), trial(1, 90, 0.9, 9), trial(2, 15, 0.2, 1), trial(3, 18, 0.1, 9))
+    search = Search(("metric", "size", "nonzeros"), given, 0, {"fc": ("int8",)})
+    assert [each.number for each in search.pareto] == [2, 0, 1]
+    drawn = ET.fromstring(front_svg(search))
+    space = {"svg": "http://www.w3.org/2000/svg"}
+    [line] = drawn.findall("svg:polyline", space)
+    circles = {each.get("data-trial"): each for each in drawn.findall("svg:circle", space)}
+    ends = [f"{circles[place].get('cx')},{circles[place].get('cy')}" for place in ("0", "1")]
+    assert line.get("points", "").split() == ends
+    assert [circles[place].get("opacity") for place in "0123"] == ["1", "1", "1", "0.5"]
+    assert not [each.text for each in drawn.findall("svg:text", space) if (each.text or "").startswith("-")]

@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from htp_export.compress.trade_offs.search_results import Search, Trial, trial_columns
+from htp_export.compress.trade_offs.fronts import pareto
+from htp_export.compress.trade_offs.search_results import LARGER_IS_BETTER, Search, Trial, trial_columns
 from htp_export.errors import InputError
 
 __all__ = ["front_svg"]
 
 _WIDTH, _HEIGHT = 720, 440
-_LEFT, _RIGHT, _TOP, _BOTTOM = 90, 20, 40, 60
+_LEFT, _RIGHT, _TOP, _BOTTOM = 90, 40, 40, 60
 _COLOURS = {"front": "#1f77b4", "uniform": "#d62728", "sampler": "#999999"}
 _STYLE = "font-family:sans-serif;font-size:12px"
 
@@ -21,9 +22,10 @@ _STYLE = "font-family:sans-serif;font-size:12px"
 def front_svg(search: Search) -> str:
     """A search with several objectives as an SVG file: the first objective over the second.
 
-    Each point shows its values and how many modules become what when the pointer is on it. Errors of more than
-    two orders of magnitude have a logarithmic axis; an error of 0 is drawn at its lower end. Plans with values that are
-    not finite are left out. ``data-trial`` of a point is its place among the trials.
+    The line is the front in these two; points of the front in all objectives are larger. Each point shows its values
+    and how many modules become what when the pointer is on it. Errors of more than two orders of magnitude have a
+    logarithmic axis; an error of 0 is drawn at its lower end. Plans with values that are not finite are left out.
+    ``data-trial`` of a point is its place among the trials.
 
     Args:
         search: The search.
@@ -50,9 +52,10 @@ def front_svg(search: Search) -> str:
     x = _Axis.of([trial.values[across] for trial in drawn.values()], _LEFT, _WIDTH - _RIGHT)
     y = _Axis.of([trial.values[upward] for trial in drawn.values()], _HEIGHT - _BOTTOM, _TOP)
     texts = {column.name: column.text or str for column in trial_columns(search.objectives)}
-    pareto = search.pareto
-    front = sorted((trial for trial in drawn.values() if trial in pareto), key=lambda trial: trial.values[across])
-    line = " ".join(f"{x.place(trial.values[across]):.1f},{y.place(trial.values[upward]):.1f}" for trial in front)
+    best = search.pareto
+    line = " ".join(
+        f"{x.place(right):.1f},{y.place(high):.1f}" for right, high in _line(list(drawn.values()), across, upward)
+    )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" style="{_STYLE}">',
         f"<title>{html.escape(search.summary)}</title>",
@@ -62,11 +65,18 @@ def front_svg(search: Search) -> str:
         f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 12}" text-anchor="middle">{across}</text>',
         f'<text x="16" y="{_TOP - 16}">{upward}</text>',
         f'<polyline points="{line}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>',
-        *(_point(place, trial, search, x, y, texts, trial in front) for place, trial in drawn.items()),
+        *(_point(place, trial, search, x, y, texts, trial in best) for place, trial in drawn.items()),
         *_legend(),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _line(trials: Sequence[Trial], across: str, upward: str) -> list[tuple[float, float]]:
+    """The front in the two objectives that are drawn; with a third one, the whole front has further points."""
+    points = [(trial.values[across], trial.values[upward]) for trial in trials]
+    signs = [-1 if name in LARGER_IS_BETTER else 1 for name in (across, upward)]
+    return sorted(points[place] for place in pareto([(one * signs[0], other * signs[1]) for one, other in points]))
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,7 @@ class _Axis:
             return cls(min(positive) / 2, max(positive) * 1.5, start, end, True)
         low, high = min(values), max(values)
         margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-        return cls(low - margin, high + margin, start, end, False)
+        return cls(max(low - margin, 0.0) if low >= 0 else low - margin, high + margin, start, end, False)
 
     def place(self, value: float) -> float:
         share = (
