@@ -388,11 +388,18 @@ def test_the_tolerance_is_that_of_the_outputs_and_needs_a_margin() -> None:
         for index, array in enumerate((first, near, far)):
             known.add(index, array)
         assert known.find(far + 0.01) is None
-        assert known.measure([far + 0.01])
+        assert known.measure([far + 0.01], [])
         like = known.find(far + 0.01)
         assert like is not None and like.originals == (2,)
         assert known.find((first + near) / 2) is None
-        assert not known.measure([np.arange(64, dtype=np.float32).reshape(4, 16)])
+        assert not known.measure([np.arange(64, dtype=np.float32).reshape(4, 16)], [])
+
+
+def test_outputs_with_few_numbers_are_held_against_those_of_the_original() -> None:
+    with ArrayStore.opened(1 << 20) as store:
+        known, few = OriginalTensors(store), np.array([[0.5, -2.0]], np.float32)
+        assert known.measure([few * 1.01], [few]) and 0.01 < known.tolerance < 0.1
+        assert not known.measure([few * 2], [few])
 
 
 def test_inputs_are_paired_by_the_words_in_their_names() -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from htp_export.format.call_tree import CallTree
 from htp_export.format.reasons import Reason
 from htp_export.format.tags import common_ancestor, is_under
-from htp_export.model.operators import moves, resembles
+from htp_export.model.operators import LAYOUT, base_op, moves, resembles
 from htp_export.provenance.adoption.foreign_alignment import ForeignAlignment
 from htp_export.provenance.adoption.name_scopes import NameScopes, Scope
 from htp_export.provenance.graph_summary import NOTHING, SummaryNode
@@ -53,8 +53,8 @@ class _Foreign:
         settled = self._by_parameters()
         open_nodes = [index for index in range(len(self._works)) if index not in settled and self._is_open(index)]
         first = owners_after(self._before, self._after, self._works, self._tree, settled)
-        names = self._names(first, set(open_nodes))
         by_weight = {index: owned for index in open_nodes if (owned := self._by_weight(index)) is not None}
+        names = self._names([by_weight.get(k, entry) for k, entry in enumerate(first)], {*open_nodes} - {*by_weight})
         named = {index: self._module_by_name(index, names) for index in open_nodes if index not in by_weight}
         paths = {index: entry.paths for index, entry in enumerate(first) if index not in open_nodes}
         paths |= {index: owned.paths for index, owned in by_weight.items()}
@@ -81,7 +81,8 @@ class _Foreign:
         if self._is_shared(node) and self._several(work.among):
             return bool(work.nodes) or not moves(node.op)
         if work.nodes:
-            return self._misses_weights(index) or (work.chosen and self._several(work.nodes))
+            unclear = work.chosen or moves(node.op)  # which of several layout operators it is, values do not say
+            return self._misses_weights(index) or (unclear and self._several(work.nodes))
         lives = any(v != NOTHING and self._after.live[v] for v in node.outputs)
         return lives and not work.ends and not moves(node.op, views=True)
 
@@ -148,7 +149,8 @@ class _Foreign:
 
     def _by_name(self, index: int, module: str | None, paths: Mapping[int, tuple[str, ...]]) -> Owned | None:
         """The owner of a node by its name, unless a consumer is in a module that does not read from there."""
-        if module is None:
+        op = self._after.nodes[index].op
+        if module is None or (moves(op) and base_op(op) not in LAYOUT):  # casts are named after tensors, not modules
             return None
         mine = [old for old in self._works[index].among if self._before.nodes[old].owners == (module,)]
         near = (_is_near(module, paths[reader]) for reader in self._readers(index) if reader in paths)
@@ -185,7 +187,8 @@ class _Foreign:
             if entry.reason != Reason.INSERTED or self._works[index].ends:
                 continue
             module = names.module(self._scopes[index])
-            serves_one = len(entry.paths) == 1 and any(v != NOTHING and self._after.live[v] for v in node.outputs)
+            lives = any(v != NOTHING and self._after.live[v] for v in node.outputs)
+            serves_one = len(entry.paths) == 1 and lives and base_op(node.op) not in LAYOUT
             near = entry.paths and all(_is_near(str(module), (path,)) for path in entry.paths)
             if module is not None and near and not serves_one:
                 found[index] = Owned((module,), Reason.NODE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -48,8 +49,9 @@ def gather(before: Model, after: Model, inputs: Mapping[str, Any] | None, seed: 
         if inputs is not None:
             raise
         return evidence, str(error)
-    original = _with_weights_of(before, after[0], same)
-    for tried in simpler_feeds(before[0], feed):
+    originals = [_with_weights_of(before, after[0], same)]
+    originals += [before[0]] if originals[0] is not before[0] else []
+    for original, tried in itertools.product(originals, simpler_feeds(before[0], feed)):
         try:
             _compare(original, before[1], after, tried, evidence)
         except InputError as error:
@@ -133,13 +135,14 @@ def _compare(original: ir.Model, before: GraphSummary, after: Model, feed: Mappi
     model = _exact(after[0])
     others = feed_other(model, feed)
     with ArrayStore.opened(PORTION_BYTES) as store:
-        known, compared = OriginalTensors(store), set[int]()
+        known, compared, results = OriginalTensors(store), set[int](), list[Array]()
         for index, array in tensors_of_run(original, before, feed, "the original model", PORTION_BYTES):
             known.add(index, array)
             compared.add(index)
+            results += [array] if index in before.outputs else []
         outputs = [str(value.name) for value in model.graph.outputs]
-        results = Runner(model, "the other model", SessionSettings()).run(others, outputs)
-        if not known.measure(results.values()):
+        theirs = Runner(model, "the other model", SessionSettings()).run(others, outputs)
+        if not known.measure(theirs.values(), results):
             raise InputError("its outputs have the numbers of no tensor of the original model")
         values, unequal = dict[int, Likeness](), set[int]()
         for index, array in tensors_of_run(model, after[1], others, "the other model", PORTION_BYTES):

@@ -7,7 +7,7 @@ nearly as close.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -115,11 +115,22 @@ class OriginalTensors:
         self._by_size.setdefault((whole, array.size), []).append(entry)
         self._by_rank.setdefault((whole, array.ndim), []).append(entry)
 
-    def measure(self, arrays: Iterable[Array]) -> bool:
-        """Set the tolerance by tensors that both files have: their outputs; return whether one was recognised."""
-        self.tolerance = _LARGEST
-        found = [self.find(array) for array in arrays]
-        errors = [like.error for like in found if like is not None]
+    def measure(self, outputs: Iterable[Array], originals: Sequence[Array]) -> bool:
+        """Set the tolerance by tensors that both files have: their outputs; return whether one was recognised.
+
+        Args:
+            outputs: The outputs of the other model.
+            originals: Those of the original: outputs with few numbers are compared with these only.
+        """
+        self.tolerance, errors = _LARGEST, list[float]()
+        for array in outputs:
+            if is_distinctive(array):
+                like = self.find(array)
+                errors += [] if like is None else [like.error]
+            else:
+                same = [each for each in originals if each.shape == array.shape and array.size > 1]
+                errors += [min((relative_error(array, each) for each in same), default=math.inf)]
+        errors = [error for error in errors if error <= _LARGEST]
         self.tolerance = min(max(_EXACT, _AMPLIFIED * max(errors, default=0.0)), _LARGEST)
         return bool(errors)
 

@@ -20,6 +20,8 @@ __all__ = ["Block", "OriginalWeights", "SameWeight", "replaced"]
 _LARGEST = 0.3
 """Relative error of a quantized weight at most: four bits for 32 numbers give 0.12, other weights 1.4."""
 
+_FITTED = 0.05  # relative error of a few numbers after a fit, which may bring any two near each other
+_MANY = 256
 _MARGIN = 3.0
 _EQUAL = 1e-6
 _SKETCHED = 0.6  # relative error of the means of rows and columns, before weights are compared in full
@@ -124,7 +126,7 @@ class OriginalWeights:
             for same_shape, turned in ((True, original), (False, original.T)):
                 if turned.shape == array.shape and (same_shape or array.ndim == 2):
                     scale, offset, error = _fitted(array, turned)
-                    if scale > 0 and error <= _LARGEST:
+                    if scale > 0 and error <= (_FITTED if array.size < _MANY else _LARGEST):
                         found.append((error, index, same_shape, scale, offset))
         if not found:
             return None
