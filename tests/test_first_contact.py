@@ -511,6 +511,7 @@ JSON_COMMANDS = (
     "splice net.onnx 0 part.onnx -o x.onnx",
     "functions net.onnx 2 -o nested.onnx",
     "inline nested.onnx -o x.onnx",
+    "names net.onnx -o x.onnx",
     "partition net.onnx 2 -o stages",
     "place net.onnx 0=gpu -o placed.onnx",
     "placement placed.onnx",
