@@ -128,7 +128,9 @@ def test_a_file_of_the_other_exporter_gets_the_owners_that_its_own_export_has(
 ) -> None:
     adopted = htp_export.adopt(original, foreign_of(torchscript), inputs={"x": example})
     assert owners(adopted.model) == owners(htp_export.load(torchscript).model)
-    assert not adopted.unknown and adopted.notes == () and adopted.share_known == 1
+    assert not adopted.unknown
+    assert adopted.notes == ()
+    assert adopted.share_known == 1
 
 
 def test_names_are_not_needed(original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor) -> None:
@@ -224,8 +226,10 @@ def test_what_the_original_does_not_compute_is_unknown(net: Net, example: torch.
     model.graph.outputs.append(ir.val("last", ir.DataType.FLOAT, [2, 5, SIZE]))
     adopted = htp_export.adopt(net.blocks[0].attention, onnx.load_from_string(_with_output(model)), args=(example,))
     said = {str(node.outputs[0].name): node.metadata_props["htp.reason"] for node in adopted.model.graph}
-    assert said["more"] == said["both"] == "unknown" and said["last"] != "unknown"
-    assert len(adopted.unknown) >= 2 and adopted.share_known < 1
+    assert said["more"] == said["both"] == "unknown"
+    assert said["last"] != "unknown"
+    assert len(adopted.unknown) >= 2
+    assert adopted.share_known < 1
     assert "unknown" in str(adopted)
 
 
@@ -244,7 +248,8 @@ def test_a_file_that_does_not_run_is_adopted_by_weights_and_the_note_says_so(
     softmax.domain = "somewhere.else"
     foreign.graph.opset_imports["somewhere.else"] = foreign.opset_imports["somewhere.else"] = 1
     adopted = htp_export.adopt(original, foreign, inputs={"x": example})
-    assert len(adopted.notes) == 1 and adopted.notes[0].startswith("values were not compared")
+    assert len(adopted.notes) == 1
+    assert adopted.notes[0].startswith("values were not compared")
     truth = dict(zip(foreign_names(adopted.model), owners(htp_export.load(torchscript).model), strict=True))
     for node in adopted.model.graph:
         if node.op_type != "Constant" and node.metadata_props["htp.reason"] != "unknown":
@@ -267,7 +272,9 @@ def test_the_adopted_file_works_with_the_other_functions(
     part = htp_export.extract(file, "blocks.1.attention", tmp_path / "part.onnx")
     assert [value.name for value in part.model.graph.outputs] == [tagged.signatures["blocks.1.attention"][0].outputs[0]]
     quantized = htp_export.quantize(file, {"blocks.*.attention": "int8-weights"}, tmp_path / "int8.onnx")
-    assert quantized.modules["blocks.0.attention.q"].bytes_after < quantized.modules["blocks.0.attention.q"].bytes_before
+    assert (
+        quantized.modules["blocks.0.attention.q"].bytes_after < quantized.modules["blocks.0.attention.q"].bytes_before
+    )
     assert htp_export.compare(original, file, {"x": example}).modules["blocks.0.attention"].status == "agrees"
 
 
@@ -277,7 +284,8 @@ def test_weights_stay_in_the_data_file(
     file, output = tmp_path / "foreign.onnx", tmp_path / "tagged.onnx"
     htp_export.load(foreign_of(torchscript)).save(file, external_data="weights.bin")
     htp_export.adopt(original, file, output, inputs={"x": example})
-    assert output.stat().st_size < file.stat().st_size + 40_000 and (tmp_path / "tagged.onnx.data").exists()
+    assert output.stat().st_size < file.stat().st_size + 40_000
+    assert (tmp_path / "tagged.onnx.data").exists()
 
 
 def test_a_file_with_weights_elsewhere_is_refused(original: htp_export.TaggedModel, tmp_path: Path) -> None:
@@ -331,11 +339,24 @@ def weights() -> OriginalWeights:
         (np.round(WEIGHTS[0] * 3) / 3, (0,), 0.15),
         (np.round(WEIGHTS[0] * 30).astype(np.int8), (0,), 0.02),
     ],
-    ids=["float16", "transposed", "reshaped", "joined", "joined, transposed", "cut", "plus one", "scaled", "4 bits", "int8"],
+    ids=[
+        "float16",
+        "transposed",
+        "reshaped",
+        "joined",
+        "joined, transposed",
+        "cut",
+        "plus one",
+        "scaled",
+        "4 bits",
+        "int8",
+    ],
 )
 def test_a_weight_is_recognised(array: Any, originals: tuple[int, ...], largest_error: float) -> None:
     same = weights().find(array)
-    assert same is not None and same.originals == originals and same.error <= largest_error
+    assert same is not None
+    assert same.originals == originals
+    assert same.error <= largest_error
 
 
 @pytest.mark.parametrize(
@@ -350,7 +371,8 @@ def test_a_weight_that_may_be_one_of_two_is_neither() -> None:
     known = OriginalWeights({0: lambda: WEIGHTS[0], 1: lambda: near})
     assert known.find((WEIGHTS[0] + near) / 2) is None
     same = known.find(WEIGHTS[0])
-    assert same is not None and same.originals == (0,)
+    assert same is not None
+    assert same.originals == (0,)
 
 
 def test_the_original_gets_the_numbers_of_its_parts() -> None:
@@ -358,7 +380,8 @@ def test_the_original_gets_the_numbers_of_its_parts() -> None:
     same = weights().find(rounded.T.copy())
     assert same is not None
     changed = replaced(WEIGHTS[1], 1, [(same, rounded.T)])
-    assert changed is not None and np.array_equal(changed, rounded[24:])
+    assert changed is not None
+    assert np.array_equal(changed, rounded[24:])
 
 
 def test_tensors_are_found_in_other_layouts_joined_and_cut() -> None:
@@ -377,7 +400,8 @@ def test_tensors_are_found_in_other_layouts_joined_and_cut() -> None:
         assert found(first.transpose(0, 2, 1)) == ((0,), False, False)
         assert found(np.concatenate([first, second], -1)) == ((0, 1), False, True)
         assert found(np.concatenate([second, first], -1)[..., 2:7]) == ((2,), False, False)
-        assert found(first + 0.01) is None and found(np.zeros((2, 5, 8), np.float32)) is None
+        assert found(first + 0.01) is None
+        assert found(np.zeros((2, 5, 8), np.float32)) is None
 
 
 def test_the_tolerance_is_that_of_the_outputs_and_needs_a_margin() -> None:
@@ -390,7 +414,8 @@ def test_the_tolerance_is_that_of_the_outputs_and_needs_a_margin() -> None:
         assert known.find(far + 0.01) is None
         assert known.measure([far + 0.01], [])
         like = known.find(far + 0.01)
-        assert like is not None and like.originals == (2,)
+        assert like is not None
+        assert like.originals == (2,)
         assert known.find((first + near) / 2) is None
         assert not known.measure([np.arange(64, dtype=np.float32).reshape(4, 16)], [])
 
@@ -398,7 +423,8 @@ def test_the_tolerance_is_that_of_the_outputs_and_needs_a_margin() -> None:
 def test_outputs_with_few_numbers_are_held_against_those_of_the_original() -> None:
     with ArrayStore.opened(1 << 20) as store:
         known, few = OriginalTensors(store), np.array([[0.5, -2.0]], np.float32)
-        assert known.measure([few * 1.01], [few]) and 0.01 < known.tolerance < 0.1
+        assert known.measure([few * 1.01], [few])
+        assert 0.01 < known.tolerance < 0.1
         assert not known.measure([few * 2], [few])
 
 
@@ -417,7 +443,8 @@ def test_a_scope_stands_for_a_module_only_if_all_nodes_say_so() -> None:
     modules = {"a", "a.x", "a.y", "b", "b.x"}
     known = [(("p",), ("a",)), (("p", "x"), ("a.x",)), (("q", "x"), ("b.x",)), (("q",), ("a.y",))]
     scopes = NameScopes(known, modules)
-    assert scopes.module(("q",)) is None and scopes.module(("p",)) is None  # a node of `a` is in scope q
+    assert scopes.module(("q",)) is None
+    assert scopes.module(("p",)) is None
     assert NameScopes(known[:2], modules).module(("p", "y")) == "a.y"
 
 
@@ -436,7 +463,9 @@ def test_the_command_writes_the_file_and_its_status_says_whether_enough_is_known
     command = ["adopt", str(tmp_path / "original.onnx"), str(tmp_path / "foreign.onnx"), "-o", str(tmp_path / "t.onnx")]
     assert main([*command, "--json", "--require", "1"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["unknown"] == [] and said["modules"]["head"]["nodes"] and said["file"] == str(tmp_path / "t.onnx")
+    assert said["unknown"] == []
+    assert said["modules"]["head"]["nodes"]
+    assert said["file"] == str(tmp_path / "t.onnx")
     assert htp_export.load(tmp_path / "t.onnx")["head"].nodes
     assert main([*command[:2], str(tmp_path / "other.onnx"), *command[3:], "--require", "0.99"]) == 1
     assert main([*command[:2], str(tmp_path / "none.onnx"), *command[3:]]) == 2
@@ -481,15 +510,14 @@ def test_files_of_genai_get_their_true_owners(built: tuple[Path, Any, dict[str, 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_one_attention_is_cut_out_of_a_file_of_genai(
-    built: tuple[Path, Any, dict[str, Path]], tmp_path: Path
-) -> None:
+def test_one_attention_is_cut_out_of_a_file_of_genai(built: tuple[Path, Any, dict[str, Path]], tmp_path: Path) -> None:
     original, inputs, files = built
     file = tmp_path / "tagged.onnx"
     adopted = htp_export.adopt(original, files["int4"], file, inputs=inputs)
     assert adopted.modules["model.layers.0.mlp"].fate == "computed"
     part = htp_export.extract(file, "model.layers.0.self_attn", tmp_path / "attention.onnx")
     operators = [node.op_type for node in part.model.graph if node.op_type != "Constant"]
-    assert operators.count("GroupQueryAttention") == 1 and operators.count("MatMulNBits") == 2
+    assert operators.count("GroupQueryAttention") == 1
+    assert operators.count("MatMulNBits") == 2
     assert "/model/layers.0/input_layernorm/output_0" in {value.name for value in part.model.graph.inputs}
     assert htp_export.cost(file, dims={"batch_size": 1, "sequence_length": 3}).modules["lm_head"].flops > 0

@@ -35,9 +35,18 @@ from htp_export.format import tags
 from htp_export.huggingface.models import spread_parameters
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tools.compare_models import MODELS  # noqa: E402 - found by the path above
+from tools.compare_models import MODELS
 
-TORCH_MODELS = ("BERT-base", "DistilBERT", "GPT-2", "Llama", "ViT-B", "ResNet-50", "MobileNetV2", "Whisper-tiny encoder")
+TORCH_MODELS = (
+    "BERT-base",
+    "DistilBERT",
+    "GPT-2",
+    "Llama",
+    "ViT-B",
+    "ResNet-50",
+    "MobileNetV2",
+    "Whisper-tiny encoder",
+)
 Truth = Callable[[ir.Node], set[frozenset[str]] | None]
 """Node → the sets of owners that are true of it; None for a node that no module computes."""
 
@@ -264,12 +273,15 @@ def genai_rows(only: str | None, names: bool) -> Iterator[tuple[str, Score]]:
         spread_parameters(model, torch.Generator().manual_seed(0), scale=0.2)
         with tempfile.TemporaryDirectory() as folder:
             original, call = Path(folder) / "original.onnx", example_call(model, task=task)
-            htp_export.export(model, (), original, verbose=False, **{k: v for k, v in call.options.items()})
+            htp_export.export(model, (), original, verbose=False, **call.options)
             names_of = dict(model.named_modules())
-            joined = {} if "model.layers.0.self_attn.qkv_proj" in names_of else {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+            joined = (
+                {} if "model.layers.0.self_attn.qkv_proj" in names_of else {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+            )
             if "model.layers.0.self_attn.qkv_proj" in names_of:
-                joined |= {p: ("qkv_proj",) for p in ("q_proj", "k_proj", "v_proj")}
-                joined |= {p: ("gate_up_proj",) for p in ("gate_proj", "up_proj")} | {"activation": ("activation_fn",)}
+                joined |= dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+                joined |= dict.fromkeys(("gate_proj", "up_proj"), ("gate_up_proj",))
+                joined["activation"] = ("activation_fn",)
             for precision in PRECISIONS:
                 file = build(model, name, precision, Path(folder))
                 yield f"{name}, {precision}", _genai_score(file, original, call.inputs, joined, names)

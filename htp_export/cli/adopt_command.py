@@ -51,15 +51,16 @@ def adopt_command(
         model, foreign = dataclasses.replace(model, source=None), Path(model.source)
     if foreign is None:
         raise InputError("name two models: the original, and the file that someone else exported from it")
-    original = None if model.source is None else Path(model.source)
-    is_file = original is not None and original.is_file()
-    check_output(output, [foreign, *([original] if original is not None and is_file else [])], in_place=in_place)
+    named = Path(model.source or "")
+    original = named if named.is_file() else None
+    check_output(output, [foreign, *([] if original is None else [original])], in_place=in_place)
     steps = Steps(quiet=as_json, count=2)
     with steps.step(f"loading {model.name}"):
-        if original is not None and is_file:
-            source, inputs = original, _values(original, model.inputs, dims, model.seed)
-        else:
-            source, inputs = _exported(model, foreign, dims)
+        source, inputs = (
+            _exported(model, foreign, dims)
+            if original is None
+            else (original, _values(original, model.inputs, dims, model.seed))
+        )
     with steps.step("adopting"):
         result = adopt(source, foreign, output, inputs=inputs, seed=model.seed, share_weights=share_weights)
     report(result, as_json, output=output, file=str(output))

@@ -130,7 +130,9 @@ def _original(
     if set(names) == set(by_keyword):
         return tagged, by_keyword
     if len(names) != len(tensors):
-        raise InputError(f"the model has {len(tensors)} tensors as inputs, and its file {len(names)}: {', '.join(names)}")
+        raise InputError(
+            f"the model has {len(tensors)} tensors as inputs, and its file {len(names)}: {', '.join(names)}"
+        )
     return tagged, dict(zip(names, tensors, strict=True))
 
 

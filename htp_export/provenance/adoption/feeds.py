@@ -56,7 +56,9 @@ def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None])
         if _fit(ours[mine], theirs[other]) and (_numbers(mine) == _numbers(other) or not _numbers(other))
     }
     for mine, other in sorted(likeness, key=lambda pair: -likeness[pair]):
-        rivals = [pair for pair, likely in likeness.items() if likely == likeness[mine, other] and pair != (mine, other)]
+        rivals = [
+            pair for pair, likely in likeness.items() if likely == likeness[mine, other] and pair != (mine, other)
+        ]
         shared = [pair for pair in rivals if (pair[0] == mine) != (pair[1] == other)]
         open_rivals = [pair for pair in shared if pair[0] not in pairs and pair[1] not in pairs.values()]
         if likeness[mine, other] and mine not in pairs and other not in pairs.values() and not open_rivals:
@@ -70,7 +72,9 @@ def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None])
 def _likeness(name: str, other: str) -> float:
     """The share of words that two names have in common; the last word counts most: it tells keys from values."""
     mine, theirs = words(name), words(other)
-    last, others_last = (next((word for word in reversed(_split(each)) if not word.isdigit()), "") for each in (name, other))
+    last, others_last = (
+        next((word for word in reversed(_split(each)) if not word.isdigit()), "") for each in (name, other)
+    )
     return len(mine & theirs) / len(mine | theirs) + (last == others_last)
 
 

@@ -80,11 +80,15 @@ class ForeignAlignment(Alignment):
         if len(weights) != 1 or len(live) != 1:
             return
         like = self._evidence.weights[weights[0]]
-        products = [self._product(node, original) for original in (like.originals if like.joined else like.originals[:1])]
+        products = [
+            self._product(node, original) for original in (like.originals if like.joined else like.originals[:1])
+        ]
         if products and NOTHING not in products:
             number = self.numbers.number
             if len({self._reads(product) for product in products}) == 1:
-                self.match(value, number[products[0]], not like.joined and self.alike(value, products[0]), Reason.INITIALIZER)
+                self.match(
+                    value, number[products[0]], not like.joined and self.alike(value, products[0]), Reason.INITIALIZER
+                )
                 if like.joined and self.counterpart[value] != NOTHING:
                     self.parts[value] = tuple(products)
 

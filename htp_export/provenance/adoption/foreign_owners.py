@@ -19,7 +19,7 @@ from htp_export.provenance.adoption.foreign_alignment import ForeignAlignment
 from htp_export.provenance.adoption.name_scopes import NameScopes, Scope
 from htp_export.provenance.graph_summary import NOTHING, SummaryNode
 from htp_export.provenance.ownership import Owned, owners_after
-from htp_export.provenance.replaced_nodes import ReplacedNodes, replaced_nodes
+from htp_export.provenance.replaced_nodes import replaced_nodes
 
 __all__ = ["foreign_owners"]
 
@@ -87,7 +87,7 @@ class _Foreign:
         return lives and not work.ends and not moves(node.op, views=True)
 
     def _misses_weights(self, index: int) -> bool:
-        """Whether a node reads a weight, and the original nodes that read it are among others than those it replaces."""
+        """Whether a node reads a weight, and the original nodes that read it are none of those that it replaces."""
         weights = [w for v in self._after.nodes[index].inputs if v != NOTHING for w in self._known.weights_of(v)]
         readers = {reader for weight in weights for reader in self._before.readers[weight]}
         return bool(readers) and readers.isdisjoint(self._works[index].nodes)
@@ -113,9 +113,7 @@ class _Foreign:
     def _by_weight(self, index: int) -> Owned | None:
         """The owners of the one original node that computes with the same weights, if the node reads no more."""
         node, number = self._after.nodes[index], self._known.numbers.number
-        weights = {
-            number[original] for v in node.inputs if v != NOTHING for original in self._known.weights_of(v)
-        }
+        weights = {number[original] for v in node.inputs if v != NOTHING for original in self._known.weights_of(v)}
         if not weights or moves(node.op):
             return None
         products = [
@@ -192,9 +190,9 @@ class _Foreign:
             near = entry.paths and all(_is_near(str(module), (path,)) for path in entry.paths)
             if module is not None and near and not serves_one:
                 found[index] = Owned((module,), Reason.NODE)
-            elif any(found[reader].reason == Reason.UNKNOWN for reader in self._readers(index)):
-                found[index] = Owned((common_ancestor(entry.paths),), Reason.UNKNOWN)
-            elif len(entry.paths) > 1 and node.inputs:
+                continue
+            serves_unknown = any(found[reader].reason == Reason.UNKNOWN for reader in self._readers(index))
+            if serves_unknown or (len(entry.paths) > 1 and node.inputs):
                 found[index] = Owned((common_ancestor(entry.paths),), Reason.UNKNOWN)
 
     # --- work that the original does once ---

@@ -120,8 +120,8 @@ def _with_weights_of(before: Model, other: ir.Model, same: Mapping[str, SameWeig
     model = before[0].clone()
     for original, entries in uses.items():
         value = model.graph.initializers[before[1].values[original].name]
-        array = numbers_of(value.const_value)
-        changed = None if array is None else replaced(array, original, entries)
+        stored = numbers_of(value.const_value)
+        changed = None if stored is None else replaced(stored, original, entries)
         if changed is not None and value.const_value is not None:
             value.const_value = ir.Tensor(changed, dtype=value.const_value.dtype, name=value.name)
     return model

@@ -60,7 +60,9 @@ class NameScopes:
         self._has_known = frozenset(inside)
         self._stands_for = {scope: module for scope, module in named if _only_there(scope, module, nodes)}
 
-    def _named(self, inside: Mapping[Scope, Sequence[str]], direct: Mapping[Scope, set[str]]) -> list[tuple[Scope, str]]:
+    def _named(
+        self, inside: Mapping[Scope, Sequence[str]], direct: Mapping[Scope, set[str]]
+    ) -> list[tuple[Scope, str]]:
         """The innermost module around the known owners in each scope, if these say that it is the whole scope."""
         found = []
         for scope, owners in inside.items():

@@ -184,7 +184,9 @@ class OriginalTensors:
         """Originals whose concatenation along one axis is the array."""
         entries = self._by_rank.get((False, array.ndim), [])
         for axis in reversed(range(array.ndim)):
-            fitting = [e for e in entries if _fits_except(e.shape, array.shape, axis) and e.shape[axis] < array.shape[axis]]
+            fitting = [
+                e for e in entries if _fits_except(e.shape, array.shape, axis) and e.shape[axis] < array.shape[axis]
+            ]
             parts, at = list[int](), 0
             while fitting and at < array.shape[axis] and len(parts) < _MOST_PARTS:
                 found = self._part(array, axis, at, fitting)
@@ -266,5 +268,3 @@ def _starts(whole: Array, part: Array, axis: int, tolerance: float) -> Iterator[
     distance = np.linalg.norm(lines - first, axis=1)
     limit = max(tolerance, 1e-6) * 4 * max(float(np.linalg.norm(first)), 1e-12)
     yield from (int(at) for at in np.flatnonzero(distance <= limit) if at + part.shape[axis] <= whole.shape[axis])
-
-

@@ -226,7 +226,9 @@ def replaced(original: Array, index: int, uses: list[tuple[SameWeight, Array]]) 
         for block in same.blocks:
             if block.original != index:
                 continue
-            filled = rows.setdefault(block.of_turned, np.full(_rows(original, block.of_turned).shape, np.nan, np.float32))
+            filled = rows.setdefault(
+                block.of_turned, np.full(_rows(original, block.of_turned).shape, np.nan, np.float32)
+            )
             source = _rows(array, block.turned)
             filled[slice(*block.of)] = source[slice(*block.rows)]
     for of_turned, filled in rows.items():
