@@ -25,7 +25,7 @@ __all__ = ["foreign_owners"]
 
 
 def foreign_owners(
-    alignment: ForeignAlignment, scopes: Sequence[Scope], tree: CallTree, holders: Mapping[int, str]
+    alignment: ForeignAlignment, scopes: Sequence[Scope | None], tree: CallTree, holders: Mapping[int, str]
 ) -> list[Owned]:
     """The owners of every node; those that are not known have the reason ``unknown``.
 
@@ -40,7 +40,7 @@ def foreign_owners(
 
 class _Foreign:
     def __init__(
-        self, alignment: ForeignAlignment, scopes: Sequence[Scope], tree: CallTree, holders: Mapping[int, str]
+        self, alignment: ForeignAlignment, scopes: Sequence[Scope | None], tree: CallTree, holders: Mapping[int, str]
     ) -> None:
         self._known, self._scopes, self._tree, self._holders = alignment, scopes, tree, holders
         self._before, self._after = alignment.before, alignment.after
@@ -78,7 +78,7 @@ class _Foreign:
 
     def _is_open(self, index: int) -> bool:
         node, work = self._after.nodes[index], self._works[index]
-        if self._is_shared(node) and self._several(work.among):
+        if self._is_shared(node) and len(self._candidates(index)) > 1:
             return bool(work.nodes) or not moves(node.op)
         if work.nodes:
             unclear = work.chosen or moves(node.op)  # which of several layout operators it is, values do not say
@@ -106,7 +106,8 @@ class _Foreign:
         for index, (node, work) in enumerate(zip(self._after.nodes, self._works, strict=True)):
             numbers = set[int]().union(*(self._known.weights_of(v) for v in node.inputs if v != NOTHING))
             holders = {self._holders[original] for original in numbers if original in self._holders}
-            if not work.nodes and not moves(node.op) and len(holders) == 1:
+            lives = any(v != NOTHING and self._after.live[v] for v in node.outputs)
+            if not lives and not work.nodes and not moves(node.op) and len(holders) == 1:
                 found[index] = Owned((holders.pop(),), Reason.PARAMETERS)
         return found
 
@@ -134,9 +135,9 @@ class _Foreign:
 
     def _names(self, found: Sequence[Owned], open_nodes: Container[int]) -> NameScopes:
         known = [
-            (self._scopes[index], entry.paths)
-            for index, entry in enumerate(found)
-            if index not in open_nodes and entry.reason != Reason.INSERTED and entry.paths
+            (scope, entry.paths)
+            for index, (scope, entry) in enumerate(zip(self._scopes, found, strict=True))
+            if scope is not None and index not in open_nodes and entry.reason != Reason.INSERTED and entry.paths
         ]
         return NameScopes(known, {path for node in self._before.nodes for path in node.owners})
 
@@ -212,7 +213,7 @@ class _Foreign:
                 found[index] = replace(entry, paths=tuple(path for path in entry.paths if path in mine), call="")
 
     def _is_common(self, old: int) -> bool:
-        return len(self._owners(old)) > 1
+        return self._before.nodes[old].reason == Reason.SHARED
 
     def _owners(self, old: int) -> tuple[str, ...]:
         return self._before.nodes[old].owners

@@ -16,18 +16,19 @@ __all__ = ["NameScopes", "scope_of"]
 Scope = tuple[str, ...]
 
 
-def scope_of(*names: str) -> Scope:
-    """The parts of the first name that is a path, without the last.
+def scope_of(*names: str) -> Scope | None:
+    """The parts of the first name that is a path, without the last; None if there is none.
 
     Examples:
         >>> scope_of("node_12", "/layers.0/attn/MatMul_output_0")
         ('layers.0', 'attn')
+        >>> scope_of("/Add"), scope_of("reshape_3")
+        ((), None)
     """
     for name in names:
-        parts = tuple(part for part in name.split("/") if part)
-        if len(parts) > 1:
-            return parts[:-1]
-    return ()
+        if "/" in name:
+            return tuple(part for part in name.split("/") if part)[:-1]
+    return None
 
 
 class NameScopes:
@@ -74,8 +75,10 @@ class NameScopes:
                 found.append((scope, module))
         return found
 
-    def module(self, scope: Scope) -> str | None:
+    def module(self, scope: Scope | None) -> str | None:
         """The module for which a whole scope stands; None if that is not known."""
+        if scope is None:
+            return None
         if scope in self._stands_for:
             return self._stands_for[scope]
         above = self._stands_for.get(scope[:-1]) if scope else None
