@@ -404,6 +404,15 @@ class TestAccuracyControl:
         assert json.loads(capsys.readouterr().out)["metric_after"] >= 0.95
         assert main([*command, "--dry-run"]) == 0
 
+    def test_sensitivity_gives_its_metric_to_such_a_rule(self, trained: Any, nncf: Any) -> None:
+        file, x = trained
+        options: dict[str, Any] = {"select": "2", "all_but": False}
+        rule = [INT8 | {"max_drop": 0.05}]
+        found = htp_export.sensitivity(file, rule, {"input": x}, metric=self.metric(file, x), **options)
+        assert found.modules["2"]["int8"].alone.metric >= 0.95
+        without = htp_export.sensitivity(file, rule, {"input": x}, **options)
+        assert "give the metric that may fall by it" in without.modules["2"]["int8"].problem
+
     def test_other_rules_that_cost_more_are_an_error_and_no_file_is_written(
         self, trained: Any, nncf: Any, tmp_path: Path
     ) -> None:
