@@ -22,7 +22,10 @@ def names_command(
     in_place: InPlaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Name nodes and tensors after their modules: /encoder/layer.0/attention/MatMul."""
+    """Name nodes and tensors after their modules.
+
+    As in /encoder/layer.0/attention/MatMul; unique, and the same for the same model.
+    """
     from htp_export.deploy.naming import names
 
     check_output(output, [file], in_place=in_place)

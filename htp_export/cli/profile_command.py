@@ -72,7 +72,10 @@ def profile_command(
     fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the latency of every module, in ONNX Runtime or OpenVINO, or read what TensorRT's trtexec measured."""
+    """Measure the latency of every module.
+
+    In ONNX Runtime or OpenVINO, or as TensorRT's trtexec measured it.
+    """
     from htp_export.run.latency import profile
     from htp_export.show.latency import render_profile
 

@@ -61,7 +61,7 @@ def search_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Search for the precision of each module, and for what is pruned.
+    """Search for precisions and pruning of modules.
 
     The same command in several processes or on several machines, with one --storage, works on one study.
     """
