@@ -522,6 +522,7 @@ JSON_COMMANDS = (
     "lora-adapter lora.onnx tuned -o x.onnx_adapter",
     "fuse-lora net.onnx tuned -o x.onnx",
     "pipeline steps.yaml --model net.onnx -o piped.onnx",
+    "adopt net.onnx other.onnx -o x.onnx",
     "run onnxruntime net.onnx -o tool.onnx",
     "carry net.onnx tool.onnx -o x.onnx",
     "export-plan net.onnx --rule 0=int8 --to nncf -o plan.json",

@@ -48,7 +48,8 @@ def adopt_command(
     from htp_export.provenance.adoption.adopting import adopt
 
     if model.entry is not None and foreign is None and model.source is not None:
-        model, foreign = dataclasses.replace(model, source=None), Path(model.source)
+        foreign = Path(model.source)
+        model = dataclasses.replace(model, source=None)
     if foreign is None:
         raise InputError("name two models: the original, and the file that someone else exported from it")
     named = Path(model.source or "")
