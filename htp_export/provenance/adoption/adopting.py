@@ -87,7 +87,7 @@ def adopt(
         >>> foreign = torch.onnx.export(net, (torch.randn(2, 8),), dynamo=True, verbose=False)
         >>> print(adopt(net, foreign, args=(torch.randn(2, 8),)))
               2 nodes
-              2 by values
+              2 by region
     """
     check_target(output)
     tagged, inputs = _original(model, args, kwargs, inputs)
