@@ -48,7 +48,7 @@ def adopt_command(
     from htp_export.provenance.adoption.adopting import adopt
 
     if model.entry is not None and foreign is None and model.source is not None:
-        foreign = Path(model.source)
+        foreign = Path(model.source)  # with --entry, it is the only model that is named by position
         model = dataclasses.replace(model, source=None)
     if foreign is None:
         raise InputError("name two models: the original, and the file that someone else exported from it")
