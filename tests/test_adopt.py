@@ -233,6 +233,27 @@ def test_what_the_original_does_not_compute_is_unknown(net: Net, example: torch.
     assert "unknown" in str(adopted)
 
 
+@pytest.mark.parametrize(("name", "said"), [("", ("unknown", "")), ("/1/Reshape", ("node", "1"))])
+def test_a_layout_between_two_modules_is_of_the_one_that_its_name_says(name: str, said: tuple[str, str]) -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh()).eval()
+    example = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    text = """<ir_version: 10, opset_import: ["": 20]> g (float[2, 3, 4] x) => (float[2, 3, 6] y)
+    <int64[2] flat = {6, 4}, int64[3] whole = {2, 3, 6}> {
+        rows = Reshape(x, flat)
+        made = Gemm<transB = 1>(rows, w, b)
+        restored = Reshape(made, whole)
+        y = Tanh(restored)
+    }"""
+    proto = onnx.parser.parse_model(text)
+    proto.graph.node[2].name, proto.graph.node[3].name = name, name and "/1/Tanh"
+    for weight, value in (("w", net[0].weight), ("b", net[0].bias)):
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value.detach().numpy(), weight))
+    adopted = htp_export.adopt(net, proto, args=(example,))
+    found = [(node.metadata_props["htp.reason"], node.metadata_props["htp.module"]) for node in adopted.model.graph]
+    assert [module for _, module in found[1::2]] == ["0", "1"]
+    assert found[2] == said
+
+
 def _with_output(model: ir.Model) -> bytes:
     model.graph.outputs.pop()
     proto = ir.to_proto(model)

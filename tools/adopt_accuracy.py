@@ -2,6 +2,7 @@
 """How many nodes of files that others exported get their true owners from `adopt`: the tables of docs/adopt.md.
 
     python tools/adopt_accuracy.py torch            # torch.onnx.export's files, and what tools make of them
+    python tools/adopt_accuracy.py transformers     # files of transformers.exporters, without fusions and with them
     python tools/adopt_accuracy.py genai            # files of ONNX Runtime GenAI's builder; needs onnxruntime-genai
     python tools/adopt_accuracy.py torch --only BERT-base --show 20
 
@@ -174,6 +175,36 @@ def _torch_score(tagged: htp_export.TaggedModel, original: Path, inputs: dict[st
     return score(adopted, expected.__getitem__)
 
 
+# --- files of transformers.exporters ---
+
+TRANSFORMERS_MODELS = ("BERT-base", "GPT-2", "Llama")
+
+
+def transformers_rows(only: str | None, names: bool) -> Iterator[tuple[str, Score]]:
+    """Each model, without ``ort_fusions`` and with those for the CPU; the truth are the tags under `tagging`."""
+    from transformers.exporters import OnnxConfig, OnnxExporter
+
+    for name in TRANSFORMERS_MODELS:
+        if only not in (None, name):
+            continue
+        for fusions in (None, "cpu"):
+            torch.manual_seed(0)
+            model, inputs = MODELS[name]("small")
+            model.eval()
+            spread_parameters(model, torch.Generator().manual_seed(0), scale=0.1)
+            with tempfile.TemporaryDirectory() as folder:
+                original = Path(folder) / "original.onnx"
+                htp_export.export(model, (), original, kwargs=inputs, verbose=False)
+                with contextlib.redirect_stdout(io.StringIO()), htp_export.tagging():
+                    made = OnnxExporter().export(model, dict(inputs), OnnxConfig(dynamic=False, ort_fusions=fusions))
+                made.save_pretrained(Path(folder) / "made")
+                [file] = (Path(folder) / "made").glob("*.onnx")
+                yield (
+                    f"{name}, fusions: {fusions or 'none'}",
+                    _torch_score(htp_export.load(file), original, inputs, names),
+                )
+
+
 # --- files of ONNX Runtime GenAI's builder ---
 
 TEXT = {"vocab_size": 80, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2}
@@ -299,17 +330,20 @@ def _genai_score(file: Path, original: Path, inputs: Any, joined: dict[str, tupl
     return score(adopted, expected.__getitem__)
 
 
+ROWS = {"torch": torch_rows, "transformers": transformers_rows, "genai": genai_rows}
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["torch", "genai"])
+    parser.add_argument("what", choices=[*ROWS])
     parser.add_argument("--only", help="one model")
     parser.add_argument("--no-names", action="store_true", help="rename all nodes and tensors first")
     parser.add_argument("--show", type=int, default=0, help="nodes that are not exact, of each file")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    rows = (torch_rows if options.what == "torch" else genai_rows)(options.only, not options.no_names)
+    rows = ROWS[options.what](options.only, not options.no_names)
     total = Counter[str]()
     print(HEADER)
     for name, found in rows:

@@ -183,7 +183,10 @@ class _Foreign:
         """Nodes that seem to be inserted: names say whose they are, and those for several modules are not known."""
         for index in range(len(found) - 1, -1, -1):
             entry, node = found[index], self._after.nodes[index]
-            if entry.reason != Reason.INSERTED or self._works[index].ends:
+            if entry.reason != Reason.INSERTED:
+                continue
+            if self._works[index].ends:
+                self._check_between(found, index, names.module(self._scopes[index]))
                 continue
             module = names.module(self._scopes[index])
             lives = any(v != NOTHING and self._after.live[v] for v in node.outputs)
@@ -195,6 +198,16 @@ class _Foreign:
             serves_unknown = any(found[reader].reason == Reason.UNKNOWN for reader in self._readers(index))
             if serves_unknown or (len(entry.paths) > 1 and node.inputs):
                 found[index] = Owned((common_ancestor(entry.paths),), Reason.UNKNOWN)
+
+    def _check_between(self, found: list[Owned], index: int, named: str | None) -> None:
+        """A change of layout between nodes of different modules is of the one that its name says, or not known."""
+        makers, consumers = found[index].paths, [p for reader in self._readers(index) for p in found[reader].paths]
+        if not consumers or not set(consumers).isdisjoint(makers) or base_op(self._after.nodes[index].op) not in LAYOUT:
+            return
+        if named in (*makers, *consumers):
+            found[index] = Owned((named,), Reason.NODE)
+        else:
+            found[index] = Owned((common_ancestor([*makers, *consumers]),), Reason.UNKNOWN)
 
     # --- work that the original does once ---
 
