@@ -382,6 +382,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20, help="compress: timed runs of each half of a pair")
     parser.add_argument("--trials", type=int, default=20, help="compress: plans that the search measures")
     parser.add_argument("--depth", type=int, help="compress: the level of the modules that the search chooses for")
+    parser.add_argument("--ways", nargs="+", choices=compression.WAYS, help="compress: these rows alone")
     parser.add_argument("--small", action="store_true", help="compress: small models, to try it")
     parser.add_argument(
         "--results", type=Path, help="compress: a file to which rows are appended; those in it are not made again"
@@ -404,7 +405,16 @@ def main() -> None:
             else MODELS[name]
             for name in given.models
         }
-        compression.run(models, given.pairs, given.runs, given.trials, given.depth, describe, given.results)
+        compression.run(
+            models,
+            given.ways or compression.WAYS,
+            given.pairs,
+            given.runs,
+            given.trials,
+            given.depth,
+            describe,
+            given.results,
+        )
     elif given.what == "scale":
         scale.run(given.sizes, given.levels, given.commands)
     elif given.what == "memory":

@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -185,6 +185,7 @@ def is_done(row: Row | None, pairs: int) -> bool:
 
 def run(
     models: Mapping[str, Callable[[], Built]],
+    ways: Sequence[str],
     pairs: int,
     runs: int,
     trials: int,
@@ -195,8 +196,8 @@ def run(
     """Make and print a row for each model and each way to make it smaller, as far as it is not there."""
     rows = read_rows(results)
     for name, build in models.items():
-        left = [way for way in WAYS if not is_done(rows.get((name, way)), pairs)]
-        for way in WAYS:
+        left = [way for way in ways if not is_done(rows.get((name, way)), pairs)]
+        for way in ways:
             if way not in left:
                 show_row(rows[name, way], describe)
         if not left:
