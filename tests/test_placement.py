@@ -466,6 +466,20 @@ def test_nodes_that_run_elsewhere_than_their_device_are_told(file: Path, tmp_pat
     assert "1 node runs on CPUExecutionProvider and not on gpu" in found.notes
 
 
+@reads_devices
+def test_a_file_sets_no_other_session_option_and_broken_ones_are_refused(file: Path, tmp_path: Path) -> None:
+    placed = htp_export.place(file, {".": "cpu"}, tmp_path / "placed.onnx")
+    props, written = placed.model.metadata_props, tmp_path / "written.onnx"
+    props["htp.placement"] = json.dumps(
+        {**placed.options, "session.optimized_model_external_initializers_file_name": str(written)}
+    )
+    assert dict(htp_export.placement(placed.model).options) == dict(placed.options)
+    for broken in ("[]", "{"):
+        props["htp.placement"] = broken
+        with pytest.raises(InputError, match=r"htp\.placement is not a JSON object of session configuration entries"):
+            htp_export.placement(placed.model)
+
+
 @lists_nodes
 def test_options_of_the_user_are_used_and_restored(file: Path) -> None:
     options = quiet()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from htp_export.deploy.devices import ANNOTATION, SETTINGS, entry_of, session_op
 from htp_export.deploy.parts import tensor_sizes
 from htp_export.deploy.placed import Misplaced, Placement, placed_modules
 from htp_export.errors import InputError, OnnxRuntimeError
-from htp_export.format import tags
+from htp_export.format.placement_entries import read_placement
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load
@@ -110,15 +109,16 @@ def placement(
 
 def _entries(tagged: TaggedModel, options: Any) -> tuple[dict[str, str], tuple[str, ...]]:
     """The configuration entries that the model asks for, if the options have no others; and what is to be said."""
-    written = tagged.model.metadata_props.get(tags.PLACEMENT)
     own = "" if options is None else entry_of(options, SETTINGS)
+    try:
+        written = read_placement(tagged.model.metadata_props).get(SETTINGS)  # a file may not set any other entry
+    except ValueError as error:
+        raise InputError(f"model {tagged.model.graph.name!r}: {error}") from error
     if own or written is None:
         return ({SETTINGS: own} if own else {}), ()
+    entries = {SETTINGS: written}
     try:
-        entries = {str(name): str(value) for name, value in json.loads(written).items()}
         session_options_with(entries)
-    except (ValueError, AttributeError) as error:
-        raise InputError(f"model {tagged.model.graph.name!r}: {tags.PLACEMENT} is no JSON object of entries") from error
     except InputError as error:
         return {}, (str(error),)
     return entries, ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from htp_export.deploy.parts import Needs, nodes_that_fit
 from htp_export.deploy.placed import DeviceUse, Placed, placed_modules
 from htp_export.errors import InputError
 from htp_export.files.model_files import check_target, write_model
-from htp_export.format import tags
+from htp_export.format.placement_entries import write_placement
 from htp_export.model.cutting import Cutter
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
@@ -108,7 +107,7 @@ def place(
     twin = dict(zip(original.nodes, placed.nodes, strict=True))
     _annotate(placed.model, {twin[node]: device for node, device in devices.items()})
     options = {SETTINGS: assignment_settings(dict.fromkeys(devices.values()))}
-    placed.model.metadata_props[tags.PLACEMENT] = json.dumps(options)
+    write_placement(placed.model.metadata_props, options)
     if output is not None:
         write_model(placed.model, output, external_data, share_weights=share_weights)
     return _result(original, placed.model, devices, needs, limits, options, _remarks(source, assumed))
