@@ -140,14 +140,19 @@ def test_a_plan_file_that_is_no_mapping_is_refused(text: str, problem: str, tmp_
 
 def test_the_named_precisions_and_presets_are_these() -> None:
     assert list(PRECISIONS) == [
-        "int8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp16", "bf16", "fp32",
+        "int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp16", "bf16", "fp32",
     ]  # fmt: skip
     assert {name: precision.bits for name, precision in PRECISIONS.items()} == {
-        "int8": 8, "uint8": 8, "int16": 8, "int8-dynamic": 8, "int8-weights": 8, "int4": 4, "fp16": 16, "bf16": 16,
-        "fp32": 32,
+        "int8": 8, "u8s8": 8, "uint8": 8, "int16": 8, "int8-dynamic": 8, "int8-weights": 8, "int4": 4, "fp16": 16,
+        "bf16": 16, "fp32": 32,
     }  # fmt: skip
     assert list(PRESETS) == ["int8", "w4", "fp16"]
-    assert [name for name, precision in PRECISIONS.items() if precision.calibrated] == ["int8", "uint8", "int16"]
+    assert [name for name, precision in PRECISIONS.items() if precision.calibrated] == [
+        "int8",
+        "u8s8",
+        "uint8",
+        "int16",
+    ]
 
 
 def test_a_precision_is_a_name_with_other_fields_or_a_dataclass() -> None:

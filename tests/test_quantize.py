@@ -26,7 +26,7 @@ from htp_export.format.selectors import select_below
 from tests.nets import EXPORTERS, spread
 
 IDS = np.arange(14, dtype=np.int64).reshape(2, 7)
-PRECISIONS = ["int8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp16"]
+PRECISIONS = ["int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp16"]
 INSERTED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast", "Mul"}
 
 
@@ -667,7 +667,7 @@ def test_bytes_of_norms_and_computed_weights_are_predicted(exporter: str, tmp_pa
 
     x = torch.randn(2, 3, 8, 8)
     file = written(Odd(), (x,), tmp_path / "odd.onnx", exporter, ["x"])
-    for precision in ("int8", "uint8", "int16"):
+    for precision in ("int8", "u8s8", "uint8", "int16"):
         target = tmp_path / "quantized.onnx"
         result = htp_export.quantize(file, {".": precision}, target, data={"x": x.numpy()})
         predicted = htp_export.quantize(file, {".": precision}, dry_run=True)

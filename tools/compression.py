@@ -37,8 +37,7 @@ from htp_export.compress.trade_offs.output_errors import OutputErrors
 
 SPACE = ("int8", "int4", "fp16")
 SEARCHED, NNCF = "searched", "NNCF int8"
-UNSIGNED = "int8, uint8 activations"
-WAYS = ("int8", UNSIGNED, "int8-dynamic", "fp16", "int4", SEARCHED, NNCF)
+WAYS = ("int8", "u8s8", "int8-dynamic", "fp16", "int4", SEARCHED, NNCF)
 WHOLE = "."
 SAMPLES = 4
 
@@ -98,7 +97,7 @@ def make(original: Path, way: str, output: Path, samples: list[Feed], given: arg
 
         onnx.save(nncf.quantize(onnx.load(original), nncf.Dataset(samples)), output)
         return
-    plan: Mapping[str, object] = {WHOLE: {"precision": "int8", "activation": "uint8"} if way == UNSIGNED else way}
+    plan: Mapping[str, object] = {WHOLE: way}
     if way == SEARCHED:
         plan = searched_plan(original, samples, given.trials, given.depth, given.storage)
     htp_export.quantize(original, plan, output, data=samples)

@@ -200,6 +200,7 @@ PRECISIONS: Mapping[str, Precision] = {
     precision.name: precision
     for precision in (
         Precision("int8", Method.STATIC, "int8", "int8", per_channel=True),
+        Precision("u8s8", Method.STATIC, "uint8", "int8", per_channel=True),
         Precision("uint8", Method.STATIC, "uint8", "uint8"),
         Precision("int16", Method.STATIC, "int16", "int8", symmetric=True, per_channel=True),
         Precision("int8-dynamic", Method.DYNAMIC, "uint8", "int8", per_channel=True),

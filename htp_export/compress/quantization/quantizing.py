@@ -74,11 +74,12 @@ def quantize(
 
     Args:
         model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-        plan: Selector → precision, in order: ``int8``, ``uint8``, ``int16`` (QDQ, calibrated), ``int8-dynamic``,
-            ``int4``, ``int8-weights`` (weights in blocks), ``fp16``, ``bf16``, ``fp32`` (as it is), a `Precision`,
-            or a mapping with the name as ``precision`` and other fields of it. Or a preset: ``int8``, ``w4``, ``fp16``.
+        plan: Selector → precision, in order: ``int8``, ``u8s8``, ``uint8``, ``int16`` (QDQ, calibrated; ``u8s8`` is
+            the fast one on x86), ``int8-dynamic``, ``int4``, ``int8-weights`` (weights in blocks), ``fp16``, ``bf16``,
+            ``fp32`` (as it is), a `Precision`, or a mapping with the name as ``precision`` and other fields of it. Or a
+            preset: ``int8``, ``w4``, ``fp16``.
         output: The file to write.
-        data: For ``int8``, ``uint8`` and ``int16``: input name → array, or an ``.npz`` file, for one run; or several of
+        data: For precisions that are calibrated: input name → array, or an ``.npz`` file, for one run; or several of
             these, of which one is in memory at a time. None for random inputs, with which accuracy means nothing.
         metric: For rules with ``max_drop``: a number of your own, as the accuracy: called with the outputs of the whole
             model, name → array, for each of the runs; larger is better.
