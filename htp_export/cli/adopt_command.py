@@ -109,13 +109,9 @@ def _most_alike(calls: Mapping[str, Call], foreign: ir.Model) -> Call:
 
 def _inputs_of(model: ir.Model, call: Call) -> dict[str, Any]:
     """The example inputs by the names of the graph's inputs."""
-    import torch
+    from htp_export.provenance.adoption.feeds import inputs_in_order
 
     names = [str(value.name) for value in model.graph.inputs]
     if set(names) <= set(call.inputs):
         return {name: call.inputs[name] for name in names}
-    leaves = torch.utils._pytree.tree_leaves((call.args, call.kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if len(tensors) != len(names):
-        raise InputError(f"the model has {len(tensors)} tensors as inputs, and its file {len(names)}")
-    return dict(zip(names, tensors, strict=True))
+    return inputs_in_order(names, call.args, call.kwargs)

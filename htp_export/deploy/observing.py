@@ -11,11 +11,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.costs.bindings import bind
 from htp_export.costs.shapes import run_by_shapes
 from htp_export.deploy.crossings import crossings
 from htp_export.deploy.devices import ANNOTATION, SETTINGS, entry_of, session_options_with
-from htp_export.deploy.parts import tensor_sizes
+from htp_export.deploy.parts import known_sizes, tensor_sizes
 from htp_export.deploy.placed import Misplaced, Placement, placed_modules
 from htp_export.errors import InputError, OnnxRuntimeError
 from htp_export.format.placement_entries import read_placement
@@ -140,11 +139,8 @@ def _sizes(
     shapes: Mapping[str, Sequence[int]] | None,
 ) -> tuple[dict[str, int], tuple[str, ...]]:
     """Name of each tensor → bytes; and what was assumed."""
-    try:
-        bindings = bind(graph, inputs, dims, shapes)
-    except InputError:
-        if inputs or dims or shapes:
-            raise
+    bindings = known_sizes(graph, inputs, dims, shapes)
+    if bindings is None:
         return {}, ()
     return tensor_sizes(run_by_shapes(load(graph), bindings)), bindings.notes
 

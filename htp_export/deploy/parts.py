@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
+from htp_export.costs.bindings import Bindings, bind
 from htp_export.costs.execution import Run, Step, walk
 from htp_export.costs.flops import work_of
 from htp_export.costs.memory import Timeline
@@ -20,7 +22,7 @@ from htp_export.model.cutting import Cutter
 from htp_export.model.groups import connected
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["Needs", "nodes_that_fit", "tensor_sizes"]
+__all__ = ["Needs", "known_sizes", "nodes_that_fit", "tensor_sizes"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,27 @@ class _Part:
 
     path: str
     nodes: Sequence[ir.Node]
+
+
+def known_sizes(
+    model: ir.Model,
+    inputs: Mapping[str, Any] | None,
+    dims: Mapping[str, int] | None,
+    shapes: Mapping[str, Sequence[int]] | None,
+    *,
+    required: bool = False,
+) -> Bindings | None:
+    """The sizes of the inputs of a model; None if they are unknown, not required, and none was given.
+
+    Raises:
+        InputError: If what was given does not fit the model, or if required sizes are unknown.
+    """
+    try:
+        return bind(model, inputs, dims, shapes)
+    except InputError:
+        if required or inputs or dims or shapes:
+            raise
+        return None
 
 
 def tensor_sizes(run: Run) -> dict[str, int]:

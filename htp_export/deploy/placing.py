@@ -9,12 +9,11 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.costs.bindings import bind
 from htp_export.costs.shapes import run_by_shapes
 from htp_export.deploy.crossings import crossings
 from htp_export.deploy.device_rules import devices_by_rules
 from htp_export.deploy.devices import ANNOTATION, SETTINGS, assignment_settings, device_named
-from htp_export.deploy.parts import Needs, nodes_that_fit
+from htp_export.deploy.parts import Needs, known_sizes, nodes_that_fit
 from htp_export.deploy.placed import DeviceUse, Placed, placed_modules
 from htp_export.errors import InputError
 from htp_export.files.model_files import check_target, write_model
@@ -157,11 +156,8 @@ def _needs(
     required: bool,
 ) -> tuple[Needs | None, tuple[str, ...]]:
     """What nodes need, and what was assumed of sizes; None if sizes are unknown and not required."""
-    try:
-        bindings = bind(tagged.model, inputs, dims, shapes)
-    except InputError:
-        if required or inputs or dims or shapes:
-            raise
+    bindings = known_sizes(tagged.model, inputs, dims, shapes, required=required)
+    if bindings is None:
         return None, ()
     return Needs(tagged, run_by_shapes(tagged, bindings)), bindings.notes
 

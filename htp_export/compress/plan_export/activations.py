@@ -1,4 +1,4 @@
-"""Encodings of activations by tensor, from the plan and from the values that tensors take in the data."""
+"""Encodings by tensor, from the plan and from the values that activations take in the data."""
 
 from __future__ import annotations
 
@@ -7,14 +7,26 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.compress.plan_export.planned import Encoding, PlannedModel, is_float
+from htp_export.compress.plan_export.planned import Encoding, PlannedModel, is_float, weight_encodings
 from htp_export.compress.quantization.calibration_data import Samples, activations
 from htp_export.compress.quantization.precisions import Method, Precision
 
-__all__ = ["activation_encodings", "measured_ranges"]
+__all__ = ["encodings_of", "measured_ranges"]
+
+_ENCODED = (Method.STATIC, Method.WEIGHTS, Method.CAST, Method.KEEP)
 
 
-def activation_encodings(planned: PlannedModel) -> dict[str, Encoding | int]:
+def encodings_of(planned: PlannedModel, tool: str) -> tuple[dict[str, Encoding | int], dict[str, Encoding]]:
+    """The encodings of activations and of weights, for a tool that takes both.
+
+    Raises:
+        InputError: If the plan has a precision that such a tool does not know.
+    """
+    planned.check_methods(tool, _ENCODED)
+    return _activation_encodings(planned), weight_encodings(planned, (Method.STATIC, Method.WEIGHTS))
+
+
+def _activation_encodings(planned: PlannedModel) -> dict[str, Encoding | int]:
     """Name of each tensor of floats that the plan is about → its encoding, or its bits where it stays a float.
 
     A tensor has the precision of the node that makes it; an input of the model has that of the nodes that read it, if

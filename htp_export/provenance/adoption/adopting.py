@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load, model_of
 from htp_export.process.garbage_collection import no_collection
 from htp_export.provenance.adoption.adopted import Adopted, AdoptedModule
+from htp_export.provenance.adoption.feeds import inputs_in_order
 from htp_export.provenance.adoption.foreign_alignment import ForeignAlignment, without_names
 from htp_export.provenance.adoption.foreign_owners import foreign_owners
 from htp_export.provenance.adoption.gathering import gather
@@ -123,22 +125,14 @@ def _original(
     program = export(model, args, kwargs=dict(kwargs or {}), verbose=False)
     assert program is not None
     tagged = load(program)
-    leaves = torch.utils._pytree.tree_leaves((args, dict(kwargs or {})))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     names = [str(value.name) for value in tagged.model.graph.inputs]
     by_keyword = {name: value for name, value in (kwargs or {}).items() if isinstance(value, torch.Tensor)}
     if set(names) == set(by_keyword):
         return tagged, by_keyword
-    if len(names) != len(tensors):
-        raise InputError(
-            f"the model has {len(tensors)} tensors as inputs, and its file {len(names)}: {', '.join(names)}"
-        )
-    return tagged, dict(zip(names, tensors, strict=True))
+    return tagged, inputs_in_order(names, args, kwargs or {})
 
 
 def _is_module(model: Any) -> bool:
-    import sys
-
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(model, torch.nn.Module)
 

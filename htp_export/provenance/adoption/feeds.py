@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import InputError
+from htp_export.format.leaves import tensors_in
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input
 from htp_export.runtime.inputs import Inputs
 
-__all__ = ["feed_original", "feed_other", "pair_names", "simpler_feeds"]
+__all__ = ["feed_original", "feed_other", "inputs_in_order", "pair_names", "simpler_feeds"]
 
 _SIZES = (2, 5, 3)  # of open dimensions, one after another
+
+
+def inputs_in_order(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of a call of a PyTorch model by the names of the inputs of its file, in order.
+
+    Raises:
+        InputError: If there are not as many tensors as names.
+    """
+    tensors = list(tensors_in((tuple(args), dict(kwargs))))
+    if len(names) != len(tensors):
+        raise InputError(
+            f"the model has {len(tensors)} tensors as inputs, and its file {len(names)}: {', '.join(names)}"
+        )
+    return dict(zip(names, tensors, strict=True))
 
 
 def words(name: str) -> frozenset[str]:

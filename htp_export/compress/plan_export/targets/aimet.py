@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from htp_export.compress.plan_export.activations import activation_encodings
-from htp_export.compress.plan_export.planned import Encoding, PlannedModel, TargetFile, weight_encodings
+from htp_export.compress.plan_export.activations import encodings_of
+from htp_export.compress.plan_export.planned import Encoding, PlannedModel, TargetFile
 from htp_export.compress.quantization.precisions import Method
 
 __all__ = ["plan_file"]
 
-_METHODS = (Method.STATIC, Method.WEIGHTS, Method.CAST, Method.KEEP)
 VERSION = "1.0.0"
 
 
 def plan_file(planned: PlannedModel) -> TargetFile:
     """The encodings as JSON."""
-    planned.check_methods("aimet", _METHODS)
-    activations = activation_encodings(planned)
-    weights = weight_encodings(planned, (Method.STATIC, Method.WEIGHTS))
+    activations, weights = encodings_of(planned, "aimet")
     content: dict[str, object] = {
         "version": VERSION,
         "activation_encodings": [_entry(name, encoding) for name, encoding in activations.items()],
