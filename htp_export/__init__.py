@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from htp_export.format.hierarchy import Hierarchy, ModuleInfo
     from htp_export.inspection.inspected import Inspected
     from htp_export.inspection.inspecting import inspect
-    from htp_export.model.inlining import Inlined, inline
+    from htp_export.surgery.inlining import Inlined, inline
     from htp_export.model.map_result import ModelMap
     from htp_export.model.mapping import map
     from htp_export.model.tagged import Region, TaggedModel, load
@@ -192,7 +192,7 @@ _HOMES = {
     "FusedLora": "compress.lora.lora_files",
     "Hierarchy": "format.hierarchy",
     "HtpExportError": "errors",
-    "Inlined": "model.inlining",
+    "Inlined": "surgery.inlining",
     "InputError": "errors",
     "InsertedLora": "compress.lora.lora_inputs",
     "Inspected": "inspection.inspected",
@@ -246,7 +246,7 @@ _HOMES = {
     "frozen_fake_quantize": "compress.quantization.training",
     "functions": "surgery.nesting",
     "fuse_lora": "compress.lora.lora_files",
-    "inline": "model.inlining",
+    "inline": "surgery.inlining",
     "insert_lora": "compress.lora.lora_inputs",
     "inspect": "inspection.inspecting",
     "load": "model.tagged",

@@ -16,7 +16,7 @@ from torch import nn
 import htp_export
 from htp_export.costs.module_tree import tree_rows
 from htp_export.format import tags
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.show.inventory import take_inventory
 from htp_export.show.page.payload import page_data
 from htp_export.show.shown_graph import ShownGraph

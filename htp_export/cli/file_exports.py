@@ -60,7 +60,7 @@ class FileExports:
             CheckFailed: If the export fails.
         """
         from htp_export.files.external_writers import readable
-        from htp_export.model.inlining import read_flat
+        from htp_export.model.flattening import read_flat
         from htp_export.model.tagged import load
 
         with readable(output) as file:

@@ -18,7 +18,7 @@ def inline_command(
     as_json: JsonOption = False,
 ) -> None:
     """Dissolve functions into a flat graph with its tags."""
-    from htp_export.model.inlining import inline
+    from htp_export.surgery.inlining import inline
 
     check_output(output, [file], in_place=in_place)
     with Steps(quiet=as_json).step(f"inlining {file}"):

@@ -43,7 +43,7 @@ def tree_command(
     Times and errors, too, where the results of profile, verify or compare are given.
     """
     from htp_export.costs.module_tree import tree_rows
-    from htp_export.model.inlining import read_flat
+    from htp_export.model.flattening import read_flat
 
     looked = model.look(inputs, quiet=table.as_json or table.as_csv)
     tagged = read_flat(looked.model)

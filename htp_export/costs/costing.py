@@ -13,7 +13,7 @@ from htp_export.costs.memory import Timeline, traffic
 from htp_export.costs.result import Cost, ModuleCost, NodeCost, Peak
 from htp_export.costs.shapes import run_by_shapes
 from htp_export.costs.work import NOTHING, Formulas, Work
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import Contents, contents_of
 from htp_export.model.tagged import ModelSource, TaggedModel

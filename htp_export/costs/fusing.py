@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from htp_export.costs.bindings import bind
 from htp_export.costs.memory import Timeline, traffic
 from htp_export.costs.shapes import run_by_shapes
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.model.tagged import ModelSource
 
 __all__ = ["FusedCost", "cost_of_fusing"]

@@ -18,7 +18,7 @@ from htp_export.deploy.parts import known_sizes, tensor_sizes
 from htp_export.deploy.placed import Misplaced, Placement, placed_modules
 from htp_export.errors import InputError, OnnxRuntimeError
 from htp_export.format.placement_entries import read_placement
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames

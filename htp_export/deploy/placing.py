@@ -19,7 +19,7 @@ from htp_export.errors import InputError
 from htp_export.files.model_files import check_target, write_model
 from htp_export.format.placement_entries import write_placement
 from htp_export.model.cutting import Cutter
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import ModelSource, TaggedModel, load

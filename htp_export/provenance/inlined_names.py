@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from htp_export.model.inlining import InlinedCall, dissolve
+from htp_export.model.flattening import InlinedCall, dissolve
 from htp_export.model.tagged import TaggedModel
 
 __all__ = ["flat_and_calls", "restore_names"]

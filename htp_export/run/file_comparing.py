@@ -8,7 +8,7 @@ from typing import Any
 
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
 from htp_export.run.checking import CheckedCall, check_calls

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.errors import InputError
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
 from htp_export.run.kernels import Kernel

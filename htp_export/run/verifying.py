@@ -13,7 +13,7 @@ from htp_export.errors import InputError
 from htp_export.exporter.caches import prepare_caches
 from htp_export.exporter.capture.calls import arguments_by_name, defaults_of
 from htp_export.format.leaves import named_leaves, named_tensors_in
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
 from htp_export.run.checking import CheckedCall, Tolerances, check_calls

@@ -18,7 +18,7 @@ from htp_export.files.model_files import check_target
 from htp_export.inspection.inspected import Inspected, Stop
 from htp_export.model.columns import si
 from htp_export.model.drawn_levels import drawn_parents
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, load
 from htp_export.show.inventory import Inventory, take_inventory

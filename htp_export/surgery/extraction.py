@@ -13,7 +13,7 @@ import onnx_ir as ir
 from htp_export.files.model_files import check_target, has_external_data, write_model
 from htp_export.model.cut_models import cut_model
 from htp_export.model.cutting import cut
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import HoldsModel, ModelSource
 

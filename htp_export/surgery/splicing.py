@@ -15,7 +15,7 @@ from htp_export.files.model_files import check_target, write_model
 from htp_export.format import tags
 from htp_export.format.call_tree import Instance
 from htp_export.model.cutting import Cut, Cutter
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 from htp_export.surgery.grafts import Graft, placed_paths, weight_key

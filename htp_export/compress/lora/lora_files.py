@@ -22,7 +22,7 @@ from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.lora import FACTORS, lora_modules, write_lora
 from htp_export.format.model_metadata import write_model_metadata
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.operators import operator_of

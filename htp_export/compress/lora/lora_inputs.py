@@ -24,7 +24,7 @@ from htp_export.format.reasons import Reason
 from htp_export.format.selectors import select_below
 from htp_export.format.signatures import Signature
 from htp_export.model.columns import MODULE, Column, record, text_table
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import all_values
 from htp_export.model.tag_facts import TagFacts, tag_lines

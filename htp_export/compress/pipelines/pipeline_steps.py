@@ -92,7 +92,7 @@ STEPS: dict[str, StepKind] = {
     "insert_lora": StepKind("compress.lora.lora_inputs", "insert_lora"),
     "fuse_lora": StepKind("compress.lora.lora_files", "fuse_lora"),
     "functions": StepKind("surgery.nesting", "functions"),
-    "inline": StepKind("model.inlining", "inline"),
+    "inline": StepKind("surgery.inlining", "inline"),
     "names": StepKind("deploy.naming", "names"),
     "splice": StepKind("surgery.splicing", "splice"),
     "carry": StepKind("provenance.carrying", "carry", given="before"),

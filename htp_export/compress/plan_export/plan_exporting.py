@@ -19,7 +19,7 @@ from htp_export.compress.quantization.precisions import precisions_of
 from htp_export.discovery import names_in
 from htp_export.errors import FileError, InputError
 from htp_export.files.replacing import replace_file
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel
 

@@ -20,7 +20,7 @@ from htp_export.compress.pruning.weights import Weight, changed_when_written, we
 from htp_export.errors import InputError
 from htp_export.files.model_files import check_target, has_external_data, write_model
 from htp_export.format import tags
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tagged import ModelSource, TaggedModel, load

@@ -29,7 +29,7 @@ from htp_export.compress.quantization.submodels import Names, Submodel, cut_out,
 from htp_export.compress.quantization.validation import Validation, check_metric
 from htp_export.errors import HtpExportError, ToolError, in_one_line
 from htp_export.files.model_files import check_target, write_model
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import contents_of
 from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of

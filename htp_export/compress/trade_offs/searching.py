@@ -16,7 +16,7 @@ from htp_export.compress.trade_offs.sensitivities import RANDOM_NOTE
 from htp_export.compress.trade_offs.spaces import Decision, SearchSpace, Space, read_space
 from htp_export.compress.trade_offs.studies import SAMPLERS, SharedStudy
 from htp_export.errors import InputError
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource
 from htp_export.process.progress import report_counts

@@ -17,7 +17,7 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.reasons import Reason
 from htp_export.format.tags import below
 from htp_export.model.fates import find_fates
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load, model_of
 from htp_export.process.garbage_collection import no_collection

@@ -10,7 +10,7 @@ from typing import Any
 import model_explorer
 from model_explorer import graph_builder
 
-from htp_export.model.inlining import read_flat
+from htp_export.model.flattening import read_flat
 from htp_export.show.inventory import take_inventory
 from htp_export.show.model_explorer.graphs import graph_of
 

@@ -1,10 +1,9 @@
-"""``inline``: functions dissolved into the graph that calls them, every node as it was before it went into one."""
+"""Functions dissolved into the graph that calls them, every node as it was before it went into one."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -13,7 +12,6 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from htp_export.errors import InputError
-from htp_export.files.model_files import check_target, write_model
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy
@@ -21,94 +19,14 @@ from htp_export.model.function_records import DOMAIN, Expectations, Instance, Re
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import all_nodes, all_values, subgraphs
 from htp_export.model.rewiring import replace_inputs
-from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
+from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames, rename
 
-__all__ = ["Inlined", "InlinedCall", "dissolve", "inline", "read_flat"]
+__all__ = ["InlinedCall", "dissolve", "flattened", "read_flat"]
 
 _log = logging.getLogger(__name__)
 
 _CALLER = "htp.caller"  # never written to files
-
-
-@dataclass(frozen=True)
-class Inlined(HoldsModel):
-    """The result of `inline`.
-
-    Attributes:
-        model: The model without functions.
-        functions: Identifier of each function, ``htp::BertLayer`` → number of its calls in the flat graph.
-        nodes_before: Number of nodes before, those in functions once.
-        nodes_after: Number of nodes after.
-    """
-
-    model: ir.Model
-    functions: Mapping[str, int]
-    nodes_before: int
-    nodes_after: int
-
-    def to_dict(self) -> dict[str, object]:
-        """The result as plain data, for JSON; without the model."""
-        return {
-            "functions": dict(self.functions),
-            "nodes_before": self.nodes_before,
-            "nodes_after": self.nodes_after,
-        }
-
-    @property
-    def summary(self) -> str:
-        """The result in one line."""
-        if not self.functions:
-            return f"there are no functions; {self.nodes_after} nodes"
-        calls = sum(self.functions.values())
-        return f"{calls} calls of {len(self.functions)} functions inlined: {self.nodes_after} nodes"
-
-    def __str__(self) -> str:
-        return self.summary
-
-
-@names_model_faults("model")
-def inline(model: ModelSource, output: str | os.PathLike[str] | None = None, *, share_weights: bool = False) -> Inlined:
-    """Inline the functions of a model; the result is a flat, tagged graph.
-
-    In a model that ``functions`` wrote, every node gets its original name, owners and types. Nodes of other functions
-    get unique names, and the tags of the call if they have none.
-
-    Thread-safe, also for calls on the same model.
-
-    Args:
-        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. It needs
-            no tags; weights are not read.
-        output: The file to write.
-        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` cannot be read any more.
-
-    Returns:
-        The flat model, and the functions that it had.
-
-    Raises:
-        FileError: A file cannot be read or written.
-        InputError: A function cannot be inlined: it calls itself, needs another opset, or has graphs as attributes; or
-            the flat graph is too large.
-
-    Examples:
-        >>> import onnx_ir as ir
-        >>> relu = ir.node("Relu", [ir.val("a")])
-        >>> body = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20})
-        >>> call = ir.node("Act", [ir.val("x")], domain="net", metadata_props={"htp.module": "act"})
-        >>> graph = ir.Graph(call.inputs, call.outputs, nodes=[call], opset_imports={"": 20, "net": 1})
-        >>> function = ir.Function("net", "Act", graph=body, attributes=[])
-        >>> result = inline(ir.Model(graph, ir_version=10, functions=[function]))
-        >>> [(node.op_type, node.metadata_props["htp.module"]) for node in result.model.graph]
-        [('Relu', 'act')]
-        >>> print(result)
-        1 calls of 1 functions inlined: 1 nodes
-    """
-    check_target(output)
-    inlined = _inlined(load(model), others=True)
-    if output is not None:
-        write_model(inlined.model, output, share_weights=share_weights)
-    return inlined
 
 
 @names_model_faults("source")
@@ -136,19 +54,19 @@ def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
     if not any(others or domain == DOMAIN for domain, _, _ in tagged.model.functions):
         return tagged
     try:
-        return _inlined(tagged, others=others).tagged
+        return load(flattened(tagged, others=others)[0])
     except InputError as error:
         _log.warning("functions are looked at apart from the nodes that call them: %s", error)
         return tagged
 
 
-def _inlined(tagged: TaggedModel, *, others: bool) -> Inlined:
+def flattened(tagged: TaggedModel, *, others: bool) -> tuple[ir.Model, dict[str, int]]:
+    """A copy of a model without functions, and how often each was called; see `read_flat`."""
     model = tagged.model.clone()
-    before = sum(1 for _ in all_nodes(model))
     counts = dissolve(model, tagged.hierarchy, tagged.calls)
     if others:
         counts.update(_inline_others(model))
-    return Inlined(model, counts, before, sum(1 for _ in all_nodes(model)))
+    return model, counts
 
 
 def dissolve(
