@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from htp_export.format.hierarchy import Hierarchy, ModuleInfo
     from htp_export.inspection.inspected import Inspected
     from htp_export.inspection.inspecting import inspect
-    from htp_export.surgery.inlining import Inlined, inline
     from htp_export.model.map_result import ModelMap
     from htp_export.model.mapping import map
     from htp_export.model.tagged import Region, TaggedModel, load
@@ -68,6 +67,7 @@ if TYPE_CHECKING:
     from htp_export.run.verifying import verify
     from htp_export.show.viewing import View, view
     from htp_export.surgery.extraction import Extraction, extract
+    from htp_export.surgery.inlining import Inlined, inline
     from htp_export.surgery.manifest import load_partition
     from htp_export.surgery.nesting import Nested, functions
     from htp_export.surgery.partitions import Partition

@@ -13,8 +13,8 @@ import onnx_ir as ir
 from htp_export.files.model_files import check_target, write_model
 from htp_export.format import tags
 from htp_export.model.columns import Column, text_table
-from htp_export.model.function_records import DOMAIN
 from htp_export.model.flattening import dissolve
+from htp_export.model.function_records import DOMAIN
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.path_names import check_style, check_tags, give_path_names
 from htp_export.model.regions import all_nodes

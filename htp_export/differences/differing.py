@@ -13,8 +13,8 @@ import onnx_ir as ir
 from htp_export.differences.alignment import aligned
 from htp_export.format import tags
 from htp_export.model.columns import MODULE, Column, text_table
-from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.flattening import read_flat
+from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.structures import Structure, structures

@@ -16,8 +16,8 @@ from htp_export.findings.kinds import ONE_BY_ONE, kind_of
 from htp_export.findings.patterns import unchanged
 from htp_export.findings.rewrites import Rewrite, equal_constants, rewrites
 from htp_export.format import tags
-from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.flattening import read_flat
+from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.passes.declining import Declined, declined

@@ -16,8 +16,8 @@ from htp_export.fingerprints.detectors.convolution import stem_of
 from htp_export.fingerprints.detectors.features import GraphFeatures
 from htp_export.fingerprints.detectors.inputs import ModelInput
 from htp_export.fingerprints.example_sizes import inferred_with_sizes
-from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.flattening import read_flat
+from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tag_facts import TagFacts, tag_lines
 from htp_export.model.tagged import ModelSource

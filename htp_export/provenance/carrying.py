@@ -20,8 +20,8 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.model.fates import find_fates
-from htp_export.model.function_records import DOMAIN
 from htp_export.model.flattening import dissolve, read_flat
+from htp_export.model.function_records import DOMAIN
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load, model_of
 from htp_export.process.garbage_collection import no_collection

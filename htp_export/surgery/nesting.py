@@ -15,8 +15,8 @@ from htp_export.files.model_files import check_target, write_model
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.columns import Column, text_table
-from htp_export.model.function_records import DOMAIN, Instance, Records
 from htp_export.model.flattening import dissolve
+from htp_export.model.function_records import DOMAIN, Instance, Records
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import GraphIndex, all_nodes
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load

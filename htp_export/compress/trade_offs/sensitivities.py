@@ -18,8 +18,8 @@ from htp_export.compress.trade_offs.sensitivity_results import BlockSensitivity,
 from htp_export.errors import InputError
 from htp_export.fingerprints.blocks import repeated_blocks
 from htp_export.format import tags
-from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.flattening import read_flat
+from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.process.progress import counted
