@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from htp_export.compress.pruning.coupled_axes import Axis, changed_axes, groups_of
 from htp_export.model.operators import RESHAPING
-from htp_export.model.shapes.sizes import Dim, Size, product, symbol
+from htp_export.model.shapes.sizes import Dim, Size, product
 from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
@@ -297,6 +297,7 @@ def _periods(sizes: Iterable[Dim]) -> list[int] | None:
         The sizes; None if another axis than the outermost one is open.
 
     Examples:
+        >>> from htp_export.model.shapes.sizes import symbol
         >>> batch = symbol("batch")
         >>> _periods([batch, 4]), _periods([4 * batch]), _periods([4, batch])
         ([1, 4], [4], None)
@@ -335,6 +336,7 @@ def blocks(first: Sequence[Dim], second: Sequence[Dim]) -> Iterator[tuple[list[i
     Examples:
         >>> list(blocks([1, 16, 768], [16, 12, 64]))
         [([0], []), ([1], [0]), ([2], [1, 2])]
+        >>> from htp_export.model.shapes.sizes import symbol
         >>> list(blocks([symbol("n"), 4, 9], [symbol("m"), 2, 36]))
         [([1, 2], [2])]
     """
@@ -345,13 +347,13 @@ def blocks(first: Sequence[Dim], second: Sequence[Dim]) -> Iterator[tuple[list[i
             break
         yield list(range(i, i + p)), list(range(j, j + q))
         i, j = i + p, j + q
-    k, l = len(first), len(second)
-    while i < k and j < l:  # the same from the right, where open dimensions on the left cannot be compared
-        p, q = _next_block(first[i:k][::-1], second[j:l][::-1])
+    m, n = len(first), len(second)
+    while i < m and j < n:  # the same from the right, where open dimensions on the left cannot be compared
+        p, q = _next_block(first[i:m][::-1], second[j:n][::-1])
         if not p and not q:
             return
-        yield list(range(k - p, k)), list(range(l - q, l))
-        k, l = k - p, l - q
+        yield list(range(m - p, m)), list(range(n - q, n))
+        m, n = m - p, n - q
 
 
 def _next_block(first: Sequence[Dim], second: Sequence[Dim]) -> tuple[int, int]:
