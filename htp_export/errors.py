@@ -12,6 +12,7 @@
     ├── PassError                a pass of `optimize` failed; names the passes that ran before it
     ├── StepError                a step of `pipeline` failed; names the file that the steps before it made
     ├── ToolError                a tool of `htp_export.tools` failed, or wrote a model that is not valid
+    ├── ResultError              what a function made is not valid ONNX; a fault of its own, nothing was written
     ├── CaptureError             htp_export could not follow an export; a fault of its own, not of the model
     └── TorchChangedError        a private part of torch that htp_export relies on is gone, or is another now
 
@@ -34,6 +35,7 @@ __all__ = [
     "OnnxRuntimeError",
     "OpenDimensionError",
     "PassError",
+    "ResultError",
     "SelectorError",
     "StepError",
     "ToolError",
@@ -188,6 +190,25 @@ class TorchChangedError(HtpExportError):
             "install a torch version that htp_export supports (see its pyproject.toml)"
         )
         self.what = what
+
+
+class ResultError(HtpExportError):
+    """A model that is not valid ONNX was to be written; existing files are unchanged.
+
+    Args:
+        path: The file.
+        problem: What onnx says against the model, with the node.
+        node: Name of the node at fault; empty if it is not known.
+        modules: The modules that own the node.
+    """
+
+    def __init__(self, path: str | Path, problem: str, node: str = "", modules: Iterable[str] = ()) -> None:
+        super().__init__(
+            f"{path}: not written, because the model is not valid: {problem}. The model that it was made of did not "
+            "have this fault; it is one of the work that was done on it. If that was a function of htp_export, please "
+            "report it"
+        )
+        self.path, self.problem, self.node, self.modules = Path(path), problem, node, tuple(modules)
 
 
 class PassError(HtpExportError):

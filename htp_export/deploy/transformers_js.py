@@ -18,6 +18,7 @@ from htp_export.errors import FileError, InputError
 from htp_export.files.json_file import read_json, write_json
 from htp_export.files.model_files import read_model, write_model
 from htp_export.files.replacing import Move, work_folder
+from htp_export.files.written_check import made_from
 from htp_export.huggingface.companions import copy_companions, is_companion, write_configs
 from htp_export.provenance import adapters
 
@@ -138,7 +139,8 @@ def _variants(name: str, file: Path, folder: Path, dtypes: Sequence[str]) -> lis
         suffix, variant = _VARIANTS[dtype]
         target = folder / "onnx" / f"{name}{suffix}.onnx"
         data = target.with_name(f"{target.name}_data")
-        write_model(variant(file), target, external_data=data.name)
+        with made_from(lambda: [read_model(file)]):
+            write_model(variant(file), target, external_data=data.name)
         if data.exists():
             external.append(target.name)
     return external

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from htp_export.files.model_files import write_model
+from htp_export.files.written_check import made_from
 from htp_export.model.path_names import check_style, check_tags, give_path_names
 from htp_export.model.tagged import HoldsModel, ModelSource, load
 
@@ -56,5 +57,6 @@ class NamesOfModules:
         work = tagged.clone()
         give_path_names(work)
         if output is not None:
-            write_model(work.model, output)
+            with made_from(lambda: [tagged.model]):
+                write_model(work.model, output)
         return _NamedModel(work.model)

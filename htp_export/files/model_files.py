@@ -4,7 +4,7 @@ External data stays external: reading opens no data file, and writing streams it
 belongs to the new model alone, unless it is asked to share one (`data_notes`). Large weights within the ONNX file stay
 there too, until they are asked for, and are written one at a time (`stored`). Everything is written into a work folder
 beside its target and renamed (`replacing`); a failure leaves what was there. What is written is a copy of the model
-that shares its tensors: other threads can read the model meanwhile.
+that shares its tensors: other threads can read the model meanwhile. What is not valid is not written (`written_check`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 import onnx
 import onnx_ir as ir
 
-from htp_export.errors import FileError, InputError
+from htp_export.errors import FileError, InputError, ResultError
 from htp_export.files.data_files import DataFile, DataTensor, check_data, find_data, place_data
 from htp_export.files.data_notes import Place, check_notes, describe_own, describe_shared, put_notes, shared_files
 from htp_export.files.data_plan import DataPlan, in_safe_order, plan_data
@@ -28,6 +28,7 @@ from htp_export.files.parsing import first_line, is_protobuf, parsed, put_in_ord
 from htp_export.files.replacing import Move, real_path, replace_file, work_folder
 from htp_export.files.slots import Slot, slots
 from htp_export.files.stored import Marks, write_filled
+from htp_export.files.written_check import check_written, hollow_proto
 from htp_export.format import tags
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "own_files",
     "places_of",
     "read_model",
+    "write_for_tool",
     "write_model",
 ]
 
@@ -148,8 +150,23 @@ def write_model(
     Raises:
         FileError: If either file cannot be written, external data cannot be read, weights in another folder are to
             be shared, or the model is a graph for inspection; what was there is untouched.
+        ResultError: If the model is not valid ONNX, and that of which it was made is (`written_check`).
     """
-    target = Path(path)
+    _write_model(model, Path(path), external_data, share_weights=share_weights, checked=True)
+
+
+def write_for_tool(model: ir.Model, path: str | os.PathLike[str]) -> None:
+    """Write a model that only a tool or a runtime reads, into a temporary folder; whether it is valid is not checked.
+
+    Raises:
+        FileError: If the file cannot be written, or external data cannot be read.
+    """
+    _write_model(model, Path(path), None, share_weights=False, checked=False)
+
+
+def _write_model(
+    model: ir.Model, target: Path, external_data: str | Literal[True] | None, *, share_weights: bool, checked: bool
+) -> None:
     if way := model.metadata_props.get(tags.WAY):
         raise FileError(target, f"is not written: this graph of torch's operators, by {way}, is for inspection only")
     if isinstance(external_data, str) and (Path(external_data).name != external_data or external_data == target.name):
@@ -166,7 +183,7 @@ def write_model(
             copy = _copied(model)
             places = list(zip(slots(model), slots(copy), strict=True))
             if is_special(target):
-                _write_whole(copy, places, target)
+                _write_whole(copy, places, target, checked=checked)
                 return
             target = real_path(target)
             choose = functools.partial(
@@ -174,10 +191,10 @@ def write_model(
                 most_inside=_LARGE_BYTES, share=share_weights,
             )  # fmt: skip
             try:
-                moved = _write_files(copy, places, choose())
+                moved = _write_files(copy, places, choose(), checked=checked)
             except FileExistsError:  # another process has just taken the name of the data file
-                moved = _write_files(copy, places, choose(serial=True))
-        except FileError:
+                moved = _write_files(copy, places, choose(serial=True), checked=checked)
+        except (FileError, ResultError):
             raise
         except Exception as error:  # whatever it was, the caller's files are as they were
             problem = "; ".join((_without_work_folder(error), *getattr(error, "__notes__", ())))
@@ -186,7 +203,7 @@ def write_model(
             slot.put(tensor)
 
 
-def _write_whole(copy: ir.Model, places: list[tuple[Slot, Slot]], target: Path) -> None:
+def _write_whole(copy: ir.Model, places: list[tuple[Slot, Slot]], target: Path, *, checked: bool) -> None:
     """Write a model to a device or a pipe, with all its weights."""
     for slot, same in places:
         if slot.external:
@@ -194,7 +211,7 @@ def _write_whole(copy: ir.Model, places: list[tuple[Slot, Slot]], target: Path) 
             same.put(ir.LazyTensor(lambda tensor=tensor: tensor, tensor.dtype, shape, name=tensor.name))  # type: ignore[misc]
     put_notes(copy.metadata_props, {})
     with replace_file(target) as new:
-        _write(copy, new)
+        _write(copy, new, target if checked else None)
 
 
 def own_files(target: Path) -> set[Path]:
@@ -210,13 +227,16 @@ def own_files(target: Path) -> set[Path]:
     return {file.resolve() for file in external_files(model)} - others
 
 
-def _write_files(copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan) -> list[tuple[Slot, DataTensor]]:
+def _write_files(
+    copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan, *, checked: bool
+) -> list[tuple[Slot, DataTensor]]:
     """Write a model, and a file with the weights that need a new place.
 
     Args:
         copy: A copy of the model that may be changed.
         places: Each place of a tensor in the model, with the same place in the copy.
         plan: The plan for its weights.
+        checked: Whether the model has to be valid.
 
     Returns:
         The places in the model whose tensors were in a file that was removed, with the tensors in the new file.
@@ -236,7 +256,7 @@ def _write_files(copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan
         if moved:
             own[plan.data.name] = describe_own(new_data, places_of(tensor for _, tensor in moved), plan.data)
         put_notes(copy.metadata_props, own, shared)
-        _write(copy, new_file)
+        _write(copy, new_file, plan.target if checked else None)
         gone = {plan.data.resolve(), *plan.obsolete}
         data = [Move(new_data, plan.data, plan.free, like=plan.target)] if moved else []
         work.commit(in_safe_order(Move(new_file, plan.target), data), plan.obsolete)
@@ -293,21 +313,18 @@ def _copied(model: ir.Model) -> ir.Model:
         raise ValueError(f"a node reads what nothing in the model makes: {cause}") from error
 
 
-def _write(copy: ir.Model, file: Path) -> None:
-    """Write the ONNX file itself, its weights one at a time, from a copy that may be changed."""
+def _write(copy: ir.Model, file: Path, target: Path | None) -> None:
+    """Write the ONNX file itself, its weights one at a time, from a copy that may be changed; check it for a target."""
     _say_once(copy)
-    if not is_protobuf(file):
-        onnx.save_model(ir.to_proto(copy), file)
-        return
-    marks, marked = Marks(), list[ir.TensorProtocol]()
-    for slot in list(slots(copy)):
-        stand_in = marks.stand_in(slot.tensor)
-        if stand_in is not None:
-            marked.append(slot.tensor)
-            slot.put(stand_in)
-    proto = ir.to_proto(copy)
-    with file.open("xb") as stream:
-        write_filled(proto, marks, marked, stream)
+    if is_protobuf(file):
+        proto, marks, marked = hollow_proto(copy)
+        with file.open("xb") as stream:
+            write_filled(proto, marks, marked, stream)
+    else:
+        proto, marks = ir.to_proto(copy), Marks()
+        onnx.save_model(proto, file)
+    if target is not None:
+        check_written(proto, marks, target)
 
 
 def _say_once(model: ir.Model) -> None:

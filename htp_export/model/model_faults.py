@@ -10,16 +10,18 @@ package, no memory) stem from no model.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import onnx
 import onnx_ir as ir
 
 from htp_export.errors import HtpExportError, InputError
+from htp_export.files.written_check import faults_of, made_from
 from htp_export.model.tagged import TaggedModel, model_of, name_of
 
 __all__ = ["names_model_faults"]
@@ -27,7 +29,6 @@ __all__ = ["names_model_faults"]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_SMALL_BYTES = 1024  # what is larger holds weights, and no sizes that shapes could depend on
 _LONGEST = 500  # characters of another library's message
 
 
@@ -56,13 +57,17 @@ def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callabl
 
         @functools.wraps(function)
         def named(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            def models() -> list[Any]:
+                given = signature.bind(*args, **kwargs).arguments
+                return [given[name] for name in parameters if name in given]
+
             try:
-                return function(*args, **kwargs)
+                with made_from(lambda: _opened(models())):
+                    return function(*args, **kwargs)
             except (HtpExportError, ImportError, MemoryError, OSError):
                 raise
             except Exception as error:  # whatever the work came across
-                arguments = signature.bind(*args, **kwargs).arguments
-                for source in (arguments[name] for name in parameters if name in arguments):
+                for source in models():
                     if fault := _fault(source):
                         name = name_of(source, "the model")
                         problem = f"{type(error).__name__}: {error}".split("\n", 1)[0].rstrip(": ")
@@ -74,6 +79,12 @@ def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callabl
     return decorated
 
 
+def _opened(sources: Iterable[Any]) -> Iterator[ir.Model]:
+    for source in sources:
+        with contextlib.suppress(HtpExportError, TypeError):
+            yield model_of(source)
+
+
 def _fault(source: Any) -> str:
     """What is wrong with a model according to onnx; empty if it is valid."""
     if not isinstance(source, TaggedModel | ir.Model | onnx.ModelProto | str | os.PathLike) and not hasattr(
@@ -81,33 +92,11 @@ def _fault(source: Any) -> str:
     ):
         return ""
     try:
-        proto = ir.to_proto(_without_weights(model_of(source)))
+        return next(map(str, faults_of(model_of(source))), "")
     except HtpExportError:
         return ""
     except Exception as error:
         return f"it cannot be copied: {_deepest(error)}"
-    for check in (_infer_strictly, onnx.checker.check_model):  # the first one names nodes
-        try:
-            check(proto)
-        except Exception as error:  # onnx's errors share no base but this
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            return " ".join(lines)[:_LONGEST] or type(error).__name__
-    return ""
-
-
-def _without_weights(model: ir.Model) -> ir.Model:
-    """A copy of a model whose weights, which are not read, are inputs; small constants, which may be sizes, stay."""
-    copy = model.clone()
-    for name, value in list(copy.graph.initializers.items()):
-        tensor = value.const_value
-        if tensor is None or tensor.nbytes > _SMALL_BYTES:
-            if tensor is not None:
-                value.shape, value.dtype = ir.Shape(tensor.shape.numpy()), tensor.dtype
-            del copy.graph.initializers[name]
-            value.const_value = None
-            if not value.is_graph_input():
-                copy.graph.inputs.append(value)
-    return copy
 
 
 def _deepest(error: BaseException) -> str:
@@ -115,7 +104,3 @@ def _deepest(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}".split("\n", 1)[0][:_LONGEST]
-
-
-def _infer_strictly(proto: onnx.ModelProto) -> None:
-    onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 import onnx
@@ -16,6 +18,7 @@ from htp_export.errors import FileError, InputError, UnknownModuleError, Untagge
 from htp_export.files.function_calls import check_flat_size
 from htp_export.files.model_files import read_model, write_model
 from htp_export.files.parsing import model_from_proto
+from htp_export.files.written_check import made_from
 from htp_export.format import selectors, tags
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
@@ -83,6 +86,7 @@ class TaggedModel:
         self.hierarchy = hierarchy
         self.source: TagSource = source
         self._regions: dict[str, Region] = {}
+        self._file: Path | None = None
 
     def __repr__(self) -> str:
         name = self.hierarchy.root.simple_class or self.model.graph.name or "unnamed"
@@ -262,8 +266,11 @@ class TaggedModel:
 
         Raises:
             FileError: If it cannot be written; what was there before is untouched.
+            ResultError: If the graph was changed to one that is not valid ONNX.
         """
-        write_model(self.model, path, external_data, share_weights=share_weights)
+        file = self._file
+        with contextlib.nullcontext() if file is None else made_from(lambda: [read_model(file)]):
+            write_model(self.model, path, external_data, share_weights=share_weights)
 
     @cached_property
     def index(self) -> GraphIndex:
@@ -320,11 +327,13 @@ def load(model: ModelSource) -> TaggedModel:
         return model
     graph_model = model_of(model)
     try:
-        return _tagged(graph_model, name_of(model, f"model {graph_model.graph.name!r}"))
+        tagged = _tagged(graph_model, name_of(model, f"model {graph_model.graph.name!r}"))
     except ValueError as error:
         if isinstance(model, str | os.PathLike):
             raise FileError(os.fspath(model), str(error)) from error
         raise InputError(f"model {graph_model.graph.name!r}: {error}") from error
+    tagged._file = Path(model) if isinstance(model, str | os.PathLike) else None
+    return tagged
 
 
 def name_of(source: ModelSource, otherwise: str) -> str:

@@ -15,9 +15,11 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from htp_export.errors import HtpExportError, InputError, ToolError, in_one_line
-from htp_export.files.model_files import check_target, read_model, write_model
+from htp_export.errors import HtpExportError, InputError, ResultError, ToolError, in_one_line
+from htp_export.files.model_files import check_target, read_model, write_for_tool, write_model
 from htp_export.files.parsing import model_from_proto
+from htp_export.model.flattening import read_flat
+from htp_export.files.written_check import made_from
 from htp_export.model.flattening import read_flat
 from htp_export.model.tagged import ModelSource, model_of, name_of
 from htp_export.provenance.carrying import Carried, carry_in_place, tagged_model
@@ -65,7 +67,7 @@ def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike
     names, notes = _name_nodes(before), _take_notes(before)
     with tempfile.TemporaryDirectory(prefix="htp_export_") as folder:
         source, target = Path(folder) / "model.onnx", Path(folder) / "made.onnx"
-        write_model(before, source)
+        write_for_tool(before, source)
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 after = tool(source, target)
@@ -86,10 +88,14 @@ def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike
         for node in result.model.graph.all_nodes():
             if node.name in names:
                 node.name = names[node.name]
-        for name, value in result.model.graph.initializers.items():
-            value.metadata_props.update(notes.get(name, {}))
+        for weight, value in result.model.graph.initializers.items():
+            value.metadata_props.update(notes.get(weight, {}))
         if output is not None:
-            write_model(result.model, output)
+            try:
+                with made_from(lambda: [before]):
+                    write_model(result.model, output)
+            except ResultError as error:
+                raise ToolError(name, f"made a model of this one that is not valid: {error.problem}") from error
         _into_memory(result.model, Path(folder))
     return result
 

@@ -13,7 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.errors import InputError, ToolError, in_one_line
-from htp_export.files.model_files import write_model
+from htp_export.files.model_files import write_for_tool
 from htp_export.model.regions import all_nodes
 from htp_export.process.progress import counted
 from htp_export.runtime.inputs import Feed
@@ -163,7 +163,7 @@ def _marked(model: ir.Model, temporary: Path) -> bytes | Path:
     runnable = RunnableModel.of(copy, "", temporary)
     if isinstance(runnable.source, Path) or runnable.folder is None:
         return runnable.source
-    write_model(copy, temporary / "model.onnx")
+    write_for_tool(copy, temporary / "model.onnx")
     return temporary / "model.onnx"
 
 

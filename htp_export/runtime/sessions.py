@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError, OnnxRuntimeError, in_one_line
 from htp_export.files.data_files import check_data
-from htp_export.files.model_files import read_model, write_model
+from htp_export.files.model_files import read_model, write_for_tool
 from htp_export.files.slots import slots
 from htp_export.format import tags
 from htp_export.runtime.arrays import Array, from_ort, to_ort
@@ -141,7 +141,7 @@ class RunnableModel:
         folders = {os.fspath(tensor.base_dir) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
         size = sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, ir.ExternalTensor))
         if len(folders) > 1 or size > LARGE_BYTES:
-            write_model(model, temporary / "model.onnx")
+            write_for_tool(model, temporary / "model.onnx")
             return cls(temporary / "model.onnx", name, model=model)
         folder = Path(folders.pop()) if folders else None
         return cls(ir.to_proto(model).SerializeToString(), name, folder, model=model)

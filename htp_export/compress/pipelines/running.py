@@ -19,8 +19,9 @@ from htp_export.compress.pipelines.pipeline_steps import (
     option_files,
     steps_of,
 )
-from htp_export.errors import FileError, HtpExportError, InputError, StepError
+from htp_export.errors import FileError, HtpExportError, InputError, ResultError, StepError
 from htp_export.files.model_files import check_target, has_external_data, read_model, write_model
+from htp_export.files.written_check import made_from
 from htp_export.files.yaml_file import read_yaml
 from htp_export.format.provenance_notes import ProvenanceNote, read_provenance, write_provenance
 from htp_export.model.content_hash import content_hash
@@ -90,7 +91,8 @@ def pipeline(
         raise FileError(Path(target), "is the model to begin with; name another file to write")
     place = folder if folder is not None else read.folder
     run = _Run(read.steps, source, Path(target), Path(f"{target}.steps" if place is None else place))
-    return run.result(read.made, resume=resume)
+    with made_from(lambda: [model_of(source)]):
+        return run.result(read.made, resume=resume)
 
 
 @dataclass(frozen=True)
@@ -200,10 +202,11 @@ class _Run:
         starting = {step.kind.start: self._source} if step.kind.start else {}
         options = {**starting, **step.options, step.kind.given: self._source if self._file is None else self._file}
         note = ProvenanceNote(step.name, step.written, self._hash, "", option_files(step.written), step.versions)
+        given = self._file or name_of(self._source, "the model")
         try:
             result = step.kind.load()(**options)
         except Exception as error:
-            raise StepError(number, step.name, self._file or name_of(self._source, "the model"), error) from error
+            raise StepError(number, step.name, given, error) from error
         if step.kind.check:
             return self._checked(number, step, note, result, begun)
         model: ir.Model = result.model
@@ -211,7 +214,10 @@ class _Run:
         self._notes.append(replace(note, output=self._hash))
         write_provenance(model.metadata_props, self._notes)
         self._file, self._model = self._file_of(number, step), model
-        write_model(model, self._file, True if self._external else None)
+        try:
+            write_model(model, self._file, True if self._external else None)
+        except ResultError as error:
+            raise StepError(number, step.name, given, error) from error
         return _report(number, step, "ran", model, self._file, seconds=time.perf_counter() - begun)
 
     def _checked(self, number: int, step: PipelineStep, note: ProvenanceNote, result: Any, begun: float) -> StepReport:

@@ -7,15 +7,17 @@ are joined. A Reshape that splits an axis into heads joins the labels of each he
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
 
 from htp_export.compress.pruning.coupled_axes import Axis, changed_axes, groups_of
 from htp_export.model.operators import RESHAPING
-from htp_export.model.shapes.sizes import Dim, product
+from htp_export.model.shapes.sizes import Dim, Size, product
 from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
@@ -35,14 +37,16 @@ class Coupling:
     Args:
         tagged: The model.
         choices: Reshape → which of the axes that it could split into have the channels.
+        heads: Whether the channels are to be attention heads, which no product of computed tensors sums over.
 
     Attributes:
         labels: Axis → label of each index; -1 for an index that no channel reaches.
-        splits: Whether a Reshape splits an axis, so that channels belong to heads.
+
+    An axis with an open dimension, ``4*batch``, has labels for one period of it.
     """
 
-    def __init__(self, tagged: TaggedModel, choices: dict[ir.Node, int]) -> None:
-        self._tagged, self._shapes = tagged, tagged.inferred
+    def __init__(self, tagged: TaggedModel, choices: dict[ir.Node, int], *, heads: bool = False) -> None:
+        self._tagged, self._shapes, self._heads = tagged, tagged.inferred, heads
         self._choices, self.alternatives = choices, dict[ir.Node, int]()
         self.labels: dict[Axis, Array] = {}
         self._joined: list[int] = []
@@ -64,6 +68,8 @@ class Coupling:
             nodes = dict.fromkeys(use.node for use in value.uses())
             for node in (*([producer] if producer is not None else []), *nodes):
                 self._cross(node, axis)
+        if size > 1 and not self.groups:
+            raise StopError("each of its channels, such as the queries of a matrix, is all that a tensor holds")
 
     def roots(self, axis: Axis) -> Array:
         """The label of each index of an axis, the same for channels that were joined; -1 for none."""
@@ -77,15 +83,25 @@ class Coupling:
             label = self._joined[label]
         return label
 
-    @property
+    @cached_property
+    def axes(self) -> list[frozenset[int]]:
+        """For each axis of which channels are all that there is, their groups: one of them has to stay."""
+        found = dict[frozenset[int], None]()
+        for labels in self.labels.values():
+            if (labels >= 0).all():
+                found[frozenset(self.root(label) for label in set(labels.tolist()))] = None
+        return list(found)
+
+    @cached_property
     def groups(self) -> list[int]:
-        """The channels that can be cut: a label for each group."""
-        return sorted({self.root(label) for label in range(len(self._joined))})
+        """The channels that can be cut: a label for each group, without those that are all of an axis."""
+        roots = {self.root(label) for label in range(len(self._joined))}
+        return sorted(roots - {root for axis in self.axes if len(axis) == 1 for root in axis})
 
     @property
-    def channels(self) -> int:
-        """How many channels there were at the beginning."""
-        return len(self._joined)
+    def is_joined(self) -> bool:
+        """Whether some channels can only be cut together, as those of a head."""
+        return any(self.root(label) != label for label in range(len(self._joined)))
 
     # --- marking ----------------------------------------------------------------------------------------
 
@@ -98,9 +114,9 @@ class Coupling:
         if value.graph is not self._tagged.model.graph:
             raise StopError(f"its channels reach a branch or loop{self._at(node)}")
         known = self.labels.get(axis)
+        if len(labels if known is None else known) != len(labels) or not self._fits(axis, labels):
+            raise StopError(f"the sizes of {value.name!r} do not fit{self._at(node)}")
         if known is None:
-            if self._size(axis, self._at(node)) != len(labels):
-                raise StopError(f"the sizes of {value.name!r} do not fit{self._at(node)}")
             self.labels[axis] = np.array(labels)
             self._waiting.append(axis)
             return
@@ -123,6 +139,11 @@ class Coupling:
         if not isinstance(size, int):
             raise StopError(f"the size of {value.name!r} is not known{where}")
         return size
+
+    def _fits(self, axis: Axis, labels: Array) -> bool:
+        """Whether there is a label for each index; for one in each period of an open dimension."""
+        shape = self._shapes.shape(axis[0])
+        return shape is not None and (shape[axis[1]] == len(labels) or _period(shape[axis[1]]) == len(labels))
 
     def _at(self, node: ir.Node | None) -> str:
         if node is None:
@@ -148,11 +169,19 @@ class Coupling:
             if axis not in group:
                 continue
             found = True
+            if self._heads and node.op_type in ("MatMul", "Einsum") and self._sums(node, group):
+                raise StopError(f"its channels are within heads{self._at(node)}")
             for other in group:
                 if other != axis and not self._is_broadcast(other):
                     self._mark(other, self.labels[axis], node)
         if not found:
             raise StopError(f"its channels cannot be cut{self._at(node)}")
+
+    def _sums(self, node: ir.Node, group: Sequence[Axis]) -> bool:
+        """Whether a node sums the products of computed tensors over these axes."""
+        values = {value for value, _ in group}
+        computed = values - self._tagged.index.constant - set(self._tagged.model.graph.initializers.values())
+        return len(computed) > 1 and computed.isdisjoint(node.outputs)
 
     def _is_broadcast(self, axis: Axis) -> bool:
         shape = self._shapes.shape(axis[0])
@@ -204,13 +233,12 @@ class Coupling:
             return
         if after:  # else an axis of size 1
             old, new = (
-                [shape[place] for place in places] for shape, places in zip((first, second), block, strict=True)
+                _periods(shape[place] for place in places) for shape, places in ((first, before), (second, after))
             )
-            sizes = [size for size in (*old, *new) if isinstance(size, int)]
-            if len(sizes) < len(old) + len(new):
+            if old is None or new is None:
                 raise StopError(f"its channels are merged with an open dimension{self._at(node)}")
             axes = [[(value, place) for place in places] for value, places in ((source, before), (target, after))]
-            self._regroup(node, axis, axes, (sizes[: len(old)], sizes[len(old) :]))
+            self._regroup(node, axis, axes, (old, new))
 
     def _regroup(
         self, node: ir.Node, axis: Axis, axes: Sequence[Sequence[Axis]], sizes: tuple[Sequence[int], Sequence[int]]
@@ -225,6 +253,8 @@ class Coupling:
         """
         place = axes[0].index(axis)
         at = [-1 if k == place else 1 for k in range(len(sizes[0]))]
+        if len(self.labels[axis]) != sizes[0][place] or math.prod(sizes[0]) != math.prod(sizes[1]):
+            raise StopError(f"its channels are merged with an open dimension{self._at(node)}")
         spread: Array = np.broadcast_to(self.labels[axis].reshape(at), sizes[0]).reshape(sizes[1])
         chosen = self._choose(node, spread, axes[1])
         rows: Array = np.moveaxis(spread, chosen, 0).reshape(spread.shape[chosen], -1)
@@ -255,6 +285,32 @@ class Coupling:
         return len({frozenset(map(self.root, row[row >= 0].tolist())) for row in rows}) > 1
 
 
+def _period(size: Dim) -> int | None:
+    """The factor of an open dimension: its labels repeat after so many indices; None for a sum."""
+    return size.terms[0][1] if isinstance(size, Size) and len(size.terms) == 1 else None
+
+
+def _periods(sizes: Iterable[Dim]) -> list[int] | None:
+    """Sizes of axes that are reshaped together, without the open dimension that counts repetitions of them all.
+
+    Returns:
+        The sizes; None if another axis than the outermost one is open.
+
+    Examples:
+        >>> from htp_export.model.shapes.sizes import symbol
+        >>> batch = symbol("batch")
+        >>> _periods([batch, 4]), _periods([4 * batch]), _periods([4, batch])
+        ([1, 4], [4], None)
+    """
+    found: list[int] = []
+    for size in sizes:
+        period = _period(size)
+        if not isinstance(size, int) and (period is None or period < 1 or math.prod(found) > 1):
+            return None
+        found.append(size if isinstance(size, int) else period)  # type: ignore[arg-type]
+    return found
+
+
 def _holds_graphs(node: ir.Node) -> Iterator[bool]:
     graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
     return (attribute.type in graphs for attribute in node.attributes.values())
@@ -280,14 +336,24 @@ def blocks(first: Sequence[Dim], second: Sequence[Dim]) -> Iterator[tuple[list[i
     Examples:
         >>> list(blocks([1, 16, 768], [16, 12, 64]))
         [([0], []), ([1], [0]), ([2], [1, 2])]
+        >>> from htp_export.model.shapes.sizes import symbol
+        >>> list(blocks([symbol("n"), 4, 9], [symbol("m"), 2, 36]))
+        [([1, 2], [2])]
     """
     i = j = 0
     while i < len(first) or j < len(second):
         p, q = _next_block(first[i:], second[j:])
         if not p and not q:
-            return
+            break
         yield list(range(i, i + p)), list(range(j, j + q))
         i, j = i + p, j + q
+    m, n = len(first), len(second)
+    while i < m and j < n:  # the same from the right, where open dimensions on the left cannot be compared
+        p, q = _next_block(first[i:m][::-1], second[j:n][::-1])
+        if not p and not q:
+            return
+        yield list(range(m - p, m)), list(range(n - q, n))
+        m, n = m - p, n - q
 
 
 def _next_block(first: Sequence[Dim], second: Sequence[Dim]) -> tuple[int, int]:
@@ -304,7 +370,7 @@ def _next_block(first: Sequence[Dim], second: Sequence[Dim]) -> tuple[int, int]:
     return 0, 0
 
 
-def couple(tagged: TaggedModel, seed: Axis) -> Coupling:
+def couple(tagged: TaggedModel, seed: Axis, *, heads: bool = False) -> Coupling:
     """Find what has the channels of an axis.
 
     A Reshape may split channels in several ways, such as into queries, keys and values, and heads. The first way that
@@ -313,6 +379,7 @@ def couple(tagged: TaggedModel, seed: Axis) -> Coupling:
     Args:
         tagged: The model.
         seed: The axis of a weight.
+        heads: Whether the channels are to be attention heads.
 
     Raises:
         StopError: If the channels reach what cannot be cut: an input or output of the model, or an operator without a
@@ -321,7 +388,7 @@ def couple(tagged: TaggedModel, seed: Axis) -> Coupling:
     choices: dict[ir.Node, int] = {}
     stopped: StopError | None = None
     for _ in range(_MOST_ATTEMPTS):
-        coupling = Coupling(tagged, choices)
+        coupling = Coupling(tagged, choices, heads=heads)
         try:
             coupling.follow(seed)
         except StopError as error:

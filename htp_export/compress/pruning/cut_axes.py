@@ -12,6 +12,8 @@ from htp_export.compress.pruning.coupling import slice_start
 from htp_export.compress.pruning.weights import changed_when_written
 from htp_export.errors import InputError
 from htp_export.model.module_facts import stored_tensor
+from htp_export.model.shapes.known import Shape
+from htp_export.model.shapes.sizes import Dim, divide
 from htp_export.model.shapes.symbolic import Symbolic
 from htp_export.model.tagged import TaggedModel
 from htp_export.passes.editing import add_constant
@@ -75,8 +77,9 @@ def _shorten(value: ir.Value, axes: Mapping[int, Array]) -> None:
                 del producer.attributes[name]
             producer.attributes.add(ir.AttrTensor("value", ir.Tensor(lazy.numpy(), dtype=tensor.dtype)))
     if value.shape is not None:
-        dims = [len(places[axis]) if axis in places else dim for axis, dim in enumerate(value.shape)]
-        value.shape = ir.Shape(dims)
+        cut = [dim if axis not in places else len(places[axis]) if isinstance(dim, int) else None
+               for axis, dim in enumerate(value.shape)]  # fmt: skip
+        value.shape = ir.Shape(cut)
 
 
 def _refit(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:
@@ -189,17 +192,19 @@ def _refit_slice(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], sha
             _give(graph, node, at, np.array(listed, dtype.numpy()), f"{node.name}_{name}_cut")
 
 
-def _check(tagged: TaggedModel, before: Mapping[ir.Value, object], cut: Mapping[ir.Value, Mapping[int, Array]]) -> None:
+def _check(
+    tagged: TaggedModel, before: Mapping[ir.Value, Shape | None], cut: Mapping[ir.Value, Mapping[int, Array]]
+) -> None:
     """Refuse a graph in which a tensor has another shape than it should have."""
     after = Symbolic(tagged.model.graph, functions=tagged.model.functions)
     for value, shape in before.items():
         if shape is None or value.graph is None:
             continue
-        wanted = list(shape)  # type: ignore[call-overload]
+        wanted = list(shape)
         for axis, stays in cut.get(value, {}).items():
-            wanted[axis] = int(stays.sum())
+            wanted[axis] = divide(wanted[axis], len(stays)) * int(stays.sum())  # some indices, or some of each period
         found = after.shape(value)
-        fits = found is not None and len(found) == len(wanted)
+        fits = found is not None and len(found) == len(wanted) and (0 not in wanted or 0 in shape)
         fits = fits and all(
             one == other or not (isinstance(one, int) and isinstance(other, int))
             for one, other in zip(found or (), wanted, strict=True)
@@ -212,5 +217,5 @@ def _check(tagged: TaggedModel, before: Mapping[ir.Value, object], cut: Mapping[
             raise InputError(f"channels cannot be cut: {what}{where} does not get the shape {_shown(wanted)}")
 
 
-def _shown(dims: list[object]) -> str:
+def _shown(dims: list[Dim]) -> str:
     return f"[{', '.join(map(str, dims))}]"

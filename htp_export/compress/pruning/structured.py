@@ -108,7 +108,7 @@ def coupling_of(tagged: TaggedModel, weight: Weight, value: Sparsity) -> Couplin
         InputError: If its channels cannot be cut.
     """
     try:
-        coupling = couple(tagged, (weight.value, weight.uses[0].channels))
+        coupling = couple(tagged, (weight.value, weight.uses[0].channels), heads=value.kind == "heads")
     except StopError as error:
         if value.kind == "heads":  # the layer behind the heads, such as the projection of the results
             return None
@@ -116,7 +116,7 @@ def coupling_of(tagged: TaggedModel, weight: Weight, value: Sparsity) -> Couplin
         where = f" of {', '.join(map(repr, owners))}" if owners else ""
         problem = f"weight {weight.name!r}{where}: {error}; the value 0 leaves a module as it is"
         raise InputError(problem) from None
-    return None if value.kind == "heads" and len(coupling.groups) == coupling.channels else coupling
+    return None if value.kind == "heads" and not coupling.is_joined else coupling
 
 
 def _group_scores(coupling: Coupling, weights: Iterable[Weight], seed: Weight, scores: Scores) -> dict[int, float]:
@@ -150,7 +150,8 @@ def _chosen(found: Sequence[_Cuttable], *, together: bool) -> list[tuple[_Cuttab
         left = round(pool[0].value.amount * len(ordered))
         gone: list[set[int]] = [set() for _ in pool]
         for _, at, group in ordered:
-            if left and len(gone[at]) + 1 < len(pool[at].groups):
+            empty = (axis <= gone[at] | {group} for axis in pool[at].coupling.axes if group in axis)
+            if left and not any(empty):
                 gone[at].add(group)
                 left -= 1
         chosen += zip(pool, gone, strict=True)

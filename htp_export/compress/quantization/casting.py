@@ -7,7 +7,7 @@ read it, and none between operators that are cast to the same type.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,7 +115,13 @@ def _other_type_names(domain: str, op_type: str) -> _TypeNames | None:
     )
 
 
-def cast_nodes(whole: ir.Model, chosen: Mapping[ir.Node, Ports], precision: Precision, names: Names) -> list[ir.Value]:
+def cast_nodes(
+    whole: ir.Model,
+    chosen: Mapping[ir.Node, Ports],
+    precision: Precision,
+    names: Names,
+    within: Container[ir.Node] = (),
+) -> list[ir.Value]:
     """Let nodes compute in another float type.
 
     Args:
@@ -123,16 +129,25 @@ def cast_nodes(whole: ir.Model, chosen: Mapping[ir.Node, Ports], precision: Prec
         chosen: The nodes of the model, in order, with what they can read and make in the type.
         precision: A precision of the method ``cast``.
         names: The names of the model.
+        within: The nodes for which the plan says this type, those that have no such ports included: of these, the ones
+            that read the size of a tensor alone need no tensor of the old type.
 
     Returns:
         Weights that may have no readers any more.
     """
-    return _Casting(whole, chosen, precision, names).run()
+    return _Casting(whole, chosen, precision, names, within).run()
 
 
 class _Casting:
-    def __init__(self, whole: ir.Model, chosen: Mapping[ir.Node, Ports], precision: Precision, names: Names) -> None:
-        self._whole, self._chosen, self._names = whole, chosen, names
+    def __init__(
+        self,
+        whole: ir.Model,
+        chosen: Mapping[ir.Node, Ports],
+        precision: Precision,
+        names: Names,
+        within: Container[ir.Node],
+    ) -> None:
+        self._whole, self._chosen, self._names, self._within = whole, chosen, names, within
         self._suffix = precision.activation
         self._type = _TYPES[precision.activation]
         self._made = {node.outputs[place] for node, ports in chosen.items() for place in ports.outputs}
@@ -194,7 +209,7 @@ class _Casting:
             use
             for use in value.uses()
             if not self._reads_narrow(use.node, use.idx)
-            and not (use.node.op_type in SIZES_ONLY and not use.node.domain)
+            and not (use.node.op_type in SIZES_ONLY and not use.node.domain and use.node in self._within)
         ]
         shape = value.shape
         if others or value.is_graph_output():

@@ -15,7 +15,7 @@ from htp_export.compress.quantization.precisions import Calibration, Precision
 from htp_export.compress.quantization.products import channel_axis, is_product, weight_place, write_products
 from htp_export.compress.quantization.quantizers import quantizers, quietly
 from htp_export.compress.quantization.submodels import Submodel, constant_of
-from htp_export.files.model_files import write_model
+from htp_export.files.model_files import write_for_tool
 from htp_export.files.parsing import model_from_proto
 from htp_export.model.operators import subgraphs
 from htp_export.runtime.arrays import Array
@@ -148,7 +148,7 @@ class Calibrator:
         self._tool = quantizers()
         self._kinds = sorted({node.op_type for node in part.model.graph})
         self._file = folder / "part.onnx"
-        write_model(part.model, self._file)
+        write_for_tool(part.model, self._file)
         methods = self._tool.CalibrationMethod
         method = {Calibration.ENTROPY: methods.Entropy, Calibration.PERCENTILE: methods.Percentile}
         self._method = method.get(Calibration(precision.calibration), methods.MinMax)

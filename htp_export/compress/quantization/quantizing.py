@@ -194,7 +194,8 @@ class _Work:
                     stayed += self._weights_by_nncf(nodes, precision, samples, name)
                 elif method == Method.CAST:
                     cast = {node: ports[node] for node in nodes}
-                    remove_unused(cast_nodes(self._model, cast, precision, self._names))
+                    within = {node for node, planned in self._planned.items() if planned == precision}
+                    remove_unused(cast_nodes(self._model, cast, precision, self._names, within))
                 else:
                     self._weights(nodes, precision, samples, name)
         return stayed

@@ -30,6 +30,7 @@ class Submodel:
         nodes: The nodes in the whole, in order.
         inputs: Name of an input → the value in the whole.
         outputs: Name of an output → the value in the whole.
+        types: Name of an output → its type and shape, as far as they can be inferred.
         weights: Name of an initializer → the value in the whole.
         names: Name of a node in the model → its name in the whole, for the nodes that got another one.
     """
@@ -38,6 +39,7 @@ class Submodel:
     nodes: Sequence[ir.Node]
     inputs: Mapping[str, ir.Value]
     outputs: Mapping[str, ir.Value]
+    types: Mapping[str, ir.Value]
     weights: Mapping[str, ir.Value]
     names: Mapping[str, str | None]
 
@@ -139,7 +141,8 @@ def cut_out(model: ir.Model, nodes: Sequence[ir.Node], types: Symbolic) -> Submo
         name="part",
     )
     part = ir.Model(graph, ir_version=max(model.ir_version, 10))
-    return Submodel(part, tuple(nodes), graph_inputs, outputs, weights, names)
+    described = {name: types.described(value) for name, value in outputs.items()}
+    return Submodel(part, tuple(nodes), graph_inputs, outputs, described, weights, names)
 
 
 def in_copy(part: Submodel, whole: ir.Model, copy: ir.Model) -> Submodel:
@@ -201,6 +204,10 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
     _place(graph, part.nodes, new_nodes)
     for value, original in ends.items():
         value.type, value.shape = original.type, original.shape
+        maker = value.producer()
+        if value.type is None and maker is not None and maker.domain:  # of which ONNX's own inference cannot tell it
+            known = part.types[str(original.name)]
+            value.type, value.shape = known.type, known.shape
         value.metadata_props.update(original.metadata_props)
         original.replace_all_uses_with(value, replace_graph_outputs=True)
         value.name = original.name

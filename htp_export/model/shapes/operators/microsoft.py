@@ -74,6 +74,15 @@ def _packed_product(node: Operation, known: Known) -> Sequence[Dims | None]:
     return [[*shape[:-1], node.attributes["N"].as_int()]]
 
 
+@shape_rule("GatherBlockQuantized", domain=_DOMAIN)
+def _packed_rows(node: Operation, known: Known) -> Sequence[Dims | None]:
+    data, indices = (list(shape) for shape in _shapes(node, known, 0, 1))
+    if known.dtype(node.inputs[0]) == ir.DataType.UINT8:  # it holds several values in a byte
+        data[-1] *= 8 // node.attributes.get_int("bits", 4)
+    axis = node.attributes.get_int("gather_axis", 0) % len(data)
+    return [[*data[:axis], *indices, *data[axis + 1 :]]]
+
+
 @shape_rule("Attention", "QAttention", domain=_DOMAIN)
 def _attention(node: Operation, known: Known) -> Sequence[Dims | None]:
     data, weights = _shapes(node, known, 0, 1)
@@ -122,7 +131,7 @@ def _type_of_scale(node: Operation, known: Known) -> ir.DataType | None:
     return known.dtype(node.inputs[1])
 
 
-@type_rule("MatMulIntegerToFloat", "EmbedLayerNormalization", domain=_DOMAIN)
+@type_rule("MatMulIntegerToFloat", "EmbedLayerNormalization", "GatherBlockQuantized", domain=_DOMAIN)
 def _type_of_third(node: Operation, known: Known) -> ir.DataType | None:
     return known.dtype(node.inputs[2])
 

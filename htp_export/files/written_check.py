@@ -1,0 +1,330 @@
+"""The check of what is written: onnx's checker and its shape inference, before a file takes its place.
+
+A capability that makes an invalid model must not write it. Weights are not needed for that: large ones become inputs of
+the graph that is checked, and a model of 1,200 nodes takes about 10 ms. A user's model may have faults of its own, such
+as an operator that only ONNX Runtime knows. So what the model had that it was made of is no fault of the work:
+`made_from` says what that is, and it is looked at only where the check fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from htp_export.errors import ResultError
+from htp_export.files.slots import slots
+from htp_export.files.stored import Marks
+from htp_export.format import tags
+
+__all__ = ["Fault", "check_written", "faults_of", "hollow_proto", "made_from"]
+
+_Sources = Callable[[], Iterable[ir.Model]]
+
+_sources: ContextVar[_Sources | None] = ContextVar("htp_export_sources", default=None)
+
+_NODE = re.compile(r"\(op_type:([^,)]+)(?:, node name: (.*?))?\): (.*)")  # of shape inference
+_CONTEXT = re.compile(r"[Nn]ame: (.*?) OpType: (\S+)")  # of the checker
+_KIND = re.compile(r"^(\[\w+Error\] ?|Inference error\(s\): ?)+")
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_OPAQUE = "htp_export.opaque"
+_LONGEST = 500  # characters of onnx's message
+_GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What onnx says against a model; equal where it is said of another node, too.
+
+    Attributes:
+        kind: The message without names.
+        op_type: The operator of the node at fault, as far as it is known.
+        problem: The message.
+        node: The name of the node.
+        modules: The modules that own the node.
+    """
+
+    kind: str
+    op_type: str
+    problem: str = field(compare=False)
+    node: str = field(default="", compare=False)
+    modules: tuple[str, ...] = field(default=(), compare=False)
+
+    def __str__(self) -> str:
+        if not self.op_type:
+            return self.problem
+        owners = f" of {', '.join(map(repr, self.modules))}" if self.modules else ""
+        return f"{self.op_type} {self.node!r}{owners}: {self.problem}"
+
+
+@contextlib.contextmanager
+def made_from(sources: Callable[[], Iterable[ir.Model]]) -> Iterator[None]:
+    """Say of which models those are made that are written meanwhile; they are opened only where a check fails."""
+    token = _sources.set(sources)
+    try:
+        yield
+    finally:
+        _sources.reset(token)
+
+
+def check_written(proto: onnx.ModelProto, marks: Marks, target: Path) -> None:
+    """Refuse a model that is not valid, unless the models that it was made of had the same faults.
+
+    Args:
+        proto: The model as `hollow_proto` makes it; used up.
+        marks: The marks in it.
+        target: The file that is to be written, for the message.
+
+    Raises:
+        ResultError: If onnx's checker or its shape inference refuse it, or a tensor has a dimension of 0 that no tensor
+            had before.
+    """
+    found, empty = _examined(_without_weights(proto, marks))
+    if not found and not empty:
+        return
+    known, empty_before = set[Fault](), dict[tuple[int | str, ...], Fault]()
+    sources = _sources.get()
+    for source in () if sources is None else sources():
+        its_faults, its_empty = _examined(_without_weights(*hollow_proto(source.clone())[:2]))
+        known.update(its_faults)
+        empty_before.update(its_empty)
+    new = [fault for fault in found if fault not in known]
+    if sources is not None:
+        new += [fault for shape, fault in empty.items() if shape not in empty_before]
+    if new:
+        raise ResultError(target, str(new[0]), new[0].node, new[0].modules)
+
+
+def faults_of(model: ir.Model) -> list[Fault]:
+    """What onnx's checker and its shape inference say against a model; its weights are not read.
+
+    Examples:
+        >>> x = ir.val("x", ir.DataType.FLOAT, [2, 3])
+        >>> y = ir.val("y", ir.DataType.FLOAT, [3, 2])
+        >>> turned = ir.node("Transpose", [x], attributes={"perm": [7, 0]}, outputs=[y], name="turn")
+        >>> graph = ir.Graph([x], turned.outputs, nodes=[turned], opset_imports={"": 20}, name="g")
+        >>> [(fault.op_type, fault.node) for fault in faults_of(ir.Model(graph, ir_version=10))]
+        [('Transpose', 'turn')]
+    """
+    return _examined(_without_weights(*hollow_proto(model.clone())[:2]))[0]
+
+
+def hollow_proto(copy: ir.Model) -> tuple[onnx.ModelProto, Marks, list[ir.TensorProtocol]]:
+    """A model as a message with marks instead of its large weights, and the weights of the marks.
+
+    Args:
+        copy: The model; it has the marks afterwards, too.
+    """
+    marks, marked = Marks(), list[ir.TensorProtocol]()
+    for slot in list(slots(copy)):
+        stand_in = marks.stand_in(slot.tensor)
+        if stand_in is not None:
+            marked.append(slot.tensor)
+            slot.put(stand_in)
+    return ir.to_proto(copy), marks, marked
+
+
+# --- a message without weights -----------------------------------------------------------------------------
+
+
+def _without_weights(proto: onnx.ModelProto, marks: Marks) -> onnx.ModelProto:
+    """Turn the weights that are not in a message into inputs.
+
+    What the checker asks for and runtimes do not is changed as well: versions that it knows, and shapes of inputs and
+    outputs.
+    """
+    proto.ir_version = min(proto.ir_version, onnx.IR_VERSION)
+    _drop_shapeless(proto)
+    inputs = {value.name for value in proto.graph.input}
+
+    def is_absent(tensor: onnx.TensorProto) -> bool:
+        return tensor.data_location == onnx.TensorProto.EXTERNAL or (
+            tensor.HasField("raw_data") and marks.number(tensor.raw_data) is not None
+        )
+
+    def add(name: str, tensor: onnx.TensorProto) -> None:
+        if name not in inputs:
+            inputs.add(name)
+            added = proto.graph.input.add(name=name).type.tensor_type
+            added.elem_type = tensor.data_type
+            added.shape.SetInParent()
+            for size in tensor.dims:
+                added.shape.dim.add(dim_value=size)
+
+    for graph in _graphs(proto.graph):
+        kept = [tensor for tensor in graph.initializer if not is_absent(tensor)]
+        if len(kept) < len(graph.initializer):
+            for tensor in graph.initializer:
+                if is_absent(tensor):
+                    add(tensor.name, tensor)
+            del graph.initializer[:]
+            graph.initializer.extend(kept)
+        absent = {index: value for index, node in enumerate(graph.node) if (value := _absent(node, is_absent))}
+        for index in reversed(absent):
+            if graph.node[index].op_type == "Constant":
+                add(graph.node[index].output[0], absent[index])
+                del graph.node[index]
+            else:
+                _hide(graph.node[index], proto.opset_import)
+    for function in proto.functions:
+        for node in function.node:
+            if _absent(node, is_absent):
+                _hide(node, function.opset_import)
+    return proto
+
+
+def _drop_shapeless(proto: onnx.ModelProto) -> None:
+    graph = proto.graph
+    outputs = [value for value in graph.output if _has_shape(value)]
+    del graph.output[:]
+    graph.output.extend(outputs)
+    shapeless = [value.name for value in graph.input if not _has_shape(value)]
+    if shapeless:
+        inputs = [value for value in graph.input if _has_shape(value)]
+        del graph.input[:]
+        graph.input.extend(inputs)
+        graph.node.insert(0, onnx.NodeProto(op_type="Input", output=shapeless))
+        _hide(graph.node[0], proto.opset_import)
+
+
+def _has_shape(value: onnx.ValueInfoProto) -> bool:
+    kind = value.type.WhichOneof("value")
+    return kind is not None and (kind != "tensor_type" or value.type.tensor_type.HasField("shape"))
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and its subgraphs."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type in _GRAPHS:
+                for inner in (attribute.g, *attribute.graphs):
+                    yield from _graphs(inner)
+
+
+def _absent(node: onnx.NodeProto, is_absent: Callable[[onnx.TensorProto], bool]) -> onnx.TensorProto | None:
+    """The tensor in the attributes of a node that is not in the message."""
+    held = (attribute.t for attribute in node.attribute if attribute.type == onnx.AttributeProto.TENSOR)
+    return next((tensor for tensor in held if is_absent(tensor)), None)
+
+
+def _hide(node: onnx.NodeProto, imports: Iterable[onnx.OperatorSetIdProto]) -> None:
+    """Turn a node into one of an operator that onnx does not know."""
+    node.domain = _OPAQUE
+    del node.attribute[:]
+    if all(each.domain != _OPAQUE for each in imports):
+        imports.add(domain=_OPAQUE, version=1)  # type: ignore[attr-defined]
+
+
+# --- what onnx says ----------------------------------------------------------------------------------------
+
+
+def _examined(proto: onnx.ModelProto) -> tuple[list[Fault], dict[tuple[int | str, ...], Fault]]:
+    """The faults of a model, and the shapes in it without elements, each with a tensor that has it."""
+    data = proto.SerializeToString()
+    found: list[Fault] = []
+    try:
+        onnx.checker.check_model(data)
+    except Exception as error:  # onnx's errors share no base but this
+        found.append(_located(proto, _checked_fault(str(error)), onnx.checker.check_model))
+    try:
+        inferred = onnx.shape_inference.infer_shapes(data, check_type=True, strict_mode=True, data_prop=True)
+    except Exception as error:
+        faults = _inferred_faults(str(error)) or [_fault(str(error))]
+        return [*found, *(_located(proto, fault, _infer) for fault in faults)], {}
+    return found, _empty(inferred, proto)
+
+
+def _infer(data: bytes) -> None:
+    onnx.shape_inference.infer_shapes(data, check_type=True, strict_mode=True, data_prop=True)
+
+
+def _fault(problem: str, op_type: str = "", node: str = "") -> Fault:
+    text = _KIND.sub("", " ".join(problem.split()))[:_LONGEST]
+    return Fault(_QUOTED.sub("''", text), op_type, text, node)
+
+
+def _checked_fault(message: str) -> Fault:
+    node = _CONTEXT.search(message)
+    problem = message.partition("==> Context:")[0]
+    return _fault(_CONTEXT.sub("", problem), *((node[2], node[1]) if node else ()))
+
+
+def _inferred_faults(message: str) -> list[Fault]:
+    return [_fault(problem, op_type, node or "") for op_type, node, problem in _NODE.findall(message)]
+
+
+def _located(proto: onnx.ModelProto, fault: Fault, check: Callable[[bytes], None]) -> Fault:
+    """A fault with the modules of its node; the node is looked for where the message does not name it."""
+    nodes = list(itertools.chain.from_iterable(graph.node for graph in _graphs(proto.graph)))
+    nodes += [node for function in proto.functions for node in function.node]
+    node = next((node for node in nodes if fault.node and node.name == fault.node), None)
+    if node is None and not fault.node:
+        node = _first_refused(proto, check)
+    if node is None:
+        return fault
+    owners = tags.owners_of({entry.key: entry.value for entry in node.metadata_props})
+    return Fault(fault.kind, fault.op_type or node.op_type, fault.problem, node.name, tuple(owners))
+
+
+def _first_refused(proto: onnx.ModelProto, check: Callable[[bytes], None]) -> onnx.NodeProto | None:
+    """The node with which a graph is refused, and without which it is not; or that alone makes a function refused."""
+    part = onnx.ModelProto()
+    part.CopyFrom(proto)
+    del part.graph.output[:]
+
+    def is_refused(count: int) -> bool:
+        del part.graph.node[:]
+        part.graph.node.extend(proto.graph.node[:count])
+        try:
+            check(part.SerializeToString())
+        except Exception:
+            return True
+        return False
+
+    low, high = 0, len(proto.graph.node)
+    if is_refused(low):
+        return _first_in_functions(proto, check)
+    if not is_refused(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_refused(middle) else (middle, high)
+    node: onnx.NodeProto = proto.graph.node[high - 1]
+    return node
+
+
+def _first_in_functions(proto: onnx.ModelProto, check: Callable[[bytes], None]) -> onnx.NodeProto | None:
+    for number, function in enumerate(proto.functions):
+        for index, node in enumerate(function.node):
+            part = onnx.ModelProto()
+            part.CopyFrom(proto)
+            _hide(part.functions[number].node[index], part.functions[number].opset_import)
+            with contextlib.suppress(Exception):
+                check(part.SerializeToString())
+                found: onnx.NodeProto = node
+                return found
+    return None
+
+
+def _empty(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> dict[tuple[int | str, ...], Fault]:
+    """The shapes with a dimension of 0 of what nodes make."""
+    shapes = {
+        value.name: value.type.tensor_type.shape.dim for value in (*inferred.graph.value_info, *inferred.graph.output)
+    }
+    found: dict[tuple[int | str, ...], Fault] = {}
+    for node, name in ((node, name) for node in proto.graph.node for name in node.output):
+        dims = shapes.get(name, ())
+        if any(dim.HasField("dim_value") and dim.dim_value == 0 for dim in dims):
+            shape = tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims)
+            if shape not in found:
+                text = f"{name!r} has the shape [{', '.join(map(str, shape))}], without elements"
+                found[shape] = _located(proto, _fault(text, node.op_type, node.name), _infer)
+    return found
