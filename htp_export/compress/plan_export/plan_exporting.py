@@ -13,7 +13,6 @@ from typing import Any
 
 from htp_export.compress.plan_export.activations import measured_ranges
 from htp_export.compress.plan_export.planned import PlannedModel, TargetFile
-from htp_export.compress.plans import assigned
 from htp_export.compress.quantization.calibration_data import Data, samples_of
 from htp_export.compress.quantization.precisions import precisions_of
 from htp_export.discovery import names_in
@@ -21,6 +20,7 @@ from htp_export.errors import FileError, InputError
 from htp_export.files.replacing import replace_file
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
+from htp_export.model.plans import assigned
 from htp_export.model.tagged import ModelSource, TaggedModel
 
 __all__ = ["PlanFile", "export_plan", "targets"]

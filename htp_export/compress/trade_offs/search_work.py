@@ -53,14 +53,14 @@ class SearchWork:
         self.space = self.space.completed()
 
     def _alone(self, path: str, name: str) -> Measurement:
-        return self._measure(self.space.treatment({path: name}))
+        others = dict.fromkeys(self.space.variables, KEPT.name)
+        return self._measure(self.space.treatment({**others, path: name}))
 
     def _measure(self, treatment: Treatment) -> Measurement:
         """The measurement of plans; of one that changes nothing, that of the original."""
-        changed = treatment.changed
-        if not changed and not treatment.prune:
+        if treatment.changes_nothing:
             return self._measurer.original
-        return self._measurer.measure(changed, treatment.prune)
+        return self._measurer.measure(treatment.quantize, treatment.prune)
 
     def fronts(self) -> dict[str, AdditiveFront]:
         """For each objective that is a cost, the front of the problem in which it and the errors add up."""
