@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -65,5 +66,7 @@ class Deciders:
         read = [source.tensor for _, source in self._sources.read_by(node) if is_weight(source.tensor, node)]
         places = self._places.places.get(max(read, key=elements_of), ()) if read else ()
         owners = [part.call.path for part in parts]
-        held = {self._places.declared[self._places.name_in(place.parameter, owners)].module for place in places}
-        return tuple(part for part in parts if any(tags.is_under(path, part.call.path) for path in held)) or parts
+        held = [(place, self._places.declared[self._places.name_in(place.parameter, owners)]) for place in places]
+        most = max((math.prod(each.shape) for _, each in held), default=0)
+        whole = {each.module for place, each in held if "merged" not in place.how or math.prod(each.shape) == most}
+        return tuple(part for part in parts if any(tags.is_under(path, part.call.path) for path in whole)) or parts

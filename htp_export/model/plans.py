@@ -185,9 +185,7 @@ class _Rules:
     def _steps(self, part: Part) -> list[frozenset[str]]:
         """The modules of a call, from the innermost on, parted where a caller is not above what it called."""
         chain = self._calls.chain(part.call)
-        foreign = [
-            caller for call, caller in pairwise(chain) if not tags.is_under(call.path, caller.path)
-        ]
+        foreign = [caller for call, caller in pairwise(chain) if not tags.is_under(call.path, caller.path)]
         regions = [part.modules | {""}]
         regions += [self._calls.of_calls((), [caller]).parts[0].modules | {""} for caller in foreign]
         return [inner - outer for inner, outer in zip(regions, [*regions[1:], frozenset[str]()], strict=True)]

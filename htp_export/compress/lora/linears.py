@@ -91,7 +91,9 @@ def _linear(tagged: TaggedModel, path: str, region: Region, call: int) -> Linear
         raise InputError(f"module {path!r} runs in a branch or loop ({product.op_type} {product.name!r})")
     x, y = product.inputs[0], product.outputs[0]
     assert x is not None
-    if tagged.index.works[product].doing != (path,):  # layers were merged: the part of this one begins behind the product
+    if tagged.index.works[product].doing != (
+        path,
+    ):  # layers were merged: the part of this one begins behind the product
         y = _result(tagged, path, region, call)
     sizes = [shape[-1] if (shape := tagged.inferred.shape(value)) else None for value in (x, y)]
     inputs, outputs = sizes
