@@ -25,6 +25,7 @@ from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.plans import Assigned, assigned
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.process.progress import counted
+from htp_export.runtime.arrays import nan_in
 
 __all__ = ["prune", "value_of"]
 
@@ -117,6 +118,9 @@ def _pruned(
     values = {weight: value for weight in weights if (value := value_of(weight, tagged, wanted)) is not None}
     _refuse_empty_rules(tagged, weights, wanted)
     owners = {weight: weight.owners(tagged) or ("",) for weight in weights}
+    for weight, value in values.items():
+        if value.kind != "blocks" and nan_in({weight.name: weight.tensor.numpy()}):
+            raise InputError(f"weight {weight.name!r} of module {owners[weight][0]!r} has NaN, which has no size")
     before = {weight: _counts(weight) for weight in counted(weights, "weights")}
     removed = _outermost_blocks(wanted, dropped)
     if removed:

@@ -123,7 +123,7 @@ def activations(
         for number, arrays in enumerate(samples):
             found = {tensor: arrays[tensor] for tensor in known} | (run(arrays) if computed else {})
             for tensor in nan_in(found):
-                raise InputError(f"data, run {number}: {name} computes NaN in tensor {tensor!r}; its range is not known")
+                raise InputError(f"data, run {number}: {name} computes NaN in {tensor!r}; its range is not known")
             yield found
 
     if not computed:
