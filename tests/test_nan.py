@@ -112,7 +112,7 @@ def test_weights_with_nan_are_not_pruned(value: Any, broken: Path) -> None:
 
 
 def test_ranges_of_tensors_with_nan_are_not_measured(broken: Path) -> None:
-    with pytest.raises(InputError, match=r"data, run 0: .* computes NaN in tensor 'linear'"):
+    with pytest.raises(InputError, match=r"data, run 0: .* computes NaN in 'linear_1'"):
         htp_export.export_plan(broken, {"2": "int8"}, to="qnn", data=example())
 
 

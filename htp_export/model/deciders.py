@@ -37,7 +37,7 @@ class Deciders:
         self._tagged = tagged
 
     def of(self, node: ir.Node) -> tuple[Part, ...]:
-        """The parts of a node's work whose modules decide on it; of modules merged into it, that which keeps a weight."""
+        """The parts of a node's work whose modules decide; of modules merged into it, that which keeps a weight."""
         parts = parts_of(self._tagged, node)
         return self._keepers(node, parts)[:1] if len(parts) > 1 and all(map(self._is_fused, parts)) else parts
 

@@ -100,18 +100,18 @@ def assigned(tagged: TaggedModel, rules: Mapping[str, V]) -> Assigned[V]:
     deciding: dict[str, list[ir.Node]] = {selector: [] for selector in rules}
     deciders = Deciders(tagged)
     for node in tagged.nodes:
-        said = {part: found.deciding(part) for part in parts_of(tagged, node)}
-        for number in {number for part in said for number in found.holding(part)}:
+        parts = {part: found.deciding(part) for part in parts_of(tagged, node)}
+        for number in {number for part in parts for number in found.holding(part)}:
             reached[selectors[number]].append(node)
-        for number in {number for number in said.values() if number is not None}:
+        for number in {number for number in parts.values() if number is not None}:
             deciding[selectors[number]].append(node)
-        for listed in deciders.with_a_say(node, said):
-            known = [values[number] for part in listed if (number := said[part]) is not None]
+        for listed in deciders.with_a_say(node, parts):
+            known = [values[number] for part in listed if (number := parts[part]) is not None]
             if len(known) == len(listed) > 0 and all(value == known[0] for value in known):
                 nodes[node] = known[0]
                 break
         else:
-            known_of = {part.call.path: values[number] for part, number in said.items() if number is not None}
+            known_of = {part.call.path: values[number] for part, number in parts.items() if number is not None}
             disputed.update({node: known_of} if known_of else {})
     return Assigned(modules, nodes, {key: tuple(paths) for key, paths in named.items()}, disputed, reached, deciding)
 
