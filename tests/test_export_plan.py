@@ -251,76 +251,12 @@ class TestModelOpt:
             htp_export.export_plan(files["dynamo"], rules, to="modelopt")
 
 
-def parsed_layers(spec: str) -> dict[str, str]:
-    """Entries as trtexec reads them: separated by commas outside of single quotes, the last colon before the type."""
-    entries = re.findall(r"(?:'[^']*'|[^,'])+", spec)
-    return {entry.rpartition(":")[0].strip("'"): entry.rpartition(":")[2] for entry in entries}
-
-
-class TestTrtexec:
-    @BOTH
-    def test_layers_have_the_precisions_of_the_plan(self, files: dict[str, Path], exporter: str) -> None:
-        plan = htp_export.export_plan(files[exporter], {".": "fp16", "layers.1": "fp32", "head": "int8"}, to="trtexec")
-        options = dict(line.removeprefix("--").partition("=")[::2] for line in plan.text.splitlines())
-        assert [key for key in options if key in ("fp16", "int8", "bf16")] == ["fp16", "int8"]
-        assert options["precisionConstraints"] == "obey"
-        layers = parsed_layers(options["layerPrecisions"])
-        outputs = parsed_layers(options["layerOutputTypes"])
-        assert {layers[name] for name in owned(files[exporter], "layers.1")} == {"fp32"}
-        assert {layers[name] for name in owned(files[exporter], "layers.2")} == {"fp16"}
-        assert layers["*"] == outputs["*"] == "fp32"
-        head = owned(files[exporter], "head") & set(layers)
-        assert {layers[name] for name in head} == {"int8"}
-        assert not head & set(outputs)
-
-    @BOTH
-    def test_sizes_have_no_float_type(self, tmp_path: Path, exporter: str) -> None:
-        class Sized(nn.Module):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return x.reshape(x.shape[0] * 2, -1) + 1
-
-        options = (
-            {"dynamic_shapes": {"x": {0: torch.export.Dim.DYNAMIC}}}
-            if exporter == "dynamo"
-            else {"dynamic_axes": {"x": {0: "b"}}, "input_names": ["x"]}
-        )
-        htp_export.export(
-            Sized().eval(),
-            (),
-            tmp_path / "s.onnx",
-            kwargs={"x": torch.randn(3, 4)},
-            dynamo=exporter == "dynamo",
-            verbose=False,
-            **options,
-        )
-        text = htp_export.export_plan(tmp_path / "s.onnx", "fp16", to="trtexec").text
-        layers = parsed_layers(text.splitlines()[2].partition("=")[2])
-        by_name = {str(node.name): node for node in htp_export.load(tmp_path / "s.onnx").model.graph}
-        assert {by_name[name].op_type for name in layers if name != "*"} == {"Reshape", "Add"}
-
-    def test_names_with_separators_are_quoted_and_with_quotes_refused(self, tmp_path: Path) -> None:
-        def named(name: str) -> ir.Model:
-            x = ir.val("x", ir.DataType.FLOAT, [2])
-            relu = ir.node("Relu", [x], name=name, metadata_props={"htp.module": "act"})
-            relu.outputs[0].name, relu.outputs[0].type, relu.outputs[0].shape = (
-                "y",
-                ir.TensorType(ir.DataType.FLOAT),
-                ir.Shape([2]),
-            )
-            return ir.Model(ir.Graph([x], relu.outputs, nodes=[relu], opset_imports={"": 20}), ir_version=10)
-
-        text = htp_export.export_plan(named("a,b:c"), {"act": "fp16"}, to="trtexec").text
-        assert "--layerPrecisions=*:fp32,'a,b:c':fp16" in text
-        for name in ("it's", "a b"):
-            with pytest.raises(InputError, match="cannot read the name"):
-                htp_export.export_plan(named(name), {"act": "fp16"}, to="trtexec")
-        with pytest.raises(InputError, match="a Relu of module 'act' has no name"):
-            htp_export.export_plan(named(""), {"act": "fp16"}, to="nncf")
-
-    def test_blocks_and_mixed_types_are_refused(self, files: dict[str, Path]) -> None:
-        for precision in ("int4", "int16", "uint8"):
-            with pytest.raises(InputError, match="trtexec has no"):
-                htp_export.export_plan(files["dynamo"], {"head": precision}, to="trtexec")
+def test_nodes_without_names_are_refused() -> None:
+    x = ir.val("x", ir.DataType.FLOAT, [2])
+    relu = ir.node("Relu", [x], name="", metadata_props={"htp.module": "act"})
+    model = ir.Model(ir.Graph([x], relu.outputs, nodes=[relu], opset_imports={"": 20}), ir_version=10)
+    with pytest.raises(InputError, match="a Relu of module 'act' has no name"):
+        htp_export.export_plan(model, {"act": "fp16"}, to="nncf")
 
 
 class TestEncodings:
@@ -404,7 +340,7 @@ class TestEncodings:
 
 
 class TestFiles:
-    @pytest.mark.parametrize("to", ["ort", "nncf", "modelopt", "qnn", "aimet", "trtexec"])
+    @pytest.mark.parametrize("to", ["ort", "nncf", "modelopt", "qnn", "aimet"])
     def test_the_command_writes_what_the_function_returns(
         self, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
     ) -> None:
@@ -418,7 +354,7 @@ class TestFiles:
         printed = json.loads(capsys.readouterr().out)
         assert printed["nodes"] == dict(result.nodes)
         assert set(printed) == {"schema_version", *result.to_dict()}
-        assert sorted(targets()) == ["aimet", "modelopt", "nncf", "ort", "qnn", "trtexec"]
+        assert sorted(targets()) == ["aimet", "modelopt", "nncf", "ort", "qnn"]
 
     def test_rules_of_a_file_come_before_those_that_are_typed(
         self, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -438,7 +374,7 @@ class TestFiles:
                 ["head=int8"],
                 "tvm",
                 "p.json",
-                "plans are written for aimet, modelopt, nncf, ort, qnn, trtexec, not for 'tvm'",
+                "plans are written for aimet, modelopt, nncf, ort, qnn, not for 'tvm'",
             ),
             (["nothing=int8"], "ort", "p.json", "matches no module"),
             (["head=int9"], "ort", "p.json", "there is no precision 'int9'"),

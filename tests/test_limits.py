@@ -147,7 +147,7 @@ def test_tables_in_notebooks_say_how_many_lines_they_leave_out(beyond: int) -> N
 def test_calls_that_a_file_claims_are_listed_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = Hierarchy([ModuleInfo("", "Net", 1), ModuleInfo("fc", "Fc", 4)])
     for most, listed in ((4, (0, 1, 2, 3)), (3, (0, 1, 2))):
-        monkeypatch.setattr(call_tree, "_MOST_CALLS", most)
+        monkeypatch.setattr(call_tree, "MOST_CALLS", most)
         assert CallTree(tree).numbers("fc", Instance("")) == listed
         assert [call.call for call in CallTree(tree).work(("fc",)).calls] == [*listed]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
-from htp_export.compress.plans import assigned, read_plan, rules_of
 from htp_export.compress.quantization.precisions import PRECISIONS, PRESETS, Precision, precision_of, precisions_of
 from htp_export.errors import FileError, InputError, SelectorError, UntaggedModelError
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.model.plans import assigned, read_plan, rules_of
 from htp_export.model.tagged import TaggedModel, load
 
 

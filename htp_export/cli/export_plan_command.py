@@ -21,7 +21,7 @@ def export_plan_command(
     plan: PlanArgument = None,
     rule: RuleOption = None,
     *,
-    to: Annotated[str, typer.Option(help="The tool: ort, nncf, modelopt, qnn, aimet, trtexec.", show_default=False)],
+    to: Annotated[str, typer.Option(help="The tool: ort, nncf, modelopt, qnn, aimet.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.", show_default=False)],
     data: DataOption = None,
     entry: EntryOption = None,

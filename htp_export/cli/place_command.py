@@ -47,9 +47,9 @@ def place_command(
     in_place: InPlaceOption = False,
 ) -> None:
     """Give modules devices, for ONNX Runtime 1.25 and later."""
-    from htp_export.compress.plans import rules_of
     from htp_export.costs.module_tree import visible
     from htp_export.deploy.placing import place
+    from htp_export.model.plans import rules_of
     from htp_export.model.tagged import load
     from htp_export.show.placements import placement_csv, render_placement
 
@@ -82,7 +82,7 @@ def place_command(
 
 def _read(words: list[str]) -> tuple[dict[str, Any], list[Path]]:
     """The rules of words and files, in order, and the files."""
-    from htp_export.compress.plans import read_plan, rules_of
+    from htp_export.model.plans import read_plan, rules_of
 
     rules: dict[str, Any] = {}
     files: list[Path] = []

@@ -75,7 +75,7 @@ def read_prune_rules(plan: Path | None, typed: list[str] | None) -> dict[str, An
 def _read_rules(
     plan: str | None, typed: list[str] | None, presets: Mapping[str, Mapping[str, str]], wanted: str
 ) -> dict[str, Any]:
-    from htp_export.compress.plans import read_plan, rules_of
+    from htp_export.model.plans import read_plan, rules_of
 
     rules: dict[str, Any] = {}
     if plan is not None:

@@ -65,9 +65,9 @@ def search_command(
 
     The same command in several processes or on several machines, with one --storage, works on one study.
     """
-    from htp_export.compress.plans import read_plan
     from htp_export.compress.trade_offs.heartbeats import Heartbeat
     from htp_export.compress.trade_offs.searching import search
+    from htp_export.model.plans import read_plan
     from htp_export.show.found_plans import check_plans, plan_file, write_plans
     from htp_export.show.sensitivities import render_search
 

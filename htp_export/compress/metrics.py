@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import onnx_ir as ir
 
 from htp_export.errors import InputError
-from htp_export.runtime.arrays import Array
+from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.sessions import Changes, RunnableModel, Session, SessionSettings, temporary_folder
 
 __all__ = ["Metric", "Outputs", "measured_metric", "metric_value", "outputs_of"]
@@ -36,13 +37,17 @@ def metric_value(metric: Metric, outputs: Outputs) -> float:
     """The number that a metric gives to outputs.
 
     Raises:
-        InputError: If it is no number.
+        InputError: If it is no number, NaN too; the message says which output of which run has NaN.
     """
     found = metric(outputs)
     try:
-        return float(found)
+        number = float(found)
     except (TypeError, ValueError) as error:
         raise InputError(f"the metric returned {found!r}, which is no number") from error
+    if math.isnan(number):
+        listed = (f"output {name!r} of run {k} has NaN" for k, run in enumerate(outputs) for name in nan_in(run))
+        raise InputError(f"the metric returned {number}: {next(listed, 'the outputs that it was given have none')}")
+    return number
 
 
 def measured_metric(metric: Metric, model: ir.Model, name: str, feeds: Iterable[Mapping[str, Array]]) -> float:

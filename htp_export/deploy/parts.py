@@ -14,11 +14,11 @@ from htp_export.costs.execution import Run, Step, walk
 from htp_export.costs.flops import work_of
 from htp_export.costs.memory import Timeline
 from htp_export.deploy.crossings import edges
-from htp_export.deploy.device_rules import shares_of
 from htp_export.deploy.filling import OUTSIDE, Item, Tensor, fill
 from htp_export.errors import InputError
 from htp_export.model.columns import si
 from htp_export.model.cutting import Cutter
+from htp_export.model.deciders import parts_of
 from htp_export.model.groups import connected
 from htp_export.model.tagged import TaggedModel
 
@@ -165,8 +165,8 @@ def _below(tagged: TaggedModel, path: str, nodes: Iterable[ir.Node]) -> Mapping[
     children = tagged.hierarchy.children(path)
     below: defaultdict[str, list[ir.Node]] = defaultdict(list)
     for node in nodes:
-        share = shares_of(tagged, node)[0]
-        child = next((child for child in children if child in share), None)
+        modules = parts_of(tagged, node)[0].modules
+        child = next((child for child in children if child in modules), None)
         if child is not None:
             below[child].append(node)
     return below

@@ -11,7 +11,6 @@ import onnx_ir as ir
 
 from htp_export.costs.shapes import run_by_shapes
 from htp_export.deploy.crossings import crossings
-from htp_export.deploy.device_rules import devices_by_rules
 from htp_export.deploy.devices import ANNOTATION, SETTINGS, assignment_settings, device_named
 from htp_export.deploy.parts import Needs, known_sizes, nodes_that_fit
 from htp_export.deploy.placed import DeviceUse, Placed, placed_modules
@@ -21,6 +20,7 @@ from htp_export.format.placement_entries import write_placement
 from htp_export.model.cutting import Cutter
 from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
+from htp_export.model.plans import assigned
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 
@@ -49,9 +49,9 @@ def place(
 ) -> Placed:
     """Give modules devices, as ONNX Runtime reads them: ``layer_ann`` in the metadata of nodes.
 
-    A rule holds for the regions of the modules that its selector names; the last rule for a module holds. A node of
-    several modules has the device of the first of them, in the order of execution, that has one. Nodes without a device
-    are placed by ONNX Runtime. It uses the devices from version 1.25 on, if the session has the options of the result.
+    Rules hold as in every plan, see `quantize`. A node of several modules with different devices has that of the first
+    of them, in the order of execution, that has one. Nodes without a device are placed by ONNX Runtime. It uses the
+    devices from version 1.25 on, if the session has the options of the result.
 
     With a budget, the modules that rules give to a device go there as far as they fit: those that together do most of
     the operations, at borders of modules, where few tensors cross. The others go to the CPU.
@@ -98,7 +98,7 @@ def place(
     rules = _rules(plan, limits)
     source = load(model)
     original = read_flat(source)
-    devices = devices_by_rules(original, rules)
+    devices = _devices(original, rules)
     needs, assumed = _needs(original, inputs, dims, shapes, required=bool(limits))
     for device, memory in limits.items():
         _keep_what_fits(original, devices, needs, device, memory, slack)
@@ -145,6 +145,16 @@ def _rules(plan: Mapping[str, str] | None, limits: Mapping[str, int]) -> Mapping
         if device not in wanted:
             raise InputError(f"there is a budget for {device}, but no rule gives modules to it")
     return plan
+
+
+def _devices(tagged: TaggedModel, plan: Mapping[str, str]) -> dict[ir.Node, str]:
+    """Node → its device; of modules that differ, that of the first one, where the result is needed first."""
+    found = assigned(tagged, {selector: device_named(device) for selector, device in plan.items()})
+    empty = next((selector for selector, nodes in found.reached.items() if not nodes), None)
+    if empty is not None:
+        raise InputError(f"selector {empty!r} names modules without nodes: they return their input, or were merged")
+    devices = {**found.nodes, **{node: next(iter(said.values())) for node, said in found.disputed.items()}}
+    return {node: devices[node] for node in tagged.nodes if node in devices}
 
 
 def _needs(

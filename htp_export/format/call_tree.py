@@ -16,12 +16,12 @@ from typing import NamedTuple, TypeAlias
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 
-__all__ = ["Block", "CallTree", "Instance", "NodeCalls", "Part"]
+__all__ = ["MOST_CALLS", "Block", "CallTree", "Instance", "NodeCalls", "Part"]
 
 _log = logging.getLogger(__name__)
 
 _UNKNOWN = -1  # in place of a call's number
-_MOST_CALLS = 1 << 16  # of one module, of which numbers are listed: a broken file may claim any number
+MOST_CALLS = 1 << 16  # of one module, of which numbers are listed: a broken file may claim any number
 
 
 class Instance(NamedTuple):
@@ -68,6 +68,11 @@ class NodeCalls:
     def calls(self) -> tuple[Instance, ...]:
         """The innermost calls whose operations the node computes."""
         return tuple(part.call for part in self.parts)
+
+    @property
+    def doing(self) -> tuple[str, ...]:
+        """The modules that do the work: the owners, without those of which one only called another."""
+        return tuple(dict.fromkeys(part.call.path for part in self.parts))
 
     def in_call(self, call: Instance) -> bool:
         """Return whether the node computes operations of a call, or of a call inside it."""
@@ -243,7 +248,7 @@ class CallTree:
 
     def numbers(self, path: str, call: Instance) -> tuple[int, ...]:
         """Return the numbers of the calls of a module that ran in a call of another one; as in ``inside``."""
-        numbers = range(min(self._ran(path), _MOST_CALLS))
+        numbers = range(min(self._ran(path), MOST_CALLS))
         if not self._ran(call.path):  # it only holds others
             return tuple(numbers) if tags.is_under(path, call.path) else ()
         around = (call, Instance(call.path, _UNKNOWN))
@@ -383,7 +388,7 @@ class CallTree:
         if encoded.isdecimal() and owners:
             last.append(Instance(owners[-1], int(encoded)))
         running = {caller.path for call in last for caller in self.chain(call)}
-        counts = {owner: min(max(self._ran(owner), 1), _MOST_CALLS) for owner in owners if owner not in running}
+        counts = {owner: min(max(self._ran(owner), 1), MOST_CALLS) for owner in owners if owner not in running}
         return [*(Instance(owner, number) for owner, count in counts.items() for number in range(count)), *last]
 
 

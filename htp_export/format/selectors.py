@@ -12,7 +12,7 @@ from functools import lru_cache
 from htp_export.errors import SelectorError
 from htp_export.format.tags import ancestors
 
-__all__ = ["select", "select_below"]
+__all__ = ["chosen_and_excluded", "select", "select_below"]
 
 
 def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str]:
@@ -71,6 +71,26 @@ def select_below(pattern: str | Sequence[str], classes: Mapping[str, str]) -> li
     terms = _terms(pattern)
     chosen, excluded = _matched(terms, classes)
     return _remaining(terms, _with_below(chosen, classes) - _with_below(excluded, classes), classes)
+
+
+def chosen_and_excluded(pattern: str | Sequence[str], classes: Mapping[str, str]) -> tuple[set[str], set[str]]:
+    """The modules that a selector names, without any of those that it excludes, and the excluded ones.
+
+    Args:
+        pattern: The selector, as for `select`.
+        classes: Module path → fully qualified class name, for every module.
+
+    Raises:
+        SelectorError: As for `select`.
+
+    Examples:
+        >>> chosen_and_excluded("layer,!head", {"": "net.Net", "layer": "net.Block", "head": "torch.nn.Linear"})
+        ({'layer'}, {'head'})
+    """
+    terms = _terms(pattern)
+    chosen, excluded = _matched(terms, classes)
+    _remaining(terms, _with_below(chosen, classes) - _with_below(excluded, classes), classes)
+    return chosen - excluded, excluded
 
 
 def _terms(pattern: str | Sequence[str]) -> list[_Term]:

@@ -9,7 +9,7 @@ from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
 from htp_export.run.checking import CheckedCall
 from htp_export.run.locating import Blame
-from htp_export.run.results import AGREES, DIFFERS, INHERITS, NOT_COMPARED, CallResult, ModuleResult
+from htp_export.run.results import AGREES, COMPARED, DIFFERS, INHERITS, NAN, NOT_COMPARED, CallResult, ModuleResult
 from htp_export.runtime.comparing import Tolerance
 
 __all__ = ["module_results", "tolerance_of"]
@@ -69,7 +69,8 @@ def module_results(
 
 
 def _call_result(tagged: TaggedModel, call: CheckedCall, blamed: bool, *, isolated: bool) -> CallResult:
-    status = DIFFERS if blamed else INHERITS if call.wrong else AGREES
+    agreeing = NAN if any(result.difference.nan for _, result in call.outputs) else AGREES
+    status = DIFFERS if blamed else INHERITS if call.wrong else agreeing
     if not call.outputs and not call.failed:
         status = NOT_COMPARED
     elif not isolated and not blamed and tagged.hierarchy[call.path].fate == "identity":
@@ -87,7 +88,7 @@ def _module_result(tagged: TaggedModel, path: str, calls: list[CallResult], reas
     info = tagged.hierarchy[path]
     calls = sorted(calls, key=lambda call: call.number)
     statuses = {call.status for call in calls}
-    status = next((candidate for candidate in (DIFFERS, INHERITS, AGREES) if candidate in statuses), None)
+    status = next((candidate for candidate in COMPARED if candidate in statuses), None)
     if path in blame.modules:
         status = DIFFERS
     missing = sum(call.missing for call in calls)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from htp_export.format.tags import innermost
 from htp_export.model.columns import CLASS_NAME, Column, chosen, json_value, record
 from htp_export.model.tables import ModuleTable
 from htp_export.model.tag_facts import TagFacts, tag_lines
@@ -15,8 +16,10 @@ from htp_export.runtime.comparing import Difference
 
 __all__ = ["CallResult", "Comparison", "ModuleResult", "TensorResult", "Verification", "short_number"]
 
-AGREES, DIFFERS, INHERITS, NOT_COMPARED = "agrees", "differs", "inherits", "not compared"
-COMPARED = (AGREES, DIFFERS, INHERITS)
+AGREES, NAN, DIFFERS, INHERITS, NOT_COMPARED = "agrees", "nan", "differs", "inherits", "not compared"
+AGREEING = (AGREES, NAN)
+COMPARED = (DIFFERS, INHERITS, NAN, AGREES)
+"""The worst first."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class ModuleResult:
         path: The module.
         class_name: Its fully qualified class.
         fate: Its fate in the export.
-        status: ``agrees``; ``differs``: it is wrong itself; ``inherits``: its inputs or a module below it are wrong;
+        status: ``agrees``; ``nan``: it agrees, and has NaN at the same places on both sides; ``differs``: it is wrong
+            itself; ``inherits``: its inputs or a module below it are wrong;
             for a module without a tensor to compare its fate, or ``not compared``.
         calls: Its compared calls.
         reason: Why it was not compared, or a remark on how it was compared; usually ``""``.
@@ -175,7 +179,7 @@ def short_number(value: float) -> str:
 
 
 def _status_style(module: ModuleResult) -> str:
-    return {AGREES: "green", DIFFERS: "bold red", INHERITS: "yellow"}.get(module.status, "dim")
+    return {AGREES: "green", DIFFERS: "bold red", INHERITS: "yellow", NAN: "yellow"}.get(module.status, "dim")
 
 
 COMPARISON_COLUMNS: tuple[Column[ModuleResult], ...] = (
@@ -221,7 +225,7 @@ class Comparison(ModuleTable):
     def ok(self) -> bool:
         """Whether at least one module was compared, and all compared modules agree."""
         compared = [module for module in self.modules.values() if module.compared]
-        return bool(compared) and all(module.status == AGREES for module in compared)
+        return bool(compared) and all(module.status in AGREEING for module in compared)
 
     @property
     def first_wrong(self) -> str | None:
@@ -241,7 +245,7 @@ class Comparison(ModuleTable):
     def score(self) -> str:
         """How many of the compared modules agree: ``312 of 312``."""
         compared = [module for module in self.modules.values() if module.compared]
-        agreeing = sum(module.status == AGREES for module in compared)
+        agreeing = sum(module.status in AGREEING for module in compared)
         return f"{agreeing} of {len(compared)}"
 
     @property
@@ -258,11 +262,11 @@ class Comparison(ModuleTable):
             first wrong: fc: max 1; 0 modules after it inherit the error
         """
         if self.ok:
-            return f"{self.score} modules agree{self.worst_in_brackets}"
+            return f"{self.score} modules agree{self.worst_in_brackets}{self._nan_on_both_sides}"
         if not any(module.compared for module in self.modules.values()):
             return "no module has a tensor that could be compared"
         if self.first_wrong is None:
-            count = sum(module.status != AGREES for module in self.modules.values() if module.compared)
+            count = sum(module.status in (DIFFERS, INHERITS) for module in self.modules.values())
             return f"{count} modules differ"
         inherit = sum(module.status == INHERITS for module in self.modules.values())
         others = f"; also wrong: {', '.join(map(_shown, self.wrong[1:4]))}" if len(self.wrong) > 1 else ""
@@ -281,6 +285,16 @@ class Comparison(ModuleTable):
         worst = self.worst
         value = None if worst is None else self.modules[worst].max_abs
         return "" if worst is None or value is None else f" (worst {short_number(value)}, {_shown(worst)})"
+
+    @property
+    def _nan_on_both_sides(self) -> str:
+        """That nothing is known of elements that are NaN on both sides."""
+        listed = [path for path, module in self.modules.items() if module.status == NAN]
+        if not listed:
+            return ""
+        [path, *_] = innermost(listed)
+        tensor = next(o.tensor for call in self.modules[path].calls for o in call.outputs if o.difference.nan)
+        return f"; of these, {len(listed)} have NaN at the same places on both sides: {_shown(path)} in {tensor!r}"
 
     def _how_wrong(self, path: str) -> str:
         module = self.modules[path]

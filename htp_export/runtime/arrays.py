@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import onnx_ir as ir
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PORTION_BYTES", "Array", "ArrayStore", "StoredArray", "from_ort", "from_torch", "to_ort"]
+__all__ = ["PORTION_BYTES", "Array", "ArrayStore", "StoredArray", "from_ort", "from_torch", "nan_in", "to_ort"]
 
 Array = npt.NDArray[Any]
 
@@ -77,6 +77,16 @@ def from_ort(value: Any) -> Array:
     shape = tuple(value.shape())
     stored = ctypes.string_at(value.data_ptr(), math.prod(shape) * dtype.itemsize)
     return np.frombuffer(stored, dtype=dtype).reshape(shape)
+
+
+def nan_in(arrays: Mapping[str, Array]) -> list[str]:
+    """Return the names of the arrays that hold NaN.
+
+    Examples:
+        >>> nan_in({"x": np.float32([1, np.nan]), "ids": np.int64([1])})
+        ['x']
+    """
+    return [name for name, array in arrays.items() if array.dtype.kind in "fcV" and bool(np.isnan(array).any())]
 
 
 _NARROW = {f"tensor({name.replace('_', '')})": name for name in _FLOAT8} | {"tensor(bfloat16)": "bfloat16"}

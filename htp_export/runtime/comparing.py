@@ -61,6 +61,7 @@ class Difference:
         note: What was done to be able to compare; ``""`` as a rule.
         excess: The largest difference of two elements in units of what may differ: up to 1, they agree.
         comparable: Whether the tensors have the same shape, and dtypes that can be compared.
+        nan: Elements that are NaN on both sides; nothing is known of them.
     """
 
     max_abs: float
@@ -72,6 +73,7 @@ class Difference:
     note: str = ""
     excess: float = 0.0
     comparable: bool = True
+    nan: int = 0
 
     @property
     def agrees(self) -> bool:
@@ -154,7 +156,7 @@ class _Sums:
 
     def __init__(self, tolerance: Tolerance, scale: float) -> None:
         self._tolerance, self._scale = tolerance, scale
-        self._count = self._strays = self._outside = self._nonzero = 0
+        self._count = self._strays = self._outside = self._nonzero = self._nan = 0
         self._max_abs = self._sum_abs = self._max_rel = self._sum_rel = self._excess = 0.0
         self._dot = self._one = self._other = 0.0
 
@@ -196,6 +198,7 @@ class _Sums:
         one_is_nan = np.isnan(expected) != np.isnan(actual)
         unequal = ~one_is_nan & ~np.isnan(expected) & (expected != actual)
         self._strays += int(np.count_nonzero(one_is_nan))
+        self._nan += int(np.count_nonzero(np.isnan(expected) & np.isnan(actual)))
         if unequal.any():
             self._outside += int(np.count_nonzero(unequal))
             self._max_abs = self._sum_abs = self._max_rel = self._sum_rel = float("inf")
@@ -218,4 +221,5 @@ class _Sums:
             problem,
             note,
             max(self._excess, float("inf")) if self._strays or (problem and self._excess <= 1) else self._excess,
+            nan=self._nan,
         )

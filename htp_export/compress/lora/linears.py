@@ -52,7 +52,8 @@ def linear_paths(tagged: TaggedModel) -> list[str]:
 
     If the file says which parameters modules have, only those that have a matrix.
     """
-    owners = {path for node in tagged.nodes if _is_product(tagged, node) for path in tagged.owners_of(node)}
+    works = tagged.index.works
+    owners = {path for node in tagged.nodes if _is_product(tagged, node) for path in works[node].doing}
     if tagged.parameters is not None:
         shapes = {path: held.shapes.values() for path, held in tagged.parameters.items()}
         owners = {path for path in owners if any(len(shape) == 2 for shape in shapes.get(path, ()))}
@@ -82,7 +83,7 @@ def _is_constant(tagged: TaggedModel, value: ir.Value) -> bool:
 
 
 def _linear(tagged: TaggedModel, path: str, region: Region, call: int) -> Linear:
-    products = [node for node in region.nodes if _is_product(tagged, node) and path in tagged.owners_of(node)]
+    products = [node for node in region.nodes if _is_product(tagged, node) and path in tagged.index.works[node].doing]
     if len(products) != 1:
         raise InputError(f"module {path!r} is no linear layer: it has {len(products)} products with constant matrices")
     [product] = products
@@ -90,7 +91,9 @@ def _linear(tagged: TaggedModel, path: str, region: Region, call: int) -> Linear
         raise InputError(f"module {path!r} runs in a branch or loop ({product.op_type} {product.name!r})")
     x, y = product.inputs[0], product.outputs[0]
     assert x is not None
-    if tagged.owners_of(product) != (path,):  # layers were merged: the part of this one begins behind the product
+    if tagged.index.works[product].doing != (
+        path,
+    ):  # layers were merged: the part of this one begins behind the product
         y = _result(tagged, path, region, call)
     sizes = [shape[-1] if (shape := tagged.inferred.shape(value)) else None for value in (x, y)]
     inputs, outputs = sizes
@@ -111,7 +114,7 @@ def _result(tagged: TaggedModel, path: str, region: Region, call: int) -> ir.Val
     producer = results[0].producer() if len(results) == 1 else None
     if producer is None:
         raise InputError(f"module {path!r} is no linear layer: it gives {len(results)} tensors")
-    owners = tagged.owners_of(producer)
+    owners = tagged.index.works[producer].doing
     if owners != (path,):
         listed = ", ".join(map(repr, owners))
         raise InputError(f"module {path!r}: {producer.op_type} {producer.name!r}, its result, is also that of {listed}")

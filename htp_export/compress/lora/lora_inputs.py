@@ -21,11 +21,11 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.lora import FACTORS, factor_module, write_lora
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.reasons import Reason
-from htp_export.format.selectors import select_below
 from htp_export.format.signatures import Signature
 from htp_export.model.columns import MODULE, Column, record, text_table
 from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
+from htp_export.model.plans import modules_within
 from htp_export.model.regions import all_values
 from htp_export.model.tag_facts import TagFacts, tag_lines
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel
@@ -117,7 +117,7 @@ def insert_lora(
 
     Args:
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-        select: A selector of modules: all linear layers at or below them.
+        select: A selector of modules: all linear layers at or below them, and those that they call.
         rank: The rank of the adapters, for the factor ``alpha / rank``.
         alpha: PEFT's ``lora_alpha``; None for ``rank``, which is the factor 1.
         output: The file to write.
@@ -169,8 +169,7 @@ def _scaling(rank: int, alpha: float | None) -> float:
 
 
 def _chosen(tagged: TaggedModel, select: str | Sequence[str]) -> list[str]:
-    tagged.require_tags()
-    wanted = set(select_below(select, tagged.hierarchy.classes))
+    wanted = set(modules_within(tagged, select))
     paths = [path for path in linear_paths(tagged) if path in wanted]
     if not paths:
         raise InputError(f"there is no linear layer at or below the modules of {select!r}")

@@ -13,7 +13,6 @@ from typing import Any
 
 from htp_export.compress.plan_export.activations import measured_ranges
 from htp_export.compress.plan_export.planned import PlannedModel, TargetFile
-from htp_export.compress.plans import assigned
 from htp_export.compress.quantization.calibration_data import Data, samples_of
 from htp_export.compress.quantization.precisions import precisions_of
 from htp_export.discovery import names_in
@@ -21,6 +20,7 @@ from htp_export.errors import FileError, InputError
 from htp_export.files.replacing import replace_file
 from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
+from htp_export.model.plans import assigned
 from htp_export.model.tagged import ModelSource, TaggedModel
 
 __all__ = ["PlanFile", "export_plan", "targets"]
@@ -95,7 +95,6 @@ def export_plan(
     ``"modelopt"``  JSON: arguments of ``modelopt.onnx.quantization.quantize``
     ``"qnn"``       JSON for ``--quantization_overrides`` of Qualcomm's converters
     ``"aimet"``     an encodings file of AIMET, version 1.0.0
-    ``"trtexec"``   options of TensorRT's ``trtexec``: ``--layerPrecisions``, ``--layerOutputTypes``
     ==============  ================================================================================================
 
     Thread-safe, also for calls on the same model.
@@ -120,9 +119,9 @@ def export_plan(
         >>> import torch, htp_export
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).eval()
         >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
-        >>> plan = htp_export.export_plan(program, {".": "fp32", "0": "fp16"}, to="trtexec")
-        >>> print(plan.text.splitlines()[2])
-        --layerPrecisions=*:fp32,node_linear:fp16,node_relu:fp32,node_linear_1:fp32
+        >>> plan = htp_export.export_plan(program, {"0": "int8"}, to="ort")
+        >>> plan.content["steps"][0]["arguments"]["nodes_to_quantize"]
+        ['node_linear']
     """
     if to not in targets():
         raise InputError(f"plans are written for {', '.join(targets())}, not for {to!r}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Set
 
-from htp_export.compress.plans import assigned
 from htp_export.compress.pruning.coupled_axes import Axis
 from htp_export.compress.pruning.coupling import Coupling
 from htp_export.compress.pruning.low_rank import why_not
@@ -15,7 +14,7 @@ from htp_export.compress.pruning.sparsities import Sparsity
 from htp_export.compress.pruning.structured import coupling_of
 from htp_export.compress.pruning.weights import Weight, weights_of
 from htp_export.errors import InputError
-from htp_export.format import tags
+from htp_export.model.plans import assigned
 from htp_export.model.tagged import TaggedModel
 
 __all__ = ["PlanChecks"]
@@ -32,7 +31,7 @@ class PlanChecks:
         self._tagged = tagged
         self._weights: defaultdict[str, list[Weight]] = defaultdict(list)
         for weight in weights_of(tagged):
-            for path in {up for owner in weight.owners(tagged) for up in tags.ancestors(owner)}:
+            for path in {"", *(path for use in weight.uses for path in tagged.index.works[use.node].modules)}:
                 self._weights[path].append(weight)
 
     def why_not(self, path: str, value: Sparsity) -> str:

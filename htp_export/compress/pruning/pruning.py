@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.compress.plans import Assigned, assigned
 from htp_export.compress.pruning.low_rank import Factors, factorise
 from htp_export.compress.pruning.masks import Mask, Scores, element_masks, group_mask
 from htp_export.compress.pruning.pruned import Counted, Pruned, pruned_modules
@@ -23,8 +22,10 @@ from htp_export.format import tags
 from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
+from htp_export.model.plans import Assigned, assigned
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.process.progress import counted
+from htp_export.runtime.arrays import nan_in
 
 __all__ = ["prune", "value_of"]
 
@@ -101,21 +102,27 @@ def prune(
     tagged = read if isinstance(model, str | os.PathLike) else read.clone()
     external = has_external_data(tagged.model)
     scores = Scores(None if method == "l1" else seed)
-    result = _pruned(tagged, assigned(tagged, rules), scores, together=scope == "global")
+    dropped = {path for selector, value in rules.items() if value.kind == "blocks" for path in tagged.select(selector)}
+    result = _pruned(tagged, assigned(tagged, rules), dropped, scores, together=scope == "global")
     if output is not None:
         write_model(result.model, output, True if external else None)
     return result
 
 
-def _pruned(tagged: TaggedModel, wanted: Assigned[Sparsity], scores: Scores, *, together: bool) -> Pruned:
-    """Prune a model in place."""
+def _pruned(
+    tagged: TaggedModel, wanted: Assigned[Sparsity], dropped: Set[str], scores: Scores, *, together: bool
+) -> Pruned:
+    """Prune a model in place; of the modules that are removed, those that rules name are given."""
     bytes_before = {path: facts.weight_bytes for path, facts in _facts(tagged).items()}
     weights = weights_of(tagged)
     values = {weight: value for weight in weights if (value := value_of(weight, tagged, wanted)) is not None}
     _refuse_empty_rules(tagged, weights, wanted)
     owners = {weight: weight.owners(tagged) or ("",) for weight in weights}
+    for weight, value in values.items():
+        if value.kind != "blocks" and nan_in({weight.name: weight.tensor.numpy()}):
+            raise InputError(f"weight {weight.name!r} of module {owners[weight][0]!r} has NaN, which has no size")
     before = {weight: _counts(weight) for weight in counted(weights, "weights")}
-    removed = _outermost_blocks(wanted)
+    removed = _outermost_blocks(wanted, dropped)
     if removed:
         tagged = remove_blocks(tagged, removed)
     left = {weight for weight in weights if tagged.model.graph.initializers.get(weight.name) is weight.value}
@@ -142,10 +149,10 @@ def _pruned(tagged: TaggedModel, wanted: Assigned[Sparsity], scores: Scores, *, 
     return Pruned(rows, said, removed, cut, ranks, kept, model=tagged.model)
 
 
-def _outermost_blocks(wanted: Assigned[Sparsity]) -> tuple[str, ...]:
+def _outermost_blocks(wanted: Assigned[Sparsity], named: Set[str]) -> tuple[str, ...]:
     """The modules that the plan removes, without those inside them."""
-    blocks = [path for path, value in wanted.modules.items() if value.kind == "blocks"]
-    return tuple(path for path in blocks if tags.parent_path(path) not in blocks)
+    blocks = [path for path, value in wanted.modules.items() if value.kind == "blocks" and path in named]
+    return tuple(path for path in blocks if not any(up != path and up in blocks for up in tags.ancestors(path)))
 
 
 def _counts(weight: Weight) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from htp_export.errors import InputError
 from htp_export.files.npz_file import read_npz
 from htp_export.process.progress import counted
-from htp_export.runtime.arrays import Array
+from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings
@@ -64,6 +64,8 @@ class Samples:
                 arrays = self.inputs.feed(arrays).arrays
             except InputError as error:
                 raise InputError(f"data, run {number}: {error}") from error
+            for name in nan_in(arrays):
+                raise InputError(f"data, run {number}: input {name!r} has NaN, of which no range can be known")
             yield arrays
         if number < 0:
             raise InputError("data has no runs; give a mapping from input names to arrays for each")
@@ -109,14 +111,20 @@ def activations(
         name: Its name in errors.
         samples: The inputs.
         wanted: Names of inputs of the model and of tensors of its main graph.
+
+    Raises:
+        InputError: If one of them has NaN in a run.
     """
     given = {str(value.name) for value in model.graph.inputs}
     computed = [tensor for tensor in wanted if tensor not in given]
     known = [tensor for tensor in wanted if tensor in given]
 
     def read() -> Iterator[dict[str, Array]]:
-        for arrays in samples:
-            yield {tensor: arrays[tensor] for tensor in known} | (run(arrays) if computed else {})
+        for number, arrays in enumerate(samples):
+            found = {tensor: arrays[tensor] for tensor in known} | (run(arrays) if computed else {})
+            for tensor in nan_in(found):
+                raise InputError(f"data, run {number}: {name} computes NaN in {tensor!r}; its range is not known")
+            yield found
 
     if not computed:
         yield read()

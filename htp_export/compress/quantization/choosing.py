@@ -10,7 +10,6 @@ from functools import cached_property
 
 import onnx_ir as ir
 
-from htp_export.compress.plans import Assigned, assigned
 from htp_export.compress.quantization.blocks import block_bytes, takes_blocks
 from htp_export.compress.quantization.casting import Ports, ports_of
 from htp_export.compress.quantization.integers import (
@@ -29,6 +28,7 @@ from htp_export.compress.quantization.submodels import constant_of
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.model.module_facts import contents_of
+from htp_export.model.plans import Assigned, assigned
 from htp_export.model.tagged import TaggedModel
 
 __all__ = ["Choice", "choose"]
@@ -72,7 +72,7 @@ class Choice:
 
     def precisions(self) -> dict[str, str]:
         """Module path → the name of its precision, ``mixed`` for several, ``fp32`` for none."""
-        disputed = frozenset(self.found.disputed)
+        disputed = self.found.disputed
         weighty = [
             node
             for node in self.tagged.nodes
@@ -182,24 +182,32 @@ def _check_opset(precision: Precision, opset: int) -> None:
 
 def _check_rules(choice: Choice, rules: Mapping[str, Precision]) -> None:
     """Refuse a rule that changes nothing because no operator of its modules takes its precision."""
-    tagged = choice.tagged
     for selector, precision in rules.items():
         if precision.method == Method.KEEP:
             continue
-        holding = {path for path in choice.found.named[selector] if choice.found.modules[path] == precision}
-        if not holding:
+        nodes = choice.found.deciding[selector]
+        if choice.found.reached[selector] and not nodes:
             continue  # later rules say otherwise of all of its modules
-        owned = [node for node in tagged.nodes if holding.intersection(tagged.owners_of(node))]
-        if any(node in choice.precision_of for node in owned):
+        if any(choice.precision_of.get(node) == precision for node in nodes):
             continue
-        kinds = Counter(node.op_type for node in owned)
+        kinds = Counter(node.op_type for node in nodes)
         listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) or "no operators"
-        what = next(iter(sorted(holding, key=tags.path_order)))
-        more = f" and {len(holding) - 1} more" if len(holding) > 1 else ""
+        paths = sorted(choice.found.named[selector], key=tags.path_order)
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         raise InputError(
-            f"rule {selector!r}: no operator of module {what or '(root)'!r}{more} takes {precision.name}; "
-            f"there are: {listed}"
+            f"rule {selector!r}: no operator of module {paths[0] or '(root)'!r}{more} takes {precision.name}; "
+            f"there are: {listed}{_said_otherwise(choice, nodes)}"
         )
+
+
+def _said_otherwise(choice: Choice, nodes: Sequence[ir.Node]) -> str:
+    """That other modules of these nodes have another precision, if that is why they do not take one."""
+    works = choice.tagged.index.works
+    merged = [node for node in nodes if node in choice.found.disputed or len(works[node].doing) > 1]
+    if not merged:
+        return ""
+    owners = ", ".join(repr(path) for path in works[merged[0]].doing)
+    return f"; {merged[0].op_type} {merged[0].name!r} does the work of {owners}: give them one precision"
 
 
 def _said(words: set[str]) -> str:

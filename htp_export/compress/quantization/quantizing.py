@@ -25,10 +25,12 @@ from htp_export.compress.quantization.nncf_engine import quantize_with_nncf
 from htp_export.compress.quantization.nncf_weights import compress_with_nncf, scaled_before
 from htp_export.compress.quantization.precisions import Engine, Method, Precision, precisions_of
 from htp_export.compress.quantization.quantized import Quantized, QuantizedModule
-from htp_export.compress.quantization.submodels import Names, Submodel, cut_out, put_back, remove_unused
+from htp_export.compress.quantization.submodels import Names, Submodel, constant_of, cut_out, put_back, remove_unused
 from htp_export.compress.quantization.validation import Validation, check_metric
-from htp_export.errors import HtpExportError, ToolError, in_one_line
+from htp_export.errors import HtpExportError, InputError, ToolError, in_one_line
 from htp_export.files.model_files import check_target, write_model
+from htp_export.model.flattening import read_flat
+from htp_export.format import tags
 from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import contents_of
@@ -36,7 +38,7 @@ from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
 from htp_export.process.progress import counted
 from htp_export.provenance.adapters.quantizers import saturates
 from htp_export.provenance.carrying import carry_in_place
-from htp_export.runtime.arrays import Array
+from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
 
 __all__ = ["quantize"]
@@ -188,6 +190,8 @@ class _Work:
                 chosen, key=lambda precision: -1.0 if precision.max_drop is None else precision.max_drop
             ):
                 nodes = self._nodes[precision]
+                if method != Method.CAST:
+                    _refuse_nan(nodes, precision)
                 if method == Method.STATIC:
                     stayed += self._static(nodes, precision, samples, name, control)
                 elif method == Method.WEIGHTS and precision.engine == Engine.NNCF:
@@ -275,6 +279,18 @@ class _Work:
     def _replace(self, part: Submodel, made: ir.Model) -> None:
         put_back(self._model, part, made, self._names)
         remove_unused(part.weights.values())
+
+
+def _refuse_nan(nodes: Sequence[ir.Node], precision: Precision) -> None:
+    """Refuse weights with NaN, which integers do not have."""
+    for node in nodes:
+        for value in node.inputs:
+            tensor = constant_of(value)
+            if tensor is not None and value is not None and nan_in({str(value.name): tensor.numpy()}):
+                path = next(iter(tags.owners_of(node.metadata_props)), "")
+                raise InputError(
+                    f"{value.name!r} of module {path or '(root)'!r} has NaN, which {precision.name} has not"
+                )
 
 
 def _is_by_nncf(precision: Precision) -> bool:

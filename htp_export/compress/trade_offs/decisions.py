@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+
+import onnx_ir as ir
 
 from htp_export.compress.pruning.weights import uses_of
 from htp_export.errors import InputError
 from htp_export.format import tags
+from htp_export.format.call_tree import Part
+from htp_export.model.deciders import Deciders
 from htp_export.model.drawn_levels import drawn_parents
 from htp_export.model.module_facts import contents_of
 from htp_export.model.tagged import TaggedModel
@@ -18,6 +23,8 @@ def deciding_modules(
     tagged: TaggedModel, select: str | Sequence[str] | None = None, depth: int | None = None
 ) -> list[str]:
     """The modules whose precision is chosen one by one.
+
+    Modules that own the same nodes, as a Conv and its BatchNorm, are one decision: the module that keeps the weight.
 
     Args:
         tagged: The model, without functions.
@@ -39,9 +46,11 @@ def deciding_modules(
     tagged.require_tags()
     if select is not None and depth is not None:
         raise InputError("give select or depth, not both")
-    holding = _modules_with_weights(tagged)
+    deciding = _deciding_parts(tagged)
+    holding = {part.call.path for parts in deciding for part in parts}
     if select is not None:
-        found = [path for path in tagged.select(select) if any(tags.is_under(each, path) for each in holding)]
+        around = {path for parts in deciding for part in parts for path in part.modules}
+        found = [path for path in tagged.select(select) if path in around]
     elif depth is None:
         found = [path for path in tagged if path in holding]
     else:
@@ -67,8 +76,17 @@ def check_apart(paths: Sequence[str]) -> None:
             raise InputError(f"module {path!r} lies in {above or '(root)'!r}; choose one of them")
 
 
-def _modules_with_weights(tagged: TaggedModel) -> set[str]:
-    return {path for node in tagged.nodes if any(uses_of(tagged, node)) for path in tagged.owners_of(node)}
+def _deciding_parts(tagged: TaggedModel) -> list[tuple[Part, ...]]:
+    """For each node with weights, the parts of its work that decide; modules with the same nodes are one decision."""
+    deciders = Deciders(tagged)
+    found = {node: deciders.of(node) for node in tagged.nodes if any(uses_of(tagged, node))}
+    nodes: defaultdict[str, set[ir.Node]] = defaultdict(set)
+    for node, parts in found.items():
+        for part in parts:
+            nodes[part.call.path].add(node)
+    alike: dict[frozenset[ir.Node], str] = {}
+    chosen = {alike.setdefault(frozenset(own), path) for path, own in nodes.items()}
+    return [tuple(part for part in parts if part.call.path in chosen) for parts in found.values()]
 
 
 def _levels(tagged: TaggedModel) -> dict[str, int]:

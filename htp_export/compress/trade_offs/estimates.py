@@ -10,7 +10,6 @@ import onnx_ir as ir
 from htp_export.compress.pruning.weights import Use, uses_of
 from htp_export.compress.quantization.calibration_data import Samples, activations
 from htp_export.compress.quantization.precisions import Method, Precision
-from htp_export.format import tags
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
 
@@ -32,7 +31,7 @@ def estimated_errors(
 
     Args:
         tagged: The model, without functions.
-        paths: Module paths; what lies below them counts, too.
+        paths: Module paths; all of their regions counts.
         precisions: The precisions.
         samples: Inputs of the model, which runs once on each as it is.
     """
@@ -40,8 +39,7 @@ def estimated_errors(
     read: dict[ir.Value, None] = {}
     for node in tagged.nodes:
         for use in uses_of(tagged, node):
-            inside = {up for owner in tagged.owners_of(node) for up in tags.ancestors(owner)}
-            for path in inside.intersection(uses):
+            for path in {"", *tagged.index.works[node].modules}.intersection(uses):
                 uses[path].append(use)
                 read.update(dict.fromkeys(_values_of(use)))
     squares = _mean_squares(tagged, list(read), samples)

@@ -18,7 +18,7 @@ from htp_export.compress.pruning.pruning import prune
 from htp_export.compress.pruning.sparsities import Sparsity
 from htp_export.compress.pruning.weights import weights_of
 from htp_export.compress.quantization.calibration_data import Data, Samples
-from htp_export.compress.quantization.precisions import Precision
+from htp_export.compress.quantization.precisions import Method, Precision
 from htp_export.compress.quantization.quantizing import quantize
 from htp_export.compress.trade_offs.finished_runs import FinishedRuns, RunStore, digest_of
 from htp_export.compress.trade_offs.output_errors import OutputErrors
@@ -155,7 +155,8 @@ class Measurer:
             whole = pruned.modules[""]
             tagged, nonzeros = pruned.tagged, whole.weights_after - whole.zeros_after
         if made is None:
-            made = self.quantized(plan, tagged) if plan else tagged
+            changes = any(precision.method != Method.KEEP for precision in plan.values())
+            made = self.quantized(plan, tagged) if changes else tagged
         return self._measured(made, nonzeros)
 
     def _kept(self, key: str, make: Callable[[], Measurement]) -> Measurement:

@@ -64,8 +64,8 @@ class Trial:
     @property
     def steps(self) -> list[dict[str, Any]]:
         """What makes the model, as steps of ``pipeline``."""
-        changed = {path: value for path, value in self.plan.items() if value != _KEPT}
-        plans = {"prune": dict(self.prune), "quantize": changed}
+        kept = all(value == _KEPT for value in self.plan.values())
+        plans = {"prune": dict(self.prune), "quantize": {} if kept else dict(self.plan)}
         return [{step: {"plan": plan}} for step, plan in plans.items() if plan]
 
     def to_dict(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -53,14 +54,14 @@ class SearchWork:
         self.space = self.space.completed()
 
     def _alone(self, path: str, name: str) -> Measurement:
-        return self._measure(self.space.treatment({path: name}))
+        others = dict.fromkeys(self.space.variables, KEPT.name)
+        return self._numbers(self._measure(self.space.treatment({**others, path: name})))
 
     def _measure(self, treatment: Treatment) -> Measurement:
         """The measurement of plans; of one that changes nothing, that of the original."""
-        changed = treatment.changed
-        if not changed and not treatment.prune:
+        if treatment.changes_nothing:
             return self._measurer.original
-        return self._measurer.measure(changed, treatment.prune)
+        return self._measurer.measure(treatment.quantize, treatment.prune)
 
     def fronts(self) -> dict[str, AdditiveFront]:
         """For each objective that is a cost, the front of the problem in which it and the errors add up."""
@@ -138,7 +139,26 @@ class SearchWork:
     def measured(self, decision: Decision) -> tuple[Sequence[float], Mapping[str, Any]]:
         """The values of the objectives for a decision, and everything that was measured."""
         found = self._measure(self.space.treatment(decision))
+        try:
+            self._numbers(found)
+        except InputError as error:
+            listed = [f"{path or '(root)'} in {name}" for path, name in decision.items() if name != KEPT.name]
+            more = f" and {len(listed) - 3} more" * (len(listed) > 3)
+            raise InputError(f"{', '.join(listed[:3])}{more}: {error}") from error
         return [_values(found)[name] for name in self._objectives], {"measured": found.to_dict()}
+
+    def _numbers(self, found: Measurement) -> Measurement:
+        """What was measured, if it has a number for each objective.
+
+        Raises:
+            InputError: If there is none.
+        """
+        values = _values(found)
+        for name in self._objectives:
+            if not math.isfinite(values[name]):
+                why = ": outputs have NaN or infinities where those of the original have none" * (name == "error")
+                raise InputError(f"{name} is {values[name]}{why}")
+        return found
 
     def results(self, fronts: Iterable[AdditiveFront]) -> tuple[Trial, ...]:
         """The finished trials of all processes, and the whole model with each choice."""
@@ -159,13 +179,11 @@ class SearchWork:
         choice = self.space.choices[name]
         treatment = Treatment({".": choice.sparsity} if choice.sparsity else {}, {".": choice.precision})
         try:
-            found = self._measure(treatment)
+            found = self._numbers(self._measure(treatment))
         except InputError:
             return None
         values = _values(found)
         chosen = {objective: values[objective] for objective in self._objectives}
-        if any(value != value for value in chosen.values()):
-            return None
         removed, plan = treatment.written
         return Trial(None, plan, chosen, "uniform", found.to_dict(), removed)
 

@@ -175,8 +175,6 @@ class SharedStudy:
                 values, facts = known if known is not None else self._values(trial, measure, plan)
                 for key, value in facts.items():
                     trial.set_user_attr(key, value)
-            if not all(map(math.isfinite, values)):
-                raise _NoNumberError(f"the values are {', '.join(map(str, values))}")
             return values
 
         self.study.optimize(objective, n_trials=1, catch=(HtpExportError,))
@@ -215,10 +213,6 @@ class SharedStudy:
 def _short(key: str) -> str:
     """A key that every storage takes: databases limit its length."""
     return f"{_RUN}{hashlib.sha256(key.encode()).hexdigest()[:32]}"
-
-
-class _NoNumberError(HtpExportError):
-    """A trial whose values are no numbers."""
 
 
 def _state(name: str) -> Any:

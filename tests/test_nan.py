@@ -1,0 +1,125 @@
+"""NaN is no number: each capability that meets one says where, in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.errors import InputError
+
+NAN = float("nan")
+
+
+def example(seed: int = 0, *, broken: bool = False) -> dict[str, Any]:
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(seed))
+    if broken:
+        x[0, 3] = NAN
+    return {"input": x.numpy()}
+
+
+def exported(folder: Path, *, broken: bool = False) -> Path:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+    if broken:
+        with torch.no_grad():
+            net[0].weight[5, 0] = NAN
+    path = folder / f"net_{broken}.onnx"
+    htp_export.export(net, (torch.from_numpy(example()["input"]),), path, verbose=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exported(tmp_path_factory.mktemp("nan"))
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One weight of the first layer is NaN."""
+    return exported(tmp_path_factory.mktemp("nan"), broken=True)
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda file, data: htp_export.quantize(file, {".": "int8"}, data=data),
+        lambda file, data: htp_export.sensitivity(file, ["fp16"], data),
+        lambda file, data: htp_export.export_plan(file, {".": "int8"}, to="qnn", data=data),
+    ],
+    ids=["quantize", "sensitivity", "export_plan"],
+)
+def test_data_with_nan_are_refused_in_any_order(run: Callable[..., Any], order: tuple[bool, bool], file: Path) -> None:
+    data = [example(seed, broken=each) for seed, each in enumerate(order)]
+    with pytest.raises(InputError, match=rf"data, run {order.index(True)}: input 'input' has NaN"):
+        run(file, data)
+
+
+def test_a_metric_without_a_number_is_refused(file: Path) -> None:
+    def metric(outputs: Any) -> float:
+        return NAN
+
+    with pytest.raises(InputError, match="the metric returned nan: the outputs that it was given have none"):
+        htp_export.sensitivity(file, ["int8"], example(), metric=metric)
+    pytest.importorskip("optuna")
+    with pytest.raises(InputError, match="the metric returned nan"):
+        htp_export.search(file, ["int8", "fp32"], ["metric", "size"], example(), metric=metric, trials=3)
+
+
+def test_a_metric_of_outputs_with_nan_says_which(broken: Path) -> None:
+    with pytest.raises(InputError, match=r"the metric returned nan: output 'linear_1' of run 0 has NaN"):
+        htp_export.search(
+            broken, ["fp16"], ["metric"], example(), metric=lambda runs: float(runs[0]["linear_1"].sum()), trials=3
+        )
+
+
+def test_search_says_which_choices_have_no_number(file: Path) -> None:
+    pytest.importorskip("optuna")
+    expected = htp_export_outputs(file)
+
+    def metric(outputs: Any) -> float:
+        return 1.0 if np.array_equal(outputs[0]["linear_1"], expected) else NAN
+
+    found = htp_export.search(file, ["fp16", "fp32"], ["metric", "size"], example(), metric=metric, trials=3)
+    assert [note for note in found.notes if note.startswith("2 in fp16: the metric returned nan")]
+    assert all(set(trial.plan.values()) == {"fp32"} for trial in found.trials)
+
+
+def htp_export_outputs(file: Path) -> Any:
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, example())[0]
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8-dynamic", "int8-weights", "int4"])
+def test_weights_with_nan_are_not_quantized(precision: str, broken: Path) -> None:
+    with pytest.raises(InputError, match=rf"'0\.weight' of module '0' has NaN, which {precision} has not"):
+        htp_export.quantize(broken, {".": precision}, data=example())
+    assert htp_export.quantize(broken, {"0": "fp16"}).modules["0"].precision == "fp16"
+
+
+@pytest.mark.parametrize("value", [0.5, "2:4", "channels:0.25", "rank:25%"])
+def test_weights_with_nan_are_not_pruned(value: Any, broken: Path) -> None:
+    with pytest.raises(InputError, match=r"weight '0\.weight' of module '0' has NaN"):
+        htp_export.prune(broken, {"0": value})
+
+
+def test_ranges_of_tensors_with_nan_are_not_measured(broken: Path) -> None:
+    with pytest.raises(InputError, match=r"data, run 0: .* computes NaN in 'linear_1'"):
+        htp_export.export_plan(broken, {"2": "int8"}, to="qnn", data=example())
+
+
+def test_nan_on_both_sides_is_said(file: Path, broken: Path) -> None:
+    found = htp_export.compare(broken, broken, example())
+    assert found.ok
+    assert {path: module.status for path, module in found.modules.items()} == dict.fromkeys(["", "0", "1", "2"], "nan")
+    assert found.summary.endswith("of these, 4 have NaN at the same places on both sides: 0 in 'linear'")
+    assert not htp_export.compare(file, broken, example()).ok
+    assert htp_export.compare(file, file, example()).modules["0"].status == "agrees"
