@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from htp_export.provenance.graph_summary import NOTHING, GraphSummary, Shape
 from htp_export.provenance.numbering import Numbering
 
@@ -27,9 +29,11 @@ class Counterparts:
         known: The numbers of all counterparts.
     """
 
-    def __init__(self, before: GraphSummary, after: GraphSummary) -> None:
+    def __init__(
+        self, before: GraphSummary, after: GraphSummary, idle: Mapping[int, int] | None = None
+    ) -> None:
         self.before, self.after = before, after
-        self.numbers = Numbering(before)
+        self.numbers = Numbering(before, idle)
         self.counterpart = [NOTHING] * len(after.values)
         self.exact = [False] * len(after.values)
         self.named = [""] * len(after.values)
