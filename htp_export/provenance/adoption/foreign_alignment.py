@@ -46,6 +46,8 @@ class ForeignAlignment(Alignment):
         evidence: What is known of its tensors.
     """
 
+    by_consumers = True
+
     def __init__(self, before: GraphSummary, after: GraphSummary, evidence: Evidence) -> None:
         self._evidence = evidence
         equal = {value: like.originals for value, like in evidence.values.items() if like.same_shape}
@@ -61,7 +63,7 @@ class ForeignAlignment(Alignment):
     def _sources(self) -> None:
         numbers = self.numbers
         for index, value in enumerate(self.after.values):
-            if value.kind != "node" and value.content:
+            if value.content:
                 self.match(index, numbers.constant(value.content), True)
         for index, original in self._evidence.inputs.items():
             self.match(index, numbers.number[original], self.alike(index, original))
