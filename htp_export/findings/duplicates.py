@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from typing import TypeAlias
@@ -11,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import FileError
+from htp_export.model.content_hash import array_hash
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.shapes.facts import constant_tensor
 
@@ -81,7 +81,6 @@ def _sample(tensor: ir.TensorProtocol) -> Hashable | None:
 
 def _whole(tensor: ir.TensorProtocol) -> Hashable | None:
     try:
-        array = np.ascontiguousarray(tensor.numpy())
+        return array_hash(np.asarray(tensor.numpy()))
     except (OSError, FileError):
         return None
-    return hashlib.sha256(array.reshape(-1).view(np.uint8).data).digest()

@@ -6,9 +6,21 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
-__all__ = ["content_hash"]
+__all__ = ["array_hash", "content_hash"]
+
+
+def array_hash(array: npt.NDArray[Any]) -> bytes:
+    """A hash of the numbers of an array, in their order; shape and type do not count.
+
+    Examples:
+        >>> array_hash(np.ones((2, 3))) == array_hash(np.ones(6)), array_hash(np.ones(6)) == array_hash(np.ones(5))
+        (True, False)
+    """
+    return hashlib.blake2b(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, digest_size=16).digest()
 
 
 def content_hash(model: ir.Model) -> str:

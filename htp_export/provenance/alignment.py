@@ -34,6 +34,7 @@ class Alignment(Counterparts):
         after: The result of the tool.
         equal: Value after → original values that were equal when both models ran.
         renamed: Weight after → original weight with the same contents under another name.
+        idle: Original nodes that are known to give back an input → this input.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class Alignment(Counterparts):
         after: GraphSummary,
         equal: Mapping[int, Sequence[int]] | None = None,
         renamed: Mapping[int, int] | None = None,
+        idle: Mapping[int, int] | None = None,
     ) -> None:
-        super().__init__(before, after)
+        super().__init__(before, after, idle)
         self._renamed = renamed or {}
         self._settled, self._denied = set[int](), set[int]()
         self._node_names = {node.name: index for index, node in enumerate(before.nodes) if node.name}

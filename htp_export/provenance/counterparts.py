@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from htp_export.provenance.graph_summary import NOTHING, GraphSummary, Shape
 from htp_export.provenance.numbering import Numbering
 
-__all__ = ["LOOK_BACK", "Counterparts"]
+__all__ = ["FLOATS", "LEVELS", "LOOK_BACK", "Counterparts"]
 
 LOOK_BACK = 40
 """Original nodes that are searched behind one tensor: tools seldom merge more than ten, which are close by."""
 
-_FLOATS = frozenset((1, 10, 11, 16))  # FLOAT, FLOAT16, DOUBLE, BFLOAT16: one may stand for the other
+FLOATS = frozenset((1, 10, 11, 16))  # FLOAT, FLOAT16, DOUBLE, BFLOAT16: one may stand for the other
+
+LEVELS = frozenset((2, 3, 17, 18, 19, 20, 21, 22))  # types of quantized numbers: integers and floats of at most 8 bits
 
 
 class Counterparts:
@@ -25,11 +29,16 @@ class Counterparts:
         also: Value after → further original values that are equal to it.
         parts: Value after → the original values that it joins, of which its counterpart is the first.
         known: The numbers of all counterparts.
+        by_consumers: Whether a tensor that equals several original ones is those of them that its consumers read.
     """
 
-    def __init__(self, before: GraphSummary, after: GraphSummary) -> None:
+    by_consumers = False
+
+    def __init__(
+        self, before: GraphSummary, after: GraphSummary, idle: Mapping[int, int] | None = None
+    ) -> None:
         self.before, self.after = before, after
-        self.numbers = Numbering(before)
+        self.numbers = Numbering(before, idle)
         self.counterpart = [NOTHING] * len(after.values)
         self.exact = [False] * len(after.values)
         self.named = [""] * len(after.values)
@@ -57,7 +66,7 @@ class Counterparts:
     def fit(after: Shape, before: Shape) -> bool:
         """Whether two shapes and element types can be those of one tensor."""
         (sizes_after, kind), (sizes_before, before_kind) = after, before
-        if kind and before_kind and kind != before_kind and not {kind, before_kind} <= _FLOATS:
+        if kind and before_kind and kind != before_kind and not {kind, before_kind} <= FLOATS:
             return False
         if sizes_after is None or sizes_before is None:
             return True

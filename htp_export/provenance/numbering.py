@@ -7,6 +7,8 @@ whatever its name. The output of a node without effect has the number of its inp
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from htp_export.model.operators import COMMUTATIVE, RANDOM, RESHAPING
 from htp_export.provenance.graph_summary import NOTHING, GraphSummary, SummaryNode
 
@@ -26,13 +28,17 @@ def repeats(node: SummaryNode) -> bool:
 class Numbering:
     """The numbers of a model's tensors.
 
+    Args:
+        summary: The model.
+        idle: Further nodes that give back an input → this input.
+
     Attributes:
         number: Value → its number.
         idle: Node → whether its output is its input.
     """
 
-    def __init__(self, summary: GraphSummary) -> None:
-        self.summary = summary
+    def __init__(self, summary: GraphSummary, idle: Mapping[int, int] | None = None) -> None:
+        self.summary, self._known_idle = summary, idle or {}
         self.number = list(range(len(summary.values)))  # the index of the first value of a tensor is its number
         self.idle = [False] * len(summary.nodes)
         self._nodes: dict[Key, int] = {}
@@ -46,9 +52,10 @@ class Numbering:
             self._add(index, node)
 
     def _add(self, index: int, node: SummaryNode) -> None:
-        if self._passes_on(node):
+        same = node.inputs[0] if self._passes_on(node) else self._known_idle.get(index, NOTHING)
+        if same != NOTHING:
             self.idle[index] = True
-            self.number[node.outputs[0]] = self.number[node.inputs[0]]
+            self.number[node.outputs[0]] = self.number[same]
             return
         key = self.key(node, [NOTHING if value == NOTHING else self.number[value] for value in node.inputs])
         if key is None:

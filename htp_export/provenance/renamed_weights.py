@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 
+import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import FileError
+from htp_export.model.content_hash import array_hash
 from htp_export.provenance.graph_summary import GraphSummary
 
 __all__ = ["renamed_weights"]
@@ -54,7 +55,7 @@ def _by_content(own: tuple[ir.Model, GraphSummary], weights: Iterable[int]) -> d
         if tensor is None or tensor.dtype == ir.DataType.STRING:
             continue
         try:
-            found[hashlib.blake2b(tensor.tobytes(), digest_size=16).digest()].append(index)
+            found[array_hash(np.asarray(tensor.numpy()))].append(index)
         except (FileError, OSError):
             continue
     return found

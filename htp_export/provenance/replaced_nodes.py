@@ -269,6 +269,8 @@ class _Division:
         ]
         more = (*known.also.get(value, ()), *known.parts.get(value, ()))
         also = [further for further in more if self.number[further] not in behind]
+        if known.by_consumers:
+            return self._read_by_consumers(value, [*dict.fromkeys((equal or [origin]) + also)])
         return [*dict.fromkeys((self._read_alike(value, equal) or [origin]) + also)]
 
     def _read_alike(self, value: int, equal: list[int]) -> list[int]:
@@ -279,6 +281,41 @@ class _Division:
         origins = {self.known.origin(output) for output in outputs if output != NOTHING}
         consumers = {self.before.maker[origin] for origin in origins if origin != NOTHING}
         return [one for one in equal if not consumers.isdisjoint(self.before.readers[one])] or equal
+
+    def _read_by_consumers(self, value: int, equal: list[int]) -> list[int]:
+        """Of equal tensors, those that the counterparts of its consumers read; all if that is not known of one."""
+        if len(equal) < 2:
+            return equal
+        consumers, queue, seen = set[int](), [value], {value}
+        while queue:
+            for reader in self.after.readers[queue.pop()]:
+                for output in self.after.nodes[reader].outputs:
+                    if output in seen or output == NOTHING:
+                        continue
+                    seen.add(output)
+                    number = self.known.numbers.current(self.known.counterpart[output])
+                    members = self.known.numbers.members.get(number, ())
+                    makers = {self.before.maker[v] for v in members if not self.known.numbers.idle[self.before.maker[v]]}
+                    if len(makers) == 1 and output not in self.known.also:
+                        consumers |= makers
+                    elif len(seen) < _REPEATED and members:
+                        queue.append(output)  # it is one of several equal ones, too
+                    else:
+                        return equal
+        reached = {one: self._before_one_of(one, consumers) for one in equal}
+        return [one for one in equal if reached[one]] or equal
+
+    def _before_one_of(self, value: int, nodes: set[int]) -> bool:
+        """Whether an original tensor is read by one of some nodes, or by one whose result is equal to others."""
+        queue, seen = [value], set[int]()
+        while queue and len(seen) < _REPEATED:
+            for reader in self.before.readers[queue.pop()]:
+                if reader in nodes:
+                    return True
+                outputs = [v for v in self.before.nodes[reader].outputs if v != NOTHING and v not in seen]
+                seen.update(outputs)
+                queue += [v for v in outputs if len(self.known.numbers.members[self.number[v]]) > 1]
+        return False
 
     def _repeated(self, value: int, behind: frozenset[int], live: bool) -> set[int]:
         """Original nodes that another node also replaces; none if an input is not available, or there are too many."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Iterator
 
 import numpy as np
 import onnx_ir as ir
+
+from htp_export.model.content_hash import array_hash
 
 __all__ = ["body_key", "constant_key", "is_constant"]
 
@@ -102,4 +103,4 @@ def _tensor_key(tensor: ir.TensorProtocol | None) -> Hashable:
         return dtype, shape, tensor.path, tensor.offset, tensor.length
     if tensor.dtype == ir.DataType.STRING:
         return dtype, shape, tuple(tensor.numpy().ravel().tolist())
-    return dtype, shape, hashlib.sha256(tensor.tobytes()).digest()
+    return dtype, shape, array_hash(np.asarray(tensor.numpy()))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from htp_export.format.reasons import Reason
 from htp_export.model.operators import moves, resembles
-from htp_export.provenance.adoption.near_values import Likeness
+from htp_export.provenance.adoption.likenesses import Likeness
 from htp_export.provenance.alignment import Alignment
 from htp_export.provenance.graph_summary import NOTHING, GraphSummary, SummaryNode
 
@@ -24,6 +24,8 @@ class Evidence:
         values: Tensor → the original tensors with its numbers.
         unequal: Tensors that were compared, and that have the numbers of no original.
         compared: Original tensors that took part.
+        idle: Original node → the input that it gives back on these inputs.
+        idle_after: The same for nodes of the other file.
     """
 
     inputs: Mapping[int, int] = field(default_factory=dict)
@@ -31,6 +33,8 @@ class Evidence:
     values: Mapping[int, Likeness] = field(default_factory=dict)
     unequal: Collection[int] = frozenset()
     compared: Collection[int] = frozenset()
+    idle: Mapping[int, int] = field(default_factory=dict)
+    idle_after: Mapping[int, int] = field(default_factory=dict)
 
 
 class ForeignAlignment(Alignment):
@@ -42,10 +46,13 @@ class ForeignAlignment(Alignment):
         evidence: What is known of its tensors.
     """
 
+    by_consumers = True
+
     def __init__(self, before: GraphSummary, after: GraphSummary, evidence: Evidence) -> None:
         self._evidence = evidence
         equal = {value: like.originals for value, like in evidence.values.items() if like.same_shape}
-        super().__init__(before, after, equal or {NOTHING: ()})
+        idle = {node: value for node, value in evidence.idle.items() if moves(before.nodes[node].op, views=True)}
+        super().__init__(before, after, equal or {NOTHING: ()}, idle=idle)
 
     def match(self, value: int, number: int, exact: bool, named: str = "") -> None:
         """Match a value with a number, unless their numbers were compared and differ."""
@@ -56,7 +63,7 @@ class ForeignAlignment(Alignment):
     def _sources(self) -> None:
         numbers = self.numbers
         for index, value in enumerate(self.after.values):
-            if value.kind != "node" and value.content:
+            if value.content:
                 self.match(index, numbers.constant(value.content), True)
         for index, original in self._evidence.inputs.items():
             self.match(index, numbers.number[original], self.alike(index, original))

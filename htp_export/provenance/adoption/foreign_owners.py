@@ -7,16 +7,17 @@ otherwise nothing does.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from htp_export.format.call_tree import CallTree
 from htp_export.format.reasons import Reason
 from htp_export.format.tags import common_ancestor, is_under
-from htp_export.model.operators import LAYOUT, base_op, moves, resembles
+from htp_export.model.operators import IN_PLACE, LAYOUT, SIZES_ONLY, base_op, moves, resembles
 from htp_export.provenance.adoption.foreign_alignment import ForeignAlignment
 from htp_export.provenance.adoption.name_scopes import NameScopes, Scope
+from htp_export.provenance.counterparts import FLOATS, LEVELS
 from htp_export.provenance.graph_summary import NOTHING, SummaryNode
 from htp_export.provenance.ownership import Owned, owners_after
 from htp_export.provenance.replaced_nodes import replaced_nodes
@@ -48,6 +49,10 @@ class _Foreign:
             replace(work, nodes=self._on_the_way(node, work.nodes), among=self._on_the_way(node, work.among))
             for node, work in zip(self._after.nodes, replaced_nodes(alignment), strict=True)
         ]
+        self._passing = defaultdict[int, list[int]](list)
+        for index, node in enumerate(self._after.nodes):
+            if self._gives_back(index):
+                self._passing[alignment.numbers.current(alignment.counterpart[node.outputs[0]])].append(index)
 
     def owners(self) -> list[Owned]:
         settled = self._by_parameters()
@@ -63,8 +68,9 @@ class _Foreign:
             evident = by_weight.get(index) or self._by_name(index, named[index], paths)
             settled[index] = evident or Owned((common_ancestor(self._candidates(index)),), Reason.UNKNOWN)
         found = owners_after(self._before, self._after, self._works, self._tree, settled)
-        self._check_inserted(found, names)
         self._divide_copies(found)
+        self._check_shares(found)
+        self._check_inserted(found, names)
         return [entry if entry.paths else Owned(("",), Reason.UNKNOWN) for entry in found]
 
     def _candidates(self, index: int) -> list[str]:
@@ -179,35 +185,152 @@ class _Foreign:
         gives = {v for v in node.outputs if v != NOTHING and (after.readers[v] or v in after.outputs)}
         return len(reads) <= len(read) and len(gives) <= len(given)
 
+    # --- nodes without a counterpart ---
+
     def _check_inserted(self, found: list[Owned], names: NameScopes) -> None:
-        """Nodes that seem to be inserted: names say whose they are, and those for several modules are not known."""
+        """Only an operator that keeps its input's numbers serves its consumers; other nodes are not known."""
         for index in range(len(found) - 1, -1, -1):
             entry, node = found[index], self._after.nodes[index]
             if entry.reason != Reason.INSERTED:
                 continue
-            if self._works[index].ends:
-                self._check_between(found, index, names.module(self._scopes[index]))
-                continue
-            module = names.module(self._scopes[index])
-            lives = any(v != NOTHING and self._after.live[v] for v in node.outputs)
-            serves_one = len(entry.paths) == 1 and lives and base_op(node.op) not in LAYOUT
-            near = entry.paths and all(_is_near(str(module), (path,)) for path in entry.paths)
-            if module is not None and near and not serves_one:
-                found[index] = Owned((module,), Reason.NODE)
-                continue
-            serves_unknown = any(found[reader].reason == Reason.UNKNOWN for reader in self._readers(index))
-            if serves_unknown or (len(entry.paths) > 1 and node.inputs):
-                found[index] = Owned((common_ancestor(entry.paths),), Reason.UNKNOWN)
+            repeated = self._repeated(index)
+            if repeated is not None:
+                found[index] = repeated
+            elif not self._serves(found, index):
+                around = [*entry.paths, *(self._makers_paths(found, index) or [""])]
+                named = names.module(self._scopes[index])
+                moved = base_op(node.op) in LAYOUT and self._lives(node) and named in around
+                near = named is not None and all(_is_near(named, (path,)) for path in around)
+                known = moved and near
+                certain = str(named) if known else common_ancestor(around)
+                found[index] = Owned((certain,), Reason.NODE if known else Reason.UNKNOWN)
 
-    def _check_between(self, found: list[Owned], index: int, named: str | None) -> None:
-        """A change of layout between nodes of different modules is of the one that its name says, or not known."""
-        makers, consumers = found[index].paths, [p for reader in self._readers(index) for p in found[reader].paths]
-        if not consumers or not set(consumers).isdisjoint(makers) or base_op(self._after.nodes[index].op) not in LAYOUT:
-            return
-        if named in (*makers, *consumers):
-            found[index] = Owned((named,), Reason.NODE)
-        else:
-            found[index] = Owned((common_ancestor([*makers, *consumers]),), Reason.UNKNOWN)
+    def _lives(self, node: SummaryNode) -> bool:
+        return any(v != NOTHING and self._after.live[v] for v in node.outputs)
+
+    def _serves(self, found: Sequence[Owned], index: int) -> bool:
+        """Whether an inserted node is certainly of the module that its neighbours say."""
+        node, paths = self._after.nodes[index], set(found[index].paths)
+        consumers = [found[reader] for reader in self._readers(index)]
+        if not moves(node.op) or base_op(node.op) in SIZES_ONLY or any(c.reason == Reason.UNKNOWN for c in consumers):
+            return False
+        if not node.inputs:
+            return bool(paths)  # a constant may be of several modules
+        if len(paths) != 1:
+            return False
+        if not self._lives(node):
+            return self._is_weight(node.inputs[0])
+        makers = self._makers_paths(found, index)
+        if self._changes_precision(node):
+            return not self._ends_quantized(index) or set(makers) == paths
+        consumed = {path for consumer in consumers for path in consumer.paths}
+        ends = any(v in self._after.outputs for v in node.outputs)
+        return set(makers) == paths and (consumed == paths or not consumed) and not ends
+
+    def _is_weight(self, value: int) -> bool:
+        """Whether a tensor that no input has an effect on has floats or levels, and is no index or size."""
+        maker = self._after.maker[value] if value != NOTHING else NOTHING
+        if maker != NOTHING and not moves(self._after.nodes[maker].op):
+            return False
+        return value != NOTHING and self._after.shape(value)[1] in FLOATS | LEVELS
+
+    def _ends_quantized(self, index: int) -> bool:
+        """Whether a node dequantizes what another one computes with integers: it belongs to that one."""
+        node = self._after.nodes[index]
+        maker = self._after.maker[node.inputs[0]]
+        return base_op(node.op) == "DequantizeLinear" and maker != NOTHING and not moves(self._after.nodes[maker].op)
+
+    def _changes_precision(self, node: SummaryNode) -> bool:
+        """Whether a node quantizes, dequantizes, or casts between floats: what tools insert between modules."""
+        base = base_op(node.op)
+        if base not in IN_PLACE:
+            return base == "DynamicQuantizeLinear"
+        kinds = {self._after.shape(value)[1] for value in (node.inputs[0], node.outputs[0])}
+        return base.endswith("Linear") or (base == "Cast" and len(kinds) > 1 and kinds <= FLOATS)
+
+    def _makers_paths(self, found: Sequence[Owned], index: int) -> list[str]:
+        """The owners of the nodes that compute what a node reads, before inserted ones; the root for an input."""
+        paths, queue, seen = dict[str, None](), [index], set[int]()
+        while queue:
+            for value in self._after.nodes[queue.pop()].reads:
+                if value == NOTHING or not self._after.live[value] or value in seen:
+                    continue
+                seen.add(value)
+                maker = self._after.maker[value]
+                if maker != NOTHING and found[maker].reason == Reason.INSERTED:
+                    queue.append(maker)
+                else:
+                    paths.update(dict.fromkeys(("",) if maker == NOTHING else found[maker].paths))
+        return [*paths]
+
+    def _repeated(self, index: int) -> Owned | None:
+        """The owner of a node that gives back its input, if the original has as many such nodes for this tensor."""
+        node, numbers = self._after.nodes[index], self._known.numbers
+        if not self._gives_back(index):
+            return None
+        number = numbers.current(self._known.counterpart[node.outputs[0]])
+        mine = [k for k in self._passing.get(number, ()) if base_op(self._after.nodes[k].op) == base_op(node.op)]
+        theirs = [
+            old
+            for value in numbers.members.get(number, ())
+            if (old := self._before.maker[value]) != NOTHING and numbers.idle[old]
+            if base_op(self._before.nodes[old].op) == base_op(node.op)
+        ]
+        if not theirs or len(theirs) != len(mine):
+            return None
+        old = self._before.nodes[theirs[mine.index(index)]]
+        return Owned(old.owners, Reason.VALUES, old.call)
+
+    def _gives_back(self, index: int) -> bool:
+        node, known = self._after.nodes[index], self._known
+        if len(node.outputs) != 1 or node.outputs[0] == NOTHING:
+            return False
+        number = known.counterpart[node.outputs[0]]
+        same = [v for v in node.inputs if v != NOTHING and number != NOTHING and known.counterpart[v] == number]
+        return any(self._after.shape(v) == self._after.shape(node.outputs[0]) for v in same)
+
+    # --- several nodes for one original ---
+
+    def _movers(self) -> tuple[dict[int, int], Counter[int]]:
+        """Layout operator → the number of its result; number → original ones for it, less those of the other file."""
+        numbers, moved = self._known.numbers, dict[int, int]()
+        for index, node in enumerate(self._after.nodes):
+            number = self._known.counterpart[node.outputs[0]] if node.outputs else NOTHING
+            if base_op(node.op) in LAYOUT and self._lives(node) and number != NOTHING:
+                moved[index] = numbers.current(number)
+        movers = Counter(
+            numbers.number[node.outputs[0]] for node in self._before.nodes if base_op(node.op) in LAYOUT
+        )
+        movers.subtract(moved.values())
+        return moved, movers
+
+    def _agrees(self, found: Sequence[Owned], index: int) -> bool:
+        """Whether the nodes before and after one are of the module that it seems to be of."""
+        return {*self._around(found, index)} == set(found[index].paths)
+
+    def _around(self, found: Sequence[Owned], index: int) -> list[str]:
+        consumers = [path for reader in self._readers(index) for path in found[reader].paths]
+        return [*self._makers_paths(found, index), *(consumers or [""])]
+
+    def _check_shares(self, found: list[Owned]) -> None:
+        """A node that may do only a part of what several modules compute has owners that are not known.
+
+        That is so where another node replaces the same original one, or the same one of several equal tensors.
+        """
+        claims = Counter(old for work in self._works for old in work.nodes)
+        moved, movers = self._movers()
+        for index, entry in enumerate(found):
+            if entry.reason in (Reason.UNKNOWN, Reason.INSERTED):
+                continue
+            number = moved.get(index)
+            if number is not None and movers[number] < 0 and (len(entry.paths) > 1 or not self._agrees(found, index)):
+                found[index] = Owned((common_ancestor([*entry.paths, *self._around(found, index)]),), Reason.UNKNOWN)
+                continue
+            if len(entry.paths) < 2:
+                continue
+            alone = {path for old in self._works[index].nodes if claims[old] == 1 for path in self._owners(old)}
+            if not alone.issuperset(entry.paths):
+                found[index] = Owned((common_ancestor(entry.paths),), Reason.UNKNOWN)
 
     # --- work that the original does once ---
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
 
+import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import InputError
+from htp_export.model.content_hash import array_hash
 from htp_export.provenance.adoption.feeds import feed_original, feed_other, pair_names, simpler_feeds
 from htp_export.provenance.adoption.foreign_alignment import Evidence
-from htp_export.provenance.adoption.near_values import Likeness, OriginalTensors, is_distinctive
-from htp_export.provenance.adoption.same_weights import OriginalWeights, SameWeight, replaced
-from htp_export.provenance.adoption.stored_numbers import numbers_of, stored_numbers
+from htp_export.provenance.adoption.likenesses import (
+    Likeness,
+    Originals,
+    is_distinctive,
+    largest_error,
+    relative_error,
+    turned,
+)
+from htp_export.provenance.adoption.stored_numbers import StoredWeight, stored_weights
 from htp_export.provenance.graph_summary import NOTHING, GraphSummary
 from htp_export.provenance.values import tensors_of_run
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
@@ -23,7 +33,8 @@ from htp_export.runtime.sessions import SessionSettings
 
 __all__ = ["gather"]
 
-Model = tuple[ir.Model, GraphSummary]
+Model: TypeAlias = tuple[ir.Model, GraphSummary]
+_Use: TypeAlias = tuple[Likeness, Callable[[], Array]]
 
 _ROUNDED = 1e-6
 """Relative error of a weight beyond which the original runs with the weight of the other file."""
@@ -42,14 +53,14 @@ def gather(before: Model, after: Model, inputs: Mapping[str, Any] | None, seed: 
         InputError: If ``inputs`` are given, and are not those of the original.
     """
     evidence, problems = Evidence(inputs=_inputs(before, after)), list[str]()
-    same = _weights(before, after, evidence)
+    found = _weights(before, after, evidence)
     try:
         feed = feed_original(before[0], inputs, seed)
     except InputError as error:
         if inputs is not None:
             raise
         return evidence, str(error)
-    originals = [_with_weights_of(before, after[0], same)]
+    originals = [_with_weights_of(before, found)]
     originals += [before[0]] if originals[0] is not before[0] else []
     for original, tried in itertools.product(originals, simpler_feeds(before[0], feed)):
         try:
@@ -75,56 +86,68 @@ def _ranks(summary: GraphSummary) -> dict[str, int | None]:
 # --- weights ---
 
 
-def _weights(before: Model, after: Model, evidence: Evidence) -> dict[str, SameWeight]:
-    """Recognise the weights of the other file; return those of its initializers, by name."""
-    stored = {before[1].find(str(value.name)): value for value in before[0].graph.initializers.values()}
-    stored.pop(NOTHING, None)
-    large = {index: value for index, value in stored.items() if numbers_of(value.const_value) is not None}
-    originals = OriginalWeights({index: _loader(value) for index, value in large.items()})
-    found, weights = dict[str, SameWeight](), dict[int, Likeness]()
-    for values, array in stored_numbers(after[0].graph):
-        same = originals.find(array)
-        if same is None:
+def _weights(before: Model, after: Model, evidence: Evidence) -> list[tuple[StoredWeight, Likeness]]:
+    """Recognise the weights of the other file, and return them with the originals, by the last of their values."""
+    known, stored = Originals(weights=True), dict[int, Sequence[int]]()
+    for weight in stored_weights(before[0].graph):
+        places = _places(before[1], weight)
+        if NOTHING not in places:
+            stored[places[-1]] = places
+            known.add(places[-1], weight.load(), weight.load)
+    found, weights = list[tuple[StoredWeight, Likeness]](), dict[int, Likeness]()
+    for weight in stored_weights(after[0].graph):
+        like = known.find(weight.load())
+        if like is None:
             continue
-        found[str(values[0].name)] = same
-        like = Likeness(same.originals, same.same_shape, len(same.blocks) > 1, same.error)
-        weights.update({after[1].find(str(value.name)): like for value in values})
+        found.append((weight, like))
+        places = _places(after[1], weight)
+        for place, index in enumerate(places):  # levels are matched with levels, numbers with numbers
+            alike = [stored[k][place] if len(stored[k]) == len(places) else k for k in like.originals]
+            weights[index] = replace(like, originals=tuple(alike))
     weights.pop(NOTHING, None)
     evidence.weights = weights
     return found
 
 
-def _loader(value: ir.Value) -> Any:
-    def load() -> Array:
-        array = numbers_of(value.const_value)
-        assert array is not None
-        return array
-
-    return load
+def _places(summary: GraphSummary, weight: StoredWeight) -> list[int]:
+    return [summary.find(str(value.name)) for value in weight.values]
 
 
-def _with_weights_of(before: Model, other: ir.Model, same: Mapping[str, SameWeight]) -> ir.Model:
+def _with_weights_of(before: Model, found: Iterable[tuple[StoredWeight, Likeness]]) -> ir.Model:
     """The original model with the weights of the other file, as far as those are rounded.
 
     Both then compute the same but for the rounding of activations.
     """
-    rounded = {name: entry for name, entry in same.items() if entry.error > _ROUNDED}
-    if not rounded:
-        return before[0]
-    uses: defaultdict[int, list[tuple[SameWeight, Array]]] = defaultdict(list)
-    for values, array in stored_numbers(other.graph):
-        entry = rounded.get(str(values[0].name))
-        if entry is not None:
-            for original in entry.originals:
-                uses[original].append((entry, array))
-    model = before[0].clone()
+    uses: defaultdict[int, list[_Use]] = defaultdict(list)
+    for weight, like in found:
+        for original in like.originals if like.error > _ROUNDED else ():
+            uses[original].append((like, weight.load))
+    plain = {before[1].find(str(each.values[0].name)): each for each in stored_weights(before[0].graph) if each.plain}
+    model = before[0].clone() if uses else before[0]
     for original, entries in uses.items():
-        value = model.graph.initializers[before[1].values[original].name]
-        stored = numbers_of(value.const_value)
-        changed = None if stored is None else replaced(stored, original, entries)
-        if changed is not None and value.const_value is not None:
-            value.const_value = ir.Tensor(changed, dtype=value.const_value.dtype, name=value.name)
+        changed = _replaced(plain[original].load(), original, entries) if original in plain else None
+        if changed is not None:
+            value = model.graph.initializers[before[1].values[original].name]
+            assert value.dtype is not None
+            value.const_value = ir.Tensor(changed.astype(value.dtype.numpy()), dtype=value.dtype, name=value.name)
     return model
+
+
+def _replaced(original: Array, index: int, uses: Iterable[_Use]) -> Array | None:
+    """An original weight with the numbers that the other file has in its place; None if it has not all of them."""
+    filled: dict[bool, Array] = {}
+    for like, load in uses:
+        array = load()
+        if not like.parts:
+            numbers = (array.astype(np.float32) - like.offset) / like.scale
+            layouts = [numbers.reshape(original.shape)] if array.shape != original.shape[::-1] or like.same_shape else []
+            layouts += [numbers.T] if numbers.T.shape == original.shape else []
+            return min(layouts, key=lambda layout: relative_error(layout, original))
+        for part in (part for part in like.parts if part.original == index):
+            numbers = filled.setdefault(part.turned, np.full(turned(original, part.turned).shape, np.nan, np.float32))
+            before = (slice(None),) * part.axis
+            numbers[(*before, slice(*part.of))] = array[(*before, slice(*part.place))]
+    return next((turned(numbers, way) for way, numbers in filled.items() if not np.isnan(numbers).any()), None)
 
 
 # --- values ---
@@ -135,23 +158,37 @@ def _compare(original: ir.Model, before: GraphSummary, after: Model, feed: Mappi
     model = _exact(after[0])
     others = feed_other(model, feed)
     with ArrayStore.opened(PORTION_BYTES) as store:
-        known, compared, results = OriginalTensors(store), set[int](), list[Array]()
+        known, compared, results, repeated = Originals(), set[int](), list[Array](), dict[int, int]()
         for index, array in tensors_of_run(original, before, feed, "the original model", PORTION_BYTES):
-            known.add(index, array)
+            held = store.keep(array)
+            repeated |= _repeats(before, index, known.add(index, array, lambda held=held: held.array))
             compared.add(index)
             results += [array] if index in before.outputs else []
         outputs = [str(value.name) for value in model.graph.outputs]
         theirs = Runner(model, "the other model", SessionSettings()).run(others, outputs)
-        if not known.measure(theirs.values(), results):
+        known.tolerance = largest_error([(array, results) for array in theirs.values()], known.find)
+        if math.isinf(known.tolerance):
             raise InputError("its outputs have the numbers of no tensor of the original model")
-        values, unequal = dict[int, Likeness](), set[int]()
+        values, unequal, seen = dict[int, Likeness](), set[int](), defaultdict[Any, list[int]](list)
+        repeats = dict[int, int]()
         for index, array in tensors_of_run(model, after[1], others, "the other model", PORTION_BYTES):
             like = known.find(array)
             if like is not None:
                 values[index] = like
-            elif is_distinctive(array):
-                unequal.add(index)
+            if is_distinctive(array):
+                unequal |= {index} if like is None else set()
+                same = seen[array.shape, array.dtype, array_hash(array)]
+                repeats |= _repeats(after[1], index, same)
+                same.append(index)
     to.values, to.unequal, to.compared = values, unequal, compared
+    to.idle, to.idle_after = repeated, repeats
+
+
+def _repeats(summary: GraphSummary, value: int, same: Iterable[int]) -> dict[int, int]:
+    """The producer of a tensor, and which input it gives back, if it does so."""
+    maker = summary.maker[value]
+    inputs = [] if maker == NOTHING else [v for v in same if v in summary.nodes[maker].inputs]
+    return {maker: inputs[0]} if inputs else {}
 
 
 def _exact(model: ir.Model) -> ir.Model:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -10,59 +11,75 @@ import onnx_ir as ir
 from htp_export.model.operators import is_standard
 from htp_export.runtime.arrays import Array
 
-__all__ = ["numbers_of", "stored_numbers"]
+__all__ = ["StoredWeight", "stored_weights"]
 
 _SMALLEST = 4  # elements; smaller ones are constants of the graph
+_BLOCKS = {"MatMulNBits": (1, 2, 3), "GatherBlockQuantized": (0, 2, 3)}
+"""Operators of ONNX Runtime that read weights in blocks of some bits: the places of levels, scales and zero points."""
 
 
-def numbers_of(tensor: ir.TensorProtocol | None) -> Array | None:
-    """The numbers of a tensor as an array that numpy can compute with; None for what is no weight.
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight of a file.
 
-    Weights are floats, and integers of at most eight bits: longer ones are positions and sizes.
+    Attributes:
+        values: The tensors that stand for it: an initializer and, if a node only dequantizes it, the output of that.
+        load: Reads its numbers.
+        plain: Whether they are the numbers of the initializer, which are floats.
     """
-    if tensor is None or tensor.size < _SMALLEST or not _is_weight(tensor.dtype):
-        return None
-    array = np.asarray(tensor.numpy())
-    return array if array.dtype.isbuiltin == 1 else array.astype(np.float32)
+
+    values: Sequence[ir.Value]
+    load: Callable[[], Array]
+    plain: bool = False
+
+
+def stored_weights(graph: ir.Graph) -> Iterator[StoredWeight]:
+    """The weights of a graph: floats, integers of at most eight bits, and what is quantized block by block.
+
+    Longer integers are positions and sizes.
+    """
+    taken = set[ir.Value]()
+    for node in graph:
+        found = _quantized(node)
+        if found is not None:
+            taken.add(found.values[0])
+            yield found
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if value not in taken and tensor is not None and tensor.size >= _SMALLEST and _is_weight(tensor.dtype):
+            yield StoredWeight([value], _Reader(value), tensor.dtype.is_floating_point())
 
 
 def _is_weight(dtype: ir.DataType) -> bool:
     return dtype.is_floating_point() or (dtype.is_integer() and dtype.bitwidth <= 8)
 
 
-def stored_numbers(graph: ir.Graph) -> Iterator[tuple[list[ir.Value], Array]]:
-    """The weights of a graph: the tensors that stand for one, and its numbers.
+@dataclass(frozen=True)
+class _Reader:
+    value: ir.Value
 
-    Weights that are quantized block by block are those of ONNX Runtime's ``MatMulNBits`` and ``GatherBlockQuantized``,
-    and of ``DequantizeLinear``.
-    """
-    taken = set[ir.Value]()
-    for node in graph:
-        found = _dequantized(node)
-        if found is not None:
-            values, numbers = found
-            taken.update(values)
-            yield values, numbers
-    for value in graph.initializers.values():
-        if value not in taken:
-            array = numbers_of(value.const_value)
-            if array is not None:
-                yield [value], array
+    def __call__(self) -> Array:
+        tensor = self.value.const_value
+        assert tensor is not None
+        array = np.asarray(tensor.numpy())
+        return array if array.dtype.kind in "fiu" else array.astype(np.float32)  # types that numpy does not have
 
 
-def _dequantized(node: ir.Node) -> tuple[list[ir.Value], Array] | None:
-    if node.domain == "com.microsoft" and node.op_type == "MatMulNBits":
-        return _of_blocks(node, 1, 2, 3)
-    if node.domain == "com.microsoft" and node.op_type == "GatherBlockQuantized":
-        return _of_blocks(node, 0, 2, 3)
-    if is_standard(node, "DequantizeLinear"):
-        return _of_axis(node)
-    return None
-
-
-def _weight(node: ir.Node, place: int) -> ir.TensorProtocol | None:
-    value = node.inputs[place] if place < len(node.inputs) else None
-    return value.const_value if value is not None else None
+def _quantized(node: ir.Node) -> StoredWeight | None:
+    """The weight that a node dequantizes."""
+    places = _BLOCKS.get(node.op_type) if node.domain == "com.microsoft" else None
+    if places is None and not is_standard(node, "DequantizeLinear"):
+        return None
+    inputs = [node.inputs[k] if k < len(node.inputs) else None for k in places or (0, 1, 2)]
+    levels, scales, zeros = (None if value is None else value.const_value for value in inputs)
+    if inputs[0] is None or levels is None or scales is None or levels.size < _SMALLEST:
+        return None
+    if places is None:
+        return StoredWeight([inputs[0], *node.outputs], lambda: _of_axis(node, levels, scales, zeros))
+    rows, bits, size = levels.shape.numpy()[0], _number(node, "bits", 4), _number(node, "block_size", 0)
+    if bits not in (2, 4, 8) or size < 1 or scales.size * size < rows * _number(node, "K", 0):
+        return None
+    return StoredWeight([inputs[0]], lambda: _of_blocks(node, levels, scales, zeros))
 
 
 def _number(node: ir.Node, name: str, default: int) -> int:
@@ -70,54 +87,43 @@ def _number(node: ir.Node, name: str, default: int) -> int:
     return default if attribute is None or attribute.is_ref() else int(attribute.as_int())
 
 
-def _of_blocks(node: ir.Node, data: int, scales: int, zeros: int) -> tuple[list[ir.Value], Array] | None:
-    """Rows in blocks of some bits, low bits first; a zero point of half the range where none is given."""
-    stored, factors, points = _weight(node, data), _weight(node, scales if data else 2), _weight(node, zeros)
-    scaled = node.inputs[scales] if scales < len(node.inputs) else None
-    bits, size = _number(node, "bits", 4), _number(node, "block_size", 0)
-    if stored is None or factors is None or scaled is None or bits not in (2, 4, 8) or size < 1:
-        return None
-    rows = stored.shape.numpy()[0]
-    packed = np.asarray(stored.numpy())
-    levels = _unpacked(packed, bits, rows) if packed.dtype == np.uint8 else packed.astype(np.float32).reshape(rows, -1)
-    per_block = np.asarray(factors.numpy()).astype(np.float32).reshape(rows, -1)
-    columns = _number(node, "K", levels.shape[1])
-    blocks = per_block.shape[1]
-    if blocks * size < columns or levels.shape[1] < columns:
-        return None
-    middle: Array | float = float(1 << (bits - 1)) if packed.dtype == np.uint8 else 0.0
-    if points is not None:
-        given = np.asarray(points.numpy())
-        unpacked = _unpacked(given, bits, rows)[:, :blocks] if given.dtype == np.uint8 else given.reshape(rows, -1)
-        middle = np.repeat(unpacked.astype(np.float32), size, axis=1)[:, :columns]
-    numbers = (levels[:, :columns] - middle) * np.repeat(per_block, size, axis=1)[:, :columns]
-    value = node.inputs[data]
-    return ([value] if value is not None else []), numbers
+def _of_blocks(
+    node: ir.Node, levels: ir.TensorProtocol, scales: ir.TensorProtocol, zeros: ir.TensorProtocol | None
+) -> Array:
+    """Rows in blocks of some bits; without zero points, packed levels are around half of their range."""
+    rows, bits, size = levels.shape.numpy()[0], _number(node, "bits", 4), _number(node, "block_size", 0)
+    numbers = _unpacked(levels, bits, rows)
+    factors = scales.numpy().astype(np.float32).reshape(rows, -1)
+    middle = np.full_like(factors, 1 << (bits - 1) if levels.dtype == ir.DataType.UINT8 else 0)
+    if zeros is not None:
+        middle = _unpacked(zeros, bits, rows)[:, : factors.shape[1]]
+    columns = _number(node, "K", numbers.shape[1])  # the last block may be filled up
+    middle, factors = (np.repeat(each, size, axis=1)[:, :columns] for each in (middle, factors))
+    return np.asarray((numbers[:, :columns] - middle) * factors)
 
 
-def _unpacked(packed: Array, bits: int, rows: int) -> Array:
-    flat = packed.reshape(rows, -1)
-    parts = [(flat >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+def _unpacked(tensor: ir.TensorProtocol, bits: int, rows: int) -> Array:
+    """Rows of numbers, of which bytes hold several, the lowest bits first."""
+    packed = tensor.numpy().reshape(rows, -1)
+    if packed.dtype != np.uint8:
+        return packed.astype(np.float32)
+    parts = [(packed >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
     return np.stack(parts, axis=-1).reshape(rows, -1).astype(np.float32)
 
 
-def _of_axis(node: ir.Node) -> tuple[list[ir.Value], Array] | None:
+def _of_axis(
+    node: ir.Node, levels: ir.TensorProtocol, scales: ir.TensorProtocol, zeros: ir.TensorProtocol | None
+) -> Array:
     """A weight with scales for the whole, along one axis, or in blocks of it."""
-    stored, factors, points = _weight(node, 0), _weight(node, 1), _weight(node, 2)
-    value = node.inputs[0]
-    if stored is None or factors is None or value is None or stored.size < _SMALLEST:
-        return None
-    levels = np.asarray(stored.numpy()).astype(np.float32)
-    scale = np.asarray(factors.numpy()).astype(np.float32)
-    zero = np.zeros_like(scale) if points is None else np.asarray(points.numpy()).astype(np.float32)
+    numbers, scale = (each.numpy().astype(np.float32) for each in (levels, scales))
+    zero = np.zeros_like(scale) if zeros is None else zeros.numpy().astype(np.float32)
     axis, size = _number(node, "axis", 1), _number(node, "block_size", 0)
-    axis += levels.ndim if axis < 0 else 0
+    axis += numbers.ndim if axis < 0 else 0
     if scale.ndim == 1 and scale.size > 1:
-        shape = [1] * levels.ndim
+        shape = [1] * numbers.ndim
         shape[axis] = -1
         scale, zero = scale.reshape(shape), zero.reshape(shape)
     elif size:
-        length = levels.shape[axis]
-        scale = np.take(np.repeat(scale, size, axis=axis), range(length), axis=axis)
-        zero = np.take(np.repeat(zero, size, axis=axis), range(length), axis=axis)
-    return [value, *node.outputs], (levels - zero) * scale
+        whole = range(numbers.shape[axis])
+        scale, zero = (np.take(np.repeat(each, size, axis=axis), whole, axis=axis) for each in (scale, zero))
+    return np.asarray((numbers - zero) * scale)
