@@ -128,7 +128,7 @@ class CallLog:
             key: Tensor → its key in the graph that is being captured.
         """
         names, tensors = [name for name, _ in given.tensors], [tensor for _, tensor in given.tensors]
-        entering = CallTensors(tuple(zip(names, _keys(tensors, key), strict=True)), (), given.containers)
+        entering = CallTensors(tuple(zip(names, keys_of(tensors, key), strict=True)), (), given.containers)
         self._inputs[self.stack[-1]] = set(map(id, tensors)), entering
 
     def exit(self, returned: Any, key: Callable[[Any], Any]) -> None:
@@ -142,7 +142,7 @@ class CallLog:
         path, (input_ids, entered) = self.calls[index].path, self._inputs.pop(index)
         if self.returned_inputs.get(path, True):
             self.returned_inputs[path] = all(id(tensor) in input_ids for tensor in results)
-        self.call_tensors[index] = replace(entered, outputs=_keys(results, key))
+        self.call_tensors[index] = replace(entered, outputs=keys_of(results, key))
 
     def count(self, path: str) -> int:
         """Return how often a module ran."""
@@ -177,7 +177,7 @@ class CallLog:
         return tuple(self.calls[index].path for index in self.stack)
 
 
-def _keys(tensors: list[Any], key: Callable[[Any], Any]) -> tuple[Any, ...]:
+def keys_of(tensors: list[Any], key: Callable[[Any], Any]) -> tuple[Any, ...]:
     """Return the keys of tensors, in a frame that has no tensor as a local variable.
 
     The TorchScript tracer names values after local variables of the frame that requests their numbers.

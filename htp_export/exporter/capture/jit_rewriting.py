@@ -66,34 +66,36 @@ def follow(before: Reading, after: Reading) -> dict[int, int]:
 
 
 def _recomputed(before: Reading, after: Reading, counterparts: Mapping[Any, Any]) -> dict[int, int]:
-    """Tensors that are gone, and those that new or changed operations make of the same inputs in the same way.
+    """Tensors that are gone, and those that other operations make of the same inputs in the same way.
 
     Backwards, they are not found where the operations that read them were replaced by others: what an operation in
-    place made, where ``aten::chunk`` read it, which becomes ``prim::ConstantChunk``. Constants have other numbers in
-    each graph: new operations of one kind that differ in them alone are taken in order.
+    place made, or one that was merged with an equal one, where ``aten::chunk`` read it, which becomes
+    ``prim::ConstantChunk``. Constants have other numbers in each graph: new operations of one kind that differ in them
+    alone are taken in order.
     """
     moved = dict(counterparts)
     old_constants, new_constants = _made_of_constants(before), _made_of_constants(after)
+    known = old_constants | moved.keys()
+    gone = [step for step in before.steps if known.isdisjoint(step.outputs)]
+    if not gone:
+        return moved
     producers, taken = {number: step for step in before.steps for number in step.outputs}, set(counterparts.values())
-    fresh: defaultdict[Any, deque[Step]] = defaultdict(deque)
+    others: defaultdict[Any, deque[Step]] = defaultdict(deque)
     cast: dict[int, int] = {}  # what torch casts to the type of the tensor that is changed in place → what it was
     for step in after.steps:
         was = next((producers[number] for number in step.outputs if number in producers), None)
-        if was is not None and (was.inputs, was.attributes) == (step.inputs, step.attributes):
-            continue
         uncast = [cast.get(number, number) for number in step.inputs]
         if step.kind == "aten::type_as":
             cast[step.outputs[0]] = uncast[0]
         reads = tuple(_CONSTANT if number in new_constants else number for number in uncast)
         if _CONSTANT not in reads or (was is None and taken.isdisjoint(step.outputs)):
-            fresh[step.kind, step.attributes, reads].append(step)
-    for step in before.steps if fresh else ():
-        if moved.keys().isdisjoint(step.outputs) and old_constants.isdisjoint(step.outputs):
-            reads = tuple(_CONSTANT if number in old_constants else moved.get(number, number) for number in step.inputs)
-            same = fresh.get((step.kind, step.attributes, reads))
-            if same:
-                new = same.popleft() if _CONSTANT in reads else same[0]
-                moved.update(zip(step.outputs, new.outputs, strict=False))
+            others[step.kind, step.attributes, reads].append(step)
+    for step in gone:
+        reads = tuple(_CONSTANT if number in old_constants else moved.get(number, number) for number in step.inputs)
+        same = others.get((step.kind, step.attributes, reads))
+        if same:
+            new = same.popleft() if _CONSTANT in reads else same[0]
+            moved.update(zip(step.outputs, new.outputs, strict=False))
     return moved
 
 

@@ -8,14 +8,15 @@ which value stands in its place. Nothing of the graph is changed here, so that t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import onnx
 
-from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, Given
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, Given, keys_of
 from htp_export.exporter.capture.guarded import Guarded
-from htp_export.exporter.capture.jit_calls import Matched, TracedNode, match_by_inputs, match_by_scope, place_between
+from htp_export.exporter.capture.jit_calls import TracedNode, match, place_between
 from htp_export.exporter.capture.jit_graph import (
     CONSTANTS,
     SHAPE_KINDS,
@@ -33,6 +34,7 @@ from htp_export.exporter.capture.root_call import Choice, GivenCall, RootCall, c
 from htp_export.exporter.capture.script_modules import ScriptCalls
 from htp_export.exporter.capture.torch_internals import keep_autocast_cache, run_after_hooks
 from htp_export.exporter.capture.torchscript_internals import (
+    flattened,
     is_listed,
     is_script_method,
     next_number,
@@ -89,6 +91,7 @@ class TorchScriptCapture(Guarded):
         self._between: dict[int, list[int]] = {}  # call → the numbers between which what has its caller's scope is its
         self._traced_nodes: list[TracedNode] = []
         self._traced_inputs: list[int] = []
+        self._traced_outputs: tuple[int | None, ...] = ()
         self._numbers: dict[int, int] = {}  # number while tracing → number in the traced graph
         self._dead: set[int] = set()
         self._operations: list[Operation] = []
@@ -151,17 +154,17 @@ class TorchScriptCapture(Guarded):
         """
 
         def after_hooks(returned: Any) -> Any:
-            self.step("noting that a module returns", self.leave, state, given, returned)
+            self.step("noting that a module returns", self.leave, state, given, returned, changed)
             return None if changed is None else changed(returned)
 
         if not run_after_hooks(self.changes, module, after_hooks):
-            self.leave(state, given, result)
+            self.leave(state, given, result, changed)
             return False
         self._between.setdefault(self.log.stack[-1], [next_number()])
         return True
 
-    def leave(self, state: Any, given: Given, result: Any) -> None:
-        """Note that the innermost running module returns."""
+    def leave(self, state: Any, given: Given, result: Any, changed: Callable[[Any], Any] | None) -> None:
+        """Note that the innermost running module returns; the arguments are those of `returns`."""
         # Only now: the tracer would make a tensor that it does not know a constant, and name it by the caller's scope.
         self.log.record_inputs(given, traced_number)
         index = self.log.stack[-1]
@@ -175,6 +178,8 @@ class TorchScriptCapture(Guarded):
         self._note(graph.nodes(), NO_CALL if self._has_root_scope else index)
         place_between(self._traced_nodes, self._between, self.log)
         self._traced_inputs = [value.unique() for value in graph.inputs()]
+        with contextlib.suppress(RuntimeError):  # the tracer refuses the result, and the export fails
+            self._traced_outputs = keys_of(flattened(result if changed is None else changed(result)), traced_number)
 
     def _note(self, nodes: Any, call: int) -> None:
         """Note kind, scope, call and outputs of every traced node but constants, in order.
@@ -193,10 +198,8 @@ class TorchScriptCapture(Guarded):
                 for block in node.blocks():
                     self._note(block.nodes(), inner)
             elif kind not in CONSTANTS:
-                # Without a scope for the root, it is `torch.jit.trace` that traces: `created`.
-                reads = () if self._has_root_scope else numbers_of_inputs(node)
-                numbers = numbers_of_outputs(node)
-                self._traced_nodes.append(TracedNode(out_of_place(kind), node.scopeName(), call, numbers, reads))
+                numbers = numbers_of_outputs(node), numbers_of_inputs(node)
+                self._traced_nodes.append(TracedNode(out_of_place(kind), node.scopeName(), call, *numbers))
 
     # --- the traced graph -----------------------------------------------------------------------
 
@@ -217,9 +220,8 @@ class TorchScriptCapture(Guarded):
         """Note the graph as it was traced."""
         self._user_inputs = len(list(graph.inputs())) - len(self._state)
         reading = read(graph, self._user_inputs, scopes=True)
-        matched = match_by_scope(self._traced_nodes, reading)
         inputs = zip(self._traced_inputs, (*reading.inputs, *reading.parameters), strict=False)
-        self._began(reading, matched, dict(inputs))
+        self._began(reading, dict(inputs))
 
     def created(self, graph: Any, parameters: int) -> None:
         """Note the graph that is to be translated, if it was not traced but made of a module that was traced before.
@@ -232,10 +234,11 @@ class TorchScriptCapture(Guarded):
         reading = read(graph, self._user_inputs, scopes=True)
         # The first input of the trace is the module, whose method is traced.
         inputs = dict(zip(self._traced_inputs[1:], reading.inputs, strict=False))
-        self._began(reading, match_by_inputs(self._traced_nodes, reading, inputs), inputs)
+        self._began(reading, inputs)
 
-    def _began(self, reading: Reading, matched: Matched, inputs: dict[int, int]) -> None:
+    def _began(self, reading: Reading, inputs: dict[int, int]) -> None:
         """Note the first graph, before anything in it was rewritten."""
+        matched = match(self._traced_nodes, reading, inputs, self._traced_outputs)
         self._first = self._last = reading
         self._numbers = {**inputs, **matched.numbers}
         self._dead = matched.dead
