@@ -11,7 +11,6 @@ from htp_export.passes.editing import Array, add_initializer, is_constant, repla
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
-
 _LARGEST = 1e8
 """Factors of a channel; larger ones may make weights infinite, which stay finite where the results are scaled."""
 
