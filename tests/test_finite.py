@@ -192,8 +192,8 @@ OVERFLOWS: dict[str, tuple[str, str, str, float]] = {
     ),
     "products of products": (
         "2, 2",
-        "int64[1] a = {0}, float[2, 2] c = {1e30, 1e30, 1e-30, 1e-30}",
-        "z = Mul (x, c) h = ReduceProd <keepdims = 0> (z, a) y = ReduceProd <keepdims = 0> (h, a)",
+        "int64[1] a = {1}, int64[1] b = {0}, float[2, 2] c = {1e30, 1e-30, 1e30, 1e-30}",
+        "z = Mul (x, c) h = ReduceProd <keepdims = 0> (z, a) y = ReduceProd <keepdims = 0> (h, b)",
         1.0,
     ),
     "divided product": ("1, 1", "float a = {1e-39}", "h = MatMul (x, x) y = Div (h, a)", 0.0),

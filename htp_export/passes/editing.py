@@ -116,7 +116,7 @@ def multiple(node: ir.Node | None) -> tuple[ir.Value, Array] | None:
 
 def _reciprocal(number: Array) -> Array | None:
     with np.errstate(all="ignore"):
-        return _normal(np.divide(1, number, dtype=number.dtype), np.False_)
+        return _normal(np.divide(1, number, dtype=number.dtype), np.zeros(1, bool))
 
 
 def times(one: Array, other: Array) -> Array | None:

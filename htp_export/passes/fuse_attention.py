@@ -83,12 +83,9 @@ def _match(last: ir.Node, softmax: ir.Node, known: Symbolic) -> _Attention | Non
     if product is None or queries is None or known.rank(queries) != 4 or turning is None:
         return None
     perm, keys = permutation(turning, known), turning.inputs[0]
-    if (
-        keys is None
-        or perm not in ([0, 1, 3, 2], [0, 2, 3, 1])
-        or not 0 < scale < np.inf
-        or not _mask_fits(mask, product, known)
-    ):
+    if not 0 < scale < np.inf:  # ONNX Runtime takes its root
+        return None
+    if keys is None or perm not in ([0, 1, 3, 2], [0, 2, 3, 1]) or not _mask_fits(mask, product, known):
         return None
     return _Attention(queries, keys, values, mask, scale, turned=perm == [0, 2, 3, 1])
 

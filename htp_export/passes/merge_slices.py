@@ -133,10 +133,8 @@ def _split(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
         return False
     source, axis, *_ = first
     readers = dict.fromkeys(use.node for use in source.uses() if use.node.graph is graph)
-    cuts = [(part, reader) for reader in readers if (part := _part(reader, known)) is not None]
-    parts = sorted(
-        ((*part[2:], reader) for part, reader in cuts if part[:2] == (source, axis)), key=lambda part: part[:2]
-    )
+    cuts = [(*part, reader) for reader in readers if (part := _part(reader, known)) is not None]
+    parts = sorted((cut[2:] for cut in cuts if cut[:2] == (source, axis)), key=lambda part: part[:2])
     shape = known.shape(source)
     edges = [0, *(last for _, last, _ in parts)]
     if len(parts) < 2 or shape is None or edges[-1] != shape[axis]:
@@ -148,7 +146,7 @@ def _split(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
 
 
 def _part(node: ir.Node, known: Symbolic) -> tuple[ir.Value, int, int, int] | None:
-    """The tensor of which a ``Slice`` is a part that may be one of a ``Split``; the dimension, and its start and end."""
+    """The tensor and dimension of which a ``Slice`` can be a part in a ``Split``, and its start and end."""
     cut = _cut(node, known)
     if cut is None or len(cut.bounds) != 1 or is_boundary(node.outputs[0]):
         return None

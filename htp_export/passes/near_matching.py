@@ -1,4 +1,4 @@
-"""onnxscript's search for patterns: numbers of a pattern match no other number, and several results are near each other.
+"""onnxscript's search for patterns: numbers match equal numbers only, and several results are near each other.
 
 A pattern's 0 matches each number below 1e-8 in onnxscript: ``x + 1e-15`` counts as ``x``, and ``log(x + 1e-15)`` of a
 zero becomes infinite. While the context is open, numbers match by their relative difference alone.
