@@ -360,6 +360,24 @@ def test_wanted_module_that_stays_flat_is_logged(tmp_path, caplog):
     assert "'0.first' is no function: all its nodes are shared with other modules" in caplog.text
 
 
+@pytest.mark.parametrize("wanted", [True, ["head", "class:LSTM", "class:GRU"]])
+def test_modules_that_the_exporter_merged_are_logged_as_no_functions(wanted, caplog):
+    class Recurrent(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.gru = torch.nn.LSTM(4, 4, batch_first=True), torch.nn.GRU(4, 4, batch_first=True)
+            self.head = torch.nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.gru(self.lstm(x)[0])[0])
+
+    with caplog.at_level(logging.WARNING, "htp_export.exporter.module_functions"):
+        htp_export.export(
+            Recurrent().eval(), (torch.randn(2, 3, 4),), verbose=False, export_modules_as_functions=wanted
+        )
+    assert "'lstm' is no function: it is merged with 'gru'" in caplog.text
+
+
 # --- wrong values -----------------------------------------------------------------------------------
 
 

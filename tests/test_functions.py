@@ -103,6 +103,55 @@ def test_equal_layers_share_one_function_with_their_weights_as_inputs(bert, expo
     assert nested.functions["htp::BertLayer"].calls == 3
 
 
+def encoder():
+    """Three layers, copies of one, as ``nn.TransformerEncoder`` makes them: their weights are equal."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+
+
+def test_arithmetic_on_sizes_that_torch_does_once_belongs_to_all_layers():
+    model = encoder()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.1)
+    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
+    flat = htp_export.export(model, (torch.randn(2, 5, 8),), dynamic_shapes=(sizes,), verbose=False)
+    nested = htp_export.functions(flat, "class:TransformerEncoderLayer")
+    assert {name: row.calls for name, row in nested.functions.items()} == {"htp::TransformerEncoderLayer": 3}
+    feeds = arrays({"src": torch.randn(3, 4, 8)})
+    assert equal(run(nested.model, feeds), run(flat.model, feeds))
+    products = [owners([node]) for node in flat.model.graph if node.op_type == "Mul" and not node.outputs[0].shape]
+    assert products == [[tuple(f"layers.{k}.self_attn" for k in range(3))]]
+
+
+def test_weights_that_torchscript_joined_are_inputs_of_one_function(tmp_path):
+    file = tmp_path / "encoder.onnx"
+    htp_export.export(encoder(), (torch.randn(2, 5, 8),), file, dynamo=False, verbose=False)
+    nested = htp_export.functions(file, "class:TransformerEncoderLayer")
+    assert {name: row.calls for name, row in nested.functions.items()} == {"htp::TransformerEncoderLayer": 3}
+    joined = [node for node in nested.model.graph if node.op_type == "Identity"]
+    assert joined
+    assert all(node.inputs[0].is_initializer() for node in joined)
+    assert same_file(htp_export.inline(nested.model).model, htp_export.load(file).model)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_functions_of_a_deep_model_without_repeats_take_less_than_the_model(exporter, tmp_path):
+    class Deep(torch.nn.Module):
+        def __init__(self, depth):
+            super().__init__()
+            self.projection = torch.nn.Linear(2 + depth % 3, 2 + (depth - 1) % 3)
+            self.inner = Deep(depth - 1) if depth else torch.nn.ReLU()
+
+        def forward(self, x):
+            return self.inner(self.projection(x))
+
+    flat, nested = tmp_path / "flat.onnx", tmp_path / "nested.onnx"
+    htp_export.export(Deep(30).eval(), (torch.randn(2, 2),), flat, dynamo=exporter == "dynamo", verbose=False)
+    htp_export.functions(flat, "**", nested)
+    assert nested.stat().st_size < 2 * flat.stat().st_size
+    assert same_file(htp_export.inline(nested).model, htp_export.load(flat).model)
+
+
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_functions_nest_as_modules_do_and_compute_the_same(bert, exporter):
     flat, feeds = bert[exporter]

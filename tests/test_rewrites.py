@@ -115,6 +115,33 @@ def test_slices_with_a_gap_or_with_modules_of_their_own_are_no_split():
     assert ops(passed(given, "merge_slices")[0]).count("Slice") == 2
 
 
+@pytest.mark.parametrize("inner", [1, 0])
+def test_slices_of_a_slice_that_cover_it_are_a_split_of_a_split(inner):
+    net = Builder(x=[8, 8])
+    sliced(net, "x", "left", "rotary", (0, 4), 1)
+    sliced(net, "x", "right", "rotary", (4, 8), 1)
+    sliced(net, "left", "first", "rotary", (0, 2), inner)
+    sliced(net, "left", "second", "rotary", (2, 8), inner)
+    net.add("Neg", "second", "minus", "rotary")
+    model = net.model("minus first left right")
+    changed, _ = passed(model, "merge_slices", "merge_slices")
+    assert ops(changed) == ["Split", "Split", "Neg"]
+    assert same(model, changed, x=array(8, 8))
+
+
+def test_projections_of_a_merged_projection_are_merged():
+    net = Builder(x=["n", 4])
+    for k, width in enumerate((4, 4, 4, 3, 3, 3)):
+        net.const(f"w{k}", array(4, width, seed=k))
+        net.const(f"b{k}", array(width, seed=k + 9))
+        net.add("MatMul", f"{'x' if k < 3 else 'y1'} w{k}", f"p{k}", "layer")
+        net.add("Add", f"p{k} b{k}", f"y{k}", "layer")
+    model = net.model("y0 y2 y3 y4 y5")
+    changed, _ = passed(model, "merge_parallel_projections")
+    assert ops(changed).count("MatMul") == 2
+    assert same(model, changed, 1e-5, x=array(2, 4))
+
+
 # --- branches ---
 
 BRANCHES = """g (float[2] x) => (float[2] y) {

@@ -17,13 +17,16 @@ import torch
 
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.format import selectors
-from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.tagged import ModelSource, load
 from htp_export.surgery.nesting import Nested, functions
 
 __all__ = ["ModuleFunctions", "ModulesAsFunctions"]
 
 _log = logging.getLogger(__name__)
+
+_MOST_SAID = 5
+"""Modules that a warning names."""
 
 ModulesAsFunctions: TypeAlias = bool | str | type[torch.nn.Module] | Collection[type[torch.nn.Module] | str]
 """True for every module, classes of modules, or a selector; see ``TaggedModel.select``."""
@@ -77,16 +80,23 @@ class ModuleFunctions:
         except InputError as error:
             if not self._every or isinstance(error, UntaggedModelError):
                 raise
-            _log.info("%s", error)
+            _log.warning("%s", error)
             return None
-        for path, reason in nested.skipped.items():  # that a Dropout is no function surprises nobody
-            if path and tagged.hierarchy[path].fate == "computed":
-                _log.log(logging.INFO if self._every else logging.WARNING, "%r is no function: %s", path, reason)
+        listed = {path: reason for path, reason in nested.skipped.items() if _is_missed(tagged.hierarchy[path])}
+        if listed:
+            first = "; ".join(f"{path!r} is no function: {reason}" for path, reason in list(listed.items())[:_MOST_SAID])
+            more = f"; nor are {len(listed) - _MOST_SAID} more modules" if len(listed) > _MOST_SAID else ""
+            _log.warning("%s%s", first, more)
         return nested
 
     def _selector(self, classes: Mapping[str, str]) -> list[str]:
         """The wanted modules as a selector for modules of these classes."""
         return [each if isinstance(each, str) else f"class:{_class_among(each, classes)}" for each in self._wanted]
+
+
+def _is_missed(module: ModuleInfo) -> bool:
+    """Whether one expects a function of a module; that a Dropout is none surprises nobody."""
+    return bool(module.path) and module.fate in ("computed", "fused")
 
 
 def _no_modules(value: Any) -> InputError:

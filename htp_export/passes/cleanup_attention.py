@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from htp_export.passes.declining import decline
-from htp_export.passes.editing import add_constant, multiple, replace, scaled
+from htp_export.passes.editing import add_constant, multiple, replace, scaled, times
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
 
 @register("cleanup_attention", level="tolerant")
 class CleanupAttention(NodePass):
-    """Scales the product of two scaled matrices once: queries and keys come scaled by a square root each."""
+    """Scales once where both factors of a product are scaled: queries and keys come scaled by a square root each.
+
+    The first factor is scaled, so that no number becomes larger than it was: a product of unscaled float16 overflows.
+    A scale of more than 1 is applied to the product.
+    """
 
     operators = ("MatMul",)
 
@@ -25,8 +28,14 @@ class CleanupAttention(NodePass):
                 decline("double_scaling", [*filter(None, producers), node], "what is scaled is read elsewhere")
             return False
         (left, left_factor), (right, right_factor) = (side for side in sides if side is not None)
-        scale = np.asarray(left_factor * right_factor, dtype=left_factor.dtype)
+        scale = times(left_factor, right_factor)
+        if scale is None:
+            return False
         factor = add_constant(self.graph, scale, f"{node.outputs[0].name}_scale")
-        joint = ir.node("MatMul", [left, right])
-        replace(node, [joint, ir.node("Mul", [joint.outputs[0], factor])])
+        if max(abs(left_factor), abs(right_factor)) > 1:
+            joint = ir.node("MatMul", [left, right])
+            replace(node, [joint, ir.node("Mul", [joint.outputs[0], factor])])
+        else:
+            first = ir.node("Mul", [left, factor])
+            replace(node, [first, ir.node("MatMul", [first.outputs[0], right])])
         return True

@@ -30,6 +30,7 @@ __all__ = [
     "replace",
     "scaled",
     "stand_in",
+    "times",
 ]
 
 
@@ -108,9 +109,32 @@ def multiple(node: ir.Node | None) -> tuple[ir.Value, Array] | None:
             continue
         ranks = [None if tensor.shape is None else len(tensor.shape) for tensor in (value, node.outputs[0])]  # type: ignore[union-attr]
         if number.ndim == 0 or (ranks[0] == ranks[1] is not None):
-            flat = number.reshape(())
-            return value, np.asarray(flat if is_standard(node, "Mul") else 1 / flat, dtype=number.dtype)
+            factor = number if is_standard(node, "Mul") else _reciprocal(number)
+            return None if factor is None else (value, factor.reshape(()))
     return None
+
+
+def _reciprocal(number: Array) -> Array | None:
+    with np.errstate(all="ignore"):
+        return _normal(np.divide(1, number, dtype=number.dtype), np.zeros(1, bool))
+
+
+def times(one: Array, other: Array) -> Array | None:
+    """The product of two factors; None if an element overflows or underflows, where one after the other may not.
+
+    Examples:
+        >>> factors = np.float32([0, 2, 1e30])
+        >>> times(factors, np.float32(4)).tolist() == [0, 8, np.float32(4e30)], times(factors, np.float32(1e20))
+        (True, None)
+    """
+    with np.errstate(all="ignore"):
+        return _normal(np.multiply(one, other, dtype=other.dtype), (one == 0) | (other == 0))
+
+
+def _normal(result: Array, zeros: Array) -> Array | None:
+    """A result whose elements are normal numbers, or zeros where these are expected; else None."""
+    normal = np.isfinite(result) & (np.abs(result) >= np.finfo(result.dtype).tiny)
+    return np.asarray(result) if (normal | (zeros & (result == 0))).all() else None
 
 
 def scaled(value: ir.Value | None) -> tuple[ir.Value, Array] | None:

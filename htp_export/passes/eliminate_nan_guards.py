@@ -19,7 +19,8 @@ class EliminateNanGuards(NodePass):
     """Removes the replacement of NaN by zero after a softmax, if no mask can cause a NaN.
 
     PyTorch writes it after the softmax of each masked attention, for rows that are masked completely. Finite results
-    stay the same; a NaN in the activations stays a NaN.
+    stay the same; a NaN in the activations stays a NaN. Products of float16 may overflow, which is a NaN after the
+    softmax, too: their guards stay.
     """
 
     operators = ("Where",)
@@ -27,6 +28,8 @@ class EliminateNanGuards(NodePass):
     def rewrite(self, node: ir.Node) -> bool:
         softmax = _guarded(node)
         if softmax is None or is_boundary(node.outputs[0]) or not _has_finite_rows(softmax.inputs[0]):
+            return False
+        if self.known.dtype(softmax.outputs[0]) in (None, ir.DataType.FLOAT16):
             return False
         return stand_in(node.outputs[0], softmax.outputs[0])
 

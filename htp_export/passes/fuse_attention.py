@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.shapes.symbolic import Symbolic
-from htp_export.passes.editing import is_boundary, multiple, replace
+from htp_export.passes.editing import is_boundary, multiple, replace, scaled
 from htp_export.passes.eliminate_redundant_transposes import permutation
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
@@ -76,10 +77,14 @@ def _match(last: ir.Node, softmax: ir.Node, known: Symbolic) -> _Attention | Non
         scores, scale, reader = factor[0], scale * float(factor[1]), scaling
     product = _made_for(scores, reader, "MatMul")
     queries = product.inputs[0] if product is not None else None
+    if (inner := scaled(queries)) is not None:
+        queries, scale = inner[0], scale * float(inner[1])
     turning = producer_of(product.inputs[1], "Transpose") if product is not None else None
     if product is None or queries is None or known.rank(queries) != 4 or turning is None:
         return None
     perm, keys = permutation(turning, known), turning.inputs[0]
+    if not 0 < scale < np.inf:  # ONNX Runtime takes its root
+        return None
     if keys is None or perm not in ([0, 1, 3, 2], [0, 2, 3, 1]) or not _mask_fits(mask, product, known):
         return None
     return _Attention(queries, keys, values, mask, scale, turned=perm == [0, 2, 3, 1])

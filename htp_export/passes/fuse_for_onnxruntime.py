@@ -12,7 +12,16 @@ from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.operators import is_standard
 from htp_export.model.shapes.sizes import product
 from htp_export.model.shapes.symbolic import Symbolic
-from htp_export.passes.editing import add_constant, register_constants, remove_unused, replace
+from htp_export.passes.editing import (
+    add_constant,
+    constant_array,
+    is_constant,
+    multiple,
+    register_constants,
+    remove_unused,
+    replace,
+)
+from htp_export.passes.fuse_conv_batchnorm import has_large_factors
 from htp_export.passes.near_matching import near_matching
 from htp_export.passes.registry import register
 from htp_export.passes.simplify_shape_chains import reshape_target
@@ -30,15 +39,24 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
 
         before = list(model.graph)
         _unflatten(model)
-        # Rules for group normalization match InstanceNormalization, and create an operator that runs on GPUs only.
-        on_gpus = [node for node in model.graph.all_nodes() if is_standard(node, "InstanceNormalization")]
-        with _hidden(model, [*on_gpus, *_growing(model.graph)]), near_matching("fuse_for_onnxruntime"):
+        hidden = [node for node in model.graph.all_nodes() if _is_unsound(node)]
+        with _hidden(model, [*hidden, *_growing(model.graph)]), near_matching("fuse_for_onnxruntime"):
             rewritten, _ = optimize_for_ort(model)
         register_constants(rewritten.graph)
         _turn_batches(rewritten)
         _drop_unread_outputs(rewritten)
         _fill_in_shapes(rewritten)
         return ir.passes.PassResult(rewritten, list(rewritten.graph) != before)
+
+
+def _is_unsound(node: ir.Node) -> bool:
+    """Whether rules would make of a node what does not run, or is not finite where the node was."""
+    if is_standard(node, "InstanceNormalization"):  # taken for group normalization: an operator that runs on GPUs only
+        return True
+    if is_standard(node, "Div"):  # multiplied by the reciprocal
+        return constant_array(node.inputs[1], 1) is not None and multiple(node) is None
+    is_folded = is_standard(node, "BatchNormalization") and all(map(is_constant, node.inputs[1:]))
+    return is_folded and has_large_factors(node)
 
 
 def _growing(graph: ir.Graph) -> list[ir.Node]:

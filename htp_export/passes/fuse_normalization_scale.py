@@ -13,6 +13,7 @@ from htp_export.passes.editing import (
     constant_array,
     is_boundary,
     replace,
+    times,
 )
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
@@ -48,9 +49,12 @@ def _fuse(graph: ir.Graph, norm: ir.Node, node: ir.Node, numbers: Array, known: 
     if per_channel is None or per_channel.dtype != scale.dtype:
         return False
     if node.op_type == "Mul":
-        scale, bias = scale * per_channel, bias * per_channel
+        scale, bias = times(scale, per_channel), times(bias, per_channel)
     else:
-        bias = bias + per_channel
+        with np.errstate(over="ignore"):
+            bias = bias + per_channel
+    if scale is None or bias is None or not np.isfinite(bias).all():
+        return False
     name = str(node.outputs[0].name)
     parameters = [add_constant(graph, array, f"{name}_{what}") for array, what in ((scale, "scale"), (bias, "bias"))]
     replace(node, [ir.node(norm.op_type, [norm.inputs[0], *parameters, *norm.inputs[3:]], norm.attributes)])

@@ -68,7 +68,9 @@ def _merge(graph: ir.Graph, node: ir.Node, between: ir.Value, numbers: Array) ->
         joint = np.asarray(others + numbers)
         larger = np.maximum(np.abs(others), np.abs(numbers))
         cancelling = np.abs(joint) < larger / 2
-    if joint.size > max(others.size, numbers.size) or np.isnan(joint).any() or (larger[cancelling] > _CANCELLING).any():
+    if joint.size > max(others.size, numbers.size) or (larger[cancelling] > _CANCELLING).any():
+        return False
+    if np.isnan(joint).any() or (np.isinf(joint) & np.isfinite(larger)).any():  # the sum of two large numbers overflows
         return False
     constant = add_constant(graph, joint, f"{node.outputs[0].name}_summand")
     replace(node, [ir.node("Add", [value, constant])])

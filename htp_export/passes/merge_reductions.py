@@ -15,9 +15,12 @@ from htp_export.passes.registry import register
 
 @register("merge_reductions", level="tolerant")
 class MergeReductions(NodePass):
-    """Makes one reduction of two in a row over other dimensions: mean of means, sum of sums."""
+    """Makes one reduction of two in a row over other dimensions: mean of means, sum of sums.
 
-    operators = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum")
+    Not of products: in another order, they may overflow.
+    """
+
+    operators = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum")
 
     def rewrite(self, node: ir.Node) -> bool:
         first = producer_of(node.inputs[0], node.op_type)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,7 +36,8 @@ class MergeSlices(ir.passes.InPlacePass):
         modified = False
         for node in graph:
             modified |= _merge_in_a_row(graph, node, known) or _gather(graph, node, known)
-        modified |= _split(graph, known)
+        for node in graph:
+            modified |= _split(graph, node, known)
         if modified:
             remove_unused(model)
         return ir.passes.PassResult(model, modified)
@@ -126,29 +126,33 @@ def _gather(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
     return True
 
 
-def _split(graph: ir.Graph, known: Symbolic) -> bool:
-    """Make one ``Split`` of consecutive slices that cover a tensor."""
-    slices: defaultdict[tuple[ir.Value, int], list[tuple[int, int, ir.Node]]] = defaultdict(list)
-    for node in graph:
-        cut = _cut(node, known)
-        if cut is None or len(cut.bounds) != 1 or is_boundary(node.outputs[0]):
-            continue
-        (axis, (start, end, step)), shape = next(iter(cut.bounds.items())), known.shape(cut.source)
-        size = shape[axis] if shape is not None else None
-        if step == 1 and isinstance(size, int):
-            first, last, _ = slice(start, end).indices(size)
-            slices[cut.source, axis].append((first, last, node))
-    modified = False
-    for (source, axis), cuts in slices.items():
-        parts = sorted(cuts, key=lambda part: part[:2])
-        edges = [0, *(last for _, last, _ in parts)]
-        shape = known.shape(source)
-        if len(parts) < 2 or shape is None or edges[-1] != shape[axis]:
-            continue
-        if [first for first, _, _ in parts] == edges[:-1] and all(first < last for first, last, _ in parts):
-            _put_split(graph, source, axis, [(last - first, node) for first, last, node in parts])
-            modified = True
-    return modified
+def _split(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
+    """Make one ``Split`` of consecutive slices that cover a tensor, the first of which is a node."""
+    first = _part(node, known)
+    if first is None or first[2] != 0:
+        return False
+    source, axis, *_ = first
+    readers = dict.fromkeys(use.node for use in source.uses() if use.node.graph is graph)
+    cuts = [(*part, reader) for reader in readers if (part := _part(reader, known)) is not None]
+    parts = sorted((cut[2:] for cut in cuts if cut[:2] == (source, axis)), key=lambda part: part[:2])
+    shape = known.shape(source)
+    edges = [0, *(last for _, last, _ in parts)]
+    if len(parts) < 2 or shape is None or edges[-1] != shape[axis]:
+        return False
+    if [start for start, _, _ in parts] != edges[:-1] or any(start >= last for start, last, _ in parts):
+        return False
+    _put_split(graph, source, axis, [(last - start, reader) for start, last, reader in parts])
+    return True
+
+
+def _part(node: ir.Node, known: Symbolic) -> tuple[ir.Value, int, int, int] | None:
+    """The tensor and dimension of which a ``Slice`` can be a part in a ``Split``, and its start and end."""
+    cut = _cut(node, known)
+    if cut is None or len(cut.bounds) != 1 or is_boundary(node.outputs[0]):
+        return None
+    ((axis, (start, end, step)),), shape = cut.bounds.items(), known.shape(cut.source)
+    size = shape[axis] if shape is not None else None
+    return (cut.source, axis, *slice(start, end).indices(size)[:2]) if step == 1 and isinstance(size, int) else None
 
 
 def _put_split(graph: ir.Graph, source: ir.Value, axis: int, parts: Sequence[tuple[int, ir.Node]]) -> None:

@@ -1,4 +1,7 @@
-"""onnxscript's search for patterns with several results, limited to nodes near each other.
+"""onnxscript's search for patterns: numbers match equal numbers only, and several results are near each other.
+
+A pattern's 0 matches each number below 1e-8 in onnxscript: ``x + 1e-15`` counts as ``x``, and ``log(x + 1e-15)`` of a
+zero becomes infinite. While the context is open, numbers match by their relative difference alone.
 
 onnxscript (0.7) looks for the further results of such a pattern among all nodes of the graph, for each of its nodes:
 the time grows with the square of the graph. The nodes of a match hang together by the tensors that they share, so
@@ -40,11 +43,11 @@ class _Part:
 
 @contextlib.contextmanager
 def near_matching(name: str) -> Iterator[None]:
-    """Let onnxscript's rules look for several results near a node only, while the context is open."""
+    """Let onnxscript's rules match as described above, while the context is open."""
     from onnxscript.rewriter import pattern
 
     matcher: Any = pattern.SimplePatternMatcher
-    original = matcher.match
+    original, original_constant = matcher.match, matcher._match_constant
 
     firsts: dict[Any, tuple[str, ...] | None] = {}
     crowded: dict[ir.Node, None] = {}
@@ -62,12 +65,16 @@ def near_matching(name: str) -> Iterator[None]:
             graph = _Part(graph if isinstance(graph, ir.Graph) else graph.graph, nodes)
         return original(self, model, graph, node, **options)
 
+    def match_constant(self: Any, constant: Any, value: ir.Value) -> bool:
+        relative = type(constant)(constant.value, rel_tol=constant._rel_tol, abs_tol=0.0)
+        return bool(original_constant(self, relative, value))
+
     with _ONE_AT_A_TIME:
-        matcher.match = match
+        matcher.match, matcher._match_constant = match, match_constant
         try:
             yield
         finally:
-            matcher.match = original
+            matcher.match, matcher._match_constant = original, original_constant
     if crowded:
         more = f" and {len(crowded) - 1} others" if len(crowded) > 1 else ""
         _log.warning(

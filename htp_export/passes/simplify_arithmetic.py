@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from htp_export.model.neighbours import only_consumer, producer_of
-from htp_export.passes.editing import add_constant, is_boundary, multiple, replace, scaled
+from htp_export.passes.editing import add_constant, is_boundary, multiple, replace, scaled, times
 from htp_export.passes.node_pass import NodePass
 from htp_export.passes.registry import register
 
@@ -22,9 +21,9 @@ class SimplifyArithmetic(NodePass):
             return True
         outer = multiple(node)
         inner = scaled(outer[0]) if outer is not None else None
-        if outer is None or inner is None:
+        joint = times(outer[1], inner[1]) if outer is not None and inner is not None else None
+        if inner is None or joint is None:
             return False
-        joint = np.asarray(outer[1] * inner[1], dtype=inner[1].dtype)
         factor = add_constant(self.graph, joint, f"{node.outputs[0].name}_factor")
         replace(node, [ir.node("Mul", [inner[0], factor])])
         return True

@@ -115,7 +115,11 @@ class Bodies:
         for value in leaving:
             value.name = used.unused("output")
         names = self.formals.name(entering, nodes, instance, used)
-        formals = {value: copy_value(value, name) for value, name in zip(entering, names, strict=True)}
+        formals = {
+            # Weights have their types in the graph. A function around a deep module would write them all again.
+            value: ir.Value(name=name) if self.formals.is_weight(value) else copy_value(value, name)
+            for value, name in zip(entering, names, strict=True)
+        }
         for node in nodes:
             replace_inputs(node, formals)
         return list(formals.values())

@@ -13,8 +13,10 @@ from htp_export.model.tensor_names import UsedNames
 
 __all__ = ["Formals"]
 
-_LONGEST = 128
-"""Characters of a name: every function around a deep module names its weights anew."""
+_LONGEST = 64
+"""Characters of a name of several parts: every function around a deep module names its weights anew."""
+
+_LONGEST_PART = 128
 
 
 class Formals:
@@ -39,7 +41,7 @@ class Formals:
 
     def order(self, values: Iterable[ir.Value]) -> list[ir.Value]:
         """Tensors first, then weights, as in ``torch.nn.functional``; each kind as it came."""
-        return sorted(values, key=self._is_weight)
+        return sorted(values, key=self.is_weight)
 
     def called(self, call: ir.Node, instance: Instance, formals: Sequence[ir.Value]) -> None:
         """Note what a call runs, so that inputs that are handed on to it are named as they are there."""
@@ -78,12 +80,13 @@ class Formals:
         given = calls[instance.call].inputs if instance.call < len(calls) else {}
         return {tensor: argument for argument, tensor in reversed(list(given.items())) if tensor is not None}
 
-    def _is_weight(self, value: ir.Value) -> bool:
+    def is_weight(self, value: ir.Value) -> bool:
+        """Whether a value is an initializer, or computed from initializers and constants alone."""
         return value.is_initializer() or value in self._constant
 
     def _wanted(self, value: ir.Value, reader: tuple[ir.Node, int], path: str) -> str:
         name = value.name or ""
-        if not self._is_weight(value):
+        if not self.is_weight(value):
             return name if value.is_graph_input() and name else "input"
         if value.is_initializer() and name.startswith(path + "."):
             return _last_parts(name[len(path) + 1 :])
@@ -102,8 +105,5 @@ def _relative(path: str, above: str, name: str) -> str:
 
 
 def _last_parts(name: str) -> str:
-    """The end of a name, without the parts for which there is no space."""
-    if len(name) <= _LONGEST:
-        return name
-    end = name[-_LONGEST - 1 :]
-    return end.partition(".")[2] or end[1:]
+    """The name, or the name of the parameter in its own module, if the name is long."""
+    return name if len(name) <= _LONGEST else ".".join(name.rsplit(".", 2)[-2:])[-_LONGEST_PART:]

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from htp_export.format.call_tree import Instance, NodeCalls
+from htp_export.model.operators import is_standard
 from htp_export.model.regions import subgraphs
 from htp_export.model.tagged import TaggedModel
 
@@ -57,6 +58,8 @@ class Placement:
     def _chain_of(self, node: ir.Node, work: NodeCalls) -> Chain:
         if any(_gives_back_from_outside(body) for body in subgraphs(node)):
             return ()  # its outer value could not be an input of a function
+        if is_standard(node, "Identity") and node.inputs[0] is not None and node.inputs[0].is_initializer():
+            return ()  # of a weight that TorchScript found to be equal to another one's: an input of functions, as that
         return _common_start([self._selected_around(call) for call in work.calls])
 
     def _selected_around(self, call: Instance) -> Chain:

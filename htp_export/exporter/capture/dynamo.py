@@ -24,7 +24,7 @@ from htp_export.exporter.capture.guarded import Guarded
 from htp_export.exporter.capture.onnx_graph import STAMP, copy_stamps, describe, reads_of, values_of
 from htp_export.exporter.capture.record import Operation, Record
 from htp_export.exporter.capture.reshapes import equal_tensors
-from htp_export.exporter.capture.torch_internals import changes_of, fx_node_of, fx_tracer, without_export_root
+from htp_export.exporter.capture.torch_internals import changes_of, computes_a_size, fx_node_of, fx_tracer, without_export_root
 from htp_export.format.reasons import Reason
 from htp_export.model.operators import SIZES_ONLY, is_standard
 
@@ -197,9 +197,11 @@ class DynamoCapture(Guarded):
         """Note the ONNX graph as it was translated, before anything changed it."""
         self._graph = model.graph
         self._first = [
-            Operation(call, reads_of(node), tuple(node.outputs), is_standard(node, *SIZES_ONLY))
+            Operation(
+                self._call_of(source), reads_of(node), tuple(node.outputs), is_standard(node, *SIZES_ONLY), computes_a_size(source)
+            )
             for node in every_node(model.graph)
-            for call in [self._call_of(node.meta.get("node"))]
+            for source in [node.meta.get("node")]
         ]
         self._equal = equal_tensors(every_node(model.graph))
         self._inputs, self._outputs = list(model.graph.inputs), list(model.graph.outputs)

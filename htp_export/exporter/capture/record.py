@@ -25,12 +25,14 @@ class Operation:
         inputs: Keys of the tensors it reads.
         outputs: Keys of the tensors it makes.
         shape_only: Whether its result depends on shapes alone (``Shape``, ``aten::size``).
+        symbolic: Whether it computes a size of sizes, which torch does once for all calls that compute the same.
     """
 
     call: int
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
     shape_only: bool = False
+    symbolic: bool = False
 
 
 @dataclass(slots=True)

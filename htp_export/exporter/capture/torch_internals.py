@@ -325,6 +325,15 @@ def fx_node_of(tensor: Any, tracer: Any) -> Any:
     return None if slot is None else slot.proxy.node
 
 
+def computes_a_size(fx_node: Any) -> bool:
+    """Whether an FX node computes a size of sizes; one that reads a size from a tensor does not."""
+    import torch
+
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    nodes = [] if fx_node is None or fx_node.op != "call_function" else [fx_node, *fx_node.all_input_nodes]
+    return len(nodes) > 1 and all(isinstance(node.meta.get("val"), symbols) for node in nodes)
+
+
 def called_by_export(module: Any) -> Any:
     """The module that runs when ``torch.export`` calls ``module``: as a rule itself.
 

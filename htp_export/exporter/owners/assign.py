@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog
 from htp_export.exporter.capture.record import Key, Node, Operation, Record
-from htp_export.exporter.owners.flow import Flow, relocate_operations
+from htp_export.exporter.owners.flow import Flow, calls_sharing, relocate_operations
 from htp_export.format.reasons import Reason
 
 Calls = frozenset[int]
@@ -54,7 +54,7 @@ class Origins:
         self._first: dict[Key, int] = {}  # exported tensor → operation that made it first
         self._maker: dict[Key, int] = {}
         self._final, self._live = record.final, flow.live
-        relocated = relocate_operations(record, flow)
+        relocated, shared = relocate_operations(record, flow), calls_sharing(record)
         final, live = record.final, flow.live
         lost: dict[Key, tuple[Calls, frozenset[Key]]] = {}  # lost tensor → calls that it took, and what they read
         for index, operation in enumerate(record.operations):
@@ -77,7 +77,7 @@ class Origins:
                     lost[key] = (calls | {operation.call} if key in live else calls, frozenset(reads))
                 elif counterpart not in reads and not self._undoes(record.operations, index, counterpart):
                     self._first.setdefault(counterpart, index)
-                    self.made.setdefault(counterpart, set()).add(operation.call)
+                    self.made.setdefault(counterpart, set()).update({operation.call}, shared.get(index, ()))
                     if index in relocated:
                         self.placed.add(counterpart)
                     if calls:

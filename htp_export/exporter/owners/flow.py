@@ -106,3 +106,27 @@ def _place_sizes(record: Record, flow: Flow) -> set[int]:
             operation.call = call
             placed.add(index)
     return placed
+
+
+def calls_sharing(record: Record) -> dict[int, set[int]]:
+    """Operation that computes a size of sizes → further calls that do, where torch does it once for all of them.
+
+    Torch represents sizes by symbols, and keeps the operation of the first module only. Another one that uses the
+    result computed it itself, unless the first runs around it, and gave it the size.
+    """
+    log = record.log
+    shared: dict[int, set[int]] = {}
+    users: dict[Key, set[int]] = {key: set() for each in record.operations if each.symbolic for key in each.outputs}
+    for index in range(len(record.operations) - 1, -1, -1):
+        operation = record.operations[index]
+        calls = {operation.call}
+        if operation.symbolic:
+            used = set[int]().union(*(users[key] for key in operation.outputs))
+            others = {call for call in used if operation.call not in log.chain(call)}
+            if others:
+                shared[index] = others
+                calls |= others
+        for key in operation.inputs:
+            if key in users:
+                users[key] |= calls
+    return shared
