@@ -22,6 +22,7 @@ A failed export is not in the tree: it raises torch's own error, with a note tha
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -71,8 +72,8 @@ class FileError(InputError):
         problem: The problem, and what to do.
     """
 
-    def __init__(self, path: str | Path, problem: str) -> None:
-        name = str(path)
+    def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
+        name = os.fspath(path)
         super().__init__(f"{name if name.isprintable() else repr(name)}: {problem}")  # names may hold line breaks
         self.path = Path(path)
         self.problem = problem

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from htp_export.cli.outputs import Kind, Writes
 from htp_export.cli.terminal import print_json, print_text, show
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ __all__ = [
     "FeedDimsOption",
     "FeedOption",
     "FileArgument",
-    "InPlaceOption",
     "JsonOption",
     "ModuleArgument",
+    "NewOutputOption",
     "OutputOption",
     "SelectOption",
     "ShareOption",
@@ -29,10 +30,9 @@ __all__ = [
 ]
 
 FileArgument: TypeAlias = Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)]
-OutputOption: TypeAlias = Annotated[
-    Path, typer.Option("--output", "-o", help="The ONNX file to write.", show_default=False)
-]
-InPlaceOption: TypeAlias = Annotated[bool, typer.Option("--in-place", help="Allow --output to be a file that is read.")]
+_OUTPUT = typer.Option("--output", "-o", help="The ONNX file to write.", show_default=False)
+OutputOption: TypeAlias = Annotated[Path, _OUTPUT, Writes(Kind.MODEL, in_place=True)]
+NewOutputOption: TypeAlias = Annotated[Path, _OUTPUT, Writes(Kind.MODEL)]
 ShareOption: TypeAlias = Annotated[
     bool, typer.Option("--share-weights", help="Refer to the data file of the input instead of writing a copy of it.")
 ]

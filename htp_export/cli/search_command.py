@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.file_options import DepthOption, FeedDimsOption, FileArgument, JsonOption, SelectOption
-from htp_export.cli.outputs import show_next, show_written, written_folder
+from htp_export.cli.outputs import Writes, show_next, show_written, written_folder
 from htp_export.cli.plan_options import DataOption, EntryOption, MetricOption, read_data, read_metric
 from htp_export.cli.sizes import parse_dims
 from htp_export.cli.terminal import Steps, print_json, show, split_names
@@ -58,6 +58,7 @@ def search_command(
         typer.Option(
             "--output", "-o", help="A folder for the plans of the front, and its picture.", show_default=False
         ),
+        Writes(),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from htp_export.compress.plan_export.activations import measured_ranges
@@ -17,11 +16,12 @@ from htp_export.compress.plans import assigned
 from htp_export.compress.quantization.calibration_data import Data, samples_of
 from htp_export.compress.quantization.precisions import precisions_of
 from htp_export.discovery import names_in
-from htp_export.errors import FileError, InputError
-from htp_export.files.replacing import replace_file
+from htp_export.errors import InputError
+from htp_export.files.targets import Kind, check_target, files_named_in
+from htp_export.files.text_file import write_text
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource, TaggedModel
+from htp_export.model.tagged import ModelSource
 
 __all__ = ["PlanFile", "export_plan", "targets"]
 
@@ -124,6 +124,7 @@ def export_plan(
         >>> print(plan.text.splitlines()[2])
         --layerPrecisions=*:fp32,node_linear:fp16,node_relu:fp32,node_linear_1:fp32
     """
+    check_target(out, Kind.JSON, files_named_in(data))
     if to not in targets():
         raise InputError(f"plans are written for {', '.join(targets())}, not for {to!r}")
     rules = precisions_of(plan)
@@ -137,15 +138,5 @@ def export_plan(
     counts = Counter(str(precision) for precision in planned.precisions.values())
     result = PlanFile(to, written.content, dict(counts), written.notes, None if out is None else os.fspath(out))
     if out is not None:
-        _write(Path(out), result.text, tagged)
+        write_text(out, result.text, Kind.JSON)
     return result
-
-
-def _write(path: Path, text: str, tagged: TaggedModel) -> None:
-    if path.suffix.lower() == ".onnx":
-        raise FileError(path, "is the name of a model; name the plan otherwise, such as plan.json")
-    try:
-        with replace_file(path) as new:
-            new.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise FileError(path, f"cannot be written: {error.strerror or error}") from error

@@ -18,7 +18,8 @@ from htp_export.compress.pruning.sparsities import Sparsity, sparsity_of
 from htp_export.compress.pruning.structured import cut_channels
 from htp_export.compress.pruning.weights import Weight, changed_when_written, weights_of
 from htp_export.errors import InputError
-from htp_export.files.model_files import check_target, has_external_data, write_model
+from htp_export.files.model_files import has_external_data, write_model
+from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults

@@ -28,7 +28,8 @@ from htp_export.compress.quantization.quantized import Quantized, QuantizedModul
 from htp_export.compress.quantization.submodels import Names, Submodel, cut_out, put_back, remove_unused
 from htp_export.compress.quantization.validation import Validation, check_metric
 from htp_export.errors import HtpExportError, ToolError, in_one_line
-from htp_export.files.model_files import check_target, write_model
+from htp_export.files.model_files import write_model
+from htp_export.files.targets import check_target, files_named_in
 from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import contents_of
@@ -111,7 +112,7 @@ def quantize(
         >>> [(node.op_type, node.metadata_props["htp.module"]) for node in result.model.graph]
         [('MatMulNBits', '0'), ('Add', '0'), ('Relu', '1'), ('Gemm', '2')]
     """
-    check_target(output)
+    check_target(output, reads=files_named_in([data, validation]))
     rules = precisions_of(plan)
     if not dry_run:
         check_metric(list(rules.values()), metric, validation)
