@@ -159,3 +159,10 @@ def test_links_in_a_circle_are_no_bug(folder: Path, capsys: pytest.CaptureFixtur
     Path("two").symlink_to("one")
     assert run(folder, command, "one") == 2
     assert "one: cannot be written: " in capsys.readouterr().err
+
+
+def test_a_text_that_is_no_journal_gets_no_lines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(folder)
+    assert main(["search", "net.onnx", "--choices", "int4", "--storage", "steps.yaml"]) == 2
+    assert "steps.yaml: is no journal of Optuna" in capsys.readouterr().err
+    assert contents(folder) == before

@@ -11,6 +11,7 @@ import typer
 
 from htp_export.cli.outputs import Kind, Writes
 from htp_export.cli.terminal import print_json, print_text, show
+from htp_export.process.bounds import MOST_RUNS, MOST_SEED
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,6 +28,7 @@ __all__ = [
     "SelectOption",
     "ShareOption",
     "TableOptions",
+    "seed_option",
 ]
 
 FileArgument: TypeAlias = Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)]
@@ -51,6 +53,11 @@ FeedOption: TypeAlias = Annotated[
 FeedDimsOption: TypeAlias = Annotated[
     list[str] | None, typer.Option(help="Open sizes of inputs, by comma: batch=1,sequence=16.")
 ]
+
+
+def seed_option(what: str) -> Any:
+    """The option ``--seed``, of a number that all random generators take."""
+    return typer.Option(min=0, max=MOST_SEED - MOST_RUNS, help=what)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from htp_export.cli.commands import CommandGroup
 from htp_export.cli.interrupts import Interrupts
 from htp_export.cli.quiet import quiet_libraries
 from htp_export.cli.terminal import CheckFailed, error_line
-from htp_export.errors import FileError, HtpExportError, InputError
+from htp_export.errors import FileError, HtpExportError, InputError, described
 from htp_export.process.garbage_collection import rare_collections
 
 __all__ = ["app", "main"]
@@ -120,7 +120,6 @@ def _explained(error: Exception, debug: bool) -> tuple[str, int]:
         return f"{error.filename}: {error.strerror}", 2
     if isinstance(error, MemoryError):
         return "there is not enough memory", 1
-    first = next(iter(str(error).splitlines()), "")
     versions = f"htp_export {htp_export.__version__}, Python {platform.python_version()}"
     advice = "" if debug else "; run the command with --debug, and report what it prints"
-    return f"this is a bug in htp_export ({versions}): {type(error).__name__}: {first}{advice}", _INTERNAL_ERROR
+    return f"this is a bug in htp_export ({versions}): {described(error)}{advice}", _INTERNAL_ERROR

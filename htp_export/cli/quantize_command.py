@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from htp_export.cli.file_options import FeedDimsOption, FileArgument, ShareOption, TableOptions
+from htp_export.cli.file_options import FeedDimsOption, FileArgument, ShareOption, TableOptions, seed_option
 from htp_export.cli.outputs import Kind, Writes, show_next, show_written, written_files
 from htp_export.cli.plan_options import (
     DataOption,
@@ -44,7 +44,7 @@ def quantize_command(
         typer.Option(help="Inputs for --metric as .npz; may be repeated. Those of --data without.", show_default=False),
     ] = None,
     dims: FeedDimsOption = None,
-    seed: Annotated[int, typer.Option(help="Of random inputs.")] = 0,
+    seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the predicted bytes; run nothing.")] = (
         False
     ),

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from htp_export.errors import InputError
+from htp_export.process.user_code import user_code
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.sessions import Changes, RunnableModel, Session, SessionSettings, temporary_folder
 
@@ -37,8 +38,10 @@ def metric_value(metric: Metric, outputs: Outputs) -> float:
 
     Raises:
         InputError: If it is no number.
+        UserCodeError: If the metric raises.
     """
-    found = metric(outputs)
+    with user_code("the metric"):
+        found = metric(outputs)
     try:
         return float(found)
     except (TypeError, ValueError) as error:

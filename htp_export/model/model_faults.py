@@ -19,7 +19,8 @@ from typing import Any, ParamSpec, TypeVar
 import onnx
 import onnx_ir as ir
 
-from htp_export.errors import HtpExportError, InputError
+from htp_export.errors import HtpExportError, InputError, described
+from htp_export.files.slots import slots
 from htp_export.model.tagged import TaggedModel, model_of, name_of
 
 __all__ = ["names_model_faults"]
@@ -65,8 +66,7 @@ def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callabl
                 for source in (arguments[name] for name in parameters if name in arguments):
                     if fault := _fault(source):
                         name = name_of(source, "the model")
-                        problem = f"{type(error).__name__}: {error}".split("\n", 1)[0].rstrip(": ")
-                        raise InputError(f"{name}: not a valid ONNX model: {fault} ({problem})") from error
+                        raise InputError(f"{name}: not a valid ONNX model: {fault} ({described(error)})") from error
                 raise
 
         return named
@@ -85,7 +85,7 @@ def _fault(source: Any) -> str:
     except HtpExportError:
         return ""
     except Exception as error:
-        return f"it cannot be copied: {_deepest(error)}"
+        return f"it cannot be copied: {described(error)[:_LONGEST]}"
     for check in (_infer_strictly, onnx.checker.check_model):  # the first one names nodes
         try:
             check(proto)
@@ -96,25 +96,29 @@ def _fault(source: Any) -> str:
 
 
 def _without_weights(model: ir.Model) -> ir.Model:
-    """A copy of a model whose weights, which are not read, are inputs; small constants, which may be sizes, stay."""
+    """A copy of a model whose weights, which are not read, are inputs; small tensors, which may be sizes, stay.
+
+    No tensor stays in a data file: onnx looks for data files in the current folder.
+    """
     copy = model.clone()
-    for name, value in list(copy.graph.initializers.items()):
-        tensor = value.const_value
-        if tensor is None or tensor.nbytes > _SMALL_BYTES:
+    main = copy.graph
+    for graph in list(copy.graphs()):
+        for name, value in list(graph.initializers.items()):
+            tensor = value.const_value
+            if tensor is not None and tensor.nbytes <= _SMALL_BYTES:
+                continue
             if tensor is not None:
                 value.shape, value.dtype = ir.Shape(tensor.shape.numpy()), tensor.dtype
-            del copy.graph.initializers[name]
+            del graph.initializers[name]
             value.const_value = None
-            if not value.is_graph_input():
-                copy.graph.inputs.append(value)
+            if graph is main and not value.is_graph_input():
+                main.inputs.append(value)
+            elif graph is not main and all(each.name != name for each in main.inputs):
+                main.inputs.append(ir.Value(name=name, shape=value.shape, type=value.type))
+    for slot in list(slots(copy)):
+        if slot.external:
+            slot.put(ir.Tensor(slot.tensor.numpy(), dtype=slot.tensor.dtype, name=slot.tensor.name))
     return copy
-
-
-def _deepest(error: BaseException) -> str:
-    """The first error of a chain: those that onnx_ir adds to it say what it was doing, level by level."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}".split("\n", 1)[0][:_LONGEST]
 
 
 def _infer_strictly(proto: onnx.ModelProto) -> None:

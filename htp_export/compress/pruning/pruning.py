@@ -25,6 +25,7 @@ from htp_export.model.inlining import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.process.bounds import MOST_SEED, check_whole
 from htp_export.process.progress import counted
 
 __all__ = ["prune", "value_of"]
@@ -91,6 +92,7 @@ def prune(
         [('', 40), ('0', 32), ('1', 0), ('2', 8)]
     """
     check_target(output)
+    check_whole("seed", seed, 0, MOST_SEED)
     if method not in _METHODS:
         raise InputError(f"method {method!r}: there are {' and '.join(map(repr, _METHODS))}")
     if scope not in _SCOPES:

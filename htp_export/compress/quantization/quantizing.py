@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,7 @@ from htp_export.compress.quantization.precisions import Engine, Method, Precisio
 from htp_export.compress.quantization.quantized import Quantized, QuantizedModule
 from htp_export.compress.quantization.submodels import Names, Submodel, cut_out, put_back, remove_unused
 from htp_export.compress.quantization.validation import Validation, check_metric
-from htp_export.errors import HtpExportError, ToolError, in_one_line
+from htp_export.errors import HtpExportError, ToolError, described
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target, files_named_in
 from htp_export.model.inlining import read_flat
@@ -143,7 +144,9 @@ def quantize(
     except HtpExportError:
         raise
     except Exception as error:
-        problem = f"failed on {name}: {type(error).__name__}: {in_one_line(error)}"
+        if not _is_raised_by(error, "onnxruntime"):
+            raise
+        problem = f"failed on {name}: {described(error)}"
         raise ToolError("onnxruntime.quantization", problem) from error
     carry_in_place(original, changed.model)
     for node, same in twin.items():
@@ -159,6 +162,11 @@ def quantize(
     if can_crash(changed.model) and not can_crash(original.model):
         notes.append(_CRASH)
     return _result(original, choice, sizes, changed.model, notes, metrics)
+
+
+def _is_raised_by(error: Exception, package: str) -> bool:
+    """Whether an error comes from code that a package called, or from the package itself."""
+    return any(package in Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__))
 
 
 class _Work:
