@@ -35,7 +35,7 @@ def partition_command(
     balance: Annotated[
         str,
         typer.Option(
-            help="What to balance: parameters, flops, or a JSON file of module path → number, as of profile --json."
+            help="What to balance: parameters, flops, or JSON: a number for each module path, as of profile --json."
         ),
     ] = "parameters",
     slack: Annotated[

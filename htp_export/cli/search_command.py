@@ -22,7 +22,7 @@ def search_command(
     file: FileArgument,
     space: Annotated[
         Path | None,
-        typer.Argument(help="A .yaml or .json file of selector → what modules may become.", show_default=False),
+        typer.Argument(help="A .yaml or .json file: for each selector, what modules may become.", show_default=False),
     ] = None,
     choices: Annotated[
         list[str] | None,
