@@ -8,6 +8,7 @@
     │   ├── UntaggedModelError   the work needs tags, and the file has none
     │   ├── ModelSourceError     a model cannot be made from what was named (hub id, folder, type, entry)
     │   ├── OpenDimensionError   sizes of open dimensions are missing, or are given for dimensions that there are not
+    │   ├── UserCodeError        code of the caller raised: a metric, a factory, an iterator over data
     │   └── OnnxRuntimeError     ONNX Runtime cannot load or run a model
     ├── PassError                a pass of `optimize` failed; names the passes that ran before it
     ├── StepError                a step of `pipeline` failed; names the file that the steps before it made
@@ -23,6 +24,7 @@ A failed export is not in the tree: it raises torch's own error, with a note tha
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -43,6 +45,9 @@ __all__ = [
     "UnknownModuleError",
     "UntaggedExportWarning",
     "UntaggedModelError",
+    "UserCodeError",
+    "described",
+    "first_line",
     "in_one_line",
 ]
 
@@ -55,6 +60,37 @@ def in_one_line(error: BaseException) -> str:
         'no such size in this tensor'
     """
     return " ".join(str(error).split())
+
+
+def first_line(error: BaseException, lines: int = 1) -> str:
+    r"""The first lines of the message of an error that say something, in one line; its type if there is none.
+
+    Of errors that onnx_ir wraps level by level, it is the message of the innermost one.
+
+    Examples:
+        >>> first_line(ValueError("\nno such size\n  in this tensor"))
+        'no such size'
+    """
+    said = [line.strip() for line in str(_innermost(error)).splitlines() if line.strip()]
+    return " ".join(said[:lines]) or type(_innermost(error)).__name__
+
+
+def _innermost(error: BaseException) -> BaseException:
+    if "Error calling" in str(error):  # onnx_ir says first, level by level, what it was doing
+        while deeper := error.__cause__ or error.__context__:
+            error = deeper
+    return error
+
+
+def described(error: BaseException, lines: int = 1) -> str:
+    r"""The type of an error, and the first lines of its message.
+
+    Examples:
+        >>> described(ValueError("no such size\n  in this tensor")), described(KeyError())
+        ('ValueError: no such size', 'KeyError')
+    """
+    name, said = type(_innermost(error)).__name__, first_line(error, lines)
+    return name if said == name else f"{name}: {said}"
 
 
 class HtpExportError(Exception):
@@ -73,8 +109,8 @@ class FileError(InputError):
         problem: The problem, and what to do.
     """
 
-    def __init__(self, path: str | Path, problem: str) -> None:
-        name = str(path)
+    def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
+        name = os.fspath(path)
         super().__init__(f"{name if name.isprintable() else repr(name)}: {problem}")  # names may hold line breaks
         self.path = Path(path)
         self.problem = problem
@@ -128,6 +164,19 @@ class ModelSourceError(InputError):
     def __init__(self, source: str, problem: str) -> None:
         super().__init__(f"{source}: {problem}")
         self.source = source
+
+
+class UserCodeError(InputError):
+    """Code of the caller raised, which is the cause; the message has the line of it that ran last.
+
+    Args:
+        what: What was called.
+        problem: What it raised, and where.
+    """
+
+    def __init__(self, what: str, problem: str) -> None:
+        super().__init__(f"{what}: {problem}")
+        self.what = what
 
 
 class OnnxRuntimeError(InputError):
@@ -223,8 +272,9 @@ class PassError(HtpExportError):
     def __init__(self, name: str, ran: Iterable[str], problem: Exception) -> None:
         self.ran = tuple(ran)
         before = f"after {', '.join(self.ran)}" if self.ran else "as the first one"
-        said = f"{type(problem).__name__}: {problem}".rstrip(": ")
-        super().__init__(f"pass {name!r} failed ({said}); it ran {before}; leave it out with passes=[...] to go on")
+        super().__init__(
+            f"pass {name!r} failed ({described(problem)}); it ran {before}; leave it out with passes=[...] to go on"
+        )
         self.name = name
         self.problem = problem
 
@@ -240,8 +290,8 @@ class StepError(HtpExportError):
     """
 
     def __init__(self, number: int, name: str, file: str | Path, problem: Exception) -> None:
-        said = f"{type(problem).__name__}: {problem}".rstrip(": ")
-        super().__init__(f"step {number} ({name}) failed on {file} ({said}); run again, it goes on from there")
+        said = f"step {number} ({name}) failed on {file} ({described(problem)})"
+        super().__init__(f"{said}; run again, it goes on from there")
         self.number, self.name, self.file, self.problem = number, name, Path(file), problem
 
 
@@ -254,11 +304,10 @@ class CaptureError(HtpExportError):
     """
 
     def __init__(self, seam: str, problem: Exception) -> None:
-        said = f"{type(problem).__name__}: {problem}".rstrip(": ")
         super().__init__(
-            f"htp_export failed while {seam} ({said}). This is a fault of htp_export, not of the model: please report "
-            "it, with the traceback and the smallest model that shows it. To export the model without module tags "
-            "meanwhile: htp_export.tagging(strict=False), or --allow-untagged on the command line"
+            f"htp_export failed while {seam} ({described(problem)}). This is a fault of htp_export, not of the model: "
+            "please report it, with the traceback and the smallest model that shows it. To export the model without "
+            "module tags meanwhile: htp_export.tagging(strict=False), or --allow-untagged on the command line"
         )
         self.seam = seam
         self.problem = problem

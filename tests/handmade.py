@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
@@ -52,6 +54,12 @@ def model(
     if modules:
         made.metadata_props.update({"htp.version": "1", "htp.modules": Hierarchy(modules).to_json()})
     return made
+
+
+def small_file(path: Path) -> bytes:
+    """Write a model that a failed command is to leave, and return its bytes."""
+    onnx.save(ir.to_proto(encoder()), path)
+    return path.read_bytes()
 
 
 def encoder(width: int = 4) -> ir.Model:

@@ -15,7 +15,8 @@ PACKAGE = Path(htp_export.__file__).parent
 # Top to bottom, by folder; a module imports from its own folder and from rows above. Within a row no folder imports
 # from another one.
 ROWS = [
-    ["discovery", "errors", "process"],
+    ["discovery", "errors"],
+    ["process"],
     ["format"],
     ["files"],
     ["model"],

@@ -17,6 +17,7 @@ import torch
 
 import htp_export
 from htp_export.cli.main import main
+from tests.handmade import small_file
 from tests.test_quantize import IDS, Net, written
 
 
@@ -133,7 +134,7 @@ def test_presets_are_for_the_whole_model(
 def test_a_bad_plan_leaves_every_file_as_it_was(
     words: list[str], problem: str, net: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "q.onnx").write_bytes(b"as it was")
+    small_file(folder / "q.onnx")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert main(["quantize", str(net), *words]) == 2
     assert problem in capsys.readouterr().err

@@ -571,7 +571,7 @@ class TestSearch:
             (["--choices", "int4", "--storage", "none/study.log"], "its folder does not exist"),
             (["--choices", "int4", "--storage", "net.onnx"], "net.onnx"),
             (["--choices", "int4", "--storage", "nosql://x"], "cannot be opened"),
-            (["--choices", "int4", "-o", "."], "holds other files"),
+            (["--choices", "int4", "-o", "."], "which is not of a search"),
             (["--choices", "int4", "-o", "net.onnx"], "is a file"),
             (["nested.yaml"], "lies in"),
             (["space.yaml"], "there is no precision"),

@@ -20,6 +20,7 @@ from htp_export.cli.main import main
 from htp_export.errors import FileError, InputError, ModelSourceError
 from htp_export.huggingface import example_inputs, load_model, map_weights
 from htp_export.process.mapped_memory import MappedFiles
+from tests.handmade import small_file
 from tools import stream_weights
 
 MEGABYTE = 1 << 20
@@ -320,10 +321,10 @@ class TestCommand:
             return program
 
         monkeypatch.setattr(exporting, "export", changed)
-        (tmp_path / "m.onnx").write_text("before")
+        before = small_file(tmp_path / "m.onnx")
         assert main(["export", str(source), "-o", str(tmp_path / "m.onnx"), "--quiet", "--stream-weights"]) == 2
         assert f"{shard}: was changed after its weights were loaded" in " ".join(capsys.readouterr().err.split())
-        assert (tmp_path / "m.onnx").read_text() == "before"
+        assert (tmp_path / "m.onnx").read_bytes() == before
         assert {file.name for file in tmp_path.iterdir()} == {"llama", "m.onnx"}
 
     def test_reads_a_model_in_the_cache_of_the_hub_whose_files_are_links(self, tmp_path: Path) -> None:

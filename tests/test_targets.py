@@ -17,12 +17,12 @@ from torch import nn
 
 import htp_export
 from htp_export.cli.main import main
-from htp_export.cli.outputs import check_folder
 from htp_export.errors import FileError
 from htp_export.files import filesystem, replacing
 from htp_export.files.filesystem import Identity, Lock
 from htp_export.files.model_files import read_model, write_model
-from htp_export.show.text_file import write_text
+from htp_export.files.targets import check_target
+from htp_export.files.text_file import write_text
 from tests.test_data_files import listing, save, values
 
 EXPORTERS = pytest.mark.parametrize("dynamo", [True, False])
@@ -247,9 +247,9 @@ class TestFolders:
 
     def test_folders_that_cannot_be_written_are_told_apart(self, tmp_path: Path, read_only: Path) -> None:
         with pytest.raises(FileError, match="its folder does not exist"):
-            check_folder(tmp_path / "nowhere", tmp_path / "nowhere" / "a.onnx")
+            check_target(tmp_path / "nowhere" / "a.onnx")
         with pytest.raises(FileError, match="Read-only file system"):
-            check_folder(read_only, read_only / "a.onnx")
+            check_target(read_only / "a.onnx")
 
 
 class TestOtherSystems:

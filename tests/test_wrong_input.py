@@ -227,9 +227,9 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("partition net.onnx 99 -o stages", "the model cannot be cut into 99 stages"),
     # outputs
     ("optimize net.onnx -o folder.onnx", "folder.onnx: is a folder; name a file in it"),
-    ("optimize net.onnx -o nowhere/o.onnx", "nowhere/o.onnx: its folder does not exist: nowhere"),
-    ("partition net.onnx 2 -o net.onnx", "net.onnx: is a file; name a folder for the stages"),
-    ("partition net.onnx 2 -o .", "is not empty, and no earlier partition"),
+    ("optimize net.onnx -o nowhere/o.onnx", "nowhere/o.onnx: cannot be written: its folder does not exist: nowhere"),
+    ("partition net.onnx 2 -o net.onnx", "net.onnx: is a file; name a folder for a partition"),
+    ("partition net.onnx 2 -o .", "which is not of a partition; name an empty or a new folder"),
     ("optimize net.onnx", "give a file, and with -o the file to write"),
     ("view net.onnx --cost nowhere.json -o p.html", "error: nowhere.json: cannot be read"),
     ("view net.onnx --cost bad.json -o p.html", "error: bad.json: is not JSON"),

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from htp_export.cli.file_options import FeedDimsOption, InPlaceOption, JsonOption, OutputOption, ShareOption
+from htp_export.cli.file_options import FeedDimsOption, JsonOption, OutputOption, ShareOption
 from htp_export.cli.model_options import ModelOptions
-from htp_export.cli.outputs import check_output, report
+from htp_export.cli.outputs import report
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.sources import Call
 from htp_export.cli.terminal import CheckFailed, Steps
@@ -37,7 +37,6 @@ def adopt_command(
         float, typer.Option(min=0, max=1, help="Fail if a smaller share of the nodes has known owners.")
     ] = 0.0,
     share_weights: ShareOption = False,
-    in_place: InPlaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Tag a file that someone else exported from a model.
@@ -54,7 +53,6 @@ def adopt_command(
         raise InputError("name two models: the original, and the file that someone else exported from it")
     named = Path(model.source or "")
     original = named if named.is_file() else None
-    check_output(output, [foreign, *([] if original is None else [original])], in_place=in_place)
     steps = Steps(quiet=as_json, count=2)
     with steps.step(f"loading {model.name}"):
         source, inputs = (

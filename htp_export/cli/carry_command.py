@@ -11,12 +11,11 @@ import typer
 from htp_export.cli.file_options import (
     FeedDimsOption,
     FeedOption,
-    InPlaceOption,
     JsonOption,
     OutputOption,
     ShareOption,
 )
-from htp_export.cli.outputs import check_output, report
+from htp_export.cli.outputs import report
 from htp_export.cli.sizes import Sizes, read_sizes
 from htp_export.cli.terminal import Steps
 
@@ -34,7 +33,6 @@ def carry_command(
     inputs: FeedOption = None,
     dims: FeedDimsOption = None,
     share_weights: ShareOption = False,
-    in_place: InPlaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Put tags on what another tool made of a tagged file.
@@ -44,7 +42,6 @@ def carry_command(
     """
     from htp_export.provenance.carrying import carry
 
-    check_output(output, [before, *([] if after is None else [after])], in_place=in_place)
     sizes = read_sizes(inputs, dims)
     with Steps(quiet=as_json).step("carrying tags"):
         inputs_of_both = _values(before, sizes) if sizes.given else None

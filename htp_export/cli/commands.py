@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 import typer
 from typer.core import TyperGroup
 
+from htp_export.cli.outputs import FORCE, IN_PLACE, Writes, check_output, reading
 from htp_export.discovery import names_in
 
 __all__ = ["CommandGroup", "command_names", "flattened"]
@@ -85,6 +86,11 @@ class CommandGroup(TyperGroup):
         return super().get_command(context, name.replace("_", "-"))
 
 
+def _marks(annotation: Any) -> list[Writes]:
+    """The mark of an option that names what is written."""
+    return [each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Writes)]
+
+
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
     """A command with the fields of its dataclasses of options as parameters of its own, which typer knows how to read.
 
@@ -119,10 +125,24 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
                 )
             )
 
+    writes = {parameter.name: mark for parameter in parameters for mark in _marks(parameter.annotation)}
+    replacing = {"force": FORCE} if writes else {}
+    if any(mark.in_place for mark in writes.values()):
+        replacing["in_place"] = IN_PLACE
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=option)
+        for name, option in replacing.items()
+    ]
+
     def called(**given: Any) -> None:
-        for name, kind in groups.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
-        command(**given)
+        allowed = {name: given.pop(name) for name in replacing}
+        with reading((value for name, value in given.items() if name not in writes), **allowed):
+            for name, mark in writes.items():
+                if mark.kind is not None and given[name] is not None:
+                    check_output(given[name], mark.kind)
+            for name, kind in groups.items():
+                given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+            command(**given)
 
     called.__doc__, called.__name__ = command.__doc__, command.__name__
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.comparisons import AllOption, ToleranceOption, parse_tolerances, report_comparison
-from htp_export.cli.file_options import FeedDimsOption, FeedOption, JsonOption, SelectOption
+from htp_export.cli.file_options import FeedDimsOption, FeedOption, JsonOption, SelectOption, seed_option
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps
 
@@ -21,7 +21,7 @@ def compare_command(
     other: Annotated[Path, typer.Argument(help="The one that is compared with it.", show_default=False)],
     inputs: FeedOption = None,
     dims: FeedDimsOption = None,
-    seed: Annotated[int, typer.Option(help="Of random inputs.")] = 0,
+    seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     select: SelectOption = None,
     tolerance: ToleranceOption = None,
     everything: AllOption = False,

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from htp_export.cli.model_options import ModelOptions
+from htp_export.cli.outputs import Writes
 from htp_export.cli.sources import Call
 from htp_export.errors import InputError
 from htp_export.files.filesystem import is_special
@@ -31,7 +32,7 @@ class DeployOptions:
         bool, typer.Option("--export-json", help="Write export.json and configs, for transformers.exporters.")
     ] = False
     transformers_js: Annotated[
-        Path | None, typer.Option(help="Write a folder for transformers.js, too.", show_default=False)
+        Path | None, typer.Option(help="Write a folder for transformers.js, too.", show_default=False), Writes()
     ] = None
     js_dtypes: Annotated[
         str, typer.Option(help="Types of weights in that folder, by comma: fp32, fp16, q8, int8, uint8, q4.")
@@ -63,6 +64,8 @@ class DeployOptions:
             folder = self.transformers_js.absolute()
             if output.absolute().is_relative_to(folder):
                 raise InputError(f"{output} lies in {self.transformers_js}, which is replaced; export to another place")
+            if _is_same(Path(model.source), folder):
+                raise InputError(f"--transformers-js {self.transformers_js}: would replace SOURCE; name another folder")
             check_transformers_js(folder, self._dtypes)
 
     def wanted_files(self, two_files: bool | None) -> bool | None:

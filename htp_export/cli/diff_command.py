@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.file_options import DepthOption, JsonOption
-from htp_export.cli.outputs import check_output, report, show_written, written_page
+from htp_export.cli.outputs import Kind, Writes, report, show_written, written_page
 from htp_export.cli.terminal import Steps, show
 
 EXAMPLE = "bert.onnx small.onnx"
@@ -22,20 +22,20 @@ def diff_command(
     only_changed: Annotated[bool, typer.Option("--only-changed", help="Leave out what is the same.")] = False,
     as_json: JsonOption = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write a page: both trees, side by side.", show_default=False)
+        Path | None,
+        typer.Option("-o", "--output", help="Write a page: both trees, side by side.", show_default=False),
+        Writes(Kind.PAGE),
     ] = None,
 ) -> None:
     """Show what differs between two files, by module."""
     from htp_export.differences.differing import diff
     from htp_export.show.differences import render
 
-    if output is not None:
-        check_output(output, [before, after], page=True)
     with Steps(quiet=as_json).step(f"comparing {before} and {after}"):
         difference = diff(before, after)
     if output is not None:
+        from htp_export.files.text_file import write_text
         from htp_export.show.page.comparison import difference_page
-        from htp_export.show.text_file import write_text
 
         write_text(output, difference_page(difference, before, after))
     report(difference, as_json, lambda: render(difference, depth=depth, only_changed=only_changed))

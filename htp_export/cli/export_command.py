@@ -15,10 +15,11 @@ from htp_export.cli.file_exports import FileExports
 from htp_export.cli.file_options import JsonOption
 from htp_export.cli.graph_options import GraphOptions
 from htp_export.cli.model_options import ModelOptions
-from htp_export.cli.outputs import check_folder, check_output
+from htp_export.cli.outputs import Kind, Writes, check_output
 from htp_export.cli.sources import Call
 from htp_export.cli.terminal import Steps
 from htp_export.errors import InputError
+from htp_export.files.targets import check_parent
 
 __all__ = ["export_command"]
 
@@ -27,7 +28,9 @@ PLACE = 10
 
 
 def export_command(
-    output: Annotated[Path, typer.Option("-o", "--output", help="The ONNX file to write.", show_default=False)],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The ONNX file to write.", show_default=False), Writes()
+    ],
     model: ModelOptions,
     deploy: DeployOptions,
     graph: GraphOptions,
@@ -53,6 +56,8 @@ def export_command(
     deploy.check_files(calls)
     exports = FileExports(model, deploy, graph, steps, verify, as_json, quiet)
     with _targets(calls, output) as targets:
+        for target in targets.values():
+            check_output(target, Kind.MODEL)
         for name, target in targets.items():
             exports.write(name, calls[name], target)
     if deploy.transformers_js is not None:
@@ -65,9 +70,9 @@ def export_command(
 def _check_outputs(output: Path, model: ModelOptions) -> None:
     """Refuse an output that cannot be written: a file, or, for a task, a folder."""
     if output.is_dir() and model.has_task:
-        check_folder(output, output)
+        check_parent(output / "model.onnx")
     else:
-        check_output(output)
+        check_output(output, Kind.MODEL)
 
 
 def _calls(model: ModelOptions, graph: GraphOptions, two_files: bool | None, cache_names: str) -> dict[str, Call]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.file_options import FileArgument, JsonOption
-from htp_export.cli.outputs import check_output, report, show_written, written_page
+from htp_export.cli.outputs import Kind, Writes, report, show_written, written_page
 from htp_export.cli.plan_options import DataOption, EntryOption, PlanArgument, RuleOption, read_data, read_rules
 from htp_export.cli.terminal import Steps
 
@@ -22,7 +22,9 @@ def export_plan_command(
     rule: RuleOption = None,
     *,
     to: Annotated[str, typer.Option(help="The tool: ort, nncf, modelopt, qnn, aimet.", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.", show_default=False)],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The file to write.", show_default=False), Writes(Kind.JSON)
+    ],
     data: DataOption = None,
     entry: EntryOption = None,
     as_json: JsonOption = False,
@@ -34,7 +36,6 @@ def export_plan_command(
     from htp_export.compress.plan_export.plan_exporting import export_plan
 
     wanted = read_rules(plan, rule)
-    check_output(output, [file, *([Path(plan)] if plan else []), *(data or [])], page=True)
     with Steps(quiet=as_json).step(f"writing the plan of {file.name}"):
         result = export_plan(file, wanted, output, to=to, data=read_data(data, entry))
     report(result, as_json)

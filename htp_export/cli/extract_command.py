@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from htp_export.cli.file_options import FileArgument, JsonOption, ModuleArgument, OutputOption
-from htp_export.cli.outputs import check_output, report
+from htp_export.cli.file_options import FileArgument, JsonOption, ModuleArgument, NewOutputOption
+from htp_export.cli.outputs import report
 from htp_export.cli.terminal import Steps
 
 EXAMPLE = "bert.onnx encoder.layer.0 -o layer0.onnx"
@@ -17,14 +17,13 @@ PLACE = 90
 def extract_command(
     file: FileArgument,
     module: ModuleArgument,
-    output: OutputOption,
+    output: NewOutputOption,
     call: Annotated[int, typer.Option(min=0, help="Which call of a module that ran several times.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Write one module of a model as a model of its own."""
     from htp_export.surgery.extraction import extract
 
-    check_output(output, [file])
     with Steps(quiet=as_json).step(f"extracting {module}"):
         result = extract(file, module, output, call=call)
     report(result, as_json, output=output)

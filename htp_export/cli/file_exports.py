@@ -15,7 +15,7 @@ from htp_export.cli.model_options import ModelOptions
 from htp_export.cli.outputs import show_next, show_written, written_files
 from htp_export.cli.sources import Call
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show, warning_line
-from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning
+from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning, described
 
 if TYPE_CHECKING:
     from htp_export.costs.module_tree import ModuleTree
@@ -227,10 +227,8 @@ def _export_failed(error: Exception) -> str:
     cause = error
     while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
         cause = cause.__cause__
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    message = " ".join(lines[:2])
     notes = [*getattr(error, "__notes__", ()), *(getattr(cause, "__notes__", ()) if cause is not error else ())]
-    return "\n".join((f"the export failed: {type(cause).__name__}: {message}", *(f"  {note}" for note in notes)))
+    return "\n".join((f"the export failed: {described(cause, lines=2)}", *(f"  {note}" for note in notes)))
 
 
 def _tree(call: Call, tagged: TaggedModel) -> ModuleTree:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from htp_export.cli.outputs import Kind, Writes
 from htp_export.cli.terminal import print_json, print_text, show
+from htp_export.process.bounds import MOST_RUNS, MOST_SEED
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,20 +21,20 @@ __all__ = [
     "FeedDimsOption",
     "FeedOption",
     "FileArgument",
-    "InPlaceOption",
     "JsonOption",
     "ModuleArgument",
+    "NewOutputOption",
     "OutputOption",
     "SelectOption",
     "ShareOption",
     "TableOptions",
+    "seed_option",
 ]
 
 FileArgument: TypeAlias = Annotated[Path, typer.Argument(help="The ONNX file.", show_default=False)]
-OutputOption: TypeAlias = Annotated[
-    Path, typer.Option("--output", "-o", help="The ONNX file to write.", show_default=False)
-]
-InPlaceOption: TypeAlias = Annotated[bool, typer.Option("--in-place", help="Allow --output to be a file that is read.")]
+_OUTPUT = typer.Option("--output", "-o", help="The ONNX file to write.", show_default=False)
+OutputOption: TypeAlias = Annotated[Path, _OUTPUT, Writes(Kind.MODEL, in_place=True)]
+NewOutputOption: TypeAlias = Annotated[Path, _OUTPUT, Writes(Kind.MODEL)]
 ShareOption: TypeAlias = Annotated[
     bool, typer.Option("--share-weights", help="Refer to the data file of the input instead of writing a copy of it.")
 ]
@@ -51,6 +53,11 @@ FeedOption: TypeAlias = Annotated[
 FeedDimsOption: TypeAlias = Annotated[
     list[str] | None, typer.Option(help="Open sizes of inputs, by comma: batch=1,sequence=16.")
 ]
+
+
+def seed_option(what: str) -> Any:
+    """The option ``--seed``, of a number that all random generators take."""
+    return typer.Option(min=0, max=MOST_SEED - MOST_RUNS, help=what)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption, ShareOption
-from htp_export.cli.outputs import check_output, report
+from htp_export.cli.file_options import FileArgument, JsonOption, OutputOption, ShareOption
+from htp_export.cli.outputs import report
 from htp_export.cli.terminal import Steps
 
 EXAMPLE = 'bert.onnx "encoder.layer.*" -o nested.onnx'
@@ -24,14 +24,12 @@ def functions_command(
     ],
     output: OutputOption,
     share_weights: ShareOption = False,
-    in_place: InPlaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Make modules functions, which every viewer shows."""
     from htp_export.show.nesting import render
     from htp_export.surgery.nesting import functions
 
-    check_output(output, [file], in_place=in_place)
     with Steps(quiet=as_json).step(f"nesting {file}"):
         nested = functions(file, select, output, share_weights=share_weights)
     report(nested, as_json, lambda: render(nested), output)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption
-from htp_export.cli.outputs import check_output, report
+from htp_export.cli.file_options import FileArgument, JsonOption, OutputOption
+from htp_export.cli.outputs import report
 from htp_export.cli.terminal import Steps
 
 EXAMPLE = "bert.onnx tuned/ -o tuned.onnx"
@@ -21,13 +21,11 @@ def fuse_lora_command(
         Path, typer.Argument(help="Folder of PEFT, or an adapter file of ONNX Runtime.", show_default=False)
     ],
     output: OutputOption,
-    in_place: InPlaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Add a LoRA adapter to the weights of a model."""
     from htp_export.compress.lora.lora_files import fuse_lora
 
-    check_output(output, [file], in_place=in_place)
     with Steps(quiet=as_json).step(f"fusing {adapter.name}"):
         result = fuse_lora(file, adapter, output)
     report(result, as_json, output=output)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption, ShareOption
-from htp_export.cli.outputs import check_output, report
+from htp_export.cli.file_options import FileArgument, JsonOption, OutputOption, ShareOption
+from htp_export.cli.outputs import report
 from htp_export.cli.terminal import Steps
 
 EXAMPLE = "nested.onnx -o flat.onnx"
@@ -14,13 +14,11 @@ def inline_command(
     file: FileArgument,
     output: OutputOption,
     share_weights: ShareOption = False,
-    in_place: InPlaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Dissolve functions into a flat graph with its tags."""
     from htp_export.surgery.inlining import inline
 
-    check_output(output, [file], in_place=in_place)
     with Steps(quiet=as_json).step(f"inlining {file}"):
         inlined = inline(file, output, share_weights=share_weights)
     report(inlined, as_json, output=output)

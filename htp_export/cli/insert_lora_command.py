@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption
-from htp_export.cli.outputs import check_output, report
+from htp_export.cli.file_options import FileArgument, JsonOption, OutputOption
+from htp_export.cli.outputs import report
 from htp_export.cli.terminal import Steps
 
 EXAMPLE = 'bert.onnx "**.query,**.value" --rank 8 --alpha 16 -o lora.onnx'
@@ -20,13 +20,11 @@ def insert_lora_command(
     output: OutputOption,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters, for the factor alpha / rank.")] = 8,
     alpha: Annotated[float | None, typer.Option(help="PEFT's lora_alpha; the rank without it.")] = None,
-    in_place: InPlaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Give layers inputs for LoRA adapters."""
     from htp_export.compress.lora.lora_inputs import insert_lora
 
-    check_output(output, [file], in_place=in_place)
     with Steps(quiet=as_json).step(f"inserting LoRA layers into {file.name}"):
         result = insert_lora(file, select, rank, alpha, output)
     report(result, as_json, output=output)

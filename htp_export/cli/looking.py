@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from htp_export.cli.file_options import seed_option
 from htp_export.cli.model_options import Dtype, ModelOptions
 from htp_export.cli.terminal import Steps, notice_line
 from htp_export.errors import InputError
@@ -60,7 +61,7 @@ class LookOptions:
     ] = None
     task: Annotated[str | None, typer.Option(help="Of a model without a file: fill-mask, ...")] = None
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Build the model from its config.")] = False
-    seed: Annotated[int, typer.Option(help="Of random weights and inputs.")] = 0
+    seed: Annotated[int, seed_option("Of random weights and inputs.")] = 0
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the config; may be repeated.")
     ] = None

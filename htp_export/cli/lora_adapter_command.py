@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.file_options import FileArgument, JsonOption
-from htp_export.cli.outputs import check_output, report, show_written, written_page
+from htp_export.cli.outputs import Kind, Writes, report, show_written, written_page
 from htp_export.cli.terminal import Steps
 
 EXAMPLE = "lora.onnx tuned/ -o tuned.onnx_adapter"
@@ -18,13 +18,16 @@ PLACE = 147
 def lora_adapter_command(
     file: FileArgument,
     adapter: Annotated[Path, typer.Argument(help="Folder of an adapter of PEFT.", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The adapter file to write.", show_default=False)],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="The adapter file to write.", show_default=False),
+        Writes(Kind.ADAPTER),
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Convert a PEFT adapter for ONNX Runtime."""
     from htp_export.compress.lora.lora_files import lora_adapter
 
-    check_output(output, [file])
     with Steps(quiet=as_json).step(f"converting {adapter.name}"):
         result = lora_adapter(file, adapter, output)
     report(result, as_json)

@@ -18,10 +18,11 @@ import typer
 
 import htp_export
 from htp_export.cli.commands import CommandGroup
+from htp_export.cli.encodable import encodable_output, unwritten_output
 from htp_export.cli.interrupts import Interrupts
 from htp_export.cli.quiet import quiet_libraries
 from htp_export.cli.terminal import CheckFailed, error_line
-from htp_export.errors import FileError, HtpExportError, InputError
+from htp_export.errors import FileError, HtpExportError, InputError, described
 from htp_export.process.garbage_collection import rare_collections
 
 __all__ = ["app", "main"]
@@ -72,6 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         2
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    with encodable_output():
+        status = _status(arguments)
+        if problem := unwritten_output():
+            error_line(problem)
+            status = status or 2
+    return status
+
+
+def _status(arguments: list[str]) -> int:
+    """Run a command, and say why it failed; the exit status."""
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     interrupts = Interrupts()
@@ -116,11 +127,10 @@ def _explained(error: Exception, debug: bool) -> tuple[str, int]:
         if message.startswith("No such command"):
             message = f"{message.rstrip('.')}; htp-export --help lists the commands"
         return message, 2
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}", 2
+    if isinstance(error, OSError) and error.strerror is not None:  # without a name it is a stream: stdout
+        return f"{error.filename or 'the output cannot be written'}: {error.strerror}", 2
     if isinstance(error, MemoryError):
         return "there is not enough memory", 1
-    first = next(iter(str(error).splitlines()), "")
     versions = f"htp_export {htp_export.__version__}, Python {platform.python_version()}"
     advice = "" if debug else "; run the command with --debug, and report what it prints"
-    return f"this is a bug in htp_export ({versions}): {type(error).__name__}: {first}{advice}", _INTERNAL_ERROR
+    return f"this is a bug in htp_export ({versions}): {described(error)}{advice}", _INTERNAL_ERROR

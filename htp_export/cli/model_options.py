@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from htp_export.cli.file_options import seed_option
 from htp_export.cli.sources import Call, call_entry, parse_overrides, read_shapes
 from htp_export.errors import InputError
 
@@ -49,7 +50,7 @@ class ModelOptions:
         str | None, typer.Option(help="fill-mask, text-generation-with-past, ...; auto: what the model is for.")
     ] = None
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Build from the config alone.")] = False
-    seed: Annotated[int, typer.Option(help="Of random weights and inputs: the same seed gives the same.")] = 0
+    seed: Annotated[int, seed_option("Of random weights and inputs: the same seed gives the same.")] = 0
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the config; may be repeated.")
     ] = None

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption, ShareOption
-from htp_export.cli.outputs import check_output, report
+from htp_export.cli.file_options import FileArgument, JsonOption, OutputOption, ShareOption
+from htp_export.cli.outputs import report
 from htp_export.cli.terminal import Steps
 
 EXAMPLE = "bert.onnx -o named.onnx"
@@ -19,7 +19,6 @@ def names_command(
     output: OutputOption,
     style: Annotated[str, typer.Option(help="How nodes and tensors are named; there is 'path'.")] = "path",
     share_weights: ShareOption = False,
-    in_place: InPlaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Name nodes and tensors after their modules.
@@ -28,7 +27,6 @@ def names_command(
     """
     from htp_export.deploy.naming import names
 
-    check_output(output, [file], in_place=in_place)
     with Steps(quiet=as_json).step(f"naming {file}"):
         result = names(file, output, style=style, share_weights=share_weights)
     report(result, as_json, output=output)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from htp_export.cli.file_options import InPlaceOption, JsonOption, ShareOption
-from htp_export.cli.outputs import check_folder, check_output, show_next, show_written, written_files
+from htp_export.cli.file_options import JsonOption, ShareOption
+from htp_export.cli.outputs import Kind, Writes, check_output, show_next, show_written, written_files
 from htp_export.cli.terminal import Steps, print_json, print_text, show
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def optimize_command(
         typer.Option(
             "-o", "--output", help="The file to write; for several a folder that is there.", show_default=False
         ),
+        Writes(in_place=True),
     ] = None,
     passes: Annotated[str, typer.Option(help="'default', or names of passes with commas between them.")] = "default",
     level: Annotated[
@@ -46,7 +47,6 @@ def optimize_command(
     ] = None,
     list_passes: Annotated[bool, typer.Option("--list", help="Show the passes there are, and end.")] = False,
     share_weights: ShareOption = False,
-    in_place: InPlaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Make a graph smaller, and keep its module tags true."""
@@ -61,8 +61,8 @@ def optimize_command(
     wanted = cast("Level", level)
     choose(passes, wanted)  # it refuses other levels, and unknown passes, before any work
     targets = _targets(files, output)
-    for file, target in targets:
-        check_output(target, [file], in_place=in_place)
+    for _, target in targets:
+        check_output(target, Kind.MODEL)
     steps = Steps(quiet=as_json, count=len(targets))
     results: dict[str, Optimized] = {}
     for file, target in targets:
@@ -125,6 +125,8 @@ def _targets(files: list[Path], output: Path) -> list[tuple[Path, Path]]:
     if twice:
         raise typer.BadParameter(f"several files are called {twice[0]}; in one folder they would be one")
     if not output.exists():
-        check_folder(output.absolute().parent, output)
+        from htp_export.files.targets import check_parent
+
+        check_parent(output)
         output.mkdir()
     return [(file, output / file.name) for file in files]

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
 
 from htp_export.cli.terminal import print_json, show
-from htp_export.errors import FileError, InputError
-from htp_export.files.filesystem import is_special, why_not_writable
+from htp_export.files.filesystem import is_special
+from htp_export.files.targets import Kind, check_target, files_named_in
 from htp_export.model.columns import si
-from htp_export.show.text_file import check_name
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = [
-    "check_folder",
+    "FORCE",
+    "IN_PLACE",
+    "Kind",
+    "Writes",
     "check_output",
+    "reading",
     "report",
     "show_model",
     "show_next",
@@ -58,64 +67,76 @@ def report(
         show_model(output)
 
 
-def check_output(output: Path, inputs: Iterable[Path] = (), *, in_place: bool = False, page: bool = False) -> None:
-    """Refuse an output that cannot be written, or that is one of the files that the command reads.
+@dataclass(frozen=True)
+class Writes:
+    """Marks an option that names what a command writes; such a command also has ``--force``.
+
+    Attributes:
+        kind: What is written there, which is checked before the command runs; None if the command checks it.
+        in_place: Whether the command has ``--in-place``, too.
+    """
+
+    kind: Kind | None = None
+    in_place: bool = False
+
+
+FORCE = Annotated[bool, typer.Option("--force", help="Allow --output to be an existing file of another kind.")]
+IN_PLACE = Annotated[bool, typer.Option("--in-place", help="Allow --output to be a file that is read.")]
+
+
+@dataclass(frozen=True)
+class _Named:
+    """What was typed about files: those that are read, and how far existing ones may be replaced."""
+
+    reads: tuple[Path, ...] = ()
+    force: bool = False
+    in_place: bool = False
+
+
+_named: ContextVar[_Named | None] = ContextVar("_named", default=None)
+
+
+@contextlib.contextmanager
+def reading(values: Iterable[Any], *, force: bool = False, in_place: bool = False) -> Iterator[None]:
+    """Run a command, in which `check_output` refuses to replace the files that it reads.
+
+    Args:
+        values: The values of all options that name nothing that is written.
+        force: Whether files of another kind may be replaced.
+        in_place: Whether a model that is read may be replaced.
+    """
+    listed = list(values)
+    sources = (_source_of(word) for value in listed for word in (value if isinstance(value, list) else [value]))
+    files = (*files_named_in(listed), *(file for file in sources if file is not None))
+    token = _named.set(_Named(files, force, in_place))
+    try:
+        yield
+    finally:
+        _named.reset(token)
+
+
+def _source_of(word: object) -> Path | None:
+    """The file of the module in ``package.module:factory``; None for other words."""
+    if not isinstance(word, str) or re.fullmatch(r"[\w.]+:\w+", word) is None:
+        return None
+    module = Path(*word.partition(":")[0].split("."))
+    files = (Path(f"{module}.py"), module / "__init__.py")
+    places = (folder / file for folder in map(Path, ("", *sys.path)) for file in files)
+    return next((file for file in places if file.is_file()), None)
+
+
+def check_output(output: Path, kind: Kind) -> None:
+    """Refuse an output that cannot be written, that the command reads, or that is a file of another kind.
 
     Args:
         output: The file to write, a device or a pipe. The weights of a model are written to ``<output>.data``.
-        inputs: The files that are read: ONNX files, results.
-        in_place: Whether the user asked to write over an input.
-        page: Whether it is a page or text; these are not written to names that models have.
+        kind: What is written.
 
     Raises:
         FileError: If the file cannot be written.
     """
-    if is_special(output):
-        if not os.access(output, os.W_OK):
-            raise FileError(output, "cannot be written: permission denied")
-        return
-    check_folder(output.parent, output)
-    if output.is_dir():
-        raise FileError(output, "is a folder; name a file in it")
-    if output.exists() and not os.access(output, os.W_OK):
-        raise FileError(output, "cannot be written: permission denied")
-    if page:
-        check_name(output)
-    if in_place:
-        return
-    targets = [output] if page else [output, output.with_name(f"{output.name}.data")]
-    targets = [target for target in targets if target.exists()]
-    for file in inputs if targets else ():
-        if file.exists() and any(target.samefile(file) for target in targets):
-            raise FileError(output, "is read by this command; name another file to write")
-        for weights in _weights_of(file):
-            if weights.exists() and any(target.samefile(weights) for target in targets):
-                raise FileError(output, f"would replace {weights.name}, the weights of {file}; name another file")
-
-
-def check_folder(folder: Path, output: Path) -> None:
-    """Refuse a folder that is not there, or in which no file can be made.
-
-    Raises:
-        FileError: If it is such a folder.
-    """
-    error = why_not_writable(folder)
-    if isinstance(error, FileNotFoundError):
-        raise FileError(output, f"its folder does not exist: {folder}")
-    if isinstance(error, PermissionError):
-        raise FileError(output, f"cannot be written: no permission to write in the folder {folder}")
-    if error is not None:
-        raise FileError(output, f"cannot be written in the folder {folder}: {error.strerror}")
-
-
-def _weights_of(file: Path) -> set[Path]:
-    """The files beside a model that its weights lie in; empty for what is no ONNX file."""
-    from htp_export.files.model_files import external_files, read_model
-
-    try:
-        return external_files(read_model(file))
-    except InputError:  # no model, or one that is broken; the command that reads it says so
-        return set()
+    named = _named.get() or _Named()
+    check_target(output, kind, named.reads, in_place=named.in_place, replaces_others=named.force)
 
 
 def written_files(output: Path) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from htp_export.cli.file_options import FileArgument, JsonOption
-from htp_export.cli.outputs import check_folder, show_next, show_written, written_folder
+from htp_export.cli.outputs import Writes, show_next, show_written, written_folder
 from htp_export.cli.terminal import Steps, print_json, show
 
 EXAMPLE = "bert.onnx 4 -o stages/"
@@ -31,11 +31,11 @@ def partition_command(
             show_default=False,
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write.", show_default=False)],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write.", show_default=False), Writes()],
     balance: Annotated[
         str,
         typer.Option(
-            help="What to balance: parameters, flops, or a JSON file of module path → number, as of profile --json."
+            help="What to balance: parameters, flops, or JSON: a number for each module path, as of profile --json."
         ),
     ] = "parameters",
     slack: Annotated[
@@ -51,10 +51,11 @@ def partition_command(
     as_json: JsonOption = False,
 ) -> None:
     """Cut a model into stages that run one after another."""
+    from htp_export.surgery.stage_folder import check_folder
     from htp_export.surgery.staging import partition
     from htp_export.surgery.weighing import read_weights
 
-    check_folder(output if output.is_dir() else output.absolute().parent, output)
+    check_folder(output)
     weights: Any = balance if balance in ("parameters", "flops") else read_weights(balance)
     wanted = int(stages[0]) if len(stages) == 1 and stages[0].isdecimal() else stages
     with Steps(quiet=as_json).step(f"cutting {file}"):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from htp_export.cli.file_options import JsonOption
-from htp_export.cli.outputs import check_folder, report
+from htp_export.cli.outputs import Kind, Writes, report
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
 
@@ -31,10 +31,12 @@ def pipeline_command(
         Path | None, typer.Option("--model", "-m", help="The ONNX file to begin with.", show_default=False)
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The ONNX file to write.", show_default=False)
+        Path | None,
+        typer.Option("--output", "-o", help="The ONNX file to write.", show_default=False),
+        Writes(Kind.MODEL),
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Folder for the files of the steps; OUTPUT.steps without it.")
+        Path | None, typer.Option(help="Folder for the files of the steps; OUTPUT.steps without it."), Writes()
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Run all steps, whatever an earlier run has done.")] = False,
     as_json: JsonOption = False,
@@ -53,8 +55,6 @@ def pipeline_command(
     if file.suffix.lower() == ".onnx" and model is None and output is None:
         _show_provenance(file, as_json)
         return
-    if output is not None:
-        check_folder(output.parent, output)
     read = read_pipeline(file, _with_pytorch)
     with Steps(quiet=as_json).step("running the pipeline"):
         result = pipeline(read, model, output, folder=folder, resume=not fresh)

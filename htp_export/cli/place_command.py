@@ -11,12 +11,11 @@ from htp_export.cli.file_options import (
     FeedDimsOption,
     FeedOption,
     FileArgument,
-    InPlaceOption,
     OutputOption,
     ShareOption,
     TableOptions,
 )
-from htp_export.cli.outputs import check_output, show_next, show_written, written_files
+from htp_export.cli.outputs import show_next, show_written, written_files
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps
 
@@ -44,7 +43,6 @@ def place_command(
     inputs: FeedOption = None,
     dims: FeedDimsOption = None,
     share_weights: ShareOption = False,
-    in_place: InPlaceOption = False,
 ) -> None:
     """Give modules devices, for ONNX Runtime 1.25 and later."""
     from htp_export.costs.module_tree import visible
@@ -53,8 +51,7 @@ def place_command(
     from htp_export.model.tagged import load
     from htp_export.show.placements import placement_csv, render_placement
 
-    rules, files = _read(plan or [])
-    check_output(output, [file, *files], in_place=in_place)
+    rules = _read(plan or [])
     sizes = read_sizes(inputs, dims)
     with Steps(quiet=table.as_json or table.as_csv).step(f"placing {file.name}"):
         tagged = load(file)
@@ -80,16 +77,14 @@ def place_command(
         show_next("htp-export", "placement", output, "--providers", "cuda,cpu")
 
 
-def _read(words: list[str]) -> tuple[dict[str, Any], list[Path]]:
-    """The rules of words and files, in order, and the files."""
+def _read(words: list[str]) -> dict[str, Any]:
+    """The rules of words and files, in order."""
     from htp_export.model.plans import read_plan, rules_of
 
     rules: dict[str, Any] = {}
-    files: list[Path] = []
     for word in words:
         is_file = "=" not in word and Path(word).suffix.lower() in _PLANS
-        files += [Path(word)] if is_file else []
         for selector, device in (read_plan(word) if is_file else rules_of([word])).items():
             rules.pop(selector, None)  # it holds at its new place
             rules[selector] = device
-    return rules, files
+    return rules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from htp_export.cli.providers import provider_named
 from htp_export.cli.quiet import quiet_runtime
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps
+from htp_export.process.bounds import MOST_RUNS, check_whole, most_threads
 
 EXAMPLE = "bert.onnx --runs 50"
 PLACE = 50
@@ -47,8 +49,10 @@ def profile_command(
     file: FileArgument,
     inputs: FeedOption = None,
     dims: FeedDimsOption = None,
-    runs: Annotated[int, typer.Option(min=1, help="Measured runs, each with the profiler and without.")] = 20,
-    warmup: Annotated[int, typer.Option(min=0, help="Runs before those.")] = 3,
+    runs: Annotated[
+        int, typer.Option(min=1, max=MOST_RUNS, help="Measured runs, each with the profiler and without.")
+    ] = 20,
+    warmup: Annotated[int, typer.Option(min=0, max=MOST_RUNS, help="Runs before those.")] = 3,
     provider: Annotated[
         list[str] | None, typer.Option(help="Execution provider: cpu, cuda, ... May be repeated.", show_default="cpu")
     ] = None,
@@ -79,6 +83,8 @@ def profile_command(
     from htp_export.run.latency import profile
     from htp_export.show.latency import render_profile
 
+    if threads is not None:
+        check_whole(f"--threads, on {os.cpu_count()} cores,", threads, 1, most_threads())
     sizes = read_sizes(inputs, dims)
     with Steps(quiet=as_json).step(f"profiling {file}"), quiet_runtime():  # it warns of options that are set again
         result = profile(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption
-from htp_export.cli.outputs import check_output, report
+from htp_export.cli.file_options import FileArgument, JsonOption, OutputOption, seed_option
+from htp_export.cli.outputs import report
 from htp_export.cli.plan_options import read_prune_rules
 from htp_export.cli.terminal import Steps
 
@@ -33,15 +33,13 @@ def prune_command(
     output: OutputOption,
     method: Annotated[str, typer.Option(help="l1: the smallest values go; random.")] = "l1",
     scope: Annotated[str, typer.Option(help="local: the share of each weight; global: of all together.")] = "local",
-    seed: Annotated[int, typer.Option(min=0, help="For --method random.")] = 0,
-    in_place: InPlaceOption = False,
+    seed: Annotated[int, seed_option("For --method random.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Remove the least important weights of modules."""
     from htp_export.compress.pruning.pruning import prune
 
     rules = read_prune_rules(plan, rule)
-    check_output(output, [file, *([plan] if plan else [])], in_place=in_place)
     with Steps(quiet=as_json).step(f"pruning {file.name}"):
         result = prune(
             file,

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from htp_export.cli.file_options import FeedDimsOption, FileArgument, InPlaceOption, ShareOption, TableOptions
-from htp_export.cli.outputs import check_output, show_next, show_written, written_files
+from htp_export.cli.file_options import FeedDimsOption, FileArgument, ShareOption, TableOptions, seed_option
+from htp_export.cli.outputs import Kind, Writes, show_next, show_written, written_files
 from htp_export.cli.plan_options import (
     DataOption,
     EntryOption,
@@ -32,7 +32,9 @@ def quantize_command(
     plan: PlanArgument = None,
     rule: RuleOption = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The ONNX file to write.", show_default=False)
+        Path | None,
+        typer.Option("--output", "-o", help="The ONNX file to write.", show_default=False),
+        Writes(Kind.MODEL, in_place=True),
     ] = None,
     data: DataOption = None,
     entry: EntryOption = None,
@@ -42,12 +44,11 @@ def quantize_command(
         typer.Option(help="Inputs for --metric as .npz; may be repeated. Those of --data without.", show_default=False),
     ] = None,
     dims: FeedDimsOption = None,
-    seed: Annotated[int, typer.Option(help="Of random inputs.")] = 0,
+    seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the predicted bytes; run nothing.")] = (
         False
     ),
     share_weights: ShareOption = False,
-    in_place: InPlaceOption = False,
 ) -> None:
     """Give modules other precisions: int8, int4, fp16.
 
@@ -61,10 +62,6 @@ def quantize_command(
     if output is None and not dry_run:
         raise typer.BadParameter("give the file to write with -o, or --dry-run")
     rules = read_rules(plan, rule)
-    if output is not None:
-        check_output(
-            output, [file, *([Path(plan)] if plan else []), *(data or []), *(validation or [])], in_place=in_place
-        )
     with Steps(quiet=table.as_json or table.as_csv).step(f"quantizing {file.name}"):
         tagged = load(file)
         result = quantize(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from htp_export.cli.file_options import FileArgument, InPlaceOption, JsonOption, OutputOption, ShareOption
-from htp_export.cli.outputs import check_output, report
+from htp_export.cli.file_options import FileArgument, JsonOption, OutputOption, ShareOption
+from htp_export.cli.outputs import report
 from htp_export.cli.quiet import quiet_runtime
 from htp_export.cli.terminal import CheckFailed, Steps
 from htp_export.errors import HtpExportError, InputError
@@ -35,7 +35,6 @@ def run_command(
         typer.Option("--embed-map", help="Write a map too: then carry brings tags back when this file is gone."),
     ] = False,
     share_weights: ShareOption = False,
-    in_place: InPlaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run another tool on a tagged file, and keep its tags."""
@@ -45,7 +44,6 @@ def run_command(
 
     if tool not in tools.__all__:
         raise InputError(f"there is no tool {tool!r}; there are {', '.join(tools.__all__)}")
-    check_output(output, [file], in_place=in_place)
     settings = _settings(options or ())
     try:
         with Steps(quiet=as_json).step(f"running {tool}"), quiet_runtime():

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from htp_export.cli.file_options import DepthOption, FeedDimsOption, FileArgument, JsonOption, SelectOption
-from htp_export.cli.outputs import show_next, show_written, written_folder
+from htp_export.cli.file_options import DepthOption, FeedDimsOption, FileArgument, JsonOption, SelectOption, seed_option
+from htp_export.cli.outputs import Writes, show_next, show_written, written_folder
 from htp_export.cli.plan_options import DataOption, EntryOption, MetricOption, read_data, read_metric
 from htp_export.cli.sizes import parse_dims
 from htp_export.cli.terminal import Steps, print_json, show, split_names
+from htp_export.process.bounds import MOST_RUNS
 
 EXAMPLE = "bert.onnx --choices int8,int4,fp16 --data inputs.npz -o found/"
 PLACE = 145
@@ -21,7 +22,7 @@ def search_command(
     file: FileArgument,
     space: Annotated[
         Path | None,
-        typer.Argument(help="A .yaml or .json file of selector → what modules may become.", show_default=False),
+        typer.Argument(help="A .yaml or .json file: for each selector, what modules may become.", show_default=False),
     ] = None,
     choices: Annotated[
         list[str] | None,
@@ -38,7 +39,7 @@ def search_command(
     metric: MetricOption = None,
     select: SelectOption = None,
     depth: DepthOption = None,
-    trials: Annotated[int, typer.Option(min=1, help="Plans that are measured.")] = 50,
+    trials: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="Plans that are measured.")] = 50,
     sampler: Annotated[str, typer.Option(help="tpe, nsga2, random or grid.")] = "tpe",
     storage: Annotated[
         str | None,
@@ -50,14 +51,17 @@ def search_command(
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds without a sign of life after which a process is taken to be dead.")
     ] = 60.0,
-    runs: Annotated[int, typer.Option(min=1, help="Timed runs of each plan, for the objective latency.")] = 20,
+    runs: Annotated[
+        int, typer.Option(min=1, max=MOST_RUNS, help="Timed runs of each plan, for the objective latency.")
+    ] = 20,
     dims: FeedDimsOption = None,
-    seed: Annotated[int, typer.Option(help="Of the sampler, and of random inputs.")] = 0,
+    seed: Annotated[int, seed_option("Of the sampler, and of random inputs.")] = 0,
     output: Annotated[
         Path | None,
         typer.Option(
             "--output", "-o", help="A folder for the plans of the front, and its picture.", show_default=False
         ),
+        Writes(),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

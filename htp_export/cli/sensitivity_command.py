@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from htp_export.cli.file_options import DepthOption, FeedDimsOption, FileArgument, JsonOption, SelectOption
+from htp_export.cli.file_options import DepthOption, FeedDimsOption, FileArgument, JsonOption, SelectOption, seed_option
 from htp_export.cli.plan_options import DataOption, EntryOption, MetricOption, read_data, read_metric
 from htp_export.cli.sizes import parse_dims
 from htp_export.cli.terminal import Steps, print_json, print_text, show, split_names
+from htp_export.process.bounds import MOST_RUNS
 
 EXAMPLE = "bert.onnx --precision int8,int4 --data inputs.npz --depth 3"
 PLACE = 144
@@ -34,9 +35,9 @@ def sensitivity_command(
     by_module: Annotated[
         bool, typer.Option("--by-module", help="Compare all modules in each quantized model; for --json.")
     ] = False,
-    runs: Annotated[int, typer.Option(min=0, help="Timed runs of each model.")] = 0,
+    runs: Annotated[int, typer.Option(min=0, max=MOST_RUNS, help="Timed runs of each model.")] = 0,
     dims: FeedDimsOption = None,
-    seed: Annotated[int, typer.Option(help="Of random inputs.")] = 0,
+    seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV.")] = False,
 ) -> None:

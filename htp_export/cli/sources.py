@@ -8,7 +8,6 @@ import inspect
 import json
 import os
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import FileError, InputError, ModelSourceError
 from htp_export.files.json_file import read_json
+from htp_export.process.user_code import user_code
 
 if TYPE_CHECKING:
     from torch import nn
@@ -104,28 +104,16 @@ def call_factory(entry: str, seed: int = 0) -> Any:
     folder = os.fspath(Path.cwd())
     sys.path.insert(0, folder)
     try:
-        module = importlib.import_module(module_name)
-        factory = getattr(module, attribute, None)
-        if not callable(factory):
-            raise ModelSourceError(entry, f"module {module_name!r} has no function {attribute!r}")
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            return factory()
-    except ModelSourceError:
-        raise
-    except Exception as error:  # the user's own code
-        raise ModelSourceError(entry, f"raised {_told(error)}") from error
+        with user_code(entry):
+            module = importlib.import_module(module_name)
+            factory = getattr(module, attribute, None)
+            if not callable(factory):
+                raise ModelSourceError(entry, f"module {module_name!r} has no function {attribute!r}")
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(seed)
+                return factory()
     finally:
         sys.path.remove(folder)
-
-
-def _told(error: Exception) -> str:
-    """An exception of the user's code, with the last line of it that ran."""
-    ours = os.fspath(Path(__file__))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != ours]
-    frames = [frame for frame in frames if "importlib" not in frame.filename]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
 
 
 def _call(entry: str, made: Any) -> Call:

@@ -9,13 +9,12 @@ import typer
 
 from htp_export.cli.file_options import (
     FileArgument,
-    InPlaceOption,
     JsonOption,
     ModuleArgument,
     OutputOption,
     ShareOption,
 )
-from htp_export.cli.outputs import check_output, report
+from htp_export.cli.outputs import report
 from htp_export.cli.terminal import Steps
 
 EXAMPLE = "bert.onnx encoder.layer.0 layer0.onnx -o mixed.onnx"
@@ -31,13 +30,11 @@ def splice_command(
         int | None, typer.Option(min=0, help="Which call of a module that ran several times; all without it.")
     ] = None,
     share_weights: ShareOption = False,
-    in_place: InPlaceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Replace one module of a model by another model."""
     from htp_export.surgery.splicing import splice
 
-    check_output(output, [file, replacement], in_place=in_place)
     with Steps(quiet=as_json).step(f"splicing {module}"):
         result = splice(file, module, replacement, output, call=call, share_weights=share_weights)
     report(result, as_json, output=output)

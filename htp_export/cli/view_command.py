@@ -13,7 +13,7 @@ import typer
 from htp_export.cli.file_options import JsonOption
 from htp_export.cli.interrupts import accept_interrupt
 from htp_export.cli.looking import Looked, LookOptions
-from htp_export.cli.outputs import check_output, show_written, written_page
+from htp_export.cli.outputs import Kind, Writes, check_output, show_written, written_page
 from htp_export.cli.terminal import Steps, print_json, show
 from htp_export.errors import InputError
 
@@ -45,7 +45,9 @@ _MEASURES = {
 
 def view_command(
     model: LookOptions,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="The page.", show_default="FILE.html")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The page.", show_default="FILE.html"), Writes()
+    ] = None,
     profile: Annotated[Path | None, typer.Option(help="What `profile --json` wrote: latency by module.")] = None,
     cost: Annotated[Path | None, typer.Option(help="What `cost --json` wrote: FLOPs and memory by module.")] = None,
     verify: Annotated[Path | None, typer.Option(help="What `verify --json` or `compare --json` wrote: errors.")] = None,
@@ -86,7 +88,8 @@ def view_command(
         raise InputError("--overlay and --netron are for an ONNX file that Model Explorer or Netron opens")
     file = Path(str(model.file) if model.is_file else "model")
     target = output or file.with_suffix(".netron.json" if netron else f".{overlay}.json" if overlay else ".html")
-    check_output(target, [*([file] if model.is_file else []), *results], page=True)
+    kind = Kind.JSON if netron or overlay else Kind.PAGE
+    check_output(target, kind)
     looked = model.look(quiet=as_json)
     if overlay is not None:
         _write(target, _overlay(file, overlay, results))
@@ -151,9 +154,9 @@ def _attachment(file: Path, results: list[Path]) -> dict[str, object]:
 
 
 def _write(path: Path, data: dict[str, object]) -> None:
-    from htp_export.show.text_file import write_text
+    from htp_export.files.text_file import write_text
 
-    write_text(path, json.dumps(data, indent=1))
+    write_text(path, json.dumps(data, indent=1), Kind.JSON)
 
 
 def _serve(model: LookOptions, results: list[Path], port: int, *, graph: bool, weights: bool, as_json: bool) -> None:

@@ -10,6 +10,8 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.runtime.arrays import Array, nan_in
+from htp_export.process.user_code import user_code
+
 from htp_export.runtime.sessions import Changes, RunnableModel, Session, SessionSettings, temporary_folder
 
 __all__ = ["Metric", "Outputs", "measured_metric", "metric_value", "outputs_of"]
@@ -38,8 +40,10 @@ def metric_value(metric: Metric, outputs: Outputs) -> float:
 
     Raises:
         InputError: If it is no number, NaN too; the message says which output of which run has NaN.
+        UserCodeError: If the metric raises.
     """
-    found = metric(outputs)
+    with user_code("the metric"):
+        found = metric(outputs)
     try:
         number = float(found)
     except (TypeError, ValueError) as error:

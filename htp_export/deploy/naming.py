@@ -10,7 +10,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.files.model_files import check_target, write_model
+from htp_export.files.model_files import write_model
+from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.model.columns import Column, text_table
 from htp_export.model.flattening import dissolve

@@ -15,7 +15,8 @@ from htp_export.deploy.devices import ANNOTATION, SETTINGS, assignment_settings,
 from htp_export.deploy.parts import Needs, known_sizes, nodes_that_fit
 from htp_export.deploy.placed import DeviceUse, Placed, placed_modules
 from htp_export.errors import InputError
-from htp_export.files.model_files import check_target, write_model
+from htp_export.files.model_files import write_model
+from htp_export.files.targets import check_target
 from htp_export.format.placement_entries import write_placement
 from htp_export.model.cutting import Cutter
 from htp_export.model.flattening import read_flat

@@ -14,11 +14,12 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.deploy.unwritable import named_if_unwritable
-from htp_export.errors import FileError, InputError
+from htp_export.errors import InputError
 from htp_export.files.json_file import read_json, write_json
 from htp_export.files.model_files import read_model, write_model
 from htp_export.files.replacing import Move, work_folder
 from htp_export.files.written_check import made_from
+from htp_export.files.targets import check_folder
 from htp_export.huggingface.companions import copy_companions, is_companion, write_configs
 from htp_export.provenance import adapters
 
@@ -115,21 +116,13 @@ def check_transformers_js(folder: Path, dtypes: Sequence[str]) -> None:
     if unknown or not dtypes:
         problem = f"has no type {unknown[0]!r} here" if unknown else "needs a type"
         raise InputError(f"a model for transformers.js {problem}; there are {', '.join(DTYPES)}")
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise FileError(folder, "is a file; name a folder for the model")
-    for file in sorted(folder.rglob("*")):
-        if file.is_symlink() or (file.is_file() and not _is_part(file, folder)):
-            name = file.relative_to(folder).as_posix()
-            raise FileError(folder, f"holds {name!r}, which is not of a model for transformers.js; name another folder")
+    check_folder(folder, "a model for transformers.js", _is_part)
 
 
-def _is_part(file: Path, folder: Path) -> bool:
-    """Whether a file of a folder is one that this module writes."""
-    if file.parent == folder:
-        return is_companion(file.name)
-    return file.parent == folder / "onnx" and file.name.endswith((".onnx", ".onnx_data"))
+def _is_part(name: str) -> bool:
+    """Whether a file with this path in the folder is one that this module writes."""
+    inner, _, file = name.rpartition("/")
+    return is_companion(file) if not inner else inner == "onnx" and file.endswith((".onnx", ".onnx_data"))
 
 
 def _variants(name: str, file: Path, folder: Path, dtypes: Sequence[str]) -> list[str]:

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from htp_export.errors import CaptureError
+from htp_export.errors import CaptureError, described
 from htp_export.exporter.capture import patches, running, torch_internals, torchscript_internals
 from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.guarded import seam
 from htp_export.exporter.capture.modules import ModuleNames, keep_training_modes, refused_modules
 from htp_export.exporter.capture.program_bodies import ProgramBodies
 from htp_export.exporter.capture.programs import Captured, captured_with
-from htp_export.exporter.capture.root_call import first_line
 from htp_export.exporter.capture.saving import save_whole
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
 from htp_export.exporter.owners.write import make_tags
@@ -145,14 +144,14 @@ class TorchScript:
             refusal, before = error, choice.before
         before.put_back()
         strict = self.capture.strict
-        self.capture = self._new_capture(first_line(refusal))
+        self.capture = self._new_capture(described(refusal))
         self.capture.strict = strict
         try:
             return self._attempt(export)
         except CaptureError:
             raise
         except Exception as error:
-            refusal.add_note(f"htp_export: called as the arguments were given, it fails too: {first_line(error)}")
+            refusal.add_note(f"htp_export: called as the arguments were given, it fails too: {described(error)}")
             raise refusal from error
 
     def _attempt(self, export: Callable[[], Any]) -> Any:

@@ -20,19 +20,20 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import FileError, InputError, ResultError
+from htp_export.errors import FileError, InputError, first_line
 from htp_export.files.data_files import DataFile, DataTensor, check_data, find_data, place_data
 from htp_export.files.data_notes import Place, check_notes, describe_own, describe_shared, put_notes, shared_files
 from htp_export.files.data_plan import DataPlan, in_safe_order, plan_data
-from htp_export.files.filesystem import is_special, why_not_writable
-from htp_export.files.parsing import first_line, is_protobuf, parsed, put_in_order
+from htp_export.files.filesystem import is_special
+from htp_export.files.parsing import is_protobuf, parsed, put_in_order
 from htp_export.files.replacing import Move, real_path, replace_file, work_folder
 from htp_export.files.slots import Slot, slots
 from htp_export.files.stored import Marks, write_filled
 from htp_export.files.written_check import check_written, hollow_proto
+from htp_export.files.targets import check_target
 from htp_export.format import tags
 
 __all__ = [
-    "check_target",
     "external_files",
     "has_external_data",
     "own_files",
@@ -103,25 +104,6 @@ def _find_weights(model: ir.Model, file: Path) -> None:
 def places_of(tensors: Iterable[ir.ExternalTensor]) -> list[Place]:
     """Return the places of tensors in a data file, for `data_notes`."""
     return [(tensor.offset or 0, tensor.length or tensor.nbytes) for tensor in tensors]
-
-
-def check_target(path: str | os.PathLike[str] | None) -> None:
-    """Refuse a file that cannot be written, before any work is done.
-
-    Args:
-        path: The file; None if nothing is written.
-
-    Raises:
-        FileError: If its folder does not exist, or no file can be created there.
-    """
-    target = Path(path) if path is not None else None
-    if target is None or is_special(target):
-        return
-    if target.is_dir():
-        raise FileError(target, "is a folder")
-    error = why_not_writable(target.absolute().parent)
-    if error is not None:
-        raise FileError(target, f"cannot be written: {error.filename}: {error.strerror}") from error
 
 
 def write_model(

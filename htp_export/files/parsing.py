@@ -7,14 +7,14 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from htp_export.errors import InputError
+from htp_export.errors import InputError, first_line
 from htp_export.files.function_calls import check_flat_size
 from htp_export.files.slots import slots
 from htp_export.files.sparse import with_dense_initializers
 from htp_export.files.stored import read_hollow
 from htp_export.files.structure import at_fault, check_structure
 
-__all__ = ["first_line", "is_protobuf", "model_from_proto", "parsed", "put_in_order"]
+__all__ = ["is_protobuf", "model_from_proto", "parsed", "put_in_order"]
 
 _INVALID = "not a valid ONNX model"
 
@@ -95,11 +95,3 @@ def _is_in_order(graph: ir.Graph) -> bool:
                 return False
         seen.add(node)
     return True
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, of the innermost one where onnx_ir wraps it."""
-    if "Error calling" in str(error):  # onnx_ir says first, level by level, what it was doing
-        while deeper := error.__cause__ or error.__context__:
-            error = deeper
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -94,7 +94,7 @@ class CallMaker:
         try:
             run(self.model, {**first, "past_key_values": cache})
         except Exception as error:  # whatever a model raises that has a cache of its own
-            problem = f"cannot be called with a {type(cache).__name__} ({type(error).__name__}: {error})"
+            problem = f"cannot be called with a {type(cache).__name__} ({described(error)})"
             raise InputError(f"{type(self.model).__name__} {problem}; choose a task without -with-past") from error
         return self._ordered(first, emptied(cache)), self._ordered(rest, cache)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from htp_export.errors import InputError
+from htp_export.errors import InputError, described
 from htp_export.huggingface.caches import emptied, empty_cache
 from htp_export.huggingface.call_maker import CACHE, CallMaker, is_same
 from htp_export.huggingface.example_calls import Adapt, ExampleCall, adapted, run, without_a_cache
@@ -68,7 +68,7 @@ class EncoderAndDecoder:
             run(self._model, {**_own_names(self._first), "past_key_values": self._cache})
         except Exception as error:  # whatever a model raises that wants other states
             said = f"{type(self._model).__name__} cannot be called with the states of its encoder"
-            raise InputError(f"{said} ({type(error).__name__}: {error})") from error
+            raise InputError(f"{said} ({described(error)})") from error
         if not self._cache.cross_attention_cache.get_seq_length():
             raise without_a_cache(self._model)
 
@@ -119,7 +119,7 @@ class EncoderAndDecoder:
                 found = [run(self._model, copy.deepcopy(kwargs))["logits"] for kwargs in runs.values()]
             why = "" if all(map(is_same, found, wanted)) else "the logits differ"
         except Exception as error:  # whatever a model raises that does not know such a cache
-            why = f"{type(error).__name__}: {error}"
+            why = described(error)
         if why:
             problem = "does not compute the keys and values of an encoder from a part of its states"
             raise InputError(f"{type(self._model).__name__} {problem} ({why}): export its decoder as two files")

@@ -13,7 +13,7 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from htp_export.errors import InputError
+from htp_export.errors import InputError, described
 from htp_export.huggingface.call_maker import DECODER, CallMaker, is_same
 from htp_export.huggingface.configs import find
 from htp_export.huggingface.example_calls import Adapt, ExampleCall, adapted, run
@@ -55,7 +55,7 @@ class ImagesAndText:
         except InputError:
             raise
         except Exception as error:  # whatever a model raises that wants other images
-            said = f"{type(error).__name__}: {error}"
+            said = described(error)
             raise self._refused(f"cannot be called with images as its config describes them ({said})") from error
         if not agrees:
             raise self._refused("does more with images than to put them in the places of tokens")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from htp_export.errors import ModelSourceError
+from htp_export.errors import ModelSourceError, described
 from htp_export.huggingface.configs import apply_overrides, nearest, tokens_outside, with_cache, without_cache
 from htp_export.huggingface.reaching import why_unreachable
 from htp_export.huggingface.streaming import check_loaded, find_checkpoint, weights_in_files
@@ -210,7 +210,7 @@ def _config(
         if offline:
             problem = f"the hub cannot be reached ({offline}), and the model is not in the cache of this machine{hint}"
             raise ModelSourceError(source, problem) from error
-        raise ModelSourceError(source, f"no model found: {_first_line(error)}{hint}") from error
+        raise ModelSourceError(source, f"no model found: {described(error, lines=2)}{hint}") from error
     return apply_overrides(source, config, overrides)
 
 
@@ -241,7 +241,7 @@ def _random(source: str, model_class: Any, config: Any, options: dict[str, Any],
             torch.default_generator.manual_seed(seed)
             model = build(config, **options)
     except Exception as error:  # whatever a model's own code raises on numbers that do not fit together
-        problem = f"the model cannot be built: {_first_line(error)}{tokens_outside(config)}"
+        problem = f"the model cannot be built: {described(error, lines=2)}{tokens_outside(config)}"
         raise ModelSourceError(source, problem) from error
     spread_parameters(model, torch.Generator().manual_seed(seed))
     return model
@@ -252,7 +252,7 @@ def _pretrained(source: str, model_class: Any, config: Any, options: dict[str, A
         model, loading = model_class.from_pretrained(source, config=config, output_loading_info=True, **options)
     except Exception as error:  # as in _config
         hint = "; add --random-weights to go without them" if isinstance(error, OSError) else ""
-        raise ModelSourceError(source, f"the weights cannot be loaded: {_first_line(error)}{hint}") from error
+        raise ModelSourceError(source, f"the weights cannot be loaded: {described(error, lines=2)}{hint}") from error
     if loading["missing_keys"]:
         missing = sorted(loading["missing_keys"])
         text = "%s: %d parameters are not in the checkpoint and have random values: %s"
@@ -267,7 +267,7 @@ def _streamed(source: str, model_class: Any, config: Any, options: dict[str, Any
         with weights_in_files(checkpoint):
             model, loading = model_class.from_pretrained(source, config=config, output_loading_info=True, **options)
     except Exception as error:  # as in _config
-        raise ModelSourceError(source, f"the weights cannot be loaded: {_first_line(error)}") from error
+        raise ModelSourceError(source, f"the weights cannot be loaded: {described(error, lines=2)}") from error
     check_loaded(checkpoint, loading)
     checkpoint.check()
     return model
@@ -280,8 +280,3 @@ def _dtype(source: str, dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is None or (isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point):
         return torch_dtype
     raise ModelSourceError(source, f"no floating-point dtype: {dtype!r}; one of float32, float16, bfloat16")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])}" if lines else type(error).__name__

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from htp_export.errors import described
 from htp_export.files.json_file import read_json
 from htp_export.huggingface.models import has_files, hub_options
 
@@ -54,7 +55,7 @@ class Processor:
         try:
             ids = [int(token) for token in self.tokenizer(text, add_special_tokens=special, **options)["input_ids"]]
         except Exception as error:  # the code of a model: some take no plain text
-            self._refuse(f"makes no tokens of a plain text ({type(error).__name__}: {error})")
+            self._refuse(f"makes no tokens of a plain text ({described(error)})")
             return None
         if len(ids) < count:
             self._refuse(f"makes {len(ids)} tokens of a text of {len(text)} characters")
@@ -160,6 +161,4 @@ def _file(source: str, name: str, hub: Mapping[str, Any]) -> str | None:
 
 
 def _warn(source: str, what: str, error: Exception) -> None:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = f"{type(error).__name__}: {' '.join(lines[:1])}"
-    _log.warning("%s: the %s cannot be read (%s); example inputs are from the config", source, what, told)
+    _log.warning("%s: the %s cannot be read (%s); example inputs are from the config", source, what, described(error))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import htp_export.errors
+from htp_export.errors import described
 from htp_export.exporter.broken_graphs import module_of_frame
-from htp_export.exporter.capture.root_call import first_line
 from htp_export.inspection.inspected import Stop, Way
 
 __all__ = ["is_of_model", "reason_of", "stop_of"]
@@ -54,7 +54,7 @@ def reason_of(error: BaseException) -> str:
         'ValueError: no such size'
     """
     *_, cause = _chain(error)
-    return first_line(cause)[:_LONGEST]
+    return described(cause)[:_LONGEST]
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

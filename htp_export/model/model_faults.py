@@ -20,8 +20,8 @@ from typing import Any, ParamSpec, TypeVar
 import onnx
 import onnx_ir as ir
 
-from htp_export.errors import HtpExportError, InputError
 from htp_export.files.written_check import faults_of, made_from
+from htp_export.errors import HtpExportError, InputError, described
 from htp_export.model.tagged import TaggedModel, model_of, name_of
 
 __all__ = ["names_model_faults"]
@@ -70,8 +70,7 @@ def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callabl
                 for source in models():
                     if fault := _fault(source):
                         name = name_of(source, "the model")
-                        problem = f"{type(error).__name__}: {error}".split("\n", 1)[0].rstrip(": ")
-                        raise InputError(f"{name}: not a valid ONNX model: {fault} ({problem})") from error
+                        raise InputError(f"{name}: not a valid ONNX model: {fault} ({described(error)})") from error
                 raise
 
         return named
@@ -96,11 +95,4 @@ def _fault(source: Any) -> str:
     except HtpExportError:
         return ""
     except Exception as error:
-        return f"it cannot be copied: {_deepest(error)}"
-
-
-def _deepest(error: BaseException) -> str:
-    """The first error of a chain: those that onnx_ir adds to it say what it was doing, level by level."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}".split("\n", 1)[0][:_LONGEST]
+        return f"it cannot be copied: {described(error)[:_LONGEST]}"

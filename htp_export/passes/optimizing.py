@@ -8,6 +8,9 @@ from typing import Any
 
 from htp_export.files.model_files import check_target, write_model
 from htp_export.model.flattening import read_flat
+from htp_export.files.model_files import write_model
+from htp_export.files.targets import check_target
+from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource
 from htp_export.passes.checking import OutputCheck

@@ -14,6 +14,7 @@ from htp_export.errors import InputError
 from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
+from htp_export.process.bounds import MOST_RUNS, check_whole
 from htp_export.run.kernels import Kernel
 from htp_export.run.latency_results import Profile
 from htp_export.run.measured_memory import memory_by_module
@@ -113,8 +114,8 @@ def profile(
     if engine == _TENSORRT:
         raise InputError("TensorRT is not run here: give tensorrt=(layers, times), the files of trtexec")
     options.check(engine)
-    if runs < 1 or warmup < 0:
-        raise InputError(f"there is nothing to measure in {runs} runs after {warmup} to warm up")
+    check_whole("runs", runs, 1, MOST_RUNS)
+    check_whole("warmup", warmup, 0, MOST_RUNS)
     wanted = Inputs.of(tagged.model)
     feed = wanted.random(dims, shapes) if inputs is None else wanted.feed(inputs, dims)
     with temporary_folder() as folder:

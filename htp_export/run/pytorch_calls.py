@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from htp_export.errors import InputError
+from htp_export.errors import InputError, described
 from htp_export.exporter.capture import running
 from htp_export.exporter.capture.calls import arguments_by_name
 from htp_export.exporter.capture.modules import keep_training_modes
@@ -136,8 +136,7 @@ def _itself(leaf: Any) -> Any:
 
 def _failed(model: nn.Module, running: Sequence[str], error: Exception) -> str:
     where = f" in module {running[-1]!r}" if running and running[-1] else ""
-    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(model).__name__} cannot run on these inputs{where}: {type(error).__name__}: {message}"
+    return f"{type(model).__name__} cannot run on these inputs{where}: {described(error)}"
 
 
 class _Recorder:

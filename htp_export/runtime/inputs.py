@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import InputError, OpenDimensionError
+from htp_export.process.bounds import MOST_SEED, check_whole
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input, array_for, check_array, is_float, random_array
 
@@ -222,7 +223,7 @@ class Inputs:
         bound, notes = self.assume(self.bind(dims=dims, shapes=shapes), open_sizes)
         if dims:
             bound.check()
-        generator = np.random.default_rng(seed)
+        generator = np.random.default_rng(check_whole("seed", seed, 0, MOST_SEED))
         arrays: dict[str, Array] = {}
         for declared in self:
             shape = bound.shapes[declared.name]

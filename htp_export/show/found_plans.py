@@ -10,8 +10,8 @@ from typing import Any
 
 from htp_export.compress.trade_offs.search_results import Search, Trial
 from htp_export.errors import FileError
-from htp_export.files.filesystem import why_not_writable
 from htp_export.files.replacing import Move, work_folder
+from htp_export.files.targets import check_folder
 from htp_export.show.fronts import front_svg
 
 __all__ = ["check_plans", "plan_file", "write_plans"]
@@ -25,15 +25,7 @@ def check_plans(folder: Path) -> None:
     Raises:
         FileError: If it is such a folder.
     """
-    if folder.exists() and not folder.is_dir():
-        raise FileError(folder, "is a file; name a folder")
-    others = [] if not folder.exists() else sorted(path.name for path in folder.iterdir() if not _is_ours(path.name))
-    if others:
-        raise FileError(folder, f"holds other files, such as {others[0]}; name an empty or a new folder")
-    parent = folder.absolute().parent
-    error = why_not_writable(parent)
-    if error is not None:
-        raise FileError(folder, f"cannot be written in {parent}: {error.strerror or error}")
+    check_folder(folder, "a search", _is_ours)
 
 
 def plan_file(number: int, trial: Trial) -> str:
@@ -71,7 +63,7 @@ def write_plans(search: Search, folder: Path, data: Sequence[Path] = ()) -> None
         content = _with_data(trial.steps, data) if trial.prune else dict(trial.plan)
         texts[plan_file(number, trial)] = json.dumps(content, indent=2) + "\n"
     try:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         old = [path for path in folder.iterdir() if path.name not in texts and _is_ours(path.name)]
         with work_folder(folder / _FRONT) as work:
             for name, text in texts.items():

@@ -14,7 +14,8 @@ from htp_export.compress.trade_offs.search_reading import search_from
 from htp_export.compress.trade_offs.search_results import Search
 from htp_export.errors import FileError, InputError
 from htp_export.files.json_file import read_json
-from htp_export.files.model_files import check_target
+from htp_export.files.targets import Kind, check_target
+from htp_export.files.text_file import write_text
 from htp_export.inspection.inspected import Inspected, Stop
 from htp_export.model.columns import si
 from htp_export.model.drawn_levels import drawn_parents
@@ -29,7 +30,6 @@ from htp_export.show.page.document import asset, document
 from htp_export.show.page.front_data import front_data
 from htp_export.show.page.payload import page_data
 from htp_export.show.shown_graph import ShownGraph, shown_graph
-from htp_export.show.text_file import check_name, write_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -160,8 +160,7 @@ def view(
         raise TypeError("view takes a model, the arguments of a PyTorch module, and an output")
     path = None if output is None else Path(output)
     if path is not None:
-        check_name(path)
-        check_target(path)
+        check_target(path, Kind.PAGE, [each for each in results if isinstance(each, str | os.PathLike)])
     opened = [_Opened.of(result) for result in results]
     measures, searches = _measures(opened), [search for each in opened if (search := each.search) is not None]
     if _is_module(model):

@@ -10,7 +10,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.files.model_files import check_target, has_external_data, write_model
+from htp_export.files.model_files import has_external_data, write_model
+from htp_export.files.targets import check_target
 from htp_export.model.cut_models import cut_model
 from htp_export.model.cutting import cut
 from htp_export.model.flattening import read_flat

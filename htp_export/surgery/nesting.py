@@ -11,7 +11,8 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.errors import InputError, UntaggedModelError
-from htp_export.files.model_files import check_target, write_model
+from htp_export.files.model_files import write_model
+from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.columns import Column, text_table

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from htp_export.errors import FileError, HtpExportError
+from htp_export.files import targets
 from htp_export.files.json_file import write_json
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.replacing import Move, work_folder
@@ -24,19 +25,11 @@ def check_folder(folder: Path) -> None:
     Raises:
         FileError: If it does, or is no folder; it names what is in the way.
     """
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise FileError(folder, "is a file; name a folder for the stages")
-    there = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_symlink() or file.is_file()}
-    if not there:
-        return
     try:
         known = {MANIFEST, *load_partition(folder).files}
-    except FileError as error:
-        raise FileError(folder, "is not empty, and no earlier partition; name another folder") from error
-    if others := sorted(there - known):
-        raise FileError(folder, f"holds {others[0]!r}, which is not of the partition there; name another folder")
+    except FileError:  # no earlier partition
+        known = set()
+    targets.check_folder(folder, "a partition", known.__contains__)
 
 
 def write_folder(partition: Partition, folder: Path, extras: Callable[[Partition, Path], Partition]) -> Partition:

@@ -19,7 +19,7 @@ from htp_export.files.replacing import replace_file
 from htp_export.format import tags
 from htp_export.runtime.arrays import Array, from_ort, from_torch, to_ort
 
-__all__ = ["Adapter", "LowRank", "factor_name", "placed", "read_adapter", "write_adapter"]
+__all__ = ["Adapter", "LowRank", "factor_name", "files_of", "placed", "read_adapter", "write_adapter"]
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
@@ -90,6 +90,12 @@ def read_adapter(source: str | os.PathLike[str]) -> Adapter:
     except Exception as error:  # onnxruntime's own classes
         raise FileError(path, f"is no adapter file of ONNX Runtime: {str(error).splitlines()[0]}") from error
     return Adapter(path, _layers(path, {name: from_ort(value) for name, value in parameters.items()}, lambda *_: None))
+
+
+def files_of(source: str | os.PathLike[str]) -> list[Path]:
+    """The files of an adapter: those of its folder, or the file itself."""
+    path = Path(source)
+    return sorted(path.glob("*")) if path.is_dir() else [path]
 
 
 def write_adapter(layers: Mapping[str, LowRank], file: Path) -> None:

@@ -12,12 +12,21 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.compress.lora.adapters import Adapter, LowRank, factor_name, placed, read_adapter, write_adapter
+from htp_export.compress.lora.adapters import (
+    Adapter,
+    LowRank,
+    factor_name,
+    files_of,
+    placed,
+    read_adapter,
+    write_adapter,
+)
 from htp_export.compress.lora.linears import Linear, linear_paths, linears_of
 from htp_export.compress.lora.lora_layers import lora_layers, remove_lora
 from htp_export.compress.pruning.weights import Use, changed_when_written, uses_of
 from htp_export.errors import InputError
-from htp_export.files.model_files import check_target, has_external_data, write_model
+from htp_export.files.model_files import has_external_data, write_model
+from htp_export.files.targets import Kind, check_target
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.lora import FACTORS, lora_modules, write_lora
@@ -127,7 +136,7 @@ def lora_adapter(
         ...
         htp_export.errors.FileError: nowhere: there is no such adapter
     """
-    check_target(output)
+    check_target(output, Kind.ADAPTER, files_of(adapter))
     tagged = load(model)
     known = lora_layers(tagged)
     if not known:
@@ -184,7 +193,7 @@ def fuse_lora(
         ...
         htp_export.errors.FileError: nowhere: there is no such adapter
     """
-    check_target(output)
+    check_target(output, reads=files_of(adapter))
     adapter_read = read_adapter(adapter)
     read = read_flat(model, others=False)
     read.require_tags()

@@ -15,7 +15,8 @@ from htp_export.compress.lora.adapters import factor_name
 from htp_export.compress.lora.linears import Linear, linear_paths, linears_of
 from htp_export.compress.lora.lora_layers import lora_layers
 from htp_export.errors import InputError
-from htp_export.files.model_files import check_target, write_model
+from htp_export.files.model_files import write_model
+from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.lora import FACTORS, factor_module, write_lora

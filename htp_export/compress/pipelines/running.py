@@ -22,6 +22,9 @@ from htp_export.compress.pipelines.pipeline_steps import (
 from htp_export.errors import FileError, HtpExportError, InputError, ResultError, StepError
 from htp_export.files.model_files import check_target, has_external_data, read_model, write_model
 from htp_export.files.written_check import made_from
+from htp_export.errors import FileError, HtpExportError, InputError, StepError
+from htp_export.files.model_files import has_external_data, read_model, write_model
+from htp_export.files.targets import check_target, files_named_in
 from htp_export.files.yaml_file import read_yaml
 from htp_export.format.provenance_notes import ProvenanceNote, read_provenance, write_provenance
 from htp_export.model.content_hash import content_hash
@@ -86,7 +89,8 @@ def pipeline(
     source, target = read.model if model is None else model, read.output if output is None else output
     if source is None or target is None:
         raise InputError(f"a pipeline needs {'a model to begin with' if source is None else 'an output to write'}")
-    check_target(target)
+    named = [steps if isinstance(steps, str | os.PathLike) else None, *(step.options for step in read.steps)]
+    check_target(target, reads=files_named_in(named))
     if isinstance(source, str | os.PathLike) and Path(target).exists() and Path(target).samefile(source):
         raise FileError(Path(target), "is the model to begin with; name another file to write")
     place = folder if folder is not None else read.folder

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from htp_export.compress.plan_export.activations import measured_ranges
@@ -22,6 +21,11 @@ from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.plans import assigned
 from htp_export.model.tagged import ModelSource, TaggedModel
+from htp_export.errors import InputError
+from htp_export.files.targets import Kind, check_target, files_named_in
+from htp_export.files.text_file import write_text
+from htp_export.model.flattening import read_flat
+from htp_export.model.tagged import ModelSource
 
 __all__ = ["PlanFile", "export_plan", "targets"]
 
@@ -123,6 +127,7 @@ def export_plan(
         >>> plan.content["steps"][0]["arguments"]["nodes_to_quantize"]
         ['node_linear']
     """
+    check_target(out, Kind.JSON, files_named_in(data))
     if to not in targets():
         raise InputError(f"plans are written for {', '.join(targets())}, not for {to!r}")
     rules = precisions_of(plan)
@@ -136,15 +141,5 @@ def export_plan(
     counts = Counter(str(precision) for precision in planned.precisions.values())
     result = PlanFile(to, written.content, dict(counts), written.notes, None if out is None else os.fspath(out))
     if out is not None:
-        _write(Path(out), result.text, tagged)
+        write_text(out, result.text, Kind.JSON)
     return result
-
-
-def _write(path: Path, text: str, tagged: TaggedModel) -> None:
-    if path.suffix.lower() == ".onnx":
-        raise FileError(path, "is the name of a model; name the plan otherwise, such as plan.json")
-    try:
-        with replace_file(path) as new:
-            new.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise FileError(path, f"cannot be written: {error.strerror or error}") from error

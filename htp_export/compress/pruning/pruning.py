@@ -17,13 +17,15 @@ from htp_export.compress.pruning.sparsities import Sparsity, sparsity_of
 from htp_export.compress.pruning.structured import cut_channels
 from htp_export.compress.pruning.weights import Weight, changed_when_written, weights_of
 from htp_export.errors import InputError
-from htp_export.files.model_files import check_target, has_external_data, write_model
+from htp_export.files.model_files import has_external_data, write_model
+from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.plans import Assigned, assigned
 from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.process.bounds import MOST_SEED, check_whole
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import nan_in
 
@@ -91,6 +93,7 @@ def prune(
         [('', 40), ('0', 32), ('1', 0), ('2', 8)]
     """
     check_target(output)
+    check_whole("seed", seed, 0, MOST_SEED)
     if method not in _METHODS:
         raise InputError(f"method {method!r}: there are {' and '.join(map(repr, _METHODS))}")
     if scope not in _SCOPES:

@@ -13,8 +13,11 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.files.npz_file import read_npz
+from htp_export.process.bounds import MOST_SEED, check_whole
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array, nan_in
+from htp_export.process.user_code import iterated, user_code
+from htp_export.runtime.arrays import Array
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings
@@ -52,13 +55,13 @@ class Samples:
         return self.given is None
 
     def __iter__(self) -> Iterator[Mapping[str, Array]]:
-        number = -1
-        if self.given is None:
+        number, given = -1, self.given
+        if given is None:
             for number in counted(range(_RANDOM_RUNS), "random runs"):
                 yield self.inputs.random(self.dims, seed=self.seed + number).arrays
             return
-        listed = self.given
-        for number, feed in enumerate(counted(listed, "runs") if isinstance(listed, Sequence) else listed):
+        listed = counted(given, "runs") if isinstance(given, Sequence) else iterated(given, "data")
+        for number, feed in enumerate(listed):
             arrays = read_npz(Path(feed)) if isinstance(feed, str | os.PathLike) else feed
             try:
                 arrays = self.inputs.feed(arrays).arrays
@@ -87,6 +90,7 @@ def samples_of(
         InputError: If it is something else.
         FileError: If an ``.npz`` file cannot be read.
     """
+    check_whole("seed", seed, 0, MOST_SEED - _RANDOM_RUNS)
     inputs = Inputs.of(model)
     if data is None:
         return Samples(None, inputs, dims, seed)
@@ -96,8 +100,9 @@ def samples_of(
         return Samples([data], inputs)
     if not isinstance(data, Iterable):
         raise InputError(f"data are arrays by input name, several of these, or an .npz file, not {type(data).__name__}")
-    once = iter(data) is data
-    return Samples(list(data) if once and passes > 1 else data, inputs)
+    with user_code("data"):
+        once = iter(data) is data
+    return Samples(list(iterated(data, "data")) if once and passes > 1 else data, inputs)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from htp_export.compress.quantization.precisions import Precision
 from htp_export.compress.quantization.products import weight_place
 from htp_export.compress.quantization.quantizers import quietly
 from htp_export.compress.quantization.submodels import Submodel, constant_of
-from htp_export.errors import HtpExportError, ToolError, in_one_line
+from htp_export.errors import HtpExportError, ToolError, described
 from htp_export.files.parsing import model_from_proto
 from htp_export.model.operators import subgraphs
 from htp_export.provenance.adapting import library
@@ -140,7 +140,7 @@ def calling_nncf(precision: Precision) -> Iterator[None]:
     except HtpExportError:
         raise
     except Exception as error:
-        raise ToolError("nncf", f"failed on the modules of {precision.name!r}: {_said(error)}") from error
+        raise ToolError("nncf", f"failed on the modules of {precision.name!r}: {described(error)}") from error
 
 
 def check_result(made: onnx.ModelProto, expected: Mapping[str, Array], feed: Mapping[str, Array]) -> ir.Model:
@@ -163,7 +163,7 @@ def check_result(made: onnx.ModelProto, expected: Mapping[str, Array], feed: Map
         with Runner(model, "the result", SessionSettings()).opened(list(expected)) as run:
             found = run(feed)
     except Exception as error:
-        raise ToolError("nncf", f"made an invalid model: {_said(error)}") from error
+        raise ToolError("nncf", f"made an invalid model: {described(error)}") from error
     for name, before in expected.items():
         after = found.get(name)
         if after is None or after.shape != before.shape or after.dtype != before.dtype:
@@ -216,10 +216,6 @@ def _left(part: Submodel, made: ir.Model, ignored: Collection[str]) -> list[str]
 
 def _names(*values: Sequence[ir.Value | None]) -> list[str]:
     return [str(value.name) for listed in values for value in listed if value is not None]
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {in_one_line(error)}"
 
 
 def _arguments(nncf: Any, precision: Precision) -> dict[str, Any]:

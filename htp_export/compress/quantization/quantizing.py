@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,6 +32,9 @@ from htp_export.errors import HtpExportError, InputError, ToolError, in_one_line
 from htp_export.files.model_files import check_target, write_model
 from htp_export.model.flattening import read_flat
 from htp_export.format import tags
+from htp_export.errors import HtpExportError, ToolError, described
+from htp_export.files.model_files import write_model
+from htp_export.files.targets import check_target, files_named_in
 from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import contents_of
@@ -113,7 +117,7 @@ def quantize(
         >>> [(node.op_type, node.metadata_props["htp.module"]) for node in result.model.graph]
         [('MatMulNBits', '0'), ('Add', '0'), ('Relu', '1'), ('Gemm', '2')]
     """
-    check_target(output)
+    check_target(output, reads=files_named_in([data, validation]))
     rules = precisions_of(plan)
     if not dry_run:
         check_metric(list(rules.values()), metric, validation)
@@ -144,7 +148,9 @@ def quantize(
     except HtpExportError:
         raise
     except Exception as error:
-        problem = f"failed on {name}: {type(error).__name__}: {in_one_line(error)}"
+        if not _is_raised_by(error, "onnxruntime"):
+            raise
+        problem = f"failed on {name}: {described(error)}"
         raise ToolError("onnxruntime.quantization", problem) from error
     carry_in_place(original, changed.model)
     for node, same in twin.items():
@@ -160,6 +166,11 @@ def quantize(
     if can_crash(changed.model) and not can_crash(original.model):
         notes.append(_CRASH)
     return _result(original, choice, sizes, changed.model, notes, metrics)
+
+
+def _is_raised_by(error: Exception, package: str) -> bool:
+    """Whether an error comes from code that a package called, or from the package itself."""
+    return any(package in Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__))
 
 
 class _Work:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from htp_export.compress.trade_offs.search_results import OBJECTIVES, ORIGINS, Search, Trial
-from htp_export.errors import InputError
+from htp_export.errors import InputError, described
 
 __all__ = ["search_from"]
 
@@ -37,7 +37,7 @@ def search_from(data: object) -> Search | None:
         notes = tuple(map(str, data.get("notes", ())))
         return Search(objectives, trials, int(data.get("failed", 0)), modules, notes=notes)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"this is no result of a search: {type(error).__name__}: {error}") from error
+        raise InputError(f"this is no result of a search: {described(error)}") from error
 
 
 def _trial(entry: Mapping[str, Any], objectives: tuple[str, ...]) -> Trial:

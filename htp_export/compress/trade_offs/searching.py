@@ -19,6 +19,7 @@ from htp_export.errors import InputError
 from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource
+from htp_export.process.bounds import MOST_RUNS, check_whole
 from htp_export.process.progress import report_counts
 from htp_export.runtime.sessions import SessionSettings
 
@@ -114,8 +115,8 @@ def search(
     wanted = _check_objectives(objectives, metric)
     if sampler not in SAMPLERS:
         raise InputError(f"there is no sampler {sampler!r}; there are {', '.join(SAMPLERS)}")
-    if trials < 1:
-        raise InputError(f"there is nothing to search for in {trials} trials")
+    check_whole("trials", trials, 1, MOST_RUNS)
+    check_whole("runs", runs, 1, MOST_RUNS)
     tagged = read_flat(model)
     choices = read_space(tagged, space, select, depth)
     samples = samples_of(data, tagged.model, dims, seed, passes=2)

@@ -22,6 +22,7 @@ from htp_export.model.flattening import read_flat
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel
+from htp_export.process.bounds import MOST_RUNS, check_whole
 from htp_export.process.progress import counted
 from htp_export.run.file_comparing import compare
 from htp_export.runtime.sessions import SessionSettings
@@ -93,6 +94,10 @@ def sensitivity(
         >>> sorted(row.path for row in found.ranking), found.modules["0"]["fp16"].alone.sqnr_db > 40
         (['0', '2'], True)
     """
+    check_whole("runs", runs, 0, MOST_RUNS)
+    idle = {"runs": runs, "results": results, "by_module": by_module, "metric": metric}
+    if estimate and (given := next((name for name, value in idle.items() if value), None)):
+        raise InputError(f"{given} has no effect on an estimate, for which nothing is quantized; leave it out")
     chosen = _precisions(precisions)
     tagged = read_flat(model)
     paths = deciding_modules(tagged, select, depth)

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from htp_export.errors import FileError, InputError
-from htp_export.files.parsing import first_line
+from htp_export.errors import FileError, InputError, first_line
 
 if TYPE_CHECKING:
     import optuna
@@ -56,11 +55,23 @@ def open_storage(storage: str | os.PathLike[str] | Any | None) -> Any:
             raise InputError(f"storage {named!r} cannot be opened: {_said(error)}") from error
     if not Path(named).absolute().parent.is_dir():
         raise FileError(named, f"its folder does not exist: {Path(named).absolute().parent}")
+    if not _may_be_journal(Path(named)):
+        raise FileError(named, "is no journal of Optuna; name another file")
     backend = optuna.storages.journal.JournalFileBackend(named)
     try:
         return optuna.storages.JournalStorage(backend)
     except Exception as error:
         raise FileError(named, f"is no journal of Optuna: {first_line(error)}") from error
+
+
+def _may_be_journal(file: Path) -> bool:
+    """Whether a file is one that Optuna writes, or is not there: Optuna reads any text, and appends to it."""
+    try:
+        with file.open("rb") as stream:
+            first = stream.readline()
+    except OSError:  # it is not there, or Optuna says why it cannot be read
+        return True
+    return not first or b'"op_code"' in first
 
 
 def _said(error: Exception) -> str:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from htp_export.compress.trade_offs.heartbeats import BEAT, Heartbeat, Watch, beating
 from htp_export.compress.trade_offs.storages import need_optuna, open_study, quiet_optuna
-from htp_export.errors import HtpExportError, InputError
-from htp_export.files.parsing import first_line
+from htp_export.errors import HtpExportError, InputError, first_line
 
 if TYPE_CHECKING:
     import optuna

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from htp_export.errors import described
 from htp_export.exporter.capture.torchscript_internals import flattened, numbers_as_tensors
 from htp_export.exporter.capture.undoing import Before
 from htp_export.format.leaves import named_leaves
@@ -176,13 +177,13 @@ def _changed_meaning(model: Any, call: FormattedCall, as_passed: GivenCall, befo
     try:
         arguments = numbers_as_tensors(call.formatted)
     except RuntimeError as error:
-        return first_line(error)
+        return described(error)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             theirs = flattened(model(*arguments))
         except Exception as error:
-            return first_line(error)
+            return described(error)
         finally:
             before.put_back()
         try:
@@ -206,12 +207,6 @@ def _equal(theirs: list[Any], ours: list[Any]) -> bool:
         torch.allclose(wide(theirs_tensor), wide(our_tensor), rtol=1e-3, atol=1e-5, equal_nan=True)
         for theirs_tensor, our_tensor in zip(theirs, ours, strict=True)
     )
-
-
-def first_line(error: BaseException) -> str:
-    """The type of an error and the first line of its message."""
-    told = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {told}"
 
 
 def _refused(result: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import onnx_ir as ir
 
+from htp_export.errors import described
 from htp_export.model.operators import CONTROL_FLOW
 from htp_export.model.shapes.control_flow import CONTROL_FLOW_RULES
 from htp_export.model.shapes.facts import Fact, Facts, constant_tensor, small_array
@@ -323,4 +324,4 @@ def _safely(
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return described(error)

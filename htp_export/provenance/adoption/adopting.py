@@ -12,7 +12,8 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import InputError, UntaggedModelError
-from htp_export.files.model_files import check_target, write_model
+from htp_export.files.model_files import write_model
+from htp_export.files.targets import check_target
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.reasons import Reason
 from htp_export.format.tags import below

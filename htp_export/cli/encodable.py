@@ -1,0 +1,86 @@
+"""Output in the encoding that a terminal, a pipe or a file has: what it cannot encode is drawn in ASCII, or escaped.
+
+A redirected stdout of Windows is cp1252, that of ``LC_ALL=C`` ASCII. Guides and signs of htp_export, of rich and typer
+have a counterpart in ASCII; other characters, which stand in names of files and modules, are escaped as in Python.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import io
+import os
+import sys
+import unicodedata
+from collections.abc import Iterator
+
+__all__ = ["encodable_output", "in_ascii", "unwritten_output"]
+
+_HANDLER = "htp_export.ascii"
+_SIGNS = str.maketrans({"→": "->", "←": "<-", "…": "...", "×": "x", "·": "-", "−": "-", "–": "-", "—": "-", "•": "*"})  # noqa: RUF001 - they look alike
+_LINES, _BLOCKS, _SPINNER = range(0x2500, 0x2580), range(0x2580, 0x25A0), range(0x2800, 0x2900)
+
+
+def in_ascii(text: str) -> str:
+    r"""A text in ASCII: lines of tables, arrows and the like as similar signs, other characters escaped.
+
+    Examples:
+        >>> print(in_ascii("└── größe → 34"))
+        +-- gr\xf6\xdfe -> 34
+    """
+    return "".join(_sign(character) for character in text)
+
+
+def _sign(character: str) -> str:
+    code = ord(character)
+    if code in _LINES:
+        name = unicodedata.name(character, "")
+        straight = "-" if name.endswith("HORIZONTAL") else "|" if name.endswith("VERTICAL") else "+"
+        return straight if " AND " not in name else "+"
+    if code in _BLOCKS or code in _SPINNER:
+        return "#" if code in _BLOCKS else "."
+    sign = character.translate(_SIGNS)
+    return sign if sign.isascii() else sign.encode("ascii", "backslashreplace").decode()
+
+
+def _replace(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return in_ascii(error.object[error.start : error.end]), error.end
+
+
+@contextlib.contextmanager
+def encodable_output() -> Iterator[None]:
+    """Write to stdout and stderr what their encodings have, and `in_ascii` what they do not have."""
+    codecs.register_error(_HANDLER, _replace)
+    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
+    before = [(stream, stream.errors) for stream in streams]
+    try:
+        for stream in streams:
+            stream.reconfigure(errors=_HANDLER)
+        yield
+    finally:
+        for stream, errors in before:
+            with contextlib.suppress(ValueError, OSError):  # it was closed, or its file cannot be written
+                stream.reconfigure(errors=errors)
+
+
+def unwritten_output() -> str:
+    """Write what stdout holds back; why that is not possible, else an empty text. It is then dropped."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # who reads has read enough
+        _drop()
+    except OSError as error:
+        _drop()
+        return f"the output cannot be written: {error.strerror or error}"
+    return ""
+
+
+def _drop() -> None:
+    """Let Python write what is left to nowhere when it ends: it would report the error a second time."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

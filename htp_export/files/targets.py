@@ -1,0 +1,214 @@
+"""The one check of a path that is to be written: before any work, by functions and commands alike.
+
+A file that the caller named as an input is not replaced, nor are the weights of such a model. A command also refuses an
+existing file that holds something else than what it writes: a source file, a plan, a page.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from htp_export.errors import FileError
+from htp_export.files.filesystem import is_special, why_not_writable
+
+__all__ = ["Kind", "check_folder", "check_parent", "check_target", "files_named_in"]
+
+_NAMES_OF_MODELS = (".onnx", ".data", ".ort")
+_HEAD_BYTES = 1024
+
+
+class Kind(enum.StrEnum):
+    """What is written to a file."""
+
+    MODEL = "an ONNX file"
+    PAGE = "an HTML page"
+    JSON = "a JSON file"
+    ADAPTER = "an adapter of ONNX Runtime"
+
+
+def check_target(
+    path: str | os.PathLike[str] | None,
+    kind: Kind = Kind.MODEL,
+    reads: Iterable[str | os.PathLike[str]] = (),
+    *,
+    in_place: bool = False,
+    replaces_others: bool = True,
+) -> None:
+    """Refuse a file that cannot be written, or that is read.
+
+    Args:
+        path: The file; None if nothing is written. A device or a pipe is written to.
+        kind: What is written. Pages and JSON are not written to names that models have.
+        reads: Files that are read. Of a model, its weights are, too. What is no file does not count.
+        in_place: Whether a model that is read may be replaced.
+        replaces_others: Whether an existing file may be replaced that is neither empty nor of this kind.
+
+    Raises:
+        FileError: If it cannot be written, or must not be; it names the file that is in the way.
+    """
+    if path is None:
+        return
+    target = Path(path)
+    if is_special(target):
+        if not os.access(target, os.W_OK):
+            raise FileError(target, "cannot be written: permission denied")
+        return
+    check_parent(target)
+    if target.is_dir():
+        raise FileError(target, "is a folder; name a file in it")
+    if kind in (Kind.PAGE, Kind.JSON) and target.suffix.lower() in _NAMES_OF_MODELS:
+        named = target.with_name(target.name.split(".")[0] + (".html" if kind is Kind.PAGE else ".json")).name
+        what = "page" if kind is Kind.PAGE else "file"
+        raise FileError(target, f"is the name of a model; name the {what} otherwise, such as {named}")
+    is_of_kind = not target.exists() or target.stat().st_size == 0 or _IS[kind](target)
+    if not (in_place and is_of_kind and kind is Kind.MODEL):
+        _check_reads(target, kind, reads)
+    if not (replaces_others or is_of_kind):
+        raise FileError(target, f"is there, and is not {kind}; name another file, or replace it with --force")
+
+
+def check_parent(target: Path) -> None:
+    """Refuse a file or folder whose folder is not there, or in which nothing can be made.
+
+    Raises:
+        FileError: If it is such a file.
+    """
+    try:
+        if target.is_symlink():
+            target.resolve(strict=False)
+            target.stat()
+    except FileNotFoundError:
+        pass  # a link to a file that will be made
+    except (OSError, RuntimeError) as error:  # Python 3.12 and earlier raise a RuntimeError for links in a circle
+        raise FileError(target, f"cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    folder = target.parent if target.name else target.absolute().parent
+    error = why_not_writable(folder)
+    if isinstance(error, FileNotFoundError):
+        raise FileError(target, f"cannot be written: its folder does not exist: {folder}") from error
+    if error is not None:
+        raise FileError(target, f"cannot be written: {error.strerror}: {folder}") from error
+
+
+def check_folder(folder: Path, what: str, is_ours: Callable[[str], bool]) -> None:
+    """Refuse a folder that cannot be written, or that holds other files than an earlier one of its kind.
+
+    Args:
+        folder: The folder; it need not be there.
+        what: What it is to hold: ``"a partition"``.
+        is_ours: Whether a file of such a folder has this path in it.
+
+    Raises:
+        FileError: If it is such a folder; it names a file that is in the way.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise FileError(folder, f"is a file; name a folder for {what}")
+    for inside, folders, files in os.walk(folder):  # one by one: the folder may be a large one of somebody else's
+        linked = (name for name in folders if Path(inside, name).is_symlink())
+        for name in (Path(inside, each).relative_to(folder).as_posix() for each in (*sorted(files), *linked)):
+            if not is_ours(name):
+                raise FileError(folder, f"holds {name!r}, which is not of {what}; name an empty or a new folder")
+    existing = next(each for each in (folder.absolute().parent, *folder.absolute().parents) if each.exists())
+    if error := why_not_writable(existing):
+        raise FileError(folder, f"cannot be written: {error.strerror}: {existing}") from error
+
+
+def files_named_in(value: Any) -> Iterator[Path]:
+    """The existing files that an argument names: a path, a text that is one, or several in lists and mappings.
+
+    Examples:
+        >>> list(files_named_in({"data": ["nowhere.npz"], "bits": 4}))
+        []
+    """
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from files_named_in(each)
+    elif isinstance(value, str | os.PathLike):
+        try:
+            is_file = os.path.isfile(value)  # noqa: PTH113 - it raises on no text
+        except ValueError:  # it holds a null character
+            return
+        if is_file:
+            yield Path(value)
+
+
+def _check_reads(target: Path, kind: Kind, reads: Iterable[str | os.PathLike[str]]) -> None:
+    """Refuse to replace files that are read, by a file or by the weights that are written beside a model."""
+    written = [target, target.with_name(f"{target.name}.data")] if kind is Kind.MODEL else [target]
+    written = [file for file in written if file.exists()]
+    for file in map(Path, reads) if written else ():
+        if not file.is_file():
+            continue
+        if any(each.samefile(file) for each in written):
+            raise FileError(target, "is read by this command; name another file to write")
+        for weights in _weights_of(file):
+            if weights.exists() and any(each.samefile(weights) for each in written):
+                raise FileError(target, f"would replace {weights.name}, the weights of {file}; name another file")
+
+
+def _weights_of(file: Path) -> set[Path]:
+    """The files with the weights of a model; empty for what is no ONNX file."""
+    import onnx_ir as ir
+
+    from htp_export.files.parsing import parsed
+    from htp_export.files.slots import slots
+
+    try:
+        model = parsed(file) if _is_model(file) else None
+    except Exception:  # a model that is broken; whoever reads it says so
+        return set()
+    tensors = () if model is None else (each.tensor for each in slots(model))
+    return {file.parent / os.fspath(each.location) for each in tensors if isinstance(each, ir.ExternalTensor)}
+
+
+def _is_model(file: Path) -> bool:
+    """Whether a file is ONNX, valid or not; weights are not read."""
+    import onnx
+
+    from htp_export.files.parsing import is_protobuf
+    from htp_export.files.stored import read_hollow
+
+    try:
+        hollow = read_hollow(file) if is_protobuf(file) else None
+        proto = onnx.load(file, load_external_data=False) if hollow is None else hollow.proto
+    except Exception:  # parsers of four formats raise whatever they like on bytes that are not theirs
+        return False
+    return bool(proto.ir_version) and proto.HasField("graph")
+
+
+def _is_page(file: Path) -> bool:
+    return _head(file).lower().startswith((b"<!doctype html", b"<html"))
+
+
+def _is_json(file: Path) -> bool:
+    try:
+        json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _is_adapter(file: Path) -> bool:
+    return _head(file)[4:8] == b"TORT"  # the identifier of its flatbuffers schema, adapter_schema.fbs
+
+
+def _head(file: Path) -> bytes:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(_HEAD_BYTES)
+    except OSError:
+        return b""
+
+
+_IS: Mapping[Kind, Callable[[Path], bool]] = {
+    Kind.MODEL: _is_model,
+    Kind.PAGE: _is_page,
+    Kind.JSON: _is_json,
+    Kind.ADAPTER: _is_adapter,
+}

@@ -1,0 +1,39 @@
+"""Whole numbers that a caller gives, and the range in which they mean something."""
+
+from __future__ import annotations
+
+import os
+
+from htp_export.errors import InputError
+
+__all__ = ["MOST_RUNS", "MOST_SEED", "check_whole", "most_threads"]
+
+MOST_SEED = 2**32 - 1
+"""What all random generators take: torch's, numpy's and those of the samplers of Optuna."""
+
+MOST_RUNS = 1_000_000
+"""Of timed runs, and of trials: more take days for the smallest model, and their times are kept in memory."""
+
+_THREADS_OF_A_CORE = 16
+
+
+def most_threads() -> int:
+    """The number of threads beyond which they only wait for each other, and a session takes minutes to start."""
+    return _THREADS_OF_A_CORE * (os.cpu_count() or 1)
+
+
+def check_whole(name: str, value: int, least: int, most: int) -> int:
+    """Refuse a number that is not whole, or out of its range.
+
+    Raises:
+        InputError: If it is such a number; it has the range.
+
+    Examples:
+        >>> check_whole("seed", -1, 0, 9)
+        Traceback (most recent call last):
+        ...
+        htp_export.errors.InputError: seed is a whole number from 0 to 9, not -1
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= value <= most:
+        raise InputError(f"{name} is a whole number from {least} to {most}, not {value!r}")
+    return int(value)

@@ -1,0 +1,77 @@
+"""Code of the caller that htp_export calls: factories, metrics, data. What it raises is said to be its own."""
+
+from __future__ import annotations
+
+import contextlib
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from htp_export.errors import HtpExportError, UserCodeError, described
+
+__all__ = ["iterated", "user_code"]
+
+_T = TypeVar("_T")
+_OWN = Path(__file__).parents[1]
+_LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+@contextlib.contextmanager
+def user_code(name: str) -> Iterator[None]:
+    """Call code of the caller inside a ``with`` block.
+
+    Args:
+        name: What is called, for the message: ``"the metric"``.
+
+    Raises:
+        UserCodeError: If it raises anything but an error of htp_export; with the line of it that ran last.
+
+    Examples:
+        >>> try:
+        ...     with user_code("the metric"):
+        ...         raise ValueError("no labels")
+        ... except UserCodeError as error:
+        ...     print(str(error).partition(" (")[0])
+        the metric: raised ValueError: no labels
+    """
+    try:
+        yield
+    except HtpExportError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserCodeError(name, f"raised {described(error, lines=2)}{_place(error)}") from error
+
+
+def iterated(items: Iterable[_T], name: str) -> Iterator[_T]:
+    """Iterate over what the caller gave, which may compute its items when they are asked for.
+
+    Raises:
+        UserCodeError: If that fails.
+    """
+    with user_code(name):
+        iterator = iter(items)
+    while True:
+        with user_code(name):
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+        yield item
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the caller's own code that ran; of a library, if there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_below(frame.filename, (_OWN,))]
+    own = [frame for frame in frames if not frame.filename.startswith("<frozen") and not _is_of_library(frame.filename)]
+    last = next(reversed(own or frames), None)
+    return f" ({last.filename}:{last.lineno}, in {last.name})" if last else ""
+
+
+def _is_of_library(file: str) -> bool:
+    return "site-packages" in file or _is_below(file, _LIBRARIES)
+
+
+def _is_below(file: str, folders: Iterable[Path]) -> bool:
+    return any(Path(file).is_relative_to(folder) for folder in folders)
