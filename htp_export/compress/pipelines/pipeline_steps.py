@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import importlib
 import importlib.metadata
 import inspect
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from htp_export.errors import InputError
+from htp_export.compress.pipelines.step_options import described_options, is_plain, option_files, texts_in
+from htp_export.errors import FileError, InputError
 from htp_export.provenance import adapters as tools
 
-__all__ = [
-    "STEPS",
-    "PipelineStep",
-    "StepKind",
-    "described_options",
-    "is_described",
-    "is_repeatable",
-    "option_files",
-    "steps_of",
-]
+__all__ = ["STEPS", "PipelineStep", "StepKind", "steps_of"]
 
 
 @dataclass(frozen=True)
@@ -57,17 +45,40 @@ class StepKind:
         function: Callable[..., Any] = getattr(importlib.import_module(f"htp_export.{self.module}"), self.function)
         return function
 
+    @cached_property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The parameters of the function that options can give."""
+        listed = inspect.signature(self.load()).parameters
+        return {name: each for name, each in listed.items() if name not in (self.given, *_SET_HERE)}
+
+    def takes(self, option: str) -> Any:
+        """The type of the parameter of an option, as text if it cannot be evaluated; None if another tool has it."""
+        parameter = self.parameters.get(option)
+        if parameter is None or parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            return None
+        try:
+            return eval(parameter.annotation, vars(inspect.getmodule(self.load())))  # text of our own source
+        except NameError:  # imported for type checkers alone
+            return parameter.annotation
+
+    def takes_file(self, option: str) -> bool:
+        """Whether an option may name a file: by the type of its parameter, and if another tool has it."""
+        kind = self.takes(option)
+        return kind is None or "PathLike" in repr(kind)
+
+    def runs_code(self, option: str, value: Any) -> bool:
+        """Whether an option may name code: a factory, a library that a tool or an execution provider loads."""
+        if option in _LOAD_LIBRARIES:
+            return not (isinstance(value, list) and all(isinstance(each, str) for each in value))
+        return self.takes(option) is None and not is_plain(value)
+
     def check_options(self, name: str, options: Mapping[str, Any]) -> None:
         """Refuse options that the function does not have, and missing ones.
 
         Raises:
             InputError: If there are any; the message names the step.
         """
-        parameters = {
-            each.name: each
-            for each in inspect.signature(self.load()).parameters.values()
-            if each.name not in (self.given, *_SET_HERE)
-        }
+        parameters = self.parameters
         free = [key for key, each in parameters.items() if each.kind is inspect.Parameter.VAR_KEYWORD]
         known = [key for key in parameters if key not in free]
         refused = (self.given, *_SET_HERE)
@@ -83,6 +94,9 @@ class StepKind:
 
 _SET_HERE = ("output", "external_data", "share_weights", "dry_run")
 """Parameters that a pipeline sets itself: it writes the files, all of them."""
+
+_LOAD_LIBRARIES = ("providers", "session_options")
+"""Parameters whose values are handed to ONNX Runtime. Names of providers load nothing; their options name libraries."""
 
 # A new step is a line here; an adapter of a tool is one by itself. `docs/pipeline.md` lists them.
 STEPS: dict[str, StepKind] = {
@@ -128,6 +142,11 @@ class PipelineStep:
         return written
 
     @property
+    def files(self) -> dict[str, str]:
+        """The files that its options name → their SHA-256."""
+        return option_files({name: value for name, value in self.written.items() if self.kind.takes_file(name)})
+
+    @property
     def versions(self) -> dict[str, str]:
         """The versions of the packages that take part."""
         found = {}
@@ -139,14 +158,23 @@ class PipelineStep:
         return found
 
 
-def steps_of(listed: Any, prepare: Callable[[PipelineStep], PipelineStep] = lambda step: step) -> list[PipelineStep]:
+def steps_of(
+    listed: Any,
+    prepare: Callable[[PipelineStep], PipelineStep] = lambda step: step,
+    model_file: Path | None = None,
+    *,
+    allow_entry: bool = False,
+) -> list[PipelineStep]:
     """Read steps: names, ``{name: options}``, or `PipelineStep`.
 
     Args:
         listed: The steps.
         prepare: Called with each step; returns it with options for its function.
+        model_file: The model file that they were read from; None if the user wrote them.
+        allow_entry: Whether the options of a model file may name code.
 
     Raises:
+        FileError: If options of a model file name what they may not, see `_check_origin`.
         InputError: If there are none, if one cannot be read, or if a name or an option is unknown.
 
     Examples:
@@ -155,7 +183,11 @@ def steps_of(listed: Any, prepare: Callable[[PipelineStep], PipelineStep] = lamb
     """
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise InputError("a pipeline is a list of steps, such as [{'optimize': {'level': 'tolerant'}}, 'compare']")
-    steps = [prepare(_step(number, item)) for number, item in enumerate(listed, 1)]
+    steps = [_step(number, item) for number, item in enumerate(listed, 1)]
+    if model_file is not None:
+        for step in steps:
+            _check_origin(step, model_file, allow_entry=allow_entry)
+    steps = [prepare(step) for step in steps]
     for step in steps:
         step.kind.check_options(step.name, step.options)
     return steps
@@ -176,93 +208,23 @@ def _step(number: int, item: Any) -> PipelineStep:
     return item
 
 
-def described_options(value: Any) -> Any:
-    """Return options as JSON can hold them: an array, a tensor or a PyTorch model by its hash, others by their class.
+def _check_origin(step: PipelineStep, file: Path, *, allow_entry: bool) -> None:
+    """Refuse a step of a model file whose options name code, or a file that is not in the folder of the model.
 
-    Examples:
-        >>> described_options({"level": "exact", "dims": (1, 2), "data": iter([])})
-        {'level': 'exact', 'dims': [1, 2], 'data': {'object': 'list_iterator'}}
+    Args:
+        step: The step.
+        file: The model file that it was read from.
+        allow_entry: Whether options may name code. Files in other folders are refused nevertheless.
+
+    Raises:
+        FileError: If it is refused.
     """
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, Mapping):
-        return {str(key): described_options(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [described_options(each) for each in value]
-    digest = _digest(value)
-    return {"object": type(value).__qualname__, **({"sha256": digest} if digest else {})}
-
-
-def is_described(value: Any) -> bool:
-    """Return whether described options hold everything that decides what a step makes.
-
-    Examples:
-        >>> is_described({"data": {"object": "ndarray", "sha256": "0"}}), is_described([{"object": "list_iterator"}])
-        (True, False)
-    """
-    if isinstance(value, Mapping):
-        return "sha256" in value if _is_object(value) else all(map(is_described, value.values()))
-    return all(map(is_described, value)) if isinstance(value, list) else True
-
-
-def is_repeatable(value: Any) -> bool:
-    """Return whether described options are options that a step can be called with."""
-    if isinstance(value, Mapping):
-        return not _is_object(value) and all(map(is_repeatable, value.values()))
-    return all(map(is_repeatable, value)) if isinstance(value, list) else True
-
-
-def option_files(options: Any) -> dict[str, str]:
-    """The files that options name → their SHA-256; of a folder, that of the names and contents of the files in it."""
-    if isinstance(options, Mapping):
-        found: dict[str, str] = {}
-        for value in options.values():
-            found |= option_files(value)
-        return found
-    if isinstance(options, list):
-        return option_files(dict(enumerate(options)))
-    if not isinstance(options, str) or options in ("", ".", ".."):  # a dot is a selector, too
-        return {}
-    if os.path.isdir(options):  # noqa: PTH112 - pathlib's raise an error for texts that are too long for a name
-        files = sorted(file for file in Path(options).iterdir() if file.is_file())
-        listed = "\n".join(f"{file.name}:{_file_digest(file)}" for file in files)
-        return {options: hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()}
-    return {options: _file_digest(Path(options))} if os.path.isfile(options) else {}  # noqa: PTH113 - the same
-
-
-def _is_object(value: Mapping[Any, Any]) -> bool:
-    return "object" in value and set(value) <= {"object", "sha256"}
-
-
-def _file_digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _digest(value: Any) -> str:
-    """The hash of an array, a tensor, a PyTorch model or a dataclass; empty for anything else."""
-    digest = hashlib.sha256()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {each.name: described_options(getattr(value, each.name)) for each in dataclasses.fields(value)}
-        return hashlib.sha256(json.dumps(fields).encode()).hexdigest() if is_described(fields) else ""
-    if hasattr(value, "state_dict") and hasattr(value, "named_modules"):
-        arrays = {name: each for name, each in value.state_dict().items() if hasattr(each, "detach")}
-        classes = [f"{path}:{type(module).__qualname__}" for path, module in value.named_modules()]
-        digest.update(repr((value.training, classes, list(arrays))).encode())
-    elif hasattr(value, "detach") or isinstance(value, np.ndarray | np.generic):
-        arrays = {"": value}
-    else:
-        return ""
-    for each in arrays.values():
-        array = _array(each)
-        digest.update(repr((str(array.dtype), array.shape)).encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
-
-
-def _array(value: Any) -> Any:
-    from htp_export.runtime.arrays import from_torch
-
-    return from_torch(value) if hasattr(value, "detach") else np.asarray(value)
+    folder = file.resolve().parent
+    for name, value in step.options.items():
+        said = f"its step {step.name} has the option {name}={value!r}"
+        if step.kind.runs_code(name, value) and not allow_entry:
+            problem = f"{said}, which may name code to run; allow it with --allow-entry if you trust the file"
+            raise FileError(file, f"{problem} (in Python: allow_entry=True)")
+        for text in texts_in(value) if step.kind.takes(name) is not None and step.kind.takes_file(name) else ():
+            if "\0" in text or not Path(os.path.realpath(text)).is_relative_to(folder):
+                raise FileError(file, f"{said}, which names a file that is not in the folder of this one")

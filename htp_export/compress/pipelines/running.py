@@ -12,13 +12,8 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.compress.pipelines.pipeline_results import PipelineRun, StepReport
-from htp_export.compress.pipelines.pipeline_steps import (
-    PipelineStep,
-    is_described,
-    is_repeatable,
-    option_files,
-    steps_of,
-)
+from htp_export.compress.pipelines.pipeline_steps import PipelineStep, steps_of
+from htp_export.compress.pipelines.step_options import is_described, is_repeatable
 from htp_export.errors import FileError, HtpExportError, InputError, StepError
 from htp_export.files.model_files import check_target, has_external_data, read_model, write_model
 from htp_export.files.yaml_file import read_yaml
@@ -38,6 +33,7 @@ def pipeline(
     *,
     folder: str | os.PathLike[str] | None = None,
     resume: bool = True,
+    allow_entry: bool = False,
 ) -> PipelineRun:
     """Run passes, tools, and checks on a model, one after the other, and write down how the result was made.
 
@@ -60,13 +56,15 @@ def pipeline(
         folder: Folder for the files of the steps, made if it is not there; None for the name of ``output`` and
             ``.steps``.
         resume: Whether to go on after what an earlier run has done.
+        allow_entry: Whether the options of steps that are read from an ONNX file may name code: an ``entry``, options
+            that are handed to another tool. The files that they name have to be in the folder of that file anyway.
 
     Returns:
         What became of each step; ``ok`` is False if a check failed, or a repeated pipeline made another model.
 
     Raises:
         InputError: If there is no such step or option, or no model or output; nothing was run.
-        FileError: If a file cannot be read or written.
+        FileError: If a file cannot be read or written, or an ONNX file has steps with options that are not allowed.
         StepError: If a step fails; the files of the steps before it stay.
 
     Examples:
@@ -79,7 +77,7 @@ def pipeline(
         (True, ['ran', 'ran'], ['optimize', 'compare'])
     """
     if isinstance(steps, str | os.PathLike):
-        read = read_pipeline(steps)
+        read = read_pipeline(steps, allow_entry=allow_entry)
     else:
         read = steps if isinstance(steps, PipelineFile) else PipelineFile(tuple(steps_of(steps)))
     source, target = read.model if model is None else model, read.output if output is None else output
@@ -116,16 +114,20 @@ _KEYS = ("steps", "model", "output", "folder")
 
 
 def read_pipeline(
-    path: str | os.PathLike[str], prepare: Callable[[PipelineStep], PipelineStep] = lambda step: step
+    path: str | os.PathLike[str],
+    prepare: Callable[[PipelineStep], PipelineStep] = lambda step: step,
+    *,
+    allow_entry: bool = False,
 ) -> PipelineFile:
     """Read a pipeline from a YAML or JSON file, or from the metadata of an ONNX file that a pipeline made.
 
     Args:
         path: The file.
         prepare: Called with each step; returns it with options for its function, such as a model that is named.
+        allow_entry: As for `pipeline`.
 
     Raises:
-        FileError: If the file cannot be read, or has no steps.
+        FileError: If the file cannot be read, has no steps, or is an ONNX file with options that are not allowed.
         InputError: If there is no such step or option.
     """
     file = Path(path)
@@ -136,7 +138,8 @@ def read_pipeline(
         gone = next((note for note in made if not is_repeatable(note.options)), None)
         if gone is not None:
             raise FileError(file, f"cannot be repeated: step {gone.step} had an option that was an object of Python")
-        return PipelineFile(tuple(steps_of([{note.step: note.options} for note in made], prepare)), made=made)
+        listed = [{note.step: note.options} for note in made]
+        return PipelineFile(tuple(steps_of(listed, prepare, file, allow_entry=allow_entry)), made=made)
     content = read_yaml(file)
     content = content if isinstance(content, Mapping) else {"steps": content}
     unknown = [key for key in content if key not in _KEYS]
@@ -199,7 +202,7 @@ class _Run:
         begun = time.perf_counter()
         starting = {step.kind.start: self._source} if step.kind.start else {}
         options = {**starting, **step.options, step.kind.given: self._source if self._file is None else self._file}
-        note = ProvenanceNote(step.name, step.written, self._hash, "", option_files(step.written), step.versions)
+        note = ProvenanceNote(step.name, step.written, self._hash, "", step.files, step.versions)
         try:
             result = step.kind.load()(**options)
         except Exception as error:
@@ -256,7 +259,7 @@ class _Run:
             return False
         for note, step in zip(own, self._steps, strict=False):
             wanted = replace(note, step=step.name, options=step.written, input=hash_before,
-                             files=option_files(step.written), versions=step.versions)  # fmt: skip
+                             files=step.files, versions=step.versions)  # fmt: skip
             if note != wanted or not is_described(note.options):
                 return False
             hash_before = note.output
