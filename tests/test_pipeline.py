@@ -215,8 +215,8 @@ def test_the_first_check_that_does_not_hold_stops_it_and_files_stay(exported: Pa
 
 def test_a_step_that_fails_is_named_with_its_file_and_the_ones_before_stay(exported: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.onnx"
-    with pytest.raises(StepError, match=r"step 2 \(functions\) failed on .*01-optimize.onnx \(SelectorError") as raised:
-        htp_export.pipeline(["optimize", {"functions": {"select": "nothing"}}], exported, output)
+    with pytest.raises(StepError, match=r"step 2 \(functions\) failed on .*01-optimize.onnx \(InputError") as raised:
+        htp_export.pipeline(["optimize", {"functions": {"select": "same"}}], exported, output)
     assert (raised.value.number, raised.value.name) == (2, "functions")
     assert raised.value.file == tmp_path / "out.onnx.steps" / "01-optimize.onnx"
     assert not output.exists()
@@ -380,7 +380,7 @@ def test_the_command_runs_a_file_shows_and_repeats_its_result(
     ("text", "status", "message"),
     [
         ('[{"float16": {}}, {"compare": {"tolerances": {"**": [0, 0]}}}]', 1, "step 2 (compare) does not hold"),
-        ("[{functions: {select: nothing}}]", 1, "step 1 (functions) failed"),
+        ("[{functions: {select: same}}]", 1, "step 1 (functions) failed"),
         ("[nothing]", 2, "there is no step 'nothing'"),
         ("step: []", 2, "there is no key 'step'"),
         ("[optimize: {level: exact, level: tolerant}]", 2, "'level' stands there twice"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,31 @@ from htp_export.compress.pipelines.step_options import described_options, is_pla
 from htp_export.errors import FileError, InputError
 from htp_export.provenance import adapters as tools
 
-__all__ = ["STEPS", "PipelineStep", "StepKind", "steps_of"]
+__all__ = ["STEPS", "PipelineStep", "StepKind", "StepOptionError", "blamed", "steps_of"]
+
+
+class StepOptionError(InputError):
+    """An option of a step cannot be used; nothing was run.
+
+    Args:
+        message: The step, and the problem.
+        place: Where it stands: the number of the step, from 0, its name, the option, and a key in it.
+    """
+
+    def __init__(self, message: str, place: tuple[int | str, ...]) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+@contextlib.contextmanager
+def blamed(index: int, step: PipelineStep, *names: str) -> Iterator[None]:
+    """Name the step of an error, and its place, as in `StepOptionError`."""
+    try:
+        yield
+    except StepOptionError:
+        raise
+    except InputError as error:
+        raise StepOptionError(f"step {step.name}: {error}", (index, step.name, *names)) from error
 
 
 @dataclass(frozen=True)
@@ -31,6 +56,8 @@ class StepKind:
         packages: Further packages whose versions decide what it makes.
         given: The parameter that takes the model that the steps before have made.
         start: The parameter that takes the model with which the pipeline began, unless an option says otherwise.
+        checks: Functions of htp_export, ``module:function``, which take some of the parameters and refuse wrong values.
+        keeps_modules: Whether the model afterwards has the modules that it had.
     """
 
     module: str
@@ -39,6 +66,8 @@ class StepKind:
     packages: tuple[str, ...] = ()
     given: str = "model"
     start: str = ""
+    checks: tuple[str, ...] = ()
+    keeps_modules: bool = True
 
     def load(self) -> Callable[..., Any]:
         """Import the function."""
@@ -72,24 +101,29 @@ class StepKind:
             return not (isinstance(value, list) and all(isinstance(each, str) for each in value))
         return self.takes(option) is None and not is_plain(value)
 
-    def check_options(self, name: str, options: Mapping[str, Any]) -> None:
-        """Refuse options that the function does not have, and missing ones.
+    def check_option(self, option: str) -> None:
+        """Refuse an option that the function does not have.
 
         Raises:
-            InputError: If there are any; the message names the step.
+            InputError: If it is one.
         """
-        parameters = self.parameters
-        free = [key for key, each in parameters.items() if each.kind is inspect.Parameter.VAR_KEYWORD]
-        known = [key for key in parameters if key not in free]
-        refused = (self.given, *_SET_HERE)
-        unknown = [option for option in options if option in refused or not (free or option in known)]
-        if unknown:
-            listed = f"; it has {', '.join(sorted(known))}" if known else ""
-            raise InputError(f"step {name}: there is no option {unknown[0]!r}{listed}")
-        needed = [key for key in known if parameters[key].default is inspect.Parameter.empty and key != self.start]
+        free = [key for key, each in self.parameters.items() if each.kind is inspect.Parameter.VAR_KEYWORD]
+        known = sorted(key for key in self.parameters if key not in free)
+        if option in (self.given, *_SET_HERE) or not (free or option in known):
+            listed = f"; it has {', '.join(known)}" if known else ""
+            raise InputError(f"there is no option {option!r}{listed}")
+
+    def check_complete(self, options: Mapping[str, Any]) -> None:
+        """Refuse options that leave out one that the function needs.
+
+        Raises:
+            InputError: If they do.
+        """
+        needs = {key: each for key, each in self.parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
+        needed = [key for key, each in needs.items() if each.default is inspect.Parameter.empty and key != self.start]
         missing = [key for key in needed if key not in options]
         if missing:
-            raise InputError(f"step {name}: the option {missing[0]!r} is missing")
+            raise InputError(f"the option {missing[0]!r} is missing")
 
 
 _SET_HERE = ("output", "external_data", "share_weights", "dry_run")
@@ -98,21 +132,43 @@ _SET_HERE = ("output", "external_data", "share_weights", "dry_run")
 _LOAD_LIBRARIES = ("providers", "session_options")
 """Parameters whose values are handed to ONNX Runtime. Names of providers load nothing; their options name libraries."""
 
+_RUN_CHECKS = ("run.reporting:check_tolerances", "runtime.sessions:check_providers")
+
 # A new step is a line here; an adapter of a tool is one by itself. `docs/pipeline.md` lists them.
 STEPS: dict[str, StepKind] = {
-    "optimize": StepKind("passes.optimizing", "optimize", packages=("onnxscript",)),
-    "quantize": StepKind("compress.quantization.quantizing", "quantize", packages=("onnxruntime",)),
-    "prune": StepKind("compress.pruning.pruning", "prune"),
-    "insert_lora": StepKind("compress.lora.lora_inputs", "insert_lora"),
-    "fuse_lora": StepKind("compress.lora.lora_files", "fuse_lora"),
+    "optimize": StepKind("passes.optimizing", "optimize", packages=("onnxscript",), checks=("passes.registry:choose",)),
+    "quantize": StepKind(
+        "compress.quantization.quantizing",
+        "quantize",
+        packages=("onnxruntime",),
+        checks=("compress.quantization.precisions:precisions_of",),
+    ),
+    "prune": StepKind(
+        "compress.pruning.pruning",
+        "prune",
+        checks=("compress.pruning.sparsities:sparsities_of",),
+        keeps_modules=False,
+    ),
+    "insert_lora": StepKind(
+        "compress.lora.lora_inputs",
+        "insert_lora",
+        checks=("compress.lora.lora_inputs:scaling_of",),
+        keeps_modules=False,
+    ),
+    "fuse_lora": StepKind(
+        "compress.lora.lora_files",
+        "fuse_lora",
+        checks=("compress.lora.adapters:read_adapter",),
+        keeps_modules=False,
+    ),
     "functions": StepKind("surgery.nesting", "functions"),
     "inline": StepKind("model.inlining", "inline"),
-    "names": StepKind("deploy.naming", "names"),
-    "splice": StepKind("surgery.splicing", "splice"),
-    "carry": StepKind("provenance.carrying", "carry", given="before"),
+    "names": StepKind("deploy.naming", "names", checks=("model.path_names:check_style",)),
+    "splice": StepKind("surgery.splicing", "splice", keeps_modules=False),
+    "carry": StepKind("provenance.carrying", "carry", given="before", keeps_modules=False),
     **{tool: StepKind("provenance.adapters", tool, packages=(tool,)) for tool in tools.__all__},
-    "compare": StepKind("run.file_comparing", "compare", check=True, given="b", start="a"),
-    "verify": StepKind("run.verifying", "verify", check=True, given="onnx"),
+    "compare": StepKind("run.file_comparing", "compare", check=True, given="b", start="a", checks=_RUN_CHECKS),
+    "verify": StepKind("run.verifying", "verify", check=True, given="onnx", checks=_RUN_CHECKS),
 }
 
 
@@ -187,10 +243,16 @@ def steps_of(
     if model_file is not None:
         for step in steps:
             _check_origin(step, model_file, allow_entry=allow_entry)
-    steps = [prepare(step) for step in steps]
-    for step in steps:
-        step.kind.check_options(step.name, step.options)
-    return steps
+    prepared = []
+    for index, step in enumerate(steps):
+        with blamed(index, step):
+            prepared.append(prepare(step))
+        for name in prepared[-1].options:
+            with blamed(index, step, name):
+                step.kind.check_option(name)
+        with blamed(index, step):
+            step.kind.check_complete(prepared[-1].options)
+    return prepared
 
 
 def _step(number: int, item: Any) -> PipelineStep:
@@ -199,12 +261,15 @@ def _step(number: int, item: Any) -> PipelineStep:
     elif isinstance(item, Mapping) and len(item) == 1:
         [(name, options)] = item.items()
         if not isinstance(options, Mapping | None):
-            raise InputError(f"step {number} ({name}): options are a mapping from names to values, not {options!r}")
+            problem = f"step {number} ({name}): options are a mapping from names to values, not {options!r}"
+            raise StepOptionError(problem, (number - 1, str(name)))
         item = PipelineStep(str(name), dict(options or {}))
     if not isinstance(item, PipelineStep):
-        raise InputError(f"step {number}: a step is a name, or one name with its options, not {item!r}")
+        problem = f"step {number}: a step is a name, or one name with its options, not {item!r}"
+        raise StepOptionError(problem, (number - 1,))
     if item.name not in STEPS:
-        raise InputError(f"step {number}: there is no step {item.name!r}; there are {', '.join(STEPS)}")
+        problem = f"step {number}: there is no step {item.name!r}; there are {', '.join(STEPS)}"
+        raise StepOptionError(problem, (number - 1,))
     return item
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,16 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.compress.pipelines.pipeline_results import PipelineRun, StepReport
-from htp_export.compress.pipelines.pipeline_steps import PipelineStep, steps_of
+from htp_export.compress.pipelines.pipeline_steps import PipelineStep, StepOptionError, steps_of
+from htp_export.compress.pipelines.step_checks import check_values
 from htp_export.compress.pipelines.step_options import is_described, is_repeatable
 from htp_export.errors import FileError, HtpExportError, InputError, StepError
 from htp_export.files.model_files import check_target, has_external_data, read_model, write_model
-from htp_export.files.yaml_file import read_yaml
+from htp_export.files.yaml_file import line_in_yaml, read_yaml
 from htp_export.format.provenance_notes import ProvenanceNote, read_provenance, write_provenance
 from htp_export.model.content_hash import content_hash
 from htp_export.model.regions import all_nodes
-from htp_export.model.tagged import ModelSource, model_of, name_of
+from htp_export.model.tagged import ModelSource, TaggedModel, load, model_of, name_of
 from htp_export.process.progress import counted
 
 __all__ = ["PipelineFile", "PipelineStep", "pipeline", "read_pipeline"]
@@ -88,7 +90,23 @@ def pipeline(
         raise FileError(Path(target), "is the model to begin with; name another file to write")
     place = folder if folder is not None else read.folder
     run = _Run(read.steps, source, Path(target), Path(f"{target}.steps" if place is None else place))
+    with _located(read.file):
+        check_values(read.steps, run.start)
     return run.result(read.made, resume=resume)
+
+
+@contextlib.contextmanager
+def _located(file: Path | None) -> Iterator[None]:
+    """Name the file and the line of a step or an option that cannot be used; nothing if it stands in no file."""
+    try:
+        yield
+    except StepOptionError as error:
+        if file is None:
+            raise
+        place: tuple[int | str, ...] = error.place
+        if isinstance(read_yaml(file), Mapping):
+            place = ("steps", *place)
+        raise FileError(file, f"line {line_in_yaml(file, place)}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -101,6 +119,7 @@ class PipelineFile:
         output: The file to write; the same.
         folder: The folder for the files of the steps; the same.
         made: Of an ONNX file that a pipeline made: the steps that made it.
+        file: The YAML or JSON file; None for steps that do not stand in one.
     """
 
     steps: tuple[PipelineStep, ...]
@@ -108,6 +127,7 @@ class PipelineFile:
     output: Path | None = None
     folder: Path | None = None
     made: tuple[ProvenanceNote, ...] = ()
+    file: Path | None = None
 
 
 _KEYS = ("steps", "model", "output", "folder")
@@ -145,8 +165,13 @@ def read_pipeline(
     unknown = [key for key in content if key not in _KEYS]
     if unknown:
         raise FileError(file, f"there is no key {unknown[0]!r}; there are {', '.join(_KEYS)}")
-    model, output, folder = (Path(content[key]) if isinstance(content.get(key), str) else None for key in _KEYS[1:])
-    return PipelineFile(tuple(steps_of(content.get("steps"), prepare)), model, output, folder)
+    for key in _KEYS[1:]:
+        if not isinstance(content.get(key), str | None):
+            problem = f"line {line_in_yaml(file, (key,))}: {key} is {content[key]!r}, and takes the name of a file"
+            raise FileError(file, problem)
+    model, output, folder = (None if content.get(key) is None else Path(content[key]) for key in _KEYS[1:])
+    with _located(file):
+        return PipelineFile(tuple(steps_of(content.get("steps"), prepare)), model, output, folder, file=file)
 
 
 class _Run:
@@ -169,6 +194,10 @@ class _Run:
         self._reports: list[StepReport] = []
         self._file: Path | None = None
         self._model = self._start
+
+    def start(self) -> TaggedModel:
+        """The model to begin with, and its modules."""
+        return self._source if isinstance(self._source, TaggedModel) else load(self._start)
 
     def result(self, made: Sequence[ProvenanceNote], *, resume: bool) -> PipelineRun:
         """Run the steps.
