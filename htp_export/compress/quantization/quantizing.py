@@ -116,6 +116,8 @@ def quantize(
     if not dry_run:
         check_metric(list(rules.values()), metric, validation)
     original = read_flat(model)
+    if not dry_run:
+        original.require_exact_tags()
     choice = choose(original, rules)
     if dry_run:
         return _result(original, choice, choice.predicted(), None, _notes(choice, random=False))
