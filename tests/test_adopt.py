@@ -13,6 +13,8 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from htp_export.provenance.adoption.near_values import OriginalTensors
+from htp_export.provenance.adoption.same_weights import OriginalWeights, replaced
 from torch import nn
 
 import htp_export
@@ -22,8 +24,6 @@ from htp_export.format import tags
 from htp_export.huggingface.models import spread_parameters
 from htp_export.provenance.adoption.feeds import pair_names
 from htp_export.provenance.adoption.name_scopes import NameScopes
-from htp_export.provenance.adoption.near_values import OriginalTensors
-from htp_export.provenance.adoption.same_weights import OriginalWeights, replaced
 from htp_export.runtime.arrays import ArrayStore
 
 SIZE = 16

@@ -314,7 +314,7 @@ def test_a_model_without_tags_is_refused(file: Path) -> None:
     bare = htp_export.load(file).model.clone()
     for node in bare.graph:
         node.metadata_props.clear()
-    with pytest.raises(UntaggedModelError, match=r"no module tags to make names of.*carry"):
+    with pytest.raises(UntaggedModelError, match=r"lost their module tags; .*carry"):
         htp_export.names(bare)
 
 

@@ -17,7 +17,8 @@ from torch import nn
 
 import htp_export
 from htp_export.cli.main import main
-from htp_export.compress.pipelines.pipeline_steps import STEPS, PipelineStep, described_options, option_files
+from htp_export.compress.pipelines.pipeline_steps import STEPS, PipelineStep
+from htp_export.compress.pipelines.step_options import described_options
 from htp_export.errors import FileError, InputError, StepError
 from htp_export.files.model_files import read_model, write_model
 from htp_export.format.provenance_notes import read_provenance
@@ -214,8 +215,8 @@ def test_the_first_check_that_does_not_hold_stops_it_and_files_stay(exported: Pa
 
 def test_a_step_that_fails_is_named_with_its_file_and_the_ones_before_stay(exported: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.onnx"
-    with pytest.raises(StepError, match=r"step 2 \(functions\) failed on .*01-optimize.onnx \(SelectorError") as raised:
-        htp_export.pipeline(["optimize", {"functions": {"select": "nothing"}}], exported, output)
+    with pytest.raises(StepError, match=r"step 2 \(functions\) failed on .*01-optimize.onnx \(InputError") as raised:
+        htp_export.pipeline(["optimize", {"functions": {"select": "same"}}], exported, output)
     assert (raised.value.number, raised.value.name) == (2, "functions")
     assert raised.value.file == tmp_path / "out.onnx.steps" / "01-optimize.onnx"
     assert not output.exists()
@@ -287,11 +288,12 @@ def test_the_pipeline_of_a_file_is_repeated_and_makes_the_same_model(exported: P
 
 def test_a_folder_counts_by_the_files_in_it_and_a_precision_by_its_fields(exported: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
-    options = {"adapter": str(tmp_path / "adapter"), "select": ".", "plan": {"a": "int8"}, "long": "re:" + "x" * 5000}
-    before = option_files(options)
+    step = PipelineStep("fuse_lora", {"adapter": str(tmp_path / "adapter")})
+    before = step.files
     assert list(before) == [str(tmp_path / "adapter")]
     (tmp_path / "adapter" / "weights.bin").write_bytes(b"1")
-    assert option_files(options) != before
+    assert step.files != before
+    assert PipelineStep("functions", {"select": str(tmp_path)}).files == {}
     steps = [{"quantize": {"plan": {"first": htp_export.Precision("half", "cast", "float16", "float16")}}}]
     assert statuses(htp_export.pipeline(steps, exported, tmp_path / "out.onnx")) == ["ran"]
     assert statuses(htp_export.pipeline(steps, exported, tmp_path / "out.onnx")) == ["kept"]
@@ -365,7 +367,7 @@ def test_the_command_runs_a_file_shows_and_repeats_its_result(
         "compare(tolerances={'second': [0.0001, 0.0001]})",
     ]
     again = tmp_path / "again.onnx"
-    assert main(["pipeline", str(output), "-m", str(exported), "-o", str(again), "--json"]) == 0
+    assert main(["pipeline", str(output), "-m", str(exported), "-o", str(again), "--json", "--allow-entry"]) == 0
     assert json.loads(capsys.readouterr().out)["same"] is True
     changed = htp_export.optimize(again, passes="eliminate_identity_ops").model
     changed.graph[0].name = "changed"
@@ -378,7 +380,7 @@ def test_the_command_runs_a_file_shows_and_repeats_its_result(
     ("text", "status", "message"),
     [
         ('[{"float16": {}}, {"compare": {"tolerances": {"**": [0, 0]}}}]', 1, "step 2 (compare) does not hold"),
-        ("[{functions: {select: nothing}}]", 1, "step 1 (functions) failed"),
+        ("[{functions: {select: same}}]", 1, "step 1 (functions) failed"),
         ("[nothing]", 2, "there is no step 'nothing'"),
         ("step: []", 2, "there is no key 'step'"),
         ("[optimize: {level: exact, level: tolerant}]", 2, "'level' stands there twice"),

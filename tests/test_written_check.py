@@ -42,7 +42,10 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     net = exported_to(folder / "net.onnx", spread(Net()).eval(), {"x": x(2, 3, 64)}, "dynamo")
     htp_export.extract(net, "head", folder / "head.onnx")
     htp_export.functions(net, ["body"], folder / "nested.onnx")
-    factors = {"base_model.model.head.lora_A.weight": np.ones((2, 64), np.float32), "base_model.model.head.lora_B.weight": np.ones((4, 2), np.float32)}
+    factors = {
+        "base_model.model.head.lora_A.weight": np.ones((2, 64), np.float32),
+        "base_model.model.head.lora_B.weight": np.ones((4, 2), np.float32),
+    }
     (folder / "adapter").mkdir()
     save_file(factors, folder / "adapter" / "adapter_model.safetensors")
     (folder / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2}')
@@ -124,7 +127,7 @@ def test_a_fault_that_is_made_before_writing_is_refused_by_every_function(
     out.write_bytes(given["net"].read_bytes())
     if writer == "partition":
         out.unlink()
-    with pytest.raises((ResultError, StepError, ToolError), match="body|head|act") as raised:
+    with pytest.raises((ResultError, StepError, ToolError), match=r"body|head|act") as raised:
         WRITERS[writer](given, out)
     assert said
     assert said[0] in str(raised.value)
@@ -163,7 +166,9 @@ def test_a_fault_that_a_model_had_before_is_no_reason_to_refuse_it(
 
 
 def own(*nodes: ir.Node, opset: int = 20, **imports: int) -> ir.Model:
-    graph = ir.Graph([nodes[0].inputs[0]], nodes[-1].outputs, nodes=nodes, opset_imports={"": opset, **imports}, name="g")
+    graph = ir.Graph(
+        [nodes[0].inputs[0]], nodes[-1].outputs, nodes=nodes, opset_imports={"": opset, **imports}, name="g"
+    )
     return ir.Model(graph, ir_version=99)
 
 

@@ -39,6 +39,9 @@ def pipeline_command(
         Path | None, typer.Option(help="Folder for the files of the steps; OUTPUT.steps without it."), Writes()
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Run all steps, whatever an earlier run has done.")] = False,
+    allow_entry: Annotated[
+        bool, typer.Option("--allow-entry", help="Run the code that the steps of an ONNX file name.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run passes, tools and checks in a row, by a file.
@@ -55,7 +58,7 @@ def pipeline_command(
     if file.suffix.lower() == ".onnx" and model is None and output is None:
         _show_provenance(file, as_json)
         return
-    read = read_pipeline(file, _with_pytorch)
+    read = read_pipeline(file, _with_pytorch, allow_entry=allow_entry)
     with Steps(quiet=as_json).step("running the pipeline"):
         result = pipeline(read, model, output, folder=folder, resume=not fresh)
     report(result, as_json, output=result.output)

@@ -54,10 +54,13 @@ class _Warnings(logging.Handler):
     def __init__(self, stream: TextIO) -> None:
         super().__init__(logging.WARNING)
         self._stream = stream
+        self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = printable(in_commands(record.getMessage()))
-        print(f"htp-export: {record.levelname.lower()}: {message}", file=self._stream)
+        line = f"htp-export: {record.levelname.lower()}: {printable(in_commands(record.getMessage()))}"
+        if line not in self._shown:  # a command may read a file several times
+            self._shown.add(line)
+            print(line, file=self._stream)
 
 
 def terminal_stderr() -> TextIO:

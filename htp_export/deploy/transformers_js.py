@@ -18,8 +18,8 @@ from htp_export.errors import InputError
 from htp_export.files.json_file import read_json, write_json
 from htp_export.files.model_files import read_model, write_model
 from htp_export.files.replacing import Move, work_folder
-from htp_export.files.written_check import made_from
 from htp_export.files.targets import check_folder
+from htp_export.files.written_check import made_from
 from htp_export.huggingface.companions import copy_companions, is_companion, write_configs
 from htp_export.provenance import adapters
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.errors import UntaggedModelError
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy
@@ -86,8 +85,7 @@ def contamination(model: Any) -> Contamination:
         []
     """
     tagged = load(model)
-    if tagged.source != "htp":
-        raise UntaggedModelError("the model has no module tags; export it with htp_export.export to have them")
+    tagged.require_exact_tags()
     nodes, whole = tagged.nodes, tagged.calls.work(("",))
     by_path = CallTree(Hierarchy([tagged.hierarchy.root]))  # torch's scopes say nothing of calls
     after = _crossing(tagged, lambda node: work if (work := tagged.work_of(node)).owners else whole)

@@ -19,8 +19,7 @@ from typing import Any, Literal
 import onnx
 import onnx_ir as ir
 
-from htp_export.errors import FileError, InputError, ResultError
-from htp_export.errors import FileError, InputError, first_line
+from htp_export.errors import FileError, InputError, ResultError, first_line
 from htp_export.files.data_files import DataFile, DataTensor, check_data, find_data, place_data
 from htp_export.files.data_notes import Place, check_notes, describe_own, describe_shared, put_notes, shared_files
 from htp_export.files.data_plan import DataPlan, in_safe_order, plan_data
@@ -29,8 +28,8 @@ from htp_export.files.parsing import is_protobuf, parsed, put_in_order
 from htp_export.files.replacing import Move, real_path, replace_file, work_folder
 from htp_export.files.slots import Slot, slots
 from htp_export.files.stored import Marks, write_filled
-from htp_export.files.written_check import check_written, hollow_proto
 from htp_export.files.targets import check_target
+from htp_export.files.written_check import check_written, hollow_proto
 from htp_export.format import tags
 
 __all__ = [

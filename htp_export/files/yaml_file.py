@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import yaml
 
 from htp_export.errors import FileError, in_one_line
 
-__all__ = ["read_yaml"]
+__all__ = ["line_in_yaml", "read_yaml"]
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
@@ -51,3 +52,25 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
         raise FileError(
             file, f"is not YAML: {in_one_line(error)}; put selectors with '*' or '!' into quotes"
         ) from error
+
+
+def line_in_yaml(path: str | os.PathLike[str], place: Sequence[int | str]) -> int:
+    """The line, from 1, at which an entry of a YAML or JSON file stands.
+
+    Args:
+        path: The file, which `read_yaml` has read.
+        place: Keys of mappings and positions in lists that lead to it; what is not in the file is left out.
+    """
+    node = yaml.compose(Path(path).read_text(encoding="utf-8"), _Loader)
+    line = node.start_mark.line
+    for key in place:
+        if isinstance(node, yaml.MappingNode):
+            found = next(((name, value) for name, value in node.value if name.value == key), None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(key, int):
+            found = (node.value[key], node.value[key])
+        else:
+            found = None
+        if found is None:
+            break
+        line, node = found[0].start_mark.line, found[1]
+    return int(line) + 1

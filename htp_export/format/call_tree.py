@@ -382,6 +382,7 @@ class CallTree:
 
     def _calls_of(self, owners: tuple[str, ...], encoded: str) -> list[Instance]:
         listed = tags.calls_listed(encoded)
+        listed = {path: calls for path, calls in listed.items() if path in self._hierarchy}  # a file may name others
         if listed:
             return [Instance(path, number) for path, numbers in listed.items() for number in numbers]
         last: list[Instance] = []

@@ -12,8 +12,6 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from htp_export.errors import InputError
-from htp_export.files.model_files import write_model
-from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy

@@ -20,8 +20,8 @@ from typing import Any, ParamSpec, TypeVar
 import onnx
 import onnx_ir as ir
 
-from htp_export.files.written_check import faults_of, made_from
 from htp_export.errors import HtpExportError, InputError, described
+from htp_export.files.written_check import faults_of, made_from
 from htp_export.model.tagged import TaggedModel, model_of, name_of
 
 __all__ = ["names_model_faults"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.errors import InputError, UntaggedModelError
+from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import read_contamination, write_model_metadata
@@ -76,11 +76,8 @@ def check_tags(tagged: TaggedModel) -> None:
     Raises:
         UntaggedModelError: If it has nodes, and no such tags.
     """
-    if tagged.source != "htp" and tagged.nodes:
-        raise UntaggedModelError(
-            f"model {tagged.model.graph.name!r} has no module tags to make names of; export it with "
-            "htp_export.export(...), or bring its tags back with htp_export.carry(before, after)"
-        )
+    if tagged.nodes:
+        tagged.require_exact_tags()
 
 
 def path_prefix(path: str, called: Iterable[str]) -> str:

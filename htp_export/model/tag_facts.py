@@ -132,6 +132,8 @@ class TagFacts:
 def tag_lines(*facts: TagFacts | None, names: Sequence[str] = ("before", "after")) -> tuple[str, ...]:
     """The line that stands under a table; for two files one for each, or one where both know the same.
 
+    Files that are read with torch's own scopes have none: ``load`` has warned of these.
+
     Args:
         facts: What the file knows, or each of the files; None where nobody asked, which is no line.
         names: What the files are called, where there are several.
@@ -144,9 +146,10 @@ def tag_lines(*facts: TagFacts | None, names: Sequence[str] = ("before", "after"
         >>> tag_lines(*[TagFacts("htp", {"scope": 3})] * 2), tag_lines(None)
         (('both: every node has a module: 3 captured at export',), ())
     """
-    texts = [str(fact) for fact in facts if fact is not None]
+    known = [fact for fact in facts if fact is not None]
+    texts = ["" if fact.source == "torch" and not fact.lost else str(fact) for fact in known]
     if len(texts) < 2:
-        return tuple(texts)
+        return tuple(filter(None, texts))
     if len(set(texts)) == 1:
-        return (f"both: {texts[0]}",)
-    return tuple(f"{name}: {line}" for name, line in zip(names, texts, strict=True))
+        return (f"both: {texts[0]}",) if texts[0] else ()
+    return tuple(f"{name}: {line}" for name, line in zip(names, texts, strict=True) if line)

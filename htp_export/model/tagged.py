@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, NoReturn, Protocol, TypeAlias
 
 import onnx
 import onnx_ir as ir
@@ -34,6 +34,9 @@ from htp_export.model.tag_facts import TagFacts
 __all__ = ["ModelSource", "Region", "TagSource", "TaggedModel", "all_nodes", "load", "model_of", "name_of"]
 
 _log = logging.getLogger(__name__)
+
+_WARNED = "htp_export.warned_of_scopes"
+"""In ``meta`` of a model whose modules are read from torch's scopes: a warning has said so."""
 
 TagSource: TypeAlias = Literal["htp", "torch", "none"]
 
@@ -129,7 +132,9 @@ class TaggedModel:
 
     def clone(self) -> TaggedModel:
         """The same of a copy of the model, whose graph may be changed; the module tree is not read again."""
-        return TaggedModel(self.model.clone(), self.hierarchy, self.source)
+        copy = self.model.clone()
+        copy.meta.update(self.model.meta)
+        return TaggedModel(copy, self.hierarchy, self.source)
 
     @property
     def paths(self) -> list[str]:
@@ -283,12 +288,25 @@ class TaggedModel:
         Raises:
             UntaggedModelError: If it has none; the message says what to do.
         """
-        if self.source != "none":
-            return
-        problem = "it has no module tags; export it with htp_export.export(...) in place of torch.onnx.export(...)"
+        if self.source == "none":
+            self._refuse("it has no module tags")
+
+    def require_exact_tags(self) -> None:
+        """Refuse a model without tags of htp_export, also if it has torch's own scopes.
+
+        Raises:
+            UntaggedModelError: If it has none; the message says what to do.
+        """
+        self.require_tags()
+        if self.source == "torch":
+            self._refuse("the scopes that torch wrote are not exact enough for this")
+
+    def _refuse(self, problem: str) -> NoReturn:
+        advice = "export it with htp_export.export(...) in place of torch.onnx.export(...), or tag it with"
+        said = f"{problem}; {advice} htp_export.adopt(model, file)"
         if tags.MODULES in self.model.metadata_props:
-            problem = "its nodes have lost their module tags; htp_export.carry(before, after) brings them back"
-        raise UntaggedModelError(f"model {self.model.graph.name!r}: {problem}")
+            said = "its nodes have lost their module tags; htp_export.carry(before, after) brings them back"
+        raise UntaggedModelError(f"model {self.model.graph.name!r}: {said}")
 
 
 ModelSource: TypeAlias = str | os.PathLike[str] | onnx.ModelProto | ir.Model | TaggedModel | _HasModel
@@ -299,7 +317,8 @@ def load(model: ModelSource) -> TaggedModel:
     """Open a model with its module tree.
 
     A model without tags is read with torch's own module scopes, if it has them: node metadata from the dynamo exporter,
-    node names from the TorchScript exporter. They are not exact, and a warning is logged.
+    node names from the TorchScript exporter. They are not exact: a warning is logged, once for a model, and whatever
+    needs exact tags raises an `UntaggedModelError`.
 
     Thread-safe, also for calls on the same model.
 
@@ -388,11 +407,13 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
         return TaggedModel(model, hierarchy, "none")
     if declared is None:
         hierarchy = Hierarchy([ModuleInfo("", classes.get("", ""), 1, "computed")])
-    _log.warning(
-        "model %r has no htp_export tags; its modules are read from torch's own scopes, which are not exact. "
-        "Export it with htp_export.export(...) for exact ones",
-        model.graph.name,
-    )
+    if not model.meta.get(_WARNED):
+        model.meta[_WARNED] = True
+        _log.warning(
+            "model %r has no htp_export tags; its modules are read from torch's own scopes, which are not exact. "
+            "Export it with htp_export.export(...) for exact ones",
+            model.graph.name,
+        )
     return TaggedModel(model, hierarchy.including(dict.fromkeys(classes, 1), classes), "torch")
 
 

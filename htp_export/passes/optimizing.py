@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from htp_export.files.model_files import check_target, write_model
-from htp_export.model.flattening import read_flat
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.model.flattening import read_flat

@@ -16,13 +16,10 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import HtpExportError, InputError, ResultError, ToolError, in_one_line
-from htp_export.files.model_files import check_target, read_model, write_for_tool, write_model
+from htp_export.files.model_files import read_model, write_for_tool, write_model
 from htp_export.files.parsing import model_from_proto
-from htp_export.model.flattening import read_flat
-from htp_export.files.written_check import made_from
-from htp_export.errors import HtpExportError, InputError, ToolError, in_one_line
-from htp_export.files.model_files import read_model, write_model
 from htp_export.files.targets import check_target
+from htp_export.files.written_check import made_from
 from htp_export.model.flattening import read_flat
 from htp_export.model.tagged import ModelSource, model_of, name_of
 from htp_export.provenance.carrying import Carried, carry_in_place, tagged_model

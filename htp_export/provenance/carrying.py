@@ -240,10 +240,7 @@ def tagged_model(source: ModelSource) -> ir.Model:
 
 def _tagged(source: ModelSource) -> TaggedModel:
     tagged = load(source)
-    if tagged.source != "htp":
-        raise UntaggedModelError(
-            f"model {tagged.model.graph.name!r} has no module tags to carry; export it with htp_export.export(...)"
-        )
+    tagged.require_exact_tags()
     return tagged
 
 

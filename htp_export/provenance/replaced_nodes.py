@@ -295,7 +295,9 @@ class _Division:
                     seen.add(output)
                     number = self.known.numbers.current(self.known.counterpart[output])
                     members = self.known.numbers.members.get(number, ())
-                    makers = {self.before.maker[v] for v in members if not self.known.numbers.idle[self.before.maker[v]]}
+                    makers = {
+                        self.before.maker[v] for v in members if not self.known.numbers.idle[self.before.maker[v]]
+                    }
                     if len(makers) == 1 and output not in self.known.also:
                         consumers |= makers
                     elif len(seen) < _REPEATED and members:

@@ -12,7 +12,7 @@ from htp_export.run.locating import Blame
 from htp_export.run.results import AGREES, COMPARED, DIFFERS, INHERITS, NAN, NOT_COMPARED, CallResult, ModuleResult
 from htp_export.runtime.comparing import Tolerance
 
-__all__ = ["module_results", "tolerance_of"]
+__all__ = ["check_tolerances", "module_results", "tolerance_of"]
 
 
 def tolerance_of(
@@ -28,12 +28,22 @@ def tolerance_of(
         InputError: If a tolerance is negative or not a number.
         SelectorError: If a selector cannot be read, or matches nothing.
     """
+    check_tolerances(tolerances)
     by_path: dict[str, Tolerance] = {}
+    for selector, (absolute, relative) in tolerances.items():
+        by_path.update(dict.fromkeys(tagged.select(selector), Tolerance(absolute, relative)))
+    return by_path.get
+
+
+def check_tolerances(tolerances: Mapping[str, tuple[float, float]]) -> None:
+    """Refuse tolerances that are no numbers from 0 up.
+
+    Raises:
+        InputError: If there is one.
+    """
     for selector, (absolute, relative) in tolerances.items():
         if not (absolute >= 0 and relative >= 0):
             raise InputError(f"tolerance of {selector!r}: {absolute}, {relative} are not two numbers from 0 up")
-        by_path.update(dict.fromkeys(tagged.select(selector), Tolerance(absolute, relative)))
-    return by_path.get
 
 
 def module_results(

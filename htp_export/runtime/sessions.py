@@ -32,6 +32,7 @@ __all__ = [
     "Session",
     "SessionSettings",
     "as_written",
+    "check_providers",
     "temporary_folder",
 ]
 
@@ -64,18 +65,23 @@ class SessionSettings:
     options: Any = None
 
     def check(self) -> None:
-        """Refuse execution providers that are not available; ONNX Runtime would silently use the CPU instead.
+        """Refuse execution providers that are not available, see `check_providers`."""
+        check_providers(self.providers)
 
-        Raises:
-            InputError: If one is not available.
-        """
-        import onnxruntime
 
-        available = onnxruntime.get_available_providers()
-        for provider in self.providers:
-            name = provider if isinstance(provider, str) else provider[0]
-            if name not in available:
-                raise InputError(f"this ONNX Runtime has no {name}, only {', '.join(available)}")
+def check_providers(providers: Sequence[Any]) -> None:
+    """Refuse execution providers that are not available; ONNX Runtime would silently use the CPU instead.
+
+    Raises:
+        InputError: If one is not available.
+    """
+    import onnxruntime
+
+    available = onnxruntime.get_available_providers()
+    for provider in providers:
+        name = provider if isinstance(provider, str) else provider[0]
+        if name not in available:
+            raise InputError(f"this ONNX Runtime has no {name}, only {', '.join(available)}")
 
 
 @dataclass(frozen=True)

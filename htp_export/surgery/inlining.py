@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export.files.model_files import check_target, write_model
+from htp_export.files.model_files import write_model
+from htp_export.files.targets import check_target
 from htp_export.model.flattening import flattened
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import all_nodes

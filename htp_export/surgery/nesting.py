@@ -10,7 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.errors import InputError, UntaggedModelError
+from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.format import tags
@@ -148,11 +148,7 @@ def functions(
     check_target(output)
     tagged = load(model)
     selected = tagged.select(select)
-    if tagged.source != "htp":
-        raise UntaggedModelError(
-            f"model {tagged.model.graph.name!r}: its modules are known from torch's own scopes alone, which are not "
-            "exact enough to move nodes by; export it with htp_export.export(...)"
-        )
+    tagged.require_exact_tags()
     wanted = [path for path in selected if path and tagged.hierarchy[path].fate == "computed"]
     built = _built(_flat(tagged), wanted)
     model, index, placement, bodies = built.work.model, built.index, built.placement, built.bodies

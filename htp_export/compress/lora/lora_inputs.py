@@ -33,7 +33,7 @@ from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel
 from htp_export.model.tensor_names import UsedNames
 from htp_export.process.progress import counted
 
-__all__ = ["InsertedLora", "LoraLayer", "insert_lora"]
+__all__ = ["InsertedLora", "LoraLayer", "insert_lora", "scaling_of"]
 
 _CLASS = "torch.nn.modules.linear.Linear"
 
@@ -141,7 +141,7 @@ def insert_lora(
         (('0.lora_A.weight', '0.lora_B.weight'), 'torch.nn.modules.linear.Linear')
     """
     check_target(output)
-    scaling = _scaling(rank, alpha)
+    scaling = scaling_of(rank, alpha)
     read = read_flat(model, others=False)
     tagged = read if isinstance(model, str | os.PathLike) else read.clone()
     paths = _chosen(tagged, select)
@@ -161,7 +161,16 @@ def insert_lora(
     return InsertedLora(layers, scaling, model=tagged.model)
 
 
-def _scaling(rank: int, alpha: float | None) -> float:
+def scaling_of(rank: int, alpha: float | None) -> float:
+    """The factor of the product of an adapter.
+
+    Raises:
+        InputError: If the rank is no number of columns, or alpha no number above 0.
+
+    Examples:
+        >>> scaling_of(8, 16), scaling_of(8, None)
+        (2.0, 1.0)
+    """
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise InputError(f"rank {rank!r}: it is a whole number, 1 or more")
     if alpha is not None and not (isinstance(alpha, int | float) and np.isfinite(alpha) and alpha > 0):

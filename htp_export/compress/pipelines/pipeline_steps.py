@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
+import contextlib
 import importlib
 import importlib.metadata
 import inspect
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from htp_export.errors import InputError
+from htp_export.compress.pipelines.step_options import described_options, is_plain, option_files, texts_in
+from htp_export.errors import FileError, InputError
 from htp_export.provenance import adapters as tools
 
-__all__ = [
-    "STEPS",
-    "PipelineStep",
-    "StepKind",
-    "described_options",
-    "is_described",
-    "is_repeatable",
-    "option_files",
-    "steps_of",
-]
+__all__ = ["STEPS", "PipelineStep", "StepKind", "StepOptionError", "blamed", "steps_of"]
+
+
+class StepOptionError(InputError):
+    """An option of a step cannot be used; nothing was run.
+
+    Args:
+        message: The step, and the problem.
+        place: Where it stands: the number of the step, from 0, its name, the option, and a key in it.
+    """
+
+    def __init__(self, message: str, place: tuple[int | str, ...]) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+@contextlib.contextmanager
+def blamed(index: int, step: PipelineStep, *names: str) -> Iterator[None]:
+    """Name the step of an error, and its place, as in `StepOptionError`."""
+    try:
+        yield
+    except StepOptionError:
+        raise
+    except InputError as error:
+        raise StepOptionError(f"step {step.name}: {error}", (index, step.name, *names)) from error
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,8 @@ class StepKind:
         packages: Further packages whose versions decide what it makes.
         given: The parameter that takes the model that the steps before have made.
         start: The parameter that takes the model with which the pipeline began, unless an option says otherwise.
+        checks: Functions of htp_export, ``module:function``, which take some of the parameters and refuse wrong values.
+        keeps_modules: Whether the model afterwards has the modules that it had.
     """
 
     module: str
@@ -51,54 +66,109 @@ class StepKind:
     packages: tuple[str, ...] = ()
     given: str = "model"
     start: str = ""
+    checks: tuple[str, ...] = ()
+    keeps_modules: bool = True
 
     def load(self) -> Callable[..., Any]:
         """Import the function."""
         function: Callable[..., Any] = getattr(importlib.import_module(f"htp_export.{self.module}"), self.function)
         return function
 
-    def check_options(self, name: str, options: Mapping[str, Any]) -> None:
-        """Refuse options that the function does not have, and missing ones.
+    @cached_property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The parameters of the function that options can give."""
+        listed = inspect.signature(self.load()).parameters
+        return {name: each for name, each in listed.items() if name not in (self.given, *_SET_HERE)}
+
+    def takes(self, option: str) -> Any:
+        """The type of the parameter of an option, as text if it cannot be evaluated; None if another tool has it."""
+        parameter = self.parameters.get(option)
+        if parameter is None or parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            return None
+        try:
+            return eval(parameter.annotation, vars(inspect.getmodule(self.load())))  # text of our own source
+        except NameError:  # imported for type checkers alone
+            return parameter.annotation
+
+    def takes_file(self, option: str) -> bool:
+        """Whether an option may name a file: by the type of its parameter, and if another tool has it."""
+        kind = self.takes(option)
+        return kind is None or "PathLike" in repr(kind)
+
+    def runs_code(self, option: str, value: Any) -> bool:
+        """Whether an option may name code: a factory, a library that a tool or an execution provider loads."""
+        if option in _LOAD_LIBRARIES:
+            return not (isinstance(value, list) and all(isinstance(each, str) for each in value))
+        return self.takes(option) is None and not is_plain(value)
+
+    def check_option(self, option: str) -> None:
+        """Refuse an option that the function does not have.
 
         Raises:
-            InputError: If there are any; the message names the step.
+            InputError: If it is one.
         """
-        parameters = {
-            each.name: each
-            for each in inspect.signature(self.load()).parameters.values()
-            if each.name not in (self.given, *_SET_HERE)
-        }
-        free = [key for key, each in parameters.items() if each.kind is inspect.Parameter.VAR_KEYWORD]
-        known = [key for key in parameters if key not in free]
-        refused = (self.given, *_SET_HERE)
-        unknown = [option for option in options if option in refused or not (free or option in known)]
-        if unknown:
-            listed = f"; it has {', '.join(sorted(known))}" if known else ""
-            raise InputError(f"step {name}: there is no option {unknown[0]!r}{listed}")
-        needed = [key for key in known if parameters[key].default is inspect.Parameter.empty and key != self.start]
+        free = [key for key, each in self.parameters.items() if each.kind is inspect.Parameter.VAR_KEYWORD]
+        known = sorted(key for key in self.parameters if key not in free)
+        if option in (self.given, *_SET_HERE) or not (free or option in known):
+            listed = f"; it has {', '.join(known)}" if known else ""
+            raise InputError(f"there is no option {option!r}{listed}")
+
+    def check_complete(self, options: Mapping[str, Any]) -> None:
+        """Refuse options that leave out one that the function needs.
+
+        Raises:
+            InputError: If they do.
+        """
+        needs = {key: each for key, each in self.parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
+        needed = [key for key, each in needs.items() if each.default is inspect.Parameter.empty and key != self.start]
         missing = [key for key in needed if key not in options]
         if missing:
-            raise InputError(f"step {name}: the option {missing[0]!r} is missing")
+            raise InputError(f"the option {missing[0]!r} is missing")
 
 
 _SET_HERE = ("output", "external_data", "share_weights", "dry_run")
 """Parameters that a pipeline sets itself: it writes the files, all of them."""
 
+_LOAD_LIBRARIES = ("providers", "session_options")
+"""Parameters whose values are handed to ONNX Runtime. Names of providers load nothing; their options name libraries."""
+
+_RUN_CHECKS = ("run.reporting:check_tolerances", "runtime.sessions:check_providers")
+
 # A new step is a line here; an adapter of a tool is one by itself. `docs/pipeline.md` lists them.
 STEPS: dict[str, StepKind] = {
-    "optimize": StepKind("passes.optimizing", "optimize", packages=("onnxscript",)),
-    "quantize": StepKind("compress.quantization.quantizing", "quantize", packages=("onnxruntime",)),
-    "prune": StepKind("compress.pruning.pruning", "prune"),
-    "insert_lora": StepKind("compress.lora.lora_inputs", "insert_lora"),
-    "fuse_lora": StepKind("compress.lora.lora_files", "fuse_lora"),
+    "optimize": StepKind("passes.optimizing", "optimize", packages=("onnxscript",), checks=("passes.registry:choose",)),
+    "quantize": StepKind(
+        "compress.quantization.quantizing",
+        "quantize",
+        packages=("onnxruntime",),
+        checks=("compress.quantization.precisions:precisions_of",),
+    ),
+    "prune": StepKind(
+        "compress.pruning.pruning",
+        "prune",
+        checks=("compress.pruning.sparsities:sparsities_of",),
+        keeps_modules=False,
+    ),
+    "insert_lora": StepKind(
+        "compress.lora.lora_inputs",
+        "insert_lora",
+        checks=("compress.lora.lora_inputs:scaling_of",),
+        keeps_modules=False,
+    ),
+    "fuse_lora": StepKind(
+        "compress.lora.lora_files",
+        "fuse_lora",
+        checks=("compress.lora.adapters:read_adapter",),
+        keeps_modules=False,
+    ),
     "functions": StepKind("surgery.nesting", "functions"),
     "inline": StepKind("surgery.inlining", "inline"),
-    "names": StepKind("deploy.naming", "names"),
-    "splice": StepKind("surgery.splicing", "splice"),
-    "carry": StepKind("provenance.carrying", "carry", given="before"),
+    "names": StepKind("deploy.naming", "names", checks=("model.path_names:check_style",)),
+    "splice": StepKind("surgery.splicing", "splice", keeps_modules=False),
+    "carry": StepKind("provenance.carrying", "carry", given="before", keeps_modules=False),
     **{tool: StepKind("provenance.adapters", tool, packages=(tool,)) for tool in tools.__all__},
-    "compare": StepKind("run.file_comparing", "compare", check=True, given="b", start="a"),
-    "verify": StepKind("run.verifying", "verify", check=True, given="onnx"),
+    "compare": StepKind("run.file_comparing", "compare", check=True, given="b", start="a", checks=_RUN_CHECKS),
+    "verify": StepKind("run.verifying", "verify", check=True, given="onnx", checks=_RUN_CHECKS),
 }
 
 
@@ -128,6 +198,11 @@ class PipelineStep:
         return written
 
     @property
+    def files(self) -> dict[str, str]:
+        """The files that its options name → their SHA-256."""
+        return option_files({name: value for name, value in self.written.items() if self.kind.takes_file(name)})
+
+    @property
     def versions(self) -> dict[str, str]:
         """The versions of the packages that take part."""
         found = {}
@@ -139,14 +214,23 @@ class PipelineStep:
         return found
 
 
-def steps_of(listed: Any, prepare: Callable[[PipelineStep], PipelineStep] = lambda step: step) -> list[PipelineStep]:
+def steps_of(
+    listed: Any,
+    prepare: Callable[[PipelineStep], PipelineStep] = lambda step: step,
+    model_file: Path | None = None,
+    *,
+    allow_entry: bool = False,
+) -> list[PipelineStep]:
     """Read steps: names, ``{name: options}``, or `PipelineStep`.
 
     Args:
         listed: The steps.
         prepare: Called with each step; returns it with options for its function.
+        model_file: The model file that they were read from; None if the user wrote them.
+        allow_entry: Whether the options of a model file may name code.
 
     Raises:
+        FileError: If options of a model file name what they may not, see `_check_origin`.
         InputError: If there are none, if one cannot be read, or if a name or an option is unknown.
 
     Examples:
@@ -155,10 +239,20 @@ def steps_of(listed: Any, prepare: Callable[[PipelineStep], PipelineStep] = lamb
     """
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise InputError("a pipeline is a list of steps, such as [{'optimize': {'level': 'tolerant'}}, 'compare']")
-    steps = [prepare(_step(number, item)) for number, item in enumerate(listed, 1)]
-    for step in steps:
-        step.kind.check_options(step.name, step.options)
-    return steps
+    steps = [_step(number, item) for number, item in enumerate(listed, 1)]
+    if model_file is not None:
+        for step in steps:
+            _check_origin(step, model_file, allow_entry=allow_entry)
+    prepared = []
+    for index, step in enumerate(steps):
+        with blamed(index, step):
+            prepared.append(prepare(step))
+        for name in prepared[-1].options:
+            with blamed(index, step, name):
+                step.kind.check_option(name)
+        with blamed(index, step):
+            step.kind.check_complete(prepared[-1].options)
+    return prepared
 
 
 def _step(number: int, item: Any) -> PipelineStep:
@@ -167,102 +261,35 @@ def _step(number: int, item: Any) -> PipelineStep:
     elif isinstance(item, Mapping) and len(item) == 1:
         [(name, options)] = item.items()
         if not isinstance(options, Mapping | None):
-            raise InputError(f"step {number} ({name}): options are a mapping from names to values, not {options!r}")
+            problem = f"step {number} ({name}): options are a mapping from names to values, not {options!r}"
+            raise StepOptionError(problem, (number - 1, str(name)))
         item = PipelineStep(str(name), dict(options or {}))
     if not isinstance(item, PipelineStep):
-        raise InputError(f"step {number}: a step is a name, or one name with its options, not {item!r}")
+        problem = f"step {number}: a step is a name, or one name with its options, not {item!r}"
+        raise StepOptionError(problem, (number - 1,))
     if item.name not in STEPS:
-        raise InputError(f"step {number}: there is no step {item.name!r}; there are {', '.join(STEPS)}")
+        problem = f"step {number}: there is no step {item.name!r}; there are {', '.join(STEPS)}"
+        raise StepOptionError(problem, (number - 1,))
     return item
 
 
-def described_options(value: Any) -> Any:
-    """Return options as JSON can hold them: an array, a tensor or a PyTorch model by its hash, others by their class.
+def _check_origin(step: PipelineStep, file: Path, *, allow_entry: bool) -> None:
+    """Refuse a step of a model file whose options name code, or a file that is not in the folder of the model.
 
-    Examples:
-        >>> described_options({"level": "exact", "dims": (1, 2), "data": iter([])})
-        {'level': 'exact', 'dims': [1, 2], 'data': {'object': 'list_iterator'}}
+    Args:
+        step: The step.
+        file: The model file that it was read from.
+        allow_entry: Whether options may name code. Files in other folders are refused nevertheless.
+
+    Raises:
+        FileError: If it is refused.
     """
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, Mapping):
-        return {str(key): described_options(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [described_options(each) for each in value]
-    digest = _digest(value)
-    return {"object": type(value).__qualname__, **({"sha256": digest} if digest else {})}
-
-
-def is_described(value: Any) -> bool:
-    """Return whether described options hold everything that decides what a step makes.
-
-    Examples:
-        >>> is_described({"data": {"object": "ndarray", "sha256": "0"}}), is_described([{"object": "list_iterator"}])
-        (True, False)
-    """
-    if isinstance(value, Mapping):
-        return "sha256" in value if _is_object(value) else all(map(is_described, value.values()))
-    return all(map(is_described, value)) if isinstance(value, list) else True
-
-
-def is_repeatable(value: Any) -> bool:
-    """Return whether described options are options that a step can be called with."""
-    if isinstance(value, Mapping):
-        return not _is_object(value) and all(map(is_repeatable, value.values()))
-    return all(map(is_repeatable, value)) if isinstance(value, list) else True
-
-
-def option_files(options: Any) -> dict[str, str]:
-    """The files that options name → their SHA-256; of a folder, that of the names and contents of the files in it."""
-    if isinstance(options, Mapping):
-        found: dict[str, str] = {}
-        for value in options.values():
-            found |= option_files(value)
-        return found
-    if isinstance(options, list):
-        return option_files(dict(enumerate(options)))
-    if not isinstance(options, str) or options in ("", ".", ".."):  # a dot is a selector, too
-        return {}
-    if os.path.isdir(options):  # noqa: PTH112 - pathlib's raise an error for texts that are too long for a name
-        files = sorted(file for file in Path(options).iterdir() if file.is_file())
-        listed = "\n".join(f"{file.name}:{_file_digest(file)}" for file in files)
-        return {options: hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()}
-    return {options: _file_digest(Path(options))} if os.path.isfile(options) else {}  # noqa: PTH113 - the same
-
-
-def _is_object(value: Mapping[Any, Any]) -> bool:
-    return "object" in value and set(value) <= {"object", "sha256"}
-
-
-def _file_digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _digest(value: Any) -> str:
-    """The hash of an array, a tensor, a PyTorch model or a dataclass; empty for anything else."""
-    digest = hashlib.sha256()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {each.name: described_options(getattr(value, each.name)) for each in dataclasses.fields(value)}
-        return hashlib.sha256(json.dumps(fields).encode()).hexdigest() if is_described(fields) else ""
-    if hasattr(value, "state_dict") and hasattr(value, "named_modules"):
-        arrays = {name: each for name, each in value.state_dict().items() if hasattr(each, "detach")}
-        classes = [f"{path}:{type(module).__qualname__}" for path, module in value.named_modules()]
-        digest.update(repr((value.training, classes, list(arrays))).encode())
-    elif hasattr(value, "detach") or isinstance(value, np.ndarray | np.generic):
-        arrays = {"": value}
-    else:
-        return ""
-    for each in arrays.values():
-        array = _array(each)
-        digest.update(repr((str(array.dtype), array.shape)).encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
-
-
-def _array(value: Any) -> Any:
-    from htp_export.runtime.arrays import from_torch
-
-    return from_torch(value) if hasattr(value, "detach") else np.asarray(value)
+    folder = file.resolve().parent
+    for name, value in step.options.items():
+        said = f"its step {step.name} has the option {name}={value!r}"
+        if step.kind.runs_code(name, value) and not allow_entry:
+            problem = f"{said}, which may name code to run; allow it with --allow-entry if you trust the file"
+            raise FileError(file, f"{problem} (in Python: allow_entry=True)")
+        for text in texts_in(value) if step.kind.takes(name) is not None and step.kind.takes_file(name) else ():
+            if "\0" in text or not Path(os.path.realpath(text)).is_relative_to(folder):
+                raise FileError(file, f"{said}, which names a file that is not in the folder of this one")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,18 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.compress.pipelines.pipeline_results import PipelineRun, StepReport
-from htp_export.compress.pipelines.pipeline_steps import (
-    PipelineStep,
-    is_described,
-    is_repeatable,
-    option_files,
-    steps_of,
-)
+from htp_export.compress.pipelines.pipeline_steps import PipelineStep, StepOptionError, steps_of
+from htp_export.compress.pipelines.step_checks import check_values
+from htp_export.compress.pipelines.step_options import is_described, is_repeatable
 from htp_export.errors import FileError, HtpExportError, InputError, ResultError, StepError
-from htp_export.files.model_files import check_target, has_external_data, read_model, write_model
-from htp_export.files.written_check import made_from
-from htp_export.errors import FileError, HtpExportError, InputError, StepError
 from htp_export.files.model_files import has_external_data, read_model, write_model
 from htp_export.files.targets import check_target, files_named_in
-from htp_export.files.yaml_file import read_yaml
+from htp_export.files.written_check import made_from
+from htp_export.files.yaml_file import line_in_yaml, read_yaml
 from htp_export.format.provenance_notes import ProvenanceNote, read_provenance, write_provenance
 from htp_export.model.content_hash import content_hash
 from htp_export.model.regions import all_nodes
-from htp_export.model.tagged import ModelSource, model_of, name_of
+from htp_export.model.tagged import ModelSource, TaggedModel, load, model_of, name_of
 from htp_export.process.progress import counted
 
 __all__ = ["PipelineFile", "PipelineStep", "pipeline", "read_pipeline"]
@@ -42,6 +37,7 @@ def pipeline(
     *,
     folder: str | os.PathLike[str] | None = None,
     resume: bool = True,
+    allow_entry: bool = False,
 ) -> PipelineRun:
     """Run passes, tools, and checks on a model, one after the other, and write down how the result was made.
 
@@ -64,13 +60,15 @@ def pipeline(
         folder: Folder for the files of the steps, made if it is not there; None for the name of ``output`` and
             ``.steps``.
         resume: Whether to go on after what an earlier run has done.
+        allow_entry: Whether the options of steps that are read from an ONNX file may name code: an ``entry``, options
+            that are handed to another tool. The files that they name have to be in the folder of that file anyway.
 
     Returns:
         What became of each step; ``ok`` is False if a check failed, or a repeated pipeline made another model.
 
     Raises:
         InputError: If there is no such step or option, or no model or output; nothing was run.
-        FileError: If a file cannot be read or written.
+        FileError: If a file cannot be read or written, or an ONNX file has steps with options that are not allowed.
         StepError: If a step fails; the files of the steps before it stay.
 
     Examples:
@@ -83,7 +81,7 @@ def pipeline(
         (True, ['ran', 'ran'], ['optimize', 'compare'])
     """
     if isinstance(steps, str | os.PathLike):
-        read = read_pipeline(steps)
+        read = read_pipeline(steps, allow_entry=allow_entry)
     else:
         read = steps if isinstance(steps, PipelineFile) else PipelineFile(tuple(steps_of(steps)))
     source, target = read.model if model is None else model, read.output if output is None else output
@@ -95,8 +93,24 @@ def pipeline(
         raise FileError(Path(target), "is the model to begin with; name another file to write")
     place = folder if folder is not None else read.folder
     run = _Run(read.steps, source, Path(target), Path(f"{target}.steps" if place is None else place))
+    with _located(read.file):
+        check_values(read.steps, run.start)
     with made_from(lambda: [model_of(source)]):
         return run.result(read.made, resume=resume)
+
+
+@contextlib.contextmanager
+def _located(file: Path | None) -> Iterator[None]:
+    """Name the file and the line of a step or an option that cannot be used; nothing if it stands in no file."""
+    try:
+        yield
+    except StepOptionError as error:
+        if file is None:
+            raise
+        place: tuple[int | str, ...] = error.place
+        if isinstance(read_yaml(file), Mapping):
+            place = ("steps", *place)
+        raise FileError(file, f"line {line_in_yaml(file, place)}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -109,6 +123,7 @@ class PipelineFile:
         output: The file to write; the same.
         folder: The folder for the files of the steps; the same.
         made: Of an ONNX file that a pipeline made: the steps that made it.
+        file: The YAML or JSON file; None for steps that do not stand in one.
     """
 
     steps: tuple[PipelineStep, ...]
@@ -116,22 +131,27 @@ class PipelineFile:
     output: Path | None = None
     folder: Path | None = None
     made: tuple[ProvenanceNote, ...] = ()
+    file: Path | None = None
 
 
 _KEYS = ("steps", "model", "output", "folder")
 
 
 def read_pipeline(
-    path: str | os.PathLike[str], prepare: Callable[[PipelineStep], PipelineStep] = lambda step: step
+    path: str | os.PathLike[str],
+    prepare: Callable[[PipelineStep], PipelineStep] = lambda step: step,
+    *,
+    allow_entry: bool = False,
 ) -> PipelineFile:
     """Read a pipeline from a YAML or JSON file, or from the metadata of an ONNX file that a pipeline made.
 
     Args:
         path: The file.
         prepare: Called with each step; returns it with options for its function, such as a model that is named.
+        allow_entry: As for `pipeline`.
 
     Raises:
-        FileError: If the file cannot be read, or has no steps.
+        FileError: If the file cannot be read, has no steps, or is an ONNX file with options that are not allowed.
         InputError: If there is no such step or option.
     """
     file = Path(path)
@@ -142,14 +162,20 @@ def read_pipeline(
         gone = next((note for note in made if not is_repeatable(note.options)), None)
         if gone is not None:
             raise FileError(file, f"cannot be repeated: step {gone.step} had an option that was an object of Python")
-        return PipelineFile(tuple(steps_of([{note.step: note.options} for note in made], prepare)), made=made)
+        listed = [{note.step: note.options} for note in made]
+        return PipelineFile(tuple(steps_of(listed, prepare, file, allow_entry=allow_entry)), made=made)
     content = read_yaml(file)
     content = content if isinstance(content, Mapping) else {"steps": content}
     unknown = [key for key in content if key not in _KEYS]
     if unknown:
         raise FileError(file, f"there is no key {unknown[0]!r}; there are {', '.join(_KEYS)}")
-    model, output, folder = (Path(content[key]) if isinstance(content.get(key), str) else None for key in _KEYS[1:])
-    return PipelineFile(tuple(steps_of(content.get("steps"), prepare)), model, output, folder)
+    for key in _KEYS[1:]:
+        if not isinstance(content.get(key), str | None):
+            problem = f"line {line_in_yaml(file, (key,))}: {key} is {content[key]!r}, and takes the name of a file"
+            raise FileError(file, problem)
+    model, output, folder = (None if content.get(key) is None else Path(content[key]) for key in _KEYS[1:])
+    with _located(file):
+        return PipelineFile(tuple(steps_of(content.get("steps"), prepare)), model, output, folder, file=file)
 
 
 class _Run:
@@ -172,6 +198,10 @@ class _Run:
         self._reports: list[StepReport] = []
         self._file: Path | None = None
         self._model = self._start
+
+    def start(self) -> TaggedModel:
+        """The model to begin with, and its modules."""
+        return self._source if isinstance(self._source, TaggedModel) else load(self._start)
 
     def result(self, made: Sequence[ProvenanceNote], *, resume: bool) -> PipelineRun:
         """Run the steps.
@@ -205,7 +235,7 @@ class _Run:
         begun = time.perf_counter()
         starting = {step.kind.start: self._source} if step.kind.start else {}
         options = {**starting, **step.options, step.kind.given: self._source if self._file is None else self._file}
-        note = ProvenanceNote(step.name, step.written, self._hash, "", option_files(step.written), step.versions)
+        note = ProvenanceNote(step.name, step.written, self._hash, "", step.files, step.versions)
         given = self._file or name_of(self._source, "the model")
         try:
             result = step.kind.load()(**options)
@@ -266,7 +296,7 @@ class _Run:
             return False
         for note, step in zip(own, self._steps, strict=False):
             wanted = replace(note, step=step.name, options=step.written, input=hash_before,
-                             files=option_files(step.written), versions=step.versions)  # fmt: skip
+                             files=step.files, versions=step.versions)  # fmt: skip
             if note != wanted or not is_described(note.options):
                 return False
             hash_before = note.output

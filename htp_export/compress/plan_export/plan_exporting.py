@@ -15,16 +15,12 @@ from htp_export.compress.plan_export.planned import PlannedModel, TargetFile
 from htp_export.compress.quantization.calibration_data import Data, samples_of
 from htp_export.compress.quantization.precisions import precisions_of
 from htp_export.discovery import names_in
-from htp_export.errors import FileError, InputError
-from htp_export.files.replacing import replace_file
-from htp_export.model.flattening import read_flat
-from htp_export.model.model_faults import names_model_faults
-from htp_export.model.plans import assigned
-from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.errors import InputError
 from htp_export.files.targets import Kind, check_target, files_named_in
 from htp_export.files.text_file import write_text
 from htp_export.model.flattening import read_flat
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.plans import assigned
 from htp_export.model.tagged import ModelSource
 
 __all__ = ["PlanFile", "export_plan", "targets"]

@@ -13,7 +13,7 @@ from htp_export.compress.pruning.low_rank import Factors, factorise
 from htp_export.compress.pruning.masks import Mask, Scores, element_masks, group_mask
 from htp_export.compress.pruning.pruned import Counted, Pruned, pruned_modules
 from htp_export.compress.pruning.residual_blocks import remove_blocks
-from htp_export.compress.pruning.sparsities import Sparsity, sparsity_of
+from htp_export.compress.pruning.sparsities import Sparsity, sparsities_of
 from htp_export.compress.pruning.structured import cut_channels
 from htp_export.compress.pruning.weights import Weight, changed_when_written, weights_of
 from htp_export.errors import InputError
@@ -100,7 +100,7 @@ def prune(
         raise InputError(f"scope {scope!r}: there are {' and '.join(map(repr, _SCOPES))}")
     if not isinstance(seed, int) or seed < 0:
         raise InputError(f"seed {seed!r}: it is a whole number, 0 or more")
-    rules = {selector: sparsity_of(value) for selector, value in plan.items()}
+    rules = sparsities_of(plan)
     read = read_flat(model, others=False)
     tagged = read if isinstance(model, str | os.PathLike) else read.clone()
     external = has_external_data(tagged.model)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from htp_export.errors import InputError
 
-__all__ = ["Kind", "Sparsity", "sparsity_of"]
+__all__ = ["Kind", "Sparsity", "sparsities_of", "sparsity_of"]
 
 Kind: TypeAlias = Literal["elements", "n:m", "channels", "heads", "blocks", "rank"]
 
@@ -92,6 +93,25 @@ def sparsity_of(value: Any) -> Sparsity:
     if number is not None and kind in ("channels", "heads"):
         return Sparsity("channels" if kind == "channels" else "heads", _share(number, value))
     raise InputError(f"sparsity {value!r}: write {_FORMS}")
+
+
+def sparsities_of(plan: Mapping[str, Any]) -> dict[str, Sparsity]:
+    """The rules of a plan: selector → what is removed.
+
+    Raises:
+        InputError: If a value is none that `sparsity_of` reads; the message names the selector.
+
+    Examples:
+        >>> {selector: str(sparsity) for selector, sparsity in sparsities_of({"encoder": "2:4"}).items()}
+        {'encoder': '2:4'}
+    """
+    rules: dict[str, Sparsity] = {}
+    for selector, value in plan.items():
+        try:
+            rules[selector] = sparsity_of(value)
+        except InputError as error:
+            raise InputError(f"rule {selector!r}: {error}") from error
+    return rules
 
 
 def _rank(text: str) -> Sparsity:

@@ -15,9 +15,8 @@ from htp_export.errors import InputError
 from htp_export.files.npz_file import read_npz
 from htp_export.process.bounds import MOST_SEED, check_whole
 from htp_export.process.progress import counted
-from htp_export.runtime.arrays import Array, nan_in
 from htp_export.process.user_code import iterated, user_code
-from htp_export.runtime.arrays import Array
+from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings

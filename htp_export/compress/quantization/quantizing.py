@@ -28,13 +28,10 @@ from htp_export.compress.quantization.precisions import Engine, Method, Precisio
 from htp_export.compress.quantization.quantized import Quantized, QuantizedModule
 from htp_export.compress.quantization.submodels import Names, Submodel, constant_of, cut_out, put_back, remove_unused
 from htp_export.compress.quantization.validation import Validation, check_metric
-from htp_export.errors import HtpExportError, InputError, ToolError, in_one_line
-from htp_export.files.model_files import check_target, write_model
-from htp_export.model.flattening import read_flat
-from htp_export.format import tags
-from htp_export.errors import HtpExportError, ToolError, described
+from htp_export.errors import HtpExportError, InputError, ToolError, described
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target, files_named_in
+from htp_export.format import tags
 from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import contents_of
@@ -122,6 +119,8 @@ def quantize(
     if not dry_run:
         check_metric(list(rules.values()), metric, validation)
     original = read_flat(model)
+    if not dry_run:
+        original.require_exact_tags()
     choice = choose(original, rules)
     if dry_run:
         return _result(original, choice, choice.predicted(), None, _notes(choice, random=False))

@@ -119,6 +119,8 @@ def search(
     check_whole("runs", runs, 1, MOST_RUNS)
     tagged = read_flat(model)
     choices = read_space(tagged, space, select, depth)
+    if any(each.is_quantized for each in choices.choices.values()):
+        tagged.require_exact_tags()
     samples = samples_of(data, tagged.model, dims, seed, passes=2)
     settings = SessionSettings(tuple(providers))
     settings.check()

@@ -100,6 +100,8 @@ def sensitivity(
         raise InputError(f"{given} has no effect on an estimate, for which nothing is quantized; leave it out")
     chosen = _precisions(precisions)
     tagged = read_flat(model)
+    if not estimate:
+        tagged.require_exact_tags()
     paths = deciding_modules(tagged, select, depth)
     samples = samples_of(data, tagged.model, dims, seed, passes=2)
     settings = SessionSettings(tuple(providers))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 import onnx_ir as ir
 
-from htp_export.errors import InputError, UntaggedModelError
+from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.format.hierarchy import Hierarchy
@@ -112,10 +112,7 @@ def _original(
         if args or kwargs:
             raise InputError("args and kwargs are example inputs of an nn.Module; for a tagged model, give inputs")
         tagged = read_flat(model, others=False)
-        if tagged.source != "htp":
-            raise UntaggedModelError(
-                f"model {tagged.model.graph.name!r} has no module tags; give the nn.Module, or a file of htp_export"
-            )
+        tagged.require_exact_tags()
         return tagged, inputs
     if inputs is not None:
         raise InputError("inputs are for a tagged model; for an nn.Module, give args and kwargs")

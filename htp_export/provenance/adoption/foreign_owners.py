@@ -298,9 +298,7 @@ class _Foreign:
             number = self._known.counterpart[node.outputs[0]] if node.outputs else NOTHING
             if base_op(node.op) in LAYOUT and self._lives(node) and number != NOTHING:
                 moved[index] = numbers.current(number)
-        movers = Counter(
-            numbers.number[node.outputs[0]] for node in self._before.nodes if base_op(node.op) in LAYOUT
-        )
+        movers = Counter(numbers.number[node.outputs[0]] for node in self._before.nodes if base_op(node.op) in LAYOUT)
         movers.subtract(moved.values())
         return moved, movers
 

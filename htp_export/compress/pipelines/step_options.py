@@ -1,0 +1,126 @@
+"""The options of a step: as JSON holds them in a file, and the files that they name, with hashes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["described_options", "is_described", "is_plain", "is_repeatable", "option_files", "texts_in"]
+
+
+def described_options(value: Any) -> Any:
+    """Return options as JSON can hold them: an array, a tensor or a PyTorch model by its hash, others by their class.
+
+    Examples:
+        >>> described_options({"level": "exact", "dims": (1, 2), "data": iter([])})
+        {'level': 'exact', 'dims': [1, 2], 'data': {'object': 'list_iterator'}}
+    """
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {str(key): described_options(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [described_options(each) for each in value]
+    digest = _digest(value)
+    return {"object": type(value).__qualname__, **({"sha256": digest} if digest else {})}
+
+
+def is_described(value: Any) -> bool:
+    """Return whether described options hold everything that decides what a step makes.
+
+    Examples:
+        >>> is_described({"data": {"object": "ndarray", "sha256": "0"}}), is_described([{"object": "list_iterator"}])
+        (True, False)
+    """
+    if isinstance(value, Mapping):
+        return "sha256" in value if _is_object(value) else all(map(is_described, value.values()))
+    return all(map(is_described, value)) if isinstance(value, list) else True
+
+
+def is_repeatable(value: Any) -> bool:
+    """Return whether described options are options that a step can be called with."""
+    if isinstance(value, Mapping):
+        return not _is_object(value) and all(map(is_repeatable, value.values()))
+    return all(map(is_repeatable, value)) if isinstance(value, list) else True
+
+
+def texts_in(options: Any) -> Iterator[str]:
+    """Every text among the values of options, however deep.
+
+    Examples:
+        >>> list(texts_in({"level": "exact", "rank": 8, "tables": [{"name": "a.csv"}]}))
+        ['exact', 'a.csv']
+    """
+    if isinstance(options, str | os.PathLike):
+        yield os.fspath(options)
+    elif isinstance(options, Mapping | list | tuple):
+        for value in options.values() if isinstance(options, Mapping) else options:
+            yield from texts_in(value)
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is nothing but numbers, truth values and lists of them.
+
+    Examples:
+        >>> is_plain([1, 2.5, None, True]), is_plain({"a": 1}), is_plain(["a"])
+        (True, False, False)
+    """
+    return all(map(is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | None)
+
+
+def option_files(options: Any) -> dict[str, str]:
+    """The files that options name → their SHA-256; of a folder, that of the names and contents of the files in it."""
+    found = dict[str, str]()
+    for text in texts_in(options):
+        if os.path.isdir(text):  # noqa: PTH112 - pathlib's raise an error for texts that are too long for a name
+            files = sorted(file for file in Path(text).iterdir() if file.is_file())
+            listed = "\n".join(f"{file.name}:{_file_digest(file)}" for file in files)
+            found[text] = hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
+        elif os.path.isfile(text):  # noqa: PTH113 - the same
+            found[text] = _file_digest(Path(text))
+    return found
+
+
+def _is_object(value: Mapping[Any, Any]) -> bool:
+    return "object" in value and set(value) <= {"object", "sha256"}
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _digest(value: Any) -> str:
+    """The hash of an array, a tensor, a PyTorch model or a dataclass; empty for anything else."""
+    digest = hashlib.sha256()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {each.name: described_options(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        return hashlib.sha256(json.dumps(fields).encode()).hexdigest() if is_described(fields) else ""
+    if hasattr(value, "state_dict") and hasattr(value, "named_modules"):
+        arrays = {name: each for name, each in value.state_dict().items() if hasattr(each, "detach")}
+        classes = [f"{path}:{type(module).__qualname__}" for path, module in value.named_modules()]
+        digest.update(repr((value.training, classes, list(arrays))).encode())
+    elif hasattr(value, "detach") or isinstance(value, np.ndarray | np.generic):
+        arrays = {"": value}
+    else:
+        return ""
+    for each in arrays.values():
+        array = _array(each)
+        digest.update(repr((str(array.dtype), array.shape)).encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def _array(value: Any) -> Any:
+    from htp_export.runtime.arrays import from_torch
+
+    return from_torch(value) if hasattr(value, "detach") else np.asarray(value)

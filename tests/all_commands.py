@@ -1,0 +1,81 @@
+"""Every command that reads a model file, with arguments that fit one small net."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.test_lora import adapter, factors
+
+COMMANDS: dict[str, str] = {
+    "tree": "FILE",
+    "map": "FILE",
+    "view": "FILE -o view.html",
+    "cost": "FILE",
+    "profile": "FILE --runs 1 --warmup 0 --threads 1",
+    "verify": "FILE --entry tests.all_commands:example",
+    "compare": "FILE FILE",
+    "diff": "FILE FILE",
+    "extract": "FILE first -o out.onnx",
+    "splice": "FILE first PART -o out.onnx",
+    "functions": "FILE first -o out.onnx",
+    "inline": "FILE -o out.onnx",
+    "names": "FILE -o out.onnx",
+    "partition": "FILE 2 -o stages",
+    "place": "FILE .=cpu -o out.onnx",
+    "placement": "FILE",
+    "optimize": "FILE -o out.onnx",
+    "quantize": "FILE --rule first=int8-dynamic -o out.onnx",
+    "export-plan": "FILE --rule first=int8 --to nncf -o out.json",
+    "prune": "FILE --rule first=0.5 -o out.onnx",
+    "sensitivity": "FILE --precision int8 --select first",
+    "search": "FILE --choices int8 --trials 2 --select first",
+    "insert-lora": "FILE first -o out.onnx",
+    "fuse-lora": "FILE ADAPTER -o out.onnx",
+    "run": "onnxoptimizer FILE -o out.onnx",
+    "carry": "FILE FILE -o out.onnx",
+    "adopt": "FILE FILE -o out.onnx",
+    "forensics": "FILE",
+    "fingerprint": "FILE",
+    "pipeline": "STEPS -m FILE -o out.onnx",
+}
+"""Name → arguments; those in capitals are files, see `companions`."""
+
+WITHOUT_FILE = ("export", "lora-adapter")
+
+
+class Net(nn.Module):
+    """Two layers, the second of another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.second = nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.act(self.first(x)))
+
+
+def example() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    """The net that files are exported from, with inputs: an entry."""
+    torch.manual_seed(1)
+    return Net().eval(), (torch.randn(2, 32),)
+
+
+def companions(folder: Path) -> dict[str, str]:
+    """Write the files that commands take besides the model: word → file."""
+    import htp_export
+
+    part, steps = folder / "part.onnx", folder / "steps.yaml"
+    htp_export.export(nn.Linear(32, 32).eval(), (torch.randn(2, 32),), part, verbose=False)
+    steps.write_text("[optimize, compare]", encoding="utf-8")
+    made = adapter(folder, "adapter", factors(example()[0], ["first"], 4, 1), 8)
+    return {"PART": str(part), "STEPS": str(steps), "ADAPTER": str(made)}
+
+
+def arguments(command: str, files: dict[str, Any]) -> list[str]:
+    """What is typed: a command with its arguments of `COMMANDS`, or with its own."""
+    name, _, own = command.partition(" ")
+    return [name, *(str(files.get(word, word)) for word in (own or COMMANDS[name]).split())]

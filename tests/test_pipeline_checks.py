@@ -1,0 +1,126 @@
+"""Options of a pipeline: values, modules and files are checked before the first step, and errors name file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import htp_export
+from htp_export.cli.main import main
+from htp_export.errors import InputError
+from tests.all_commands import companions, example
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("net")
+    model, args = example()
+    htp_export.export(model, args, folder / "net.onnx", verbose=False)
+    (folder / "text.onnx").write_text("no model", encoding="utf-8")
+    companions(folder)
+    np.savez(folder / "x.npz", x=np.ones((2, 32), np.float32))
+    return folder / "net.onnx"
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"quantize": {"plan": {"first": "int9"}}}, "step quantize: rule 'first': "),
+    ({"quantize": {"plan": "int9"}}, "step quantize: there is no preset 'int9'"),
+    ({"quantize": {"plan": {"frist": "int8"}}}, "step quantize: selector 'frist': matches no module; nearest: 'first'"),
+    ({"quantize": {"plan": "int8", "data": ["gone.npz"]}}, "step quantize: gone.npz: there is no such file"),
+    ({"quantize": {"plan": "int8", "dims": {"batch": "two"}}}, "step quantize: dims is {'batch': 'two'}, and takes "),
+    ({"prune": {"plan": {"first": "3:2"}}}, "step prune: rule 'first': sparsity '3:2'"),
+    (
+        {"prune": {"plan": {"first": 0.5}, "method": "l3"}},
+        "step prune: method is 'l3', and takes one of 'l1'",
+    ),
+    ({"optimize": {"level": "banana"}}, "step optimize: level is 'banana', and takes one of 'exact'"),
+    ({"optimize": {"passes": "nothing"}}, "step optimize: no pass 'nothing'"),
+    ({"optimize": {"verify": "yes"}}, "step optimize: verify is 'yes', and takes bool"),
+    ({"functions": {"select": "nothing"}}, "step functions: selector 'nothing': matches no module"),
+    ({"functions": {"select": "["}}, "step functions: selector '['"),
+    ({"names": {"style": "x"}}, "step names: there is no style of names 'x'"),
+    ({"insert_lora": {"select": "first", "rank": 0}}, "step insert_lora: rank 0"),
+    ({"fuse_lora": {"adapter": "gone"}}, "step fuse_lora: gone: there is no such file"),
+    ({"splice": {"path": "frist", "replacement": "part.onnx"}}, "step splice: no module 'frist'"),
+    ({"splice": {"path": "first", "replacement": "gone.onnx"}}, "step splice: gone.onnx: cannot be read"),
+    ({"carry": {"after": "text.onnx"}}, "step carry: text.onnx: not an ONNX model"),
+    ({"compare": {"tolerances": {"first": [-1.0, 0.0]}}}, "step compare: tolerance of 'first'"),
+    ({"compare": {"tolerances": {"first": 1.0}}}, "step compare: tolerances is {'first': 1.0}, and takes "),
+    ({"compare": {"select": "nothing"}}, "step compare: selector 'nothing'"),
+    ({"compare": {"providers": ["GoneProvider"]}}, "step compare: this ONNX Runtime has no GoneProvider"),
+    ({"compare": {"a": "gone.onnx"}}, "step compare: gone.onnx"),
+    ({"onnxruntime": {"level": "banana"}}, "step onnxruntime: level 'banana'"),
+    ({"version_converter": {"opset": 99}}, "step version_converter: version_converter: opset 99 is none of"),
+    ({"matmul_nbits": {"bits": 3}}, "step matmul_nbits: matmul_nbits: bits are 3"),
+    ({"float16": {"no_such_option": 3}}, "step float16: float16: "),
+    ({"quantize_static": {}}, "step quantize_static: quantize_static needs inputs"),
+]
+
+
+@pytest.mark.parametrize(("step", "message"), WRONG, ids=str)
+def test_values_are_checked_before_the_first_step(
+    step: dict[str, Any],
+    message: str,
+    net: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(net.parent)
+    output = tmp_path / "out.onnx"
+    with pytest.raises(InputError) as raised:
+        htp_export.pipeline(["optimize", step], net, output)
+    assert str(raised.value).startswith(message) or message in str(raised.value)
+    steps = tmp_path / "steps.json"
+    steps.write_text(json.dumps(["optimize", step], indent=1), encoding="utf-8")
+    assert main(["pipeline", str(steps), "-m", str(net), "-o", str(output)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{steps}: line " in said
+    assert message.rstrip() in said
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["steps.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("steps:\n- inline\n- quantize:\n    plan:\n      second: int8\n      first: int9\n", 6),
+        ("- inline\n- names: {}\n- quantize:\n    plan: int9\n", 4),
+        ("- inline\n\n- gone\n", 3),
+        ("- inline\n- optimize:\n    lvl: exact\n", 3),
+        ("- inline\n- functions\n", 2),
+        ("- inline\n- functions:\n    select:\n    - nothing\n", 3),
+        ("- inline\n- compare: {tolerances: {first: [1.0, 1.0],\n    gone: [1.0, 1.0]}}\n", 3),
+        ("- verify:\n    entry: gone:make\n", 1),
+        ("steps: [inline]\nfolder: 3\n", 2),
+    ],
+)
+def test_errors_name_the_file_and_the_line(
+    text: str, line: int, net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = tmp_path / "steps.yaml"
+    steps.write_text(text, encoding="utf-8")
+    assert main(["pipeline", str(steps), "-m", str(net), "-o", str(tmp_path / "out.onnx")]) == 2
+    assert f"{steps}: line {line}: " in " ".join(capsys.readouterr().err.split())
+
+
+def test_modules_that_a_step_adds_are_not_missed(net: Path, tmp_path: Path) -> None:
+    steps = [{"insert_lora": {"select": "first", "rank": 2}}, {"functions": {"select": "first.lora_A"}}]
+    result = htp_export.pipeline(steps, net, tmp_path / "out.onnx")
+    assert [step.status for step in result.steps] == ["ran", "ran"]
+
+
+def test_options_of_every_kind_that_are_right_are_taken(net: Path, tmp_path: Path) -> None:
+    data = str(net.parent / "x.npz")
+    steps: list[Any] = [
+        {"optimize": {"passes": ["default"], "level": "tolerant", "inputs": {"x": np.ones((2, 32), np.float32)}}},
+        {"names": {"style": "path"}},
+        {"compare": {"select": ["first", "second"], "tolerances": {"**": [0.1, 0.1]}, "seed": 1, "shapes": None}},
+        {"quantize": {"plan": {"first": "int8"}, "data": data}},
+        {"onnxruntime": {"level": "basic", "providers": ["CPUExecutionProvider"]}},
+    ]
+    result = htp_export.pipeline(steps, net, tmp_path / "out.onnx")
+    assert [step.status for step in result.steps] == ["ran"] * 5

@@ -1,0 +1,87 @@
+"""Files of plain ``torch.onnx.export`` in every command: torch's scopes serve, or the error says what to run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import htp_export
+from htp_export.cli.commands import command_names
+from htp_export.cli.main import main
+from htp_export.errors import UntaggedModelError
+from tests.all_commands import COMMANDS, WITHOUT_FILE, arguments, companions, example
+
+EXACT = ("functions", "names", "quantize", "sensitivity", "search", "run", "carry", "adopt")
+"""Commands that need exact tags; for the others, torch's scopes are enough."""
+
+
+@pytest.fixture(scope="module", params=["dynamo", "torchscript"])
+def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model, args = example()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, args, folder / "net.onnx", dynamo=request.param == "dynamo", verbose=False)
+    return {"FILE": str(folder / "net.onnx"), **companions(folder)}
+
+
+def test_every_command_is_here() -> None:
+    assert {*COMMANDS, *WITHOUT_FILE} == set(command_names())
+    assert set(EXACT) < set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_torch_scopes_are_named_once_and_serve_or_the_error_says_what_to_run(
+    command: str,
+    files: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status = main(arguments(command, files))
+    shown = capsys.readouterr()
+    words = " ".join((shown.out + " " + shown.err).split())
+    assert words.count("read from torch's own scopes") == 1
+    assert "no module tags" not in words
+    if command in EXACT:
+        assert status == 2
+        error = " ".join(shown.err.splitlines()[-1].split())
+        assert "error: model 'main_graph': the scopes that torch wrote are not exact enough for this; " in error
+        assert "htp-export export" in error
+        assert "htp-export adopt MODEL FILE -o OUT" in error
+        assert not list(tmp_path.iterdir())
+    else:
+        assert status == 0
+        assert "error" not in shown.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "quantize FILE --rule first=int8 --dry-run",
+        "sensitivity FILE --precision int8 --select first --estimate",
+        "search FILE --choices 0.5 --trials 2 --select first",
+    ],
+)
+def test_what_writes_no_precision_takes_torch_scopes(
+    command: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments(command, files)) == 0
+
+
+def test_python_warns_once_of_a_model_and_raises(files: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    tagged = htp_export.load(files["FILE"])
+    htp_export.load(tagged.model)
+    htp_export.load(tagged.clone().model)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "torch's own scopes" not in str(htp_export.cost(tagged))
+    with pytest.raises(UntaggedModelError, match=r"htp_export\.export\(\.\.\.\) .* htp_export\.adopt\(model, file\)"):
+        htp_export.contamination(tagged)
+    assert len(caplog.records) == 1
