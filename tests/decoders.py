@@ -22,6 +22,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "gemma": {**TEXT, "head_dim": 8},
     "phi": TEXT,
     "mixtral": {**TEXT, "num_local_experts": 4},
+    "mpt": {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},  # ALiBi, no positions
 }
 
 

@@ -86,7 +86,7 @@ class ExampleCall:
     @contextlib.contextmanager
     def exporting(self) -> Iterator[None]:
         """The same, and what transformers' exporters replace while a model is traced; export it inside."""
-        with self.adapted(), tracing_as_transformers_does(self.model):
+        with self.adapted(), tracing_as_transformers_does(self.model), _never_empty(self.model):
             yield
 
     def name_dimensions(self, graph: ir.Graph) -> None:
@@ -132,6 +132,26 @@ def adapted(model: nn.Module, adapt: Adapt | None, kwargs: Mapping[str, Any]) ->
         model.forward = forward  # of this object alone, until the block ends
 
     with restored(make):
+        yield
+
+
+@contextlib.contextmanager
+def _never_empty(model: nn.Module) -> Iterator[None]:
+    """Tell torch.export that no argument is empty but the cache, as long as a ``with`` block runs.
+
+    A model may slice a tensor of size 1 by the number of tokens, as MPT does with its biases. Without this bound, the
+    size of the slice is unknown, and torch.export takes it for the number of tokens.
+    """
+    import torch
+    from torch.fx.experimental.symbolic_shapes import constrain_range
+
+    def bound(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            for size in value.shape if isinstance(value, torch.Tensor) else ():
+                if isinstance(size, torch.SymInt):
+                    constrain_range(size, min=1)
+
+    with restored(lambda changes: changes.will_undo(model.register_forward_pre_hook(bound, with_kwargs=True).remove)):
         yield
 
 
