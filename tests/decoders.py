@@ -46,11 +46,21 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
         "num_mel_bins": 8,
         "decoder_start_token_id": 3,
     },
+    "moonshine": {  # its encoder returns a class of its own, and its decoder reads that
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        **dict.fromkeys(("encoder_num_hidden_layers", "decoder_num_hidden_layers"), 2),
+        **dict.fromkeys(("encoder_num_attention_heads", "decoder_num_attention_heads"), 4),
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 1,
+    },
 }
 
 
 def encoder_decoder(name: str) -> Any:
-    base = "automatic-speech-recognition" if name == "whisper" else "text2text-generation"
+    base = "automatic-speech-recognition" if name in ("whisper", "moonshine") else "text2text-generation"
     overrides = ENCODER_DECODERS[name]
     overrides = {key: value for key, value in overrides.items() if (name, key) != ("t5", "decoder_start_token_id")}
     return load_model(name, task=f"{base}-with-past", random_weights=True, overrides=overrides)

@@ -78,7 +78,9 @@ def test_signatures_have_the_cache_whole_in_the_model_and_by_layer_in_the_layers
 
     def caches(path: str) -> dict[str, str | None]:
         inputs = tagged.signature(path, 0).inputs
-        same = {name.replace("layer_past.", "past_key_values."): tensor for name, tensor in inputs.items()}  # MPT's name
+        same = {
+            name.replace("layer_past.", "past_key_values."): tensor for name, tensor in inputs.items()
+        }  # MPT's name
         return {name: tensor for name, tensor in same.items() if name.startswith("past_key_values")}
 
     parts = [(f"layers.{layer}.{kind}s", f"{layer}.{kind}") for layer in range(2) for kind in ("key", "value")]
