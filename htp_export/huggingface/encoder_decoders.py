@@ -172,11 +172,15 @@ class EncoderAndDecoder:
         """
         names = {"input_ids": "decoder_input_ids", "encoder_attention_mask": "attention_mask"}
         own = {names.get(name, name): value for name, value in arguments.items()}
-        states, kind = {"last_hidden_state": own.pop("encoder_hidden_states")}, type(self._encoded)
-        if "attention_mask" in own and "attention_mask" in inspect.signature(kind).parameters:
+        states = {"last_hidden_state": own.pop("encoder_hidden_states")}
+        if "attention_mask" in own and self._mask_in_result:
             states["attention_mask"] = own["attention_mask"]
-        own["encoder_outputs"] = kind(**states)
+        own["encoder_outputs"] = type(self._encoded)(**states)
         return own
+
+    @property
+    def _mask_in_result(self) -> bool:
+        return "attention_mask" in inspect.signature(type(self._encoded)).parameters
 
     def _begin(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """The first tokens: nothing is in a cache."""
@@ -212,5 +216,9 @@ class EncoderAndDecoder:
         for layer in layers:
             layer.keys, layer.values = layer.keys[:, :, :kept], layer.values[:, :, :kept]
         cache.is_updated = dict.fromkeys(range(len(layers)), False)  # otherwise, the model computes nothing
-        returned = forward(**self._own_names({**arguments, "encoder_hidden_states": hidden[:, kept:]}))
+        arguments["encoder_hidden_states"] = hidden[:, kept:]
+        if self._mask_in_result:  # without one, a model makes a mask of the states that it is given, and not of all
+            every = torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+            arguments.setdefault("encoder_attention_mask", every)
+        returned = forward(**self._own_names(arguments))
         return {"logits": returned.logits, "past_key_values": returned.past_key_values}
