@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,7 @@ from htp_export.cli.file_exports import FileExports
 from htp_export.cli.file_options import JsonOption
 from htp_export.cli.graph_options import GraphOptions
 from htp_export.cli.model_options import ModelOptions
-from htp_export.cli.outputs import check_folder, check_output
+from htp_export.cli.outputs import check_folder, check_new_folder, check_output, new_folder
 from htp_export.cli.sources import Call
 from htp_export.cli.terminal import Steps
 from htp_export.errors import InputError
@@ -44,7 +43,7 @@ def export_command(
 ) -> None:
     """Export a model to ONNX with module tags, and show its tree."""
     model.check()
-    _check_outputs(output, model)
+    _check_outputs(output, model, deploy)
     deploy.check(output, model)
     graph.check()
     steps = Steps(quiet, count=2 + verify + (deploy.transformers_js is not None))
@@ -52,7 +51,7 @@ def export_command(
         calls = _calls(model, graph, deploy.wanted_files(two_files), cache_names)
     deploy.check_files(calls)
     exports = FileExports(model, deploy, graph, steps, verify, as_json, quiet)
-    with _targets(calls, output) as targets:
+    with _targets(calls, output, deploy) as targets:
         for name, target in targets.items():
             exports.write(name, calls[name], target)
     if deploy.transformers_js is not None:
@@ -62,10 +61,12 @@ def export_command(
     exports.finish()
 
 
-def _check_outputs(output: Path, model: ModelOptions) -> None:
+def _check_outputs(output: Path, model: ModelOptions, deploy: DeployOptions) -> None:
     """Refuse an output that cannot be written: a file, or, for a task, a folder."""
     if output.is_dir() and model.has_task:
         check_folder(output, output)
+    elif deploy.makes_folder and not output.parent.exists():
+        check_new_folder(output.parent, output)
     else:
         check_output(output)
 
@@ -90,20 +91,12 @@ def _calls(model: ModelOptions, graph: GraphOptions, two_files: bool | None, cac
 
 
 @contextlib.contextmanager
-def _targets(calls: Mapping[str, Call], output: Path) -> Iterator[dict[str, Path]]:
+def _targets(calls: Mapping[str, Call], output: Path, deploy: DeployOptions) -> Iterator[dict[str, Path]]:
     """Provide name → the file to write: the output, or files in a folder. A new folder is removed on failure."""
-    is_new = not output.is_dir() and len(calls) > 1
-    if is_new and output.suffix == ".onnx":
+    is_folder = output.is_dir() or len(calls) > 1
+    if is_folder and not output.is_dir() and output.suffix == ".onnx":
         files = ", ".join(f"{name}.onnx" for name in calls)
         raise InputError(f"-o {output}: {len(calls)} files are written, {files}; name a folder")
-    if not is_new and not output.is_dir():
-        yield dict.fromkeys(calls, output)
-        return
-    if is_new:
-        output.mkdir()
-    try:
-        yield {name: output / f"{name}.onnx" for name in calls}
-    except BaseException:
-        if is_new:
-            shutil.rmtree(output, ignore_errors=True)
-        raise
+    folder = output if is_folder else output.parent
+    with new_folder(folder) if is_folder or deploy.makes_folder else contextlib.nullcontext():
+        yield {name: output / f"{name}.onnx" for name in calls} if is_folder else dict.fromkeys(calls, output)

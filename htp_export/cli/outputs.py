@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_folder",
+    "check_new_folder",
     "check_output",
+    "new_folder",
     "report",
     "show_model",
     "show_next",
@@ -100,12 +104,36 @@ def check_folder(folder: Path, output: Path) -> None:
         FileError: If it is such a folder.
     """
     error = why_not_writable(folder)
+    if folder.is_file():
+        raise FileError(output, f"cannot be written: {folder} is a file")
     if isinstance(error, FileNotFoundError):
         raise FileError(output, f"its folder does not exist: {folder}")
     if isinstance(error, PermissionError):
         raise FileError(output, f"cannot be written: no permission to write in the folder {folder}")
     if error is not None:
         raise FileError(output, f"cannot be written in the folder {folder}: {error.strerror}")
+
+
+def check_new_folder(folder: Path, output: Path) -> None:
+    """Refuse a folder that cannot be made, with the folders above it.
+
+    Raises:
+        FileError: If it cannot.
+    """
+    check_folder(next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()), output)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """Make a folder, and those above it, for a ``with`` block; if it fails, those that were made are removed."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        if missing:
+            shutil.rmtree(missing[-1], ignore_errors=True)
+        raise
 
 
 def _weights_of(file: Path) -> set[Path]:
