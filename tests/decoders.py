@@ -118,6 +118,29 @@ def greedy(session: Any, ids: npt.NDArray[np.int64], tokens: int = 20) -> list[l
     return made.tolist()
 
 
+def greedy_right_padded(session: Any, texts: list[npt.NDArray[np.int64]], tokens: int = 20) -> list[list[int]]:
+    """What a file with a cache appends to texts of different length, in one batch as GenAI runs it.
+
+    The texts are padded on the right. The padding is masked, and stays in the cache.
+    """
+    lengths = np.array([len(text) for text in texts])
+    mask = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)
+    new = np.zeros_like(mask)
+    new[mask == 1] = np.concatenate(texts)
+    feed, taken = nothing_past(session, len(texts)), {value.name for value in session.get_inputs()}
+    outputs, made = [value.name for value in session.get_outputs()], []
+    for step in range(tokens):
+        feed |= {"input_ids": new, "attention_mask": mask}
+        feed["position_ids"] = np.maximum(mask.cumsum(1) - 1, 0)[:, -new.shape[1] :]
+        found = dict(zip(outputs, session.run(outputs, {k: v for k, v in feed.items() if k in taken}), strict=True))
+        last = lengths - 1 if step == 0 else np.zeros_like(lengths)
+        new = next_tokens(found["logits"][np.arange(len(texts)), last][:, None])
+        made.append(new)
+        mask = np.concatenate([mask, np.ones_like(new)], 1)
+        feed |= past_of(found)
+    return np.concatenate(made, 1).tolist()
+
+
 def start_of(model: Any) -> int:
     """The token with which a decoder begins: T5's configs do not have it."""
     return int(ENCODER_DECODERS[model.config.model_type]["decoder_start_token_id"])

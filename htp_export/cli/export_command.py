@@ -48,7 +48,7 @@ def export_command(
     graph.check()
     steps = Steps(quiet, count=2 + verify + (deploy.transformers_js is not None))
     with steps.step(f"loading {model.name}"):
-        calls = _calls(model, graph, deploy.wanted_files(two_files), cache_names)
+        calls = _calls(model, graph, deploy, two_files, cache_names)
     deploy.check_files(calls)
     exports = FileExports(model, deploy, graph, steps, verify, as_json, quiet)
     with _targets(calls, output, deploy) as targets:
@@ -71,7 +71,9 @@ def _check_outputs(output: Path, model: ModelOptions, deploy: DeployOptions) -> 
         check_output(output)
 
 
-def _calls(model: ModelOptions, graph: GraphOptions, two_files: bool | None, cache_names: str) -> dict[str, Call]:
+def _calls(
+    model: ModelOptions, graph: GraphOptions, deploy: DeployOptions, two_files: bool | None, cache_names: str
+) -> dict[str, Call]:
     """Name of each file → the call that it is exported from.
 
     With ``--dynamic`` and with TorchScript, a task chooses the class alone.
@@ -85,7 +87,12 @@ def _calls(model: ModelOptions, graph: GraphOptions, two_files: bool | None, cac
         raise InputError(f"--task {model.task} says which axes vary; leave --dynamic away")
     calls, streamed = {}, graph.stream_weights
     if graph.dynamo and not graph.axes:
-        calls = model.calls_by_task(two_files=two_files, cache_names=cache_names, stream_weights=streamed)
+        calls = model.calls_by_task(
+            two_files=deploy.wanted_files(two_files),
+            cache_names=cache_names,
+            stream_weights=streamed,
+            right_padding=deploy.genai,
+        )
     # With one example, exporters take the batch for a constant.
     return calls or {"model": model.call(batch=2 if "batch" in graph.axes else 1, stream_weights=streamed)}
 
