@@ -22,6 +22,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "gemma": {**TEXT, "head_dim": 8},
     "phi": TEXT,
     "mixtral": {**TEXT, "num_local_experts": 4},
+    "mpt": {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},  # ALiBi, no positions
 }
 
 
@@ -45,11 +46,21 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
         "num_mel_bins": 8,
         "decoder_start_token_id": 3,
     },
+    "moonshine": {  # its encoder returns a class of its own, and its decoder reads that
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        **dict.fromkeys(("encoder_num_hidden_layers", "decoder_num_hidden_layers"), 2),
+        **dict.fromkeys(("encoder_num_attention_heads", "decoder_num_attention_heads"), 4),
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 1,
+    },
 }
 
 
 def encoder_decoder(name: str) -> Any:
-    base = "automatic-speech-recognition" if name == "whisper" else "text2text-generation"
+    base = "automatic-speech-recognition" if name in ("whisper", "moonshine") else "text2text-generation"
     overrides = ENCODER_DECODERS[name]
     overrides = {key: value for key, value in overrides.items() if (name, key) != ("t5", "decoder_start_token_id")}
     return load_model(name, task=f"{base}-with-past", random_weights=True, overrides=overrides)
@@ -105,6 +116,29 @@ def greedy(session: Any, ids: npt.NDArray[np.int64], tokens: int = 20) -> list[l
         made = np.concatenate([made, new], 1)
         feed |= past_of(found)
     return made.tolist()
+
+
+def greedy_right_padded(session: Any, texts: list[npt.NDArray[np.int64]], tokens: int = 20) -> list[list[int]]:
+    """What a file with a cache appends to texts of different length, in one batch as GenAI runs it.
+
+    The texts are padded on the right. The padding is masked, and stays in the cache.
+    """
+    lengths = np.array([len(text) for text in texts])
+    mask = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)
+    new = np.zeros_like(mask)
+    new[mask == 1] = np.concatenate(texts)
+    feed, taken = nothing_past(session, len(texts)), {value.name for value in session.get_inputs()}
+    outputs, made = [value.name for value in session.get_outputs()], []
+    for step in range(tokens):
+        feed |= {"input_ids": new, "attention_mask": mask}
+        feed["position_ids"] = np.maximum(mask.cumsum(1) - 1, 0)[:, -new.shape[1] :]
+        found = dict(zip(outputs, session.run(outputs, {k: v for k, v in feed.items() if k in taken}), strict=True))
+        last = lengths - 1 if step == 0 else np.zeros_like(lengths)
+        new = next_tokens(found["logits"][np.arange(len(texts)), last][:, None])
+        made.append(new)
+        mask = np.concatenate([mask, np.ones_like(new)], 1)
+        feed |= past_of(found)
+    return np.concatenate(made, 1).tolist()
 
 
 def start_of(model: Any) -> int:

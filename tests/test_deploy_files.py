@@ -147,9 +147,23 @@ def test_a_model_and_its_folder_for_transformers_js_are_written(
 
 
 def test_nothing_is_written_if_genai_cannot_run_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*BERT, "-o", str(tmp_path / "bert.onnx"), "--genai"]) == 2
-    assert "runs decoders with a key-value cache, and the model takes none" in capsys.readouterr().err
+    for output in (tmp_path / "bert.onnx", tmp_path / "new" / "folder" / "bert.onnx"):
+        assert main([*BERT, "-o", str(output), "--genai"]) == 2
+        assert "runs decoders with a key-value cache, and the model takes none" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_for_other_runtimes_is_made_and_a_plain_output_needs_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "new" / "folder" / "bert.onnx"
+    assert main([*BERT, "-o", str(output)]) == 2
+    assert "its folder does not exist" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main([*BERT, "-o", str(tmp_path / "file" / "folder" / "bert.onnx"), "--export-json"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert main([*BERT, "-o", str(output), "--export-json", "--quiet"]) == 0
+    assert {"bert.onnx", "config.json", "export.json"} <= files_in(output.parent)
 
 
 @pytest.mark.parametrize(
@@ -243,8 +257,7 @@ def test_a_folder_with_a_decoder_and_its_tokenizer_becomes_one_for_genai(
     model.save_pretrained(source)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (source / name).write_text("{}")
-    output = tmp_path / "genai" / "model.onnx"
-    output.parent.mkdir()
+    output = tmp_path / "new" / "genai" / "model.onnx"
     words = ["export", str(source), "--task", "text-generation-with-past", "-o", str(output), "--json", "--genai"]
     assert main([*words, "--transformers-js", str(tmp_path / "js")]) == 0
     names = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}

@@ -172,3 +172,9 @@ def test_a_decoder_that_cannot_continue_a_part_of_the_encoders_keys_is_refused(m
     assert list(example_calls(model))[1:] == ["decoder_model", "decoder_with_past_model"]
     with pytest.raises(InputError, match=r"from a part of its states \(.*\): export its decoder as two files"):
         example_calls(model, two_files=False)
+
+
+def test_a_decoder_is_called_with_the_output_class_of_its_own_encoder() -> None:
+    calls = example_calls(encoder_decoder("moonshine"), two_files=True)
+    assert list(calls) == ["encoder_model", "decoder_model", "decoder_with_past_model"]
+    assert set(calls["decoder_model"].input_names) == {"input_ids", "encoder_hidden_states"}

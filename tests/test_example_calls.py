@@ -21,7 +21,7 @@ def shapes(values: Any) -> dict[str, list[Any]]:
     return {value.name: [size if isinstance(size, int) else size.value for size in value.shape] for value in values}
 
 
-QUICK = {"gpt2", "mistral", "mixtral"}
+QUICK = {"gpt2", "mistral", "mixtral", "mpt"}
 MODELS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DECODERS]
 
 
@@ -36,12 +36,13 @@ def exported(request: pytest.FixtureRequest) -> Any:
 
 
 def test_names_and_axes_are_those_of_optimum(exported: Any) -> None:
-    _, _, program = exported
+    model, _, program = exported
     inputs, outputs = shapes(program.model.graph.inputs), shapes(program.model.graph.outputs)
     heads = inputs["past_key_values.0.key"][1]
     assert inputs.pop("input_ids") == ["batch_size", "sequence_length"]
     assert inputs.pop("attention_mask") == ["batch_size", TOTAL]
-    assert inputs.pop("position_ids") == ["batch_size", "sequence_length"]
+    if model.config.model_type != "mpt":  # it has no positions, but biases by distance
+        assert inputs.pop("position_ids") == ["batch_size", "sequence_length"]
     assert outputs.pop("logits") == ["batch_size", "sequence_length", 64]
     kinds = [f"{layer}.{kind}" for layer in range(2) for kind in ("key", "value")]
     assert inputs == {f"past_key_values.{kind}": ["batch_size", heads, "past_sequence_length", 8] for kind in kinds}
@@ -77,7 +78,10 @@ def test_signatures_have_the_cache_whole_in_the_model_and_by_layer_in_the_layers
 
     def caches(path: str) -> dict[str, str | None]:
         inputs = tagged.signature(path, 0).inputs
-        return {name: tensor for name, tensor in inputs.items() if name.startswith("past_key_values")}
+        same = {
+            name.replace("layer_past.", "past_key_values."): tensor for name, tensor in inputs.items()
+        }  # MPT's name
+        return {name: tensor for name, tensor in same.items() if name.startswith("past_key_values")}
 
     parts = [(f"layers.{layer}.{kind}s", f"{layer}.{kind}") for layer in range(2) for kind in ("key", "value")]
     assert caches("") == {f"past_key_values.{own}": f"past_key_values.{optimum}" for own, optimum in parts}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import logging
 from pathlib import Path
@@ -10,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 import pytest
 
 import htp_export
 from htp_export.errors import InputError
-from htp_export.huggingface import example_call
+from htp_export.huggingface import example_call, load_model
 from htp_export.huggingface.genai import genai_config
-from tests.decoders import DECODERS, decoder, generated, greedy, prompt
+from tests.decoders import DECODERS, TEXT, decoder, generated, greedy, greedy_right_padded, prompt
 
 TOKENS = 20
 
@@ -48,7 +51,8 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp(request.param)
     model = decoder(request.param)
     call = example_call(model)
-    program: Any = htp_export.export(model, verbose=False, **call.options)
+    with call.exporting():
+        program: Any = htp_export.export(model, verbose=False, **call.options)
     call.name_dimensions(program.model.graph)
     program.save(folder / "model.onnx")
     found = genai_config(program.model, model.config, model.generation_config)
@@ -83,7 +87,7 @@ def test_stages_generate_the_tokens_of_pytorch_in_onnxruntime_and_in_genai(
 ) -> None:
     model, folder = exported
     expected = generated(model, prompt(), TOKENS)
-    [second] = [path for path, _ in model.named_modules() if path.endswith((".layers.1", ".h.1"))]
+    [second] = [path for path, _ in model.named_modules() if path.endswith((".layers.1", ".h.1", ".blocks.1"))]
     parts = htp_export.partition(folder / "model.onnx", ["", second], tmp_path / "stages", serve="genai")
     for number, stage in enumerate(parts.stages):
         assert {name for name in stage.inputs if f".{number}." in name} == {
@@ -96,6 +100,62 @@ def test_stages_generate_the_tokens_of_pytorch_in_onnxruntime_and_in_genai(
         assert greedy(Stages(runner, parts), prompt()) == expected
     assert "genai_config.json" in parts.files
     assert generated_by_genai(tmp_path / "stages", prompt()) == expected
+
+
+WINDOWS: dict[str, dict[str, Any]] = {  # all shorter than the texts; every sixth layer of Gemma 3 has none
+    "mistral": DECODERS["mistral"],
+    "gemma2": {**TEXT, "head_dim": 8, "sliding_window": 4},
+    "gemma3_text": {**TEXT, "head_dim": 8, "sliding_window": 4, "num_hidden_layers": 6},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "mistral" else pytest.mark.slow) for name in WINDOWS]
+)
+def test_texts_of_different_length_get_the_tokens_of_each_alone_with_sliding_windows(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+    task = "text-generation-with-past"
+    model = load_model(name, task=task, random_weights=True, overrides=WINDOWS[name])
+    call = example_call(model, right_padding=True)
+    with call.exporting():
+        program: Any = htp_export.export(model, verbose=False, **call.options)
+    program.save(tmp_path / "model.onnx")
+    with call.adapted():
+        for kwargs in call.runs.values():
+            assert htp_export.verify(model, program, kwargs=kwargs).ok
+    texts = [prompt(9)[0], prompt(4)[1]]
+    alone = [generated(model, text[None], 10)[0] for text in texts]
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    assert greedy_right_padded(session, texts, 10) == alone
+    assert [greedy(session, text[None], 10)[0] for text in texts] == alone
+    if importlib.util.find_spec("onnxruntime_genai") is not None:
+        found = genai_config(program.model, model.config, model.generation_config)
+        (tmp_path / "genai_config.json").write_text(json.dumps(found))
+        assert batch_by_genai(tmp_path, texts, 10) == alone
+
+
+def batch_by_genai(folder: Path, texts: list[Any], tokens: int) -> list[list[int]]:
+    """What GenAI appends to texts of different length in one batch, padded with token 0."""
+    genai: Any = importlib.import_module("onnxruntime_genai")
+    longest = max(map(len, texts))
+    settings = genai.GeneratorParams(genai.Model(str(folder)))
+    length = longest + tokens
+    settings.set_search_options(max_length=length, min_length=length, batch_size=len(texts))
+    generator = genai.Generator(genai.Model(str(folder)), settings)
+    generator.append_tokens(np.stack([np.pad(text, (0, longest - len(text))) for text in texts]).astype(np.int32))
+    while not generator.is_done():
+        generator.generate_next_token()
+    return [[int(token) for token in generator.get_sequence(row)[longest:]] for row in range(len(texts))]
+
+
+@pytest.mark.parametrize(("name", "warned"), [("llama", False), ("mistral", False), ("mpt", True)])
+def test_a_decoder_that_counts_padding_in_another_way_is_warned_of(
+    name: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+    with caplog.at_level(logging.WARNING):
+        example_call(decoder(name), right_padding=True)
+    assert ("MptForCausalLM counts the padding" in caplog.text) == warned
 
 
 # --- what the file says -----------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class DeployOptions:
         from htp_export.deploy.transformers_js import check_transformers_js
 
         beside = output.absolute() if output.is_dir() else output.absolute().parent
-        if (self.genai or self.export_json) and not _is_same(Path(model.source), beside):
+        if self.makes_folder and not _is_same(Path(model.source), beside):
             check_genai(beside)
         if self.transformers_js is not None:
             folder = self.transformers_js.absolute()
@@ -82,7 +82,7 @@ class DeployOptions:
             InputError: If there are such files.
         """
         listed = list(names)
-        if (self.genai or self.export_json) and len(listed) > 1:
+        if self.makes_folder and len(listed) > 1:
             problem = f"this one has {len(listed)}: {', '.join(listed)}"
             raise InputError(f"--genai and --export-json are for models of one file, and {problem}")
         if self.transformers_js is not None and "decoder_with_past_model" in listed:
@@ -131,8 +131,13 @@ class DeployOptions:
         return written_folder(folder)
 
     @property
+    def makes_folder(self) -> bool:
+        """Whether the folder of the output is made: its files belong together, as those for transformers.js do."""
+        return self.genai or self.export_json
+
+    @property
     def _any(self) -> bool:
-        return self.genai or self.export_json or self.transformers_js is not None
+        return self.makes_folder or self.transformers_js is not None
 
     @property
     def _dtypes(self) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +18,7 @@ from htp_export.cli.outputs import Kind, Writes, check_output
 from htp_export.cli.sources import Call
 from htp_export.cli.terminal import Steps
 from htp_export.errors import InputError
-from htp_export.files.targets import check_parent
+from htp_export.files.targets import check_folder, check_parent, new_folder
 
 __all__ = ["export_command"]
 
@@ -47,15 +46,15 @@ def export_command(
 ) -> None:
     """Export a model to ONNX with module tags, and show its tree."""
     model.check()
-    _check_outputs(output, model)
+    _check_outputs(output, model, deploy)
     deploy.check(output, model)
     graph.check()
     steps = Steps(quiet, count=2 + verify + (deploy.transformers_js is not None))
     with steps.step(f"loading {model.name}"):
-        calls = _calls(model, graph, deploy.wanted_files(two_files), cache_names)
+        calls = _calls(model, graph, deploy, two_files, cache_names)
     deploy.check_files(calls)
     exports = FileExports(model, deploy, graph, steps, verify, as_json, quiet)
-    with _targets(calls, output) as targets:
+    with _targets(calls, output, deploy) as targets:
         for target in targets.values():
             check_output(target, Kind.MODEL)
         for name, target in targets.items():
@@ -67,15 +66,19 @@ def export_command(
     exports.finish()
 
 
-def _check_outputs(output: Path, model: ModelOptions) -> None:
+def _check_outputs(output: Path, model: ModelOptions, deploy: DeployOptions) -> None:
     """Refuse an output that cannot be written: a file, or, for a task, a folder."""
     if output.is_dir() and model.has_task:
         check_parent(output / "model.onnx")
+    elif deploy.makes_folder and not output.parent.exists():
+        check_folder(output.parent, "the files of an export", lambda _: True)
     else:
         check_output(output, Kind.MODEL)
 
 
-def _calls(model: ModelOptions, graph: GraphOptions, two_files: bool | None, cache_names: str) -> dict[str, Call]:
+def _calls(
+    model: ModelOptions, graph: GraphOptions, deploy: DeployOptions, two_files: bool | None, cache_names: str
+) -> dict[str, Call]:
     """Name of each file → the call that it is exported from.
 
     With ``--dynamic`` and with TorchScript, a task chooses the class alone.
@@ -89,26 +92,23 @@ def _calls(model: ModelOptions, graph: GraphOptions, two_files: bool | None, cac
         raise InputError(f"--task {model.task} says which axes vary; leave --dynamic away")
     calls, streamed = {}, graph.stream_weights
     if graph.dynamo and not graph.axes:
-        calls = model.calls_by_task(two_files=two_files, cache_names=cache_names, stream_weights=streamed)
+        calls = model.calls_by_task(
+            two_files=deploy.wanted_files(two_files),
+            cache_names=cache_names,
+            stream_weights=streamed,
+            right_padding=deploy.genai,
+        )
     # With one example, exporters take the batch for a constant.
     return calls or {"model": model.call(batch=2 if "batch" in graph.axes else 1, stream_weights=streamed)}
 
 
 @contextlib.contextmanager
-def _targets(calls: Mapping[str, Call], output: Path) -> Iterator[dict[str, Path]]:
+def _targets(calls: Mapping[str, Call], output: Path, deploy: DeployOptions) -> Iterator[dict[str, Path]]:
     """Provide name → the file to write: the output, or files in a folder. A new folder is removed on failure."""
-    is_new = not output.is_dir() and len(calls) > 1
-    if is_new and output.suffix == ".onnx":
+    is_folder = output.is_dir() or len(calls) > 1
+    if is_folder and not output.is_dir() and output.suffix == ".onnx":
         files = ", ".join(f"{name}.onnx" for name in calls)
         raise InputError(f"-o {output}: {len(calls)} files are written, {files}; name a folder")
-    if not is_new and not output.is_dir():
-        yield dict.fromkeys(calls, output)
-        return
-    if is_new:
-        output.mkdir()
-    try:
-        yield {name: output / f"{name}.onnx" for name in calls}
-    except BaseException:
-        if is_new:
-            shutil.rmtree(output, ignore_errors=True)
-        raise
+    folder = output if is_folder else output.parent
+    with new_folder(folder) if is_folder or deploy.makes_folder else contextlib.nullcontext():
+        yield {name: output / f"{name}.onnx" for name in calls} if is_folder else dict.fromkeys(calls, output)

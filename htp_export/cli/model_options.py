@@ -132,6 +132,7 @@ class ModelOptions:
         cache_names: str = "optimum",
         sizes: Mapping[str, int] | None = None,
         stream_weights: bool = False,
+        right_padding: bool = False,
     ) -> dict[str, Call]:
         """The files of the task, and the call that each is exported from; empty where no task is given or guessed.
 
@@ -142,6 +143,7 @@ class ModelOptions:
             cache_names: ``optimum`` or ``transformers``.
             sizes: Name of a dimension → its size in the example.
             stream_weights: Whether the weights stay in their safetensors files.
+            right_padding: Whether sliding windows count tokens, for batches that are padded on the right.
 
         Raises:
             InputError: If there is no such model, or it cannot do the task.
@@ -167,6 +169,7 @@ class ModelOptions:
                 shapes=read_shapes(self.inputs) or None,
                 seed=self.seed,
                 processor=self._processor(),
+                right_padding=right_padding,
             )
         return {name: Call(each.model, (), each.kwargs, each, checkpoint) for name, each in found.items()}
 

@@ -6,9 +6,11 @@ existing file that holds something else than what it writes: a source file, a pl
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 from htp_export.errors import FileError
 from htp_export.files.filesystem import is_special, why_not_writable
 
-__all__ = ["Kind", "check_folder", "check_parent", "check_target", "files_named_in"]
+__all__ = ["Kind", "check_folder", "check_parent", "check_target", "files_named_in", "new_folder"]
 
 _NAMES_OF_MODELS = (".onnx", ".data", ".ort")
 _HEAD_BYTES = 1024
@@ -115,6 +117,19 @@ def check_folder(folder: Path, what: str, is_ours: Callable[[str], bool]) -> Non
     existing = next(each for each in (folder.absolute().parent, *folder.absolute().parents) if each.exists())
     if error := why_not_writable(existing):
         raise FileError(folder, f"cannot be written: {error.strerror}: {existing}") from error
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """Make a folder, and those above it, for a ``with`` block; if it fails, those that were made are removed."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        if missing:
+            shutil.rmtree(missing[-1], ignore_errors=True)
+        raise
 
 
 def files_named_in(value: Any) -> Iterator[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from htp_export.errors import InputError, described
 from htp_export.huggingface.caches import emptied, empty_cache
 from htp_export.huggingface.call_maker import CACHE, CallMaker, is_same
-from htp_export.huggingface.example_calls import Adapt, ExampleCall, adapted, run, without_a_cache
+from htp_export.huggingface.example_calls import ExampleCall, adapted, run, without_a_cache
 from htp_export.huggingface.inputs import named_parameters
 from htp_export.huggingface.task_names import Axes
 
@@ -65,7 +66,7 @@ class EncoderAndDecoder:
         self._first_ids, self._next_ids = ids[:, :split], ids[:, split:]
         self._cache = empty_cache(self._model)
         try:
-            run(self._model, {**_own_names(self._first), "past_key_values": self._cache})
+            run(self._model, {**self._own_names(self._first), "past_key_values": self._cache})
         except Exception as error:  # whatever a model raises that wants other states
             said = f"{type(self._model).__name__} cannot be called with the states of its encoder"
             raise InputError(f"{said} ({described(error)})") from error
@@ -82,8 +83,8 @@ class EncoderAndDecoder:
         following = {"input_ids": self._next_ids, **self._mask, "past_key_values": self._cache}
         call = self._maker.call
         return {
-            "decoder_model": call({"prefill": self._first}, adapt=_begin, axes=_FIRST_TOKENS),
-            "decoder_with_past_model": call({"decode": following}, adapt=_going_on(self._hidden), axes=_NEXT_TOKENS),
+            "decoder_model": call({"prefill": self._first}, adapt=self._begin, axes=_FIRST_TOKENS),
+            "decoder_with_past_model": call({"decode": following}, adapt=self._go_on, axes=_NEXT_TOKENS),
         }
 
     def merged_decoder(self) -> dict[str, ExampleCall]:
@@ -107,15 +108,15 @@ class EncoderAndDecoder:
         }
         self._check_merged(runs)
         example = {"input_ids": self._next_ids, **given, "past_key_values": some}
-        call = self._maker.call(runs, adapt=_all_missing, axes=_ANY_TOKENS, example=example)
+        call = self._maker.call(runs, adapt=self._all_missing, axes=_ANY_TOKENS, example=example)
         return {"decoder_model_merged": call}
 
     def _check_merged(self, runs: Mapping[str, dict[str, Any]]) -> None:
         """Compare one decoder with the model itself, without a cache and with one."""
-        following = {**_own_names({**self._first, "input_ids": self._next_ids}), "past_key_values": self._cache}
-        wanted = [run(self._model, copy.deepcopy(own)).logits for own in (_own_names(self._first), following)]
+        following = {**self._own_names({**self._first, "input_ids": self._next_ids}), "past_key_values": self._cache}
+        wanted = [run(self._model, copy.deepcopy(own)).logits for own in (self._own_names(self._first), following)]
         try:
-            with adapted(self._model, _all_missing, runs["prefill"]):
+            with adapted(self._model, self._all_missing, runs["prefill"]):
                 found = [run(self._model, copy.deepcopy(kwargs))["logits"] for kwargs in runs.values()]
             why = "" if all(map(is_same, found, wanted)) else "the logits differ"
         except Exception as error:  # whatever a model raises that does not know such a cache
@@ -133,19 +134,25 @@ class EncoderAndDecoder:
         return {name: inputs[name] for name in (main, "attention_mask") if name in inputs and name in taken}
 
     @cached_property
-    def _hidden(self) -> torch.Tensor:
-        """What the encoder found."""
+    def _encoded(self) -> Any:
+        """What the encoder returns."""
         encoder = self._model.get_encoder()
-        hidden: torch.Tensor | None = getattr(run(encoder, self._encoder_inputs), "last_hidden_state", None)
-        if hidden is None:
+        returned = run(encoder, self._encoder_inputs)
+        if getattr(returned, "last_hidden_state", None) is None:
             raise InputError(
                 f"the encoder {type(encoder).__name__} of {type(self._model).__name__} has no last_hidden_state"
             )
-        return hidden
+        return returned
+
+    @property
+    def _hidden(self) -> torch.Tensor:
+        states: torch.Tensor = self._encoded.last_hidden_state
+        return states
 
     @property
     def _mask(self) -> dict[str, Any]:
-        mask = self._encoder_inputs.get("attention_mask")
+        """The mask of the states: the encoder's own where it shortens what it reads."""
+        mask = getattr(self._encoded, "attention_mask", self._encoder_inputs.get("attention_mask"))
         return {} if mask is None else {"encoder_attention_mask": mask}
 
     @property
@@ -158,60 +165,60 @@ class EncoderAndDecoder:
         ids: torch.Tensor = self._maker.inputs(shapes)["decoder_input_ids"]
         return ids
 
+    def _own_names(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a decoder's file under the names that an encoder-decoder model has for them.
 
-def _own_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a decoder's file under the names that an encoder-decoder model has for them."""
-    from transformers.modeling_outputs import BaseModelOutput
+        Some models read the mask of an encoder's states from its result: it has the class that their encoder returns.
+        """
+        names = {"input_ids": "decoder_input_ids", "encoder_attention_mask": "attention_mask"}
+        own = {names.get(name, name): value for name, value in arguments.items()}
+        states = {"last_hidden_state": own.pop("encoder_hidden_states")}
+        if "attention_mask" in own and self._mask_in_result:
+            states["attention_mask"] = own["attention_mask"]
+        own["encoder_outputs"] = type(self._encoded)(**states)
+        return own
 
-    names = {"input_ids": "decoder_input_ids", "encoder_attention_mask": "attention_mask"}
-    own = {names.get(name, name): value for name, value in arguments.items()}
-    own["encoder_outputs"] = BaseModelOutput(last_hidden_state=own.pop("encoder_hidden_states"))
-    return own
+    @property
+    def _mask_in_result(self) -> bool:
+        return "attention_mask" in inspect.signature(type(self._encoded)).parameters
 
+    def _begin(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """The first tokens: nothing is in a cache."""
+        returned = forward(**self._own_names(arguments))
+        return {"logits": returned.logits, "past_key_values": returned.past_key_values}
 
-def _begin(forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """The first tokens: nothing is in a cache."""
-    returned = forward(**_own_names(arguments))
-    return {"logits": returned.logits, "past_key_values": returned.past_key_values}
+    def _go_on(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """The tokens after the first ones: what the encoder found is in the cache.
 
-
-def _going_on(hidden: torch.Tensor) -> Adapt:
-    """The tokens after the first ones: what the encoder found is in the cache.
-
-    Args:
-        hidden: What an encoder found. The model asks for it again, and reads its sizes alone.
-    """
-    import torch
-
-    width, dtype = hidden.shape[-1], hidden.dtype
-
-    def go_on(forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        The model asks for the states of the encoder again, and reads their sizes alone.
+        """
         keys = arguments["past_key_values"].cross_attention_cache.layers[0].keys
-        unread = torch.zeros(keys.shape[0], keys.shape[2], width, dtype=dtype, device=keys.device)
-        returned = forward(**_own_names({**arguments, "encoder_hidden_states": unread}))
+        unread = self._hidden.new_zeros(keys.shape[0], keys.shape[2], self._hidden.shape[-1], device=keys.device)
+        returned = forward(**self._own_names({**arguments, "encoder_hidden_states": unread}))
         grown = returned.past_key_values.self_attention_cache
         return {"logits": returned.logits, "past_key_values.self_attention_cache": grown}
 
-    return go_on
+    def _all_missing(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """Any tokens: the model computes what the cache does not have of the encoder's states.
 
+        If the cache has all of them, the last one is computed again: models reshape their keys, and no keys at all have
+        no shape to reshape.
+        """
+        import torch
 
-def _all_missing(forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Any tokens: the model computes what the cache does not have of the encoder's states.
-
-    If the cache has all of them, the last one is computed again: models reshape their keys, and no keys at all have no
-    shape to reshape.
-    """
-    import torch
-
-    cache, hidden = arguments["past_key_values"], arguments["encoder_hidden_states"]
-    layers = cache.cross_attention_cache.layers
-    known, length = layers[0].keys.shape[2], hidden.shape[1]
-    kept = known - known // length
-    check: Callable[[bool], None] = torch._check  # torch has typed it since 2.14
-    for bound in (kept >= 0, kept <= known, kept <= length):
-        check(bound)  # torch.export does not know it of a quotient
-    for layer in layers:
-        layer.keys, layer.values = layer.keys[:, :, :kept], layer.values[:, :, :kept]
-    cache.is_updated = dict.fromkeys(range(len(layers)), False)  # otherwise, the model computes nothing
-    returned = forward(**_own_names({**arguments, "encoder_hidden_states": hidden[:, kept:]}))
-    return {"logits": returned.logits, "past_key_values": returned.past_key_values}
+        cache, hidden = arguments["past_key_values"], arguments["encoder_hidden_states"]
+        layers = cache.cross_attention_cache.layers
+        known, length = layers[0].keys.shape[2], hidden.shape[1]
+        kept = known - known // length
+        check: Callable[[bool], None] = torch._check  # torch has typed it since 2.14
+        for bound in (kept >= 0, kept <= known, kept <= length):
+            check(bound)  # torch.export does not know it of a quotient
+        for layer in layers:
+            layer.keys, layer.values = layer.keys[:, :, :kept], layer.values[:, :, :kept]
+        cache.is_updated = dict.fromkeys(range(len(layers)), False)  # otherwise, the model computes nothing
+        arguments["encoder_hidden_states"] = hidden[:, kept:]
+        if self._mask_in_result:  # without one, a model makes a mask of the states that it is given, and not of all
+            every = torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+            arguments.setdefault("encoder_attention_mask", every)
+        returned = forward(**self._own_names(arguments))
+        return {"logits": returned.logits, "past_key_values": returned.past_key_values}

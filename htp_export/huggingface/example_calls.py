@@ -14,6 +14,7 @@ import onnx_ir as ir
 from htp_export.errors import InputError
 from htp_export.format.leaves import named_tensors_in, tensors_in
 from htp_export.huggingface.caches import leaf_name, tracing_as_transformers_does, translations
+from htp_export.huggingface.right_padding import windows_of_tokens
 from htp_export.huggingface.task_names import Axes, input_axes, output_axes, wanted_outputs
 from htp_export.huggingface.tasks import split_task
 from htp_export.process.restoring import Changes, restored
@@ -46,6 +47,8 @@ class ExampleCall:
             with an empty cache, ``decode`` with tokens in it. A file that is used in one way has one.
         adapt: Calls the model's own ``forward`` for a file with fewer outputs, or other arguments; None for a file
             with those of the model. See ``adapted``.
+        right_padding: Whether sliding windows count tokens, so that texts may be padded on the right; see
+            `example_calls`.
     """
 
     task: str
@@ -57,6 +60,7 @@ class ExampleCall:
     axes: Mapping[str, Mapping[int, str]]
     runs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     adapt: Adapt | None = None
+    right_padding: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -80,13 +84,14 @@ class ExampleCall:
 
         Its modules, and their paths, are its own.
         """
-        with adapted(self.model, self.adapt, self.kwargs):
+        windows = windows_of_tokens() if self.right_padding else contextlib.nullcontext()
+        with adapted(self.model, self.adapt, self.kwargs), windows:
             yield
 
     @contextlib.contextmanager
     def exporting(self) -> Iterator[None]:
         """The same, and what transformers' exporters replace while a model is traced; export it inside."""
-        with self.adapted(), tracing_as_transformers_does(self.model):
+        with self.adapted(), tracing_as_transformers_does(self.model), _never_empty(self.model):
             yield
 
     def name_dimensions(self, graph: ir.Graph) -> None:
@@ -132,6 +137,26 @@ def adapted(model: nn.Module, adapt: Adapt | None, kwargs: Mapping[str, Any]) ->
         model.forward = forward  # of this object alone, until the block ends
 
     with restored(make):
+        yield
+
+
+@contextlib.contextmanager
+def _never_empty(model: nn.Module) -> Iterator[None]:
+    """Tell torch.export that no argument is empty but the cache, as long as a ``with`` block runs.
+
+    A model may slice a tensor of size 1 by the number of tokens, as MPT does with its biases. Without this bound, the
+    size of the slice is unknown, and torch.export takes it for the number of tokens.
+    """
+    import torch
+    from torch.fx.experimental.symbolic_shapes import constrain_range
+
+    def bound(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            for size in value.shape if isinstance(value, torch.Tensor) else ():
+                if isinstance(size, torch.SymInt):
+                    constrain_range(size, min=1)
+
+    with restored(lambda changes: changes.will_undo(model.register_forward_pre_hook(bound, with_kwargs=True).remove)):
         yield
 
 

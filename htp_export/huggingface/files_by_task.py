@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from htp_export.huggingface.example_calls import CacheNames, ExampleCall
 from htp_export.huggingface.images_and_text import ImagesAndText
 from htp_export.huggingface.inputs import named_parameters
 from htp_export.huggingface.processors import Processor
+from htp_export.huggingface.right_padding import warn_of_right_padding
 from htp_export.huggingface.tasks import split_task, task_of
 
 if TYPE_CHECKING:
@@ -38,12 +40,16 @@ def _without_a_cache(maker: CallMaker, shapes: Mapping[str, Any] | None) -> dict
     return {"model": maker.call(runs)}
 
 
-def _decoder(maker: CallMaker, two_files: bool) -> dict[str, ExampleCall]:
+def _decoder(maker: CallMaker, two_files: bool, right_padding: bool) -> dict[str, ExampleCall]:
     """One file for prefill and decoding, or a file without a cache among its inputs, and one with it."""
     split = maker.sizes["past_sequence_length"]
     prefill, decode = maker.prefill_and_decode(maker.tokens(split + maker.sizes["sequence_length"]), split)
     if not two_files:
-        return {"model": maker.call({"prefill": prefill, "decode": decode}, axes=DECODER)}
+        made = maker.call({"prefill": prefill, "decode": decode}, axes=DECODER)
+        made = dataclasses.replace(made, right_padding=right_padding)
+        if right_padding:
+            warn_of_right_padding(made)
+        return {"model": made}
     del prefill["past_key_values"]
     axes = {f"present.{CACHE}": {0: "batch_size", 2: "sequence_length"}}
     first, following = maker.call({"prefill": prefill}, axes=axes), maker.call({"decode": decode}, axes=DECODER)
@@ -60,6 +66,7 @@ def example_calls(
     shapes: Mapping[str, Any] | None = None,
     seed: int = 0,
     processor: Processor | None = None,
+    right_padding: bool = False,
 ) -> dict[str, ExampleCall]:
     """The files of a task, and the call that each is exported from, with optimum's names and dynamic axes.
 
@@ -81,6 +88,9 @@ def example_calls(
         shapes: As for `example_inputs`, for tasks without a cache.
         seed: Of the example inputs.
         processor: As for `example_inputs`.
+        right_padding: Whether a decoder of one file shall be right for batches whose texts are padded on the right, as
+            in ONNX Runtime GenAI: its sliding windows count tokens rather than places in the cache. A warning is
+            logged if other parts of the model count the padding, such as biases by distance.
 
     Returns:
         Name of the file, without ``.onnx`` → call.
@@ -102,7 +112,11 @@ def example_calls(
         raise InputError(f"{type(model).__name__} takes no past_key_values{own}; choose a task without -with-past")
     let_torch_export_see_caches(model)
     if not maker.model.config.is_encoder_decoder:
-        return ImagesAndText(maker).calls() if base == "image-text-to-text" else _decoder(maker, bool(two_files))
+        return (
+            ImagesAndText(maker).calls()
+            if base == "image-text-to-text"
+            else _decoder(maker, bool(two_files), right_padding)
+        )
     both = EncoderAndDecoder(maker)
     decoders = both.merged_decoder() if two_files is False else both.two_decoders()
     return {"encoder_model": both.encoder(), **decoders}
@@ -117,6 +131,7 @@ def example_call(
     shapes: Mapping[str, Any] | None = None,
     seed: int = 0,
     processor: Processor | None = None,
+    right_padding: bool = False,
 ) -> ExampleCall:
     """The call that the one file of a task is exported from; see `example_calls`.
 
@@ -128,6 +143,7 @@ def example_call(
         shapes: As for `example_inputs`, for tasks without a cache.
         seed: Of the example inputs.
         processor: As for `example_inputs`.
+        right_padding: Whether sliding windows count tokens rather than places.
 
     Raises:
         InputError: If the task has several files, or the model cannot be called so.
@@ -145,7 +161,14 @@ def example_call(
         {0: 'batch_size', 2: 'past_sequence_length + sequence_length'}
     """
     calls = example_calls(
-        model, task=task, cache_names=cache_names, sizes=sizes, shapes=shapes, seed=seed, processor=processor
+        model,
+        task=task,
+        cache_names=cache_names,
+        sizes=sizes,
+        shapes=shapes,
+        seed=seed,
+        processor=processor,
+        right_padding=right_padding,
     )
     if len(calls) > 1:
         raise InputError(f"this task has {len(calls)} files, {', '.join(calls)}: use example_calls")
