@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from htp_export.errors import InputError
+from htp_export.errors import InputError, described
 from htp_export.huggingface.caches import emptied, empty_cache
-from htp_export.huggingface.example_calls import CacheNames, ExampleCall, described, run
+from htp_export.huggingface.example_calls import CacheNames, ExampleCall, example_of_runs, run
 from htp_export.huggingface.inputs import example_inputs, named_parameters
 from htp_export.huggingface.processors import Processor
 from htp_export.huggingface.task_names import Axes
@@ -55,9 +55,9 @@ class CallMaker:
 
         Args:
             runs: Name → arguments; see `ExampleCall`.
-            **options: Of `described`; ``model``, if it is not the whole one, too.
+            **options: Of `example_of_runs`; ``model``, if it is not the whole one, too.
         """
-        return described(self.task, options.pop("model", self.model), runs, self.cache_names, **options)
+        return example_of_runs(self.task, options.pop("model", self.model), runs, self.cache_names, **options)
 
     def inputs(self, shapes: Mapping[str, Any] | None, batch: int = 1) -> dict[str, Any]:
         """Example inputs of the model; see `example_inputs`."""

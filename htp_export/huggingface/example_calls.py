@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Adapt", "CacheNames", "ExampleCall", "adapted", "described", "run", "without_a_cache"]
+__all__ = ["Adapt", "CacheNames", "ExampleCall", "adapted", "example_of_runs", "run", "without_a_cache"]
 
 CacheNames = Literal["optimum", "transformers"]
 Adapt = Callable[[Callable[..., Any], dict[str, Any]], Any]
@@ -160,7 +160,7 @@ def _never_empty(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def described(
+def example_of_runs(
     task: str,
     model: nn.Module,
     runs: Mapping[str, dict[str, Any]],
