@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -29,6 +29,7 @@ from htp_export.runtime.arrays import nan_in
 
 __all__ = ["prune", "value_of"]
 
+V = TypeVar("V")
 _METHODS = ("l1", "random")
 _SCOPES = ("local", "global")
 
@@ -177,7 +178,7 @@ def _facts(tagged: TaggedModel) -> dict[str, ModuleFacts]:
     return {path: module.facts for path, module in contents_of(tagged).modules.items()}
 
 
-def value_of(weight: Weight, tagged: TaggedModel, wanted: Assigned[Sparsity]) -> Sparsity | None:
+def value_of(weight: Weight, tagged: TaggedModel, wanted: Assigned[V]) -> V | None:
     """What the plan says of a weight; None if no rule names a module that reads it.
 
     Raises:
