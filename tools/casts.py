@@ -93,9 +93,9 @@ def main() -> None:
                 low = in_fp16(made)
                 theirs = by_autocast(file, low)
                 shown = "-" if theirs is None else str(theirs - before)
-                print(
-                    f"{name:7} {' '.join(map('='.join, plan.items())):36} {len(low):13} {casts(onnx.load(made)) - before:18} {shown:>18}"
-                )
+                rules = " ".join(map("=".join, plan.items()))
+                count = casts(onnx.load(made)) - before
+                print(f"{name:7} {rules:36} {len(low):13} {count:18} {shown:>18}")
 
 
 if __name__ == "__main__":
