@@ -46,7 +46,7 @@ def prune(
 ) -> Pruned:
     """Remove the least important weights of modules.
 
-    A plan has selectors of modules and what is removed there, for the modules and all below them; later rules win:
+    A plan has selectors of modules and what is removed in their regions; rules hold as in every plan, see `quantize`:
 
     ==================  ===============================================================================
     ``0.5``             half of the elements of each weight become zero
