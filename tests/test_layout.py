@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -113,6 +114,15 @@ def test_there_are_no_import_cycles_for_type_checkers_either():
 def test_no_module_is_named_like_a_public_function():
     functions = {name for name in htp_export.__all__ if not name[0].isupper()}
     assert {name for name in MODULES if name.rpartition(".")[2] in functions} == set()
+
+
+def test_plans_become_values_of_modules_in_one_place():
+    """A model of PyTorch alone has no calls: there, rules hold by path."""
+    below = re.compile(r"\b(select_below|chosen_and_excluded)\b")
+    reading = {
+        name.removeprefix("htp_export.") for name, path in MODULES.items() if below.search(path.read_text("utf-8"))
+    }
+    assert reading == {"format.selectors", "model.plans", "compress.quantization.training"}
 
 
 def test_lazy_imports_and_those_for_type_checkers_are_told_apart():

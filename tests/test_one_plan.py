@@ -172,6 +172,8 @@ def test_a_merged_batch_norm_is_one_decision_with_its_conv(merged: Path) -> None
     assert values(merged, {"4": 4, "3": 8}) == {second: 8}
     with pytest.raises(InputError, match=r"rule '4'.*Conv.*does the work of '3', '4'"):
         htp_export.quantize(merged, {"**": "fp32", "4": "fp16"})
+    with pytest.raises(InputError, match=r"rule '3'.* there are: 1 Conv$"):
+        htp_export.quantize(merged, {"3": "int4"})
 
 
 def test_sensitivity_lists_a_merged_batch_norm_once(merged: Path) -> None:

@@ -133,7 +133,8 @@ word, file, storage = sys.argv[1:]
 if word == "hangs":  # in its second trial
     measure, begun = Measurer.measure, []
     def hanging(self, plan, pruning):
-        if len({*plan, *pruning}) > 1 and not self.known(plan, pruning):
+        changed = {path for path, precision in plan.items() if precision.name != "fp32"}
+        if len({*changed, *pruning}) > 1 and not self.known(plan, pruning):
             begun.append(plan)
             if len(begun) == 2:
                 print("hangs", flush=True)

@@ -14,7 +14,7 @@ import io
 import logging
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,19 @@ import torch
 
 import htp_export
 
-PLANS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
-    "whole": {"BERT": {".": "fp16"}, "ResNet": {".": "fp16"}},
-    "all but norms": {
-        "BERT": {".": "fp16", "class:LayerNorm": "fp32"},
-        "ResNet": {".": "fp16", "class:ResNetShortCut": "fp32"},
-    },
-    "one block": {"BERT": {"encoder.layer.1": "fp16"}, "ResNet": {"encoder.stages.1": "fp16"}},
-    "all but one block": {
-        "BERT": {".": "fp16", "encoder.layer.1": "fp32"},
-        "ResNet": {".": "fp16", "encoder.stages.1": "fp32"},
-    },
+PLANS: Mapping[str, Sequence[Mapping[str, str]]] = {
+    "BERT": (
+        {".": "fp16"},
+        {".": "fp16", "class:LayerNorm": "fp32"},
+        {"encoder.layer.1": "fp16"},
+        {".": "fp16", "encoder.layer.1": "fp32"},
+    ),
+    "ResNet": (
+        {".": "fp16"},
+        {".": "fp16", "class:ResNetShortCut": "fp32"},
+        {"encoder.stages.1": "fp16"},
+        {".": "fp16", "encoder.stages.1": "fp32"},
+    ),
 }
 
 
@@ -79,19 +81,21 @@ def by_autocast(file: Path, low: set[str]) -> int | None:
 
 
 def main() -> None:
-    print("model   plan              nodes in fp16  casts of quantize  casts of AutoCast")
+    print("model   plan                                 nodes in fp16  casts of quantize  casts of AutoCast")
     for name, (model, kwargs) in models().items():
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.onnx"
             htp_export.export(model, (), file, kwargs=kwargs, verbose=False)
             before = casts(onnx.load(file))
-            for words, plan in PLANS.items():
+            for plan in PLANS[name]:
                 made = Path(folder) / "mixed.onnx"
-                htp_export.quantize(file, plan[name], made)
+                htp_export.quantize(file, plan, made)
                 low = in_fp16(made)
                 theirs = by_autocast(file, low)
                 shown = "-" if theirs is None else str(theirs - before)
-                print(f"{name:7} {words:17} {len(low):14} {casts(onnx.load(made)) - before:18} {shown:>18}")
+                rules = " ".join(map("=".join, plan.items()))
+                count = casts(onnx.load(made)) - before
+                print(f"{name:7} {rules:36} {len(low):13} {count:18} {shown:>18}")
 
 
 if __name__ == "__main__":

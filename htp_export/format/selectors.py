@@ -89,7 +89,8 @@ def chosen_and_excluded(pattern: str | Sequence[str], classes: Mapping[str, str]
     """
     terms = _terms(pattern)
     chosen, excluded = _matched(terms, classes)
-    _remaining(terms, _with_below(chosen, classes) - _with_below(excluded, classes), classes)
+    if excluded:
+        _remaining(terms, _with_below(chosen, classes) - _with_below(excluded, classes), classes)
     return chosen - excluded, excluded
 
 

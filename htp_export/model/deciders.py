@@ -44,9 +44,8 @@ class Deciders:
     def with_a_say(self, node: ir.Node, said: Mapping[Part, int | None]) -> Iterator[Sequence[Part]]:
         """The parts that have to agree on a node; then, if they do not, fewer."""
         yield tuple(said)
-        named = [part for part, number in said.items() if number is not None]
-        if len(named) > 0 and len(said) > 1:
-            yield [part for part in said if part in named or not self._is_fused(part)]
+        if len(said) > 1:
+            yield [part for part, number in said.items() if number is not None or not self._is_fused(part)]
             if all(map(self._is_fused, said)):
                 yield self._keepers(node, tuple(said))
 

@@ -83,37 +83,51 @@ def assigned(tagged: TaggedModel, rules: Mapping[str, V]) -> Assigned[V]:
     if not rules:
         raise InputError("the plan has no rules; give selectors and values, as in {'encoder.layer.*': 'int8'}")
     tagged.require_tags()
-    selectors, values, found = list(rules), list(rules.values()), _Rules(tagged, list(rules))
-    named: dict[str, list[str]] = {selector: [] for selector in rules}
+    found, values = _Rules(tagged, list(rules)), list(rules.values())
+    named, modules = _of_modules(tagged, found, values)
+    nodes: dict[ir.Node, V] = {}
+    disputed: dict[ir.Node, Mapping[str, V]] = {}
+    reached: list[list[ir.Node]] = [[] for _ in values]
+    deciding: list[list[ir.Node]] = [[] for _ in values]
+    deciders = Deciders(tagged)
+    for node in tagged.nodes:
+        parts = parts_of(tagged, node)
+        for number in {number for part in parts for number in found.holding(part)}:
+            reached[number].append(node)
+        said = {part: found.deciding(part) for part in parts}
+        known = [number for number in said.values() if number is not None]
+        for number in set(known):
+            deciding[number].append(node)
+        listed = deciders.with_a_say(node, said) if known else ()
+        common = next((n for each in listed if (n := _common([said[part] for part in each], values)) is not None), None)
+        if common is not None:
+            nodes[node] = values[common]
+        elif known:
+            disputed[node] = {part.call.path: values[n] for part, n in said.items() if n is not None}
+    of_rules = [dict(zip(rules, each, strict=True)) for each in (reached, deciding)]
+    return Assigned(modules, nodes, dict(zip(rules, named, strict=True)), disputed, *of_rules)
+
+
+def _of_modules(tagged: TaggedModel, found: _Rules, values: Sequence[V]) -> tuple[list[tuple[str, ...]], dict[str, V]]:
+    """For each rule, the modules for which it holds; module path → its value."""
+    named: list[list[str]] = [[] for _ in values]
     modules: dict[str, V] = {}
     for path in tagged:
         calls = list(_calls_of(tagged, path))
-        for number in sorted({number for part in calls for number in found.holding(part)}):
-            named[selectors[number]].append(path)
-        said = [found.deciding(part) for part in calls]
-        known = [values[number] for number in said if number is not None]
-        if len(known) == len(said) and all(value == known[0] for value in known):
-            modules[path] = known[0]
-    nodes: dict[ir.Node, V] = {}
-    disputed: dict[ir.Node, Mapping[str, V]] = {}
-    reached: dict[str, list[ir.Node]] = {selector: [] for selector in rules}
-    deciding: dict[str, list[ir.Node]] = {selector: [] for selector in rules}
-    deciders = Deciders(tagged)
-    for node in tagged.nodes:
-        parts = {part: found.deciding(part) for part in parts_of(tagged, node)}
-        for number in {number for part in parts for number in found.holding(part)}:
-            reached[selectors[number]].append(node)
-        for number in {number for number in parts.values() if number is not None}:
-            deciding[selectors[number]].append(node)
-        for listed in deciders.with_a_say(node, parts):
-            known = [values[number] for part in listed if (number := parts[part]) is not None]
-            if len(known) == len(listed) > 0 and all(value == known[0] for value in known):
-                nodes[node] = known[0]
-                break
-        else:
-            known_of = {part.call.path: values[number] for part, number in parts.items() if number is not None}
-            disputed.update({node: known_of} if known_of else {})
-    return Assigned(modules, nodes, {key: tuple(paths) for key, paths in named.items()}, disputed, reached, deciding)
+        for number in {number for part in calls for number in found.holding(part)}:
+            named[number].append(path)
+        common = _common([found.deciding(part) for part in calls], values)
+        if common is not None:
+            modules[path] = values[common]
+    return [tuple(paths) for paths in named], modules
+
+
+def _common(numbers: Sequence[int | None], values: Sequence[V]) -> int | None:
+    """One of several rules, if all have the same value; None if there are others, or none."""
+    first = numbers[0] if numbers else None
+    if first is None or any(n is None or (n != first and values[n] != values[first]) for n in numbers):
+        return None
+    return first
 
 
 def modules_within(tagged: TaggedModel, selector: str | Sequence[str]) -> list[str]:

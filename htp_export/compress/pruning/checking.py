@@ -14,7 +14,7 @@ from htp_export.compress.pruning.sparsities import Sparsity
 from htp_export.compress.pruning.structured import coupling_of
 from htp_export.compress.pruning.weights import Weight, weights_of
 from htp_export.errors import InputError
-from htp_export.model.plans import assigned
+from htp_export.model.plans import Assigned, assigned
 from htp_export.model.tagged import TaggedModel
 
 __all__ = ["PlanChecks"]
@@ -29,6 +29,7 @@ class PlanChecks:
 
     def __init__(self, tagged: TaggedModel) -> None:
         self._tagged = tagged
+        self._rules: dict[str, Assigned[bool]] = {}
         self._weights: defaultdict[str, list[Weight]] = defaultdict(list)
         for weight in weights_of(tagged):
             for path in {"", *(path for use in weight.uses for path in tagged.index.works[use.node].modules)}:
@@ -40,7 +41,9 @@ class PlanChecks:
             if value.kind == "blocks":
                 ends_of(self._tagged, path)
                 return ""
-            wanted = assigned(self._tagged, {path or ".": value})
+            if path not in self._rules:
+                self._rules[path] = assigned(self._tagged, {path or ".": True})
+            wanted = self._rules[path]
             weights = [weight for weight in self._weights[path] if value_of(weight, self._tagged, wanted) is not None]
             if not weights:
                 return "it has no weights that can be pruned"

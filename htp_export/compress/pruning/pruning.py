@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -31,6 +31,7 @@ from htp_export.runtime.arrays import nan_in
 
 __all__ = ["prune", "value_of"]
 
+V = TypeVar("V")
 _METHODS = ("l1", "random")
 _SCOPES = ("local", "global")
 
@@ -47,7 +48,7 @@ def prune(
 ) -> Pruned:
     """Remove the least important weights of modules.
 
-    A plan has selectors of modules and what is removed there, for the modules and all below them; later rules win:
+    A plan has selectors of modules and what is removed in their regions; rules hold as in every plan, see `quantize`:
 
     ==================  ===============================================================================
     ``0.5``             half of the elements of each weight become zero
@@ -180,7 +181,7 @@ def _facts(tagged: TaggedModel) -> dict[str, ModuleFacts]:
     return {path: module.facts for path, module in contents_of(tagged).modules.items()}
 
 
-def value_of(weight: Weight, tagged: TaggedModel, wanted: Assigned[Sparsity]) -> Sparsity | None:
+def value_of(weight: Weight, tagged: TaggedModel, wanted: Assigned[V]) -> V | None:
     """What the plan says of a weight; None if no rule names a module that reads it.
 
     Raises:

@@ -196,17 +196,16 @@ def _check_rules(choice: Choice, rules: Mapping[str, Precision]) -> None:
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         raise InputError(
             f"rule {selector!r}: no operator of module {paths[0] or '(root)'!r}{more} takes {precision.name}; "
-            f"there are: {listed}{_said_otherwise(choice, nodes)}"
+            f"there are: {listed}{_said_otherwise(choice, nodes, precision)}"
         )
 
 
-def _said_otherwise(choice: Choice, nodes: Sequence[ir.Node]) -> str:
+def _said_otherwise(choice: Choice, nodes: Sequence[ir.Node], precision: Precision) -> str:
     """That other modules of these nodes have another precision, if that is why they do not take one."""
-    works = choice.tagged.index.works
-    merged = [node for node in nodes if node in choice.found.disputed or len(works[node].doing) > 1]
+    merged = [node for node in nodes if choice.found.nodes.get(node) != precision]
     if not merged:
         return ""
-    owners = ", ".join(repr(path) for path in works[merged[0]].doing)
+    owners = ", ".join(repr(path) for path in choice.tagged.index.works[merged[0]].doing)
     return f"; {merged[0].op_type} {merged[0].name!r} does the work of {owners}: give them one precision"
 
 
