@@ -9,7 +9,7 @@ import onnx.parser
 import pytest
 
 from htp_export import load
-from htp_export.fingerprints.detectors import attention, inputs, recurrence, routing, timestep
+from htp_export.fingerprints.detectors import inputs, recurrence, routing, timestep
 from htp_export.fingerprints.detectors.features import GraphFeatures
 from htp_export.model.graph_facts import GraphFacts
 
@@ -87,16 +87,6 @@ def test_sines_and_cosines_enter_a_layer_within_so_many_steps(steps, expected):
         y = MatMul(embedding, w)
     }}""")
     assert bool(graph.timesteps) is expected
-
-
-@pytest.mark.parametrize(("steps", "expected"), around(attention._LAYOUT_STEPS))
-def test_a_softmax_weights_a_product_behind_so_many_layout_operators(steps, expected):
-    graph = features(f"""net (float[2, 3, 3] x, float[2, 3, 4] v) => (float[2, 3, 4] y) {{
-        weights = Softmax(x)
-        {chain("Cast<to = 1>", "weights", "cast", steps)}
-        y = MatMul(cast, v)
-    }}""")
-    assert bool(graph.attentions) is expected
 
 
 @pytest.mark.parametrize(("values", "expected"), around(inputs._NEAREST_VALUES))

@@ -186,7 +186,6 @@ def test_the_family_with_tags_and_without(name, files):
             "input input_values [1, 16000] is a signal or spectrum over time: it enters a convolution of 10, stride 5",
         ),
         ("unet", "input timestep is a time step: its sines and cosines enter a linear layer"),
-        ("unet", "1 skips beside a part that makes things smaller and larger again"),
         ("experts", "1 routers: each position chooses 2 of 4 experts"),
         ("lstm", "1 LSTM"),
     ],
@@ -314,68 +313,6 @@ def test_what_is_no_model_is_an_error(tmp_path):
         htp_export.fingerprint(3)
 
 
-def test_a_linear_recurrence_over_all_steps_at_once():
-    class Scan(nn.Module):
-        """What is left of each step at each later one, by cumulative sums of decays."""
-
-        def forward(self, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
-            total = decay.cumsum(-1)
-            left = torch.exp(total[:, :, None] - total[:, None, :]).tril()
-            return left @ x
-
-    inputs = {"x": torch.randn(2, 6, 4), "decay": -torch.rand(2, 6)}
-    found = htp_export.fingerprint(htp_export.export(Scan().eval(), (), kwargs=inputs, verbose=False))
-    assert found.family == "recurrent"
-    assert found.evidence[0] == "1 cumulative sums of decays: linear recurrence, all steps at once"
-
-
-SCAN = """g (float[2,6,4] x, float[2,6] d) => (float[2,6,4] y) {{
-    t = CumSum(d, last)  a = Unsqueeze(t, end)  b = Unsqueeze(t, middle)  {rest}  y = MatMul(w, x) }}"""
-
-
-@pytest.mark.parametrize(
-    ("rest", "family"),
-    [
-        ("s = Sub(a, b)  e = Exp(s)  w = Trilu<upper=0>(e)", "recurrent"),
-        ("s = Sub(a, b)  l = Trilu<upper=0>(s)  w = Exp(l)", "recurrent"),
-        ("n = Neg(b)  s = Add(a, n)  l = Where(low, s, least)  w = Exp(l)", "recurrent"),
-        ("s = Sub(a, b)  e = Exp(s)  w = Mul(e, ones)", "recurrent"),
-        ("z = Expand(a, six)  l = Trilu<upper=0>(z)  s = CumSum(l, middle)  e = Exp(s)  w = Where(low, e, least)",
-         "recurrent"),
-        ("s = Sub(a, b)  w = Trilu<upper=0>(s)", "unknown"),
-        ("s = Sub(a, b)  w = Exp(s)", "unknown"),
-        ("s = Sub(a, b)  e = Exp(s)  w = Trilu<upper=1>(e)", "unknown"),
-        ("s = Add(a, low_number)  e = Exp(s)  w = Trilu<upper=0>(e)", "unknown"),
-    ],
-)  # fmt: skip
-def test_what_is_left_between_two_steps_makes_a_linear_recurrence(rest, family):
-    constants = {
-        "last": np.array([1]),
-        "end": np.array([2]),
-        "middle": np.array([1]),
-        "six": np.array([2, 6, 6]),
-        "low": torch.ones(6, 6).tril().bool().numpy(),
-        "ones": torch.ones(6, 6).tril().numpy(),
-        "low_number": weight(6, 6),
-        "least": np.array(-1e9, np.float32),
-    }
-    assert htp_export.fingerprint(written(SCAN.format(rest=rest), **constants)).family == family
-
-
-def test_a_linear_recurrence_may_decay_by_channel():
-    """The lower triangle lies across the two dimensions before the channels."""
-    text = """g (float[2,6,3] d, float[2,6,3] x) => (float[2,6,3] y) {
-        t = CumSum(d, one)  a = Unsqueeze(t, two)  b = Unsqueeze(t, one)  s = Sub(a, b)  l = Where(ahead, least, s)
-        e = Exp(l)  z = Unsqueeze(x, one)  p = Mul(e, z)  y = ReduceSum<keepdims=0>(p, two) }"""
-    constants = {
-        "one": np.array([1]),
-        "two": np.array([2]),
-        "ahead": torch.ones(6, 6).triu(1).bool().numpy()[..., None],
-        "least": np.array(-1e9, np.float32),
-    }
-    assert htp_export.fingerprint(written(text, **constants)).family == "recurrent"
-
-
 @pytest.mark.parametrize(
     ("other", "family"), [("ReduceMax<keepdims=1>(c, last)", "mixture"), ("Identity(x)", "unknown")]
 )
@@ -386,46 +323,6 @@ def test_the_one_expert_with_the_largest_share_is_chosen_and_weighed(other, fami
         v = Gather(table, i)  s = {other}  y = Mul(v, s) }}"""
     constants = {"w": weight(4, 3), "table": weight(3, 4), "last": np.array([1])}
     assert htp_export.fingerprint(written(text, 18, **constants)).family == family
-
-
-PATCHES = """g (float[1,3,8,8] x) => (float[1,4,6] y) {{
-    s = Reshape(x, {sizes})  t = Transpose<perm={order}>(s)  p = Reshape(t, flat)  h = MatMul(p, w)
-    k = Transpose<perm=[0,2,1]>(h)  q = MatMul(h, k)  a = Softmax<axis=-1>(q)  y = MatMul(a, h) }}"""
-
-
-@pytest.mark.parametrize(
-    ("sizes", "order", "family"),
-    [("split", "[0,2,4,1,3,5]", "vision transformer"), ("rows", "[0,2,1,3]", "encoder")],
-    ids=["patches", "rows"],
-)
-def test_an_image_may_be_cut_in_patches_without_a_convolution(sizes, order, family):
-    constants = {
-        "split": np.array([1, 3, 2, 4, 2, 4]),
-        "rows": np.array([1, 3, 4, 16]),
-        "flat": np.array([1, 4, 48]),
-        "w": weight(48, 6),
-    }
-    found = htp_export.fingerprint(written(PATCHES.format(sizes=sizes, order=order), **constants))
-    assert (found.family, "patches enter a linear layer" in str(found)) == (family, family == "vision transformer")
-
-
-@pytest.mark.parametrize(
-    ("gathered", "family"),
-    [("ReduceSum<keepdims=1>(p, last)", "vision transformer"), ("Neg(p)", "CNN")],
-    ids=["summed", "not summed"],
-)
-def test_attention_may_weigh_and_sum_element_by_element(gathered, family):
-    text = f"""g (float[1,3,8,8] x) => (float[1,4,36] y) {{
-        c = Conv(x, kernels)  h = Reshape(c, flat)  o = MatMul(one, h)  a = Softmax<axis=-1>(o)
-        k = MatMul(mix, h)  p = Mul(k, a)  s = {gathered}  v = Relu(h)  y = Mul(v, s) }}"""
-    constants = {
-        "kernels": weight(4, 3, 3, 3),
-        "flat": np.array([1, 4, -1]),
-        "one": weight(1, 4),
-        "mix": weight(4, 4),
-        "last": np.array([-1]),
-    }
-    assert htp_export.fingerprint(written(text, **constants)).family == family
 
 
 @pytest.mark.parametrize("tool", ["quantize_dynamic", "optimize"])

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import json
+import os
 import re
+import signal
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,7 +188,8 @@ def test_ray_program_is_the_same_for_every_model_and_needs_nothing_of_ours(tmp_p
     tree = ast.parse(programs.pop())
     imported = {each.names[0].name for each in ast.walk(tree) if isinstance(each, ast.Import)}
     imported |= {str(each.module) for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)}
-    assert imported == {"__future__", "json", "pathlib", "sys", "typing", "onnxruntime", "numpy", "ray"}
+    own = {"__future__", "asyncio", "json", "pathlib", "sys", "typing"}
+    assert imported == {*own, "onnxruntime", "numpy", "ray", "ray.exceptions", "starlette.responses"}
 
 
 def test_ray_configuration_has_a_deployment_for_each_stage(tmp_path: Path) -> None:
@@ -191,6 +197,9 @@ def test_ray_configuration_has_a_deployment_for_each_stage(tmp_path: Path) -> No
     text = (tmp_path / "stages" / "serve.yaml").read_text()
     assert re.findall(r"- name: (\w+)", text) == ["stages", "stage0", "stage1", "pipeline"]
     assert "import_path: serve_app:build" in text
+    for option in ("num_replicas: 1", "max_ongoing_requests: 4", "health_check_period_s: 2", '{"num_cpus": 0.5}'):
+        assert text.count(option) == (3 if "health" in option else 2), "for each of the two stages"
+    assert "max_queued_requests: 256" in text
 
 
 def test_ray_is_not_given_tensors_that_numpy_does_not_have(tmp_path: Path) -> None:
@@ -245,8 +254,8 @@ class Request:
     def __init__(self, body: Any) -> None:
         self._body = body
 
-    async def json(self) -> Any:
-        return json.loads(json.dumps(self._body))
+    async def body(self) -> bytes:
+        return json.dumps(self._body).encode()
 
 
 def test_ray_program_chains_the_stages_and_answers_requests(served: Any, tmp_path: Path) -> None:
@@ -267,20 +276,89 @@ def test_ray_program_chains_the_stages_and_answers_requests(served: Any, tmp_pat
     assert all(np.array_equal(arrays[name], array) for name, array in expected.items())
 
 
+ROW = [[1, 2.5, 3, 4]] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"[1", "the body is no JSON"),
+        (b"[" * 100_000, "the body is no JSON"),
+        (b"[]", "no object with the inputs of the model: ids, input"),
+        ({"input": ROW}, "no object with the inputs of the model: ids, input"),
+        ({"ids": [1], "input": ROW, "more": 1}, "no object with the inputs of the model: ids, input"),
+        ({"ids": [1], "input": [[1, 2], [3]]}, "input 'input' is no FLOAT, or no nested lists of it of equal lengths"),
+        ({"ids": [1], "input": [["1"] * 4] * 2}, "input 'input' is no FLOAT"),
+        ({"ids": [1], "input": None}, "input 'input' is no FLOAT"),
+        ({"ids": [1.5], "input": ROW}, "input 'ids' is no INT8"),
+        ({"ids": [True], "input": ROW}, "input 'ids' is no INT8"),
+        ({"ids": [300], "input": ROW}, "input 'ids' has numbers that INT8 does not have"),
+        ({"ids": [1], "input": [[1, 2]] * 2}, r"input 'input' has the shape \[2, 2\], and the model takes \['n', 4\]"),
+        ({"ids": [1], "input": 3}, r"input 'input' has the shape \[\]"),
+        ({"ids": [1, 2, 3], "input": ROW}, "n is 3 and, in input 'input', 2"),
+    ],
+)
+def test_ray_program_refuses_a_body_that_is_no_input_with_a_sentence(body: Any, message: str, tmp_path: Path) -> None:
+    htp_export.partition(handmade.encoder(), 1, tmp_path / "stages", serve="ray")
+    app = program(tmp_path / "stages")
+    entries = [("ids", "INT8", ["n"]), ("input", "FLOAT", ["n", 4])]
+    inputs = [{"name": name, "type": kind, "shape": shape} for name, kind, shape in entries]
+    (tmp_path / "manifest.json").write_text(json.dumps({"inputs": inputs, "outputs": [], "stages": []}))
+    pipeline = app.Pipeline(str(tmp_path))
+    taken = pipeline.inputs_of(json.dumps({"ids": [1, -2], "input": ROW}).encode())
+    assert {name: (array.dtype.name, array.tolist()) for name, array in taken.items()} == {
+        "ids": ("int8", [1, -2]),
+        "input": ("float32", ROW),
+    }
+    with pytest.raises(app.BodyError, match=message):
+        pipeline.inputs_of(body if isinstance(body, bytes) else json.dumps(body).encode())
+
+
+def replicas(deployment: str) -> list[int]:
+    """The processes of a deployment's replicas on this machine."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # a process that has ended
+            if folder.name.isdigit() and f"ServeReplica:stages:{deployment}" in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+    return found
+
+
+def answer_over_http(body: Any) -> tuple[int, Any]:
+    """The status and the JSON of an answer of the application that runs here."""
+    request = urllib.request.Request("http://127.0.0.1:8000/", data=json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Ray's own code and what it depends on
 def test_ray_serves_the_stages(served: Any) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'htp-export[serve]'")
     serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'htp-export[serve]'")
     app, found, inputs = served
-    ray.init(num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    body = {name: array.tolist() for name, array in inputs.items()}
+    ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     try:
-        handle = serve.run(app.build({}), name="stages", route_prefix=None)
+        handle = serve.run(app.build({}), name="stages", route_prefix="/")
         answer = handle.run.remote(inputs).result(timeout_s=60)
+        over_http = answer_over_http(body)
+        refused = answer_over_http({"input": "text"})
+        after_deaths = []
+        for killed in ("stage1", "stage0", "pipeline"):
+            for process in replicas(killed)[:1]:
+                os.kill(process, signal.SIGKILL)
+                after_deaths.append(answer_over_http(body))
     finally:
         serve.shutdown()
         ray.shutdown()
     assert all(np.array_equal(answer[name], array) for name, array in found.run(inputs).items())
+    assert over_http == (200, {name: array.tolist() for name, array in answer.items()})
+    assert refused == (400, {"error": "input 'input' is no FLOAT, or no nested lists of it of equal lengths"})
+    assert after_deaths == [over_http] * 3, "requests wait until another replica is there"
 
 
 # --- ONNX Runtime GenAI -----------------------------------------------------------------------------------

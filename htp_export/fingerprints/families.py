@@ -12,7 +12,7 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.fingerprints.blocks import Block, repeated_blocks
-from htp_export.fingerprints.detectors.convolution import stem_of
+from htp_export.fingerprints.detectors.convolution import kernel_and_strides
 from htp_export.fingerprints.detectors.features import GraphFeatures
 from htp_export.fingerprints.detectors.inputs import ModelInput
 from htp_export.fingerprints.example_sizes import inferred_with_sizes
@@ -78,8 +78,7 @@ def _speech(features: GraphFeatures) -> bool:
 
 
 def _recurrent(features: GraphFeatures) -> bool:
-    loops = sum(features.recurrent_operators.values()) + len(features.unrolled_loops)
-    return loops + len(features.linear_recurrences) > len(features.attentions)
+    return sum(features.recurrent_operators.values()) + len(features.unrolled_loops) > len(features.attentions)
 
 
 def _vision_transformer(features: GraphFeatures) -> bool:
@@ -118,7 +117,7 @@ def fingerprint(model: ModelSource) -> Fingerprint:
     ``mixture``             each position selects experts
     ``multimodal``          tokens and images, or tokens and sound
     ``speech``              a signal or spectrum over time enters a convolution
-    ``recurrent``           more recurrent operators, loops over time, or linear recurrences, than attentions
+    ``recurrent``           more recurrent operators, or loops over time, than attentions
     ``vision transformer``  attention over values computed from an image
     ``encoder-decoder``     causal attention, and attention between values of different inputs
     ``CNN``                 convolutions in two or three dimensions, no attention
@@ -184,12 +183,7 @@ def _evidence(features: GraphFeatures, family: str, shapes: Mapping[str, ir.Shap
 
 
 def _about_time(features: GraphFeatures) -> list[str]:
-    sentences = [
-        f"input {name} is a time step: its sines and cosines enter a linear layer" for name in features.timesteps
-    ]
-    if features.skips:
-        sentences.append(f"{features.skips} skips beside a part that makes things smaller and larger again")
-    return sentences
+    return [f"input {name} is a time step: its sines and cosines enter a linear layer" for name in features.timesteps]
 
 
 def _about_routing(features: GraphFeatures) -> list[str]:
@@ -205,10 +199,6 @@ def _about_recurrence(features: GraphFeatures) -> list[str]:
     if features.unrolled_loops:
         sentences.append(
             f"loops over {max(features.unrolled_loops)} steps, unrolled, over {len(features.unrolled_loops)} tensors"
-        )
-    if features.linear_recurrences:
-        sentences.append(
-            f"{len(features.linear_recurrences)} cumulative sums of decays: linear recurrence, all steps at once"
         )
     return sentences
 
@@ -226,15 +216,14 @@ def _about_input(features: GraphFeatures, model_input: ModelInput, shape: ir.Sha
     sentence = f"input {model_input.name} [{', '.join(sizes)}]"
     if model_input.kind == "tokens":
         return f"{sentence} is tokens: it is looked up in a table of vectors"
-    if model_input.in_patches:
-        return f"{sentence} is an image: its patches enter a linear layer"
     convolution = model_input.convolution
-    stem = None if convolution is None else stem_of(features.facts, convolution)
-    if stem is None:
+    first = None if convolution is None else kernel_and_strides(features.facts, convolution)
+    if first is None:
         return f"{sentence} is numbers that enter no convolution first"
-    kernel, strides = ("x".join(map(str, sizes)) for sizes in (stem.kernel, stem.strides))
+    kernel, strides = ("x".join(map(str, sizes)) for sizes in first)
     what = "an image" if model_input.kind == "image" else "a signal or spectrum over time"
-    how = f"is cut in patches of {kernel}" if stem.patches else f"enters a convolution of {kernel}, stride {strides}"
+    patches = first[0] == first[1] and min(first[0]) > 1
+    how = f"is cut in patches of {kernel}" if patches else f"enters a convolution of {kernel}, stride {strides}"
     return f"{sentence} is {what}: it {how}"
 
 

@@ -14,9 +14,9 @@ import onnx_ir as ir
 from htp_export.errors import InputError
 from htp_export.format.leaves import named_tensors_in, tensors_in
 from htp_export.huggingface.caches import leaf_name, tracing_as_transformers_does, translations
-from htp_export.huggingface.right_padding import windows_of_tokens
 from htp_export.huggingface.task_names import Axes, input_axes, output_axes, wanted_outputs
 from htp_export.huggingface.tasks import split_task
+from htp_export.huggingface.windows import windows_of_tokens
 from htp_export.process.restoring import Changes, restored
 
 if TYPE_CHECKING:

@@ -1,67 +1,26 @@
 """Batches of texts of different length that are padded on the right, as in ONNX Runtime GenAI.
 
 GenAI pads the first tokens on the right, masks the padding, and keeps it in the cache: the next token of a short text
-lies behind its padding. Positions that are computed from the mask are right then. Sliding windows of transformers are
-not: they count places of the cache, and so count the padding, too.
+lies behind its padding. Positions that are computed from the mask are right then, and so are sliding windows that
+count tokens (`windows`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from htp_export.process.restoring import Changes, restored
+from htp_export.huggingface.caches import emptied
+from htp_export.huggingface.example_calls import ExampleCall, run
 
 if TYPE_CHECKING:
     import torch
 
-    from htp_export.huggingface.example_calls import ExampleCall
-
-__all__ = ["warn_of_right_padding", "windows_of_tokens"]
+__all__ = ["warn_of_right_padding"]
 
 _PADDING = 3
 
 _log = logging.getLogger(__name__)
-
-
-@contextlib.contextmanager
-def windows_of_tokens() -> Iterator[None]:
-    """Let sliding windows of transformers count the tokens that are not masked, as long as a ``with`` block runs.
-
-    With padding on the left, or without padding, this is the same.
-    """
-    from transformers import masking_utils
-
-    overlay, padding = masking_utils.sliding_window_overlay, masking_utils.padding_mask_function
-    masks: list[torch.Tensor] = []  # that of the tokens, if there is one, of the mask that is being made
-
-    def overlay_of_tokens(window: int) -> Callable[..., Any]:
-        masks.clear()
-        places: Callable[..., Any] = overlay(window)
-
-        def inner(batch: Any, head: Any, query: Any, key: Any) -> Any:
-            if not masks:
-                return places(batch, head, query, key)
-            tokens = masks[-1].long().cumsum(-1)
-            return places(batch, head, tokens[batch, query], tokens[batch, key])
-
-        return inner
-
-    def padding_that_is_noted(mask: torch.Tensor) -> Callable[..., Any]:
-        masks[:] = [mask]
-        made: Callable[..., Any] = padding(mask)
-        return made
-
-    def make(changes: Changes) -> None:
-        for original, replacement in ((overlay, overlay_of_tokens), (padding, padding_that_is_noted)):
-            changes.will_undo(functools.partial(setattr, masking_utils, original.__name__, original))
-            setattr(masking_utils, original.__name__, replacement)
-
-    with restored(make):
-        yield
 
 
 def warn_of_right_padding(call: ExampleCall) -> None:
@@ -86,9 +45,6 @@ def warn_of_right_padding(call: ExampleCall) -> None:
 def _logits_behind(call: ExampleCall, padding: int) -> torch.Tensor:
     """The logits of a token behind others and masked padding."""
     import torch
-
-    from htp_export.huggingface.caches import emptied
-    from htp_export.huggingface.example_calls import run
 
     ids, following = (call.runs[name]["input_ids"] for name in ("prefill", "decode"))
     first = torch.cat([ids, ids[:, :1].expand(-1, padding)], 1)

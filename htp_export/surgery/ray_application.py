@@ -6,10 +6,66 @@ Written by htp_export.partition(..., serve="ray"). Start it in its folder: ``ser
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pathlib
 import sys
 from typing import Any
+
+ATTEMPTS = 5
+"""How often a request is run when a replica that works on it dies, with 1, 2, 3, ... seconds between."""
+
+
+def deployments(stages: int) -> dict[str, dict[str, Any]]:
+    """Deployment → its options; ``serve.yaml`` has the same ones, to be edited.
+
+    A replica of a stage holds its weights, so that there is one. It computes one request at a time; more wait beside
+    it, so that it has no pause. The stages of a request run one after another: together, they ask for one CPU.
+    """
+    checks = {"health_check_period_s": 2, "health_check_timeout_s": 10}
+    stage = {"num_replicas": 1, "max_ongoing_requests": 4, **checks}
+    share = {"ray_actor_options": {"num_cpus": int(100 / stages) / 100}}
+    whole = {"num_replicas": 2, "max_ongoing_requests": 32, "max_queued_requests": 256, **checks}
+    named = {f"stage{number}": {**stage, **share} for number in range(stages)}
+    return {**named, "pipeline": {**whole, "ray_actor_options": {"num_cpus": 0}}}
+
+
+class BodyError(ValueError):
+    """The body of a request is no input of the model; a sentence says why."""
+
+
+def array_of(value: Any, entry: dict[str, Any]) -> Any:
+    """The array of one input.
+
+    Args:
+        value: Nested lists.
+        entry: What the manifest says of the input.
+
+    Raises:
+        BodyError: If they are not of the type and shape of the input.
+    """
+    import numpy
+
+    name, kind = entry["name"], entry["type"]
+    known = {"FLOAT": "float32", "DOUBLE": "float64", "STRING": "str", None: None}
+    wanted = numpy.dtype(known.get(kind, str(kind).lower()))
+    takes = {"b": "b", "i": "iu", "u": "iu", "f": "iuf", "U": "U"}[wanted.kind]
+    try:
+        found = numpy.asarray(value)
+    except ValueError:  # lists of different lengths
+        found = numpy.asarray(None)
+    if found.size and found.dtype.kind not in takes:
+        raise BodyError(f"input {name!r} is no {kind}, or no nested lists of it of equal lengths")
+    array = found.astype(wanted)
+    if wanted.kind in "iu" and (array != found).any():
+        raise BodyError(f"input {name!r} has numbers that {kind} does not have")
+    shape = entry["shape"]
+    if shape is not None and (
+        len(shape) != array.ndim
+        or any(isinstance(size, int) and size != there for size, there in zip(shape, array.shape, strict=True))
+    ):
+        raise BodyError(f"input {name!r} has the shape {list(array.shape)}, and the model takes {shape}")
+    return array
 
 
 class Stage:
@@ -73,24 +129,58 @@ class Pipeline:
         Returns:
             Output name → numpy array.
         """
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return await self._run(inputs)
+            except Exception as error:
+                from ray.exceptions import ObjectLostError, RayActorError
+
+                # A replica died, with the tensors that it held; a new one is started. Stages have no state.
+                if not isinstance(error, (RayActorError, ObjectLostError)) or attempt == ATTEMPTS:
+                    raise
+                await asyncio.sleep(attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _run(self, inputs: dict[str, Any]) -> dict[str, Any]:
         responses: list[Any] = []
         for stage, sources in zip(self._stages, self._sources, strict=True):
             responses.append(stage.remote(inputs, *(responses[source] for source in sources)))
         given = {number: await responses[number] for number in sorted({number for number, _ in self._outputs.values()})}
         return {name: given[number][made] for name, (number, made) in self._outputs.items()}
 
-    async def __call__(self, request: Any) -> dict[str, Any]:
-        """Answer a request over HTTP: inputs as nested lists under their names, and outputs likewise."""
-        import numpy
+    async def __call__(self, request: Any) -> Any:
+        """Answer a request over HTTP: inputs as nested lists under their names, and outputs likewise.
 
-        kinds = {"FLOAT": "float32", "DOUBLE": "float64"}
-        body = await request.json()
-        inputs = {}
-        for entry in self._inputs:
-            if entry["name"] in body:
-                kind = kinds.get(entry["type"], str(entry["type"]).lower())
-                inputs[entry["name"]] = numpy.asarray(body[entry["name"]], dtype=kind)
+        A body that is no input of the model is answered with status 400 and a sentence under ``error``.
+        """
+        try:
+            inputs = self.inputs_of(await request.body())
+        except BodyError as error:
+            from starlette.responses import JSONResponse
+
+            return JSONResponse({"error": str(error)}, status_code=400)
         return {name: array.tolist() for name, array in (await self.run(inputs)).items()}
+
+    def inputs_of(self, body: bytes) -> dict[str, Any]:
+        """Input name → array, as the JSON of a request has them.
+
+        Raises:
+            BodyError: If it does not have the inputs of the model.
+        """
+        try:
+            given = json.loads(body)
+        except (ValueError, RecursionError):
+            raise BodyError("the body is no JSON") from None
+        names = [entry["name"] for entry in self._inputs]
+        if not isinstance(given, dict) or given.keys() != set(names):
+            raise BodyError(f"the body is no object with the inputs of the model: {', '.join(names)}")
+        arrays = {entry["name"]: array_of(given[entry["name"]], entry) for entry in self._inputs}
+        sizes: dict[str, int] = {}
+        for entry in self._inputs:
+            for size, there in zip(entry["shape"] or (), arrays[entry["name"]].shape, strict=False):
+                if isinstance(size, str) and sizes.setdefault(size, there) != there:
+                    raise BodyError(f"{size} is {sizes[size]} and, in input {entry['name']!r}, {there}")
+        return arrays
 
 
 def build(arguments: dict[str, Any]) -> Any:
@@ -107,8 +197,10 @@ def build(arguments: dict[str, Any]) -> Any:
     folder = str(arguments.get("folder") or pathlib.Path(__file__).resolve().parent)
     providers = str(arguments.get("providers") or "CPUExecutionProvider").split(",")
     manifest = json.loads((pathlib.Path(folder) / "manifest.json").read_text(encoding="utf-8"))
+    options = deployments(len(manifest["stages"]))
+    pipeline = serve.deployment(Pipeline, name="pipeline", **options.pop("pipeline"))
     stages = [
-        serve.deployment(Stage, name=f"stage{number}").bind(folder, number, providers)
-        for number in range(len(manifest["stages"]))
+        serve.deployment(Stage, name=name, **own).bind(folder, number, providers)
+        for number, (name, own) in enumerate(options.items())
     ]
-    return serve.deployment(Pipeline, name="pipeline").bind(folder, *stages)
+    return pipeline.bind(folder, *stages)

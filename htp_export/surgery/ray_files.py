@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from htp_export.errors import InputError
 from htp_export.surgery.partitions import Partition
+from htp_export.surgery.ray_application import deployments
 
 __all__ = ["write_application"]
 
@@ -18,7 +20,7 @@ def write_application(partition: Partition, folder: Path) -> Partition:
     """Write ``serve_app.py`` and ``serve.yaml`` into the folder of the stages.
 
     The program is the same for every model: it reads the manifest. The configuration has a deployment for each stage,
-    to say how many replicas it has, and what each needs.
+    to say how many replicas it has, what each needs, and how often it is checked.
 
     Args:
         partition: The stages, written.
@@ -41,18 +43,15 @@ def write_application(partition: Partition, folder: Path) -> Partition:
 
 
 def _configuration(stages: int) -> str:
-    deployments = [
-        f"      - name: stage{number}\n        num_replicas: 1\n        ray_actor_options:\n          num_cpus: 1\n"
-        for number in range(stages)
+    lines = [
+        "# Start in this folder: serve run serve.yaml",
+        "applications:",
+        "  - name: stages",
+        "    route_prefix: /",
+        "    import_path: serve_app:build",
+        "    args: {}",
+        "    deployments:",
     ]
-    return (
-        "# Start in this folder: serve run serve.yaml\n"
-        "applications:\n"
-        "  - name: stages\n"
-        "    route_prefix: /\n"
-        "    import_path: serve_app:build\n"
-        "    args: {}\n"
-        "    deployments:\n"
-        + "".join(deployments)
-        + "      - name: pipeline\n        num_replicas: 1\n        ray_actor_options:\n          num_cpus: 0\n"
-    )
+    for name, options in deployments(stages).items():
+        lines += [f"      - name: {name}", *(f"        {key}: {json.dumps(each)}" for key, each in options.items())]
+    return "\n".join(lines) + "\n"

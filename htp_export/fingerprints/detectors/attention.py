@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -22,8 +21,6 @@ _FUSED = (
     "PackedMultiHeadAttention",
     "DecoderMaskedMultiHeadAttention",
 )
-_LAYOUT_STEPS = 3
-"""Layout operators between a softmax and the product that it weights: a cast or dropout, a reshape, a transposition."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +63,6 @@ def attentions_of(facts: GraphFacts, inputs: ModelInputs, masks: CausalMasks) ->
     for node in facts.nodes:
         if node.op_type in _FUSED:
             attentions[node] = _from_operator(inputs, masks, node)
-    for softmax in facts.nodes_of("Softmax"):
-        if softmax not in attentions and _weighs(facts, softmax):
-            reach = inputs.reaching(softmax.outputs[0])
-            attentions[softmax] = Attention(softmax, False, reach, reach)
     return list(attentions.values())
 
 
@@ -93,29 +86,3 @@ def _from_operator(inputs: ModelInputs, masks: CausalMasks, node: ir.Node) -> At
         floating = mask.dtype is None or mask.dtype.is_floating_point()
         causal = bool(masks.is_causal(MaskUse(mask, "added" if floating else "kept")))
     return Attention(node, causal, inputs.reaching(queries), inputs.reaching(keys))
-
-
-def _weighs(facts: GraphFacts, softmax: ir.Node) -> bool:
-    """Whether a softmax weights a computed matrix: attention whose scores have another form."""
-    rank = facts.rank(softmax.outputs[0])
-    if rank is not None and rank < 3:
-        return False
-    return any(not facts.is_constant(value) for value in _multiplied(softmax))
-
-
-def _multiplied(softmax: ir.Node) -> Iterator[ir.Value]:
-    """Iterate over the values that the result of a softmax weights, after a few layout operators."""
-    values = [softmax.outputs[0]]
-    for _ in range(_LAYOUT_STEPS + 1):
-        readers = [use for value in values for use in value.uses()]
-        for use in readers:
-            if use.node.op_type in ("MatMul", "Einsum") and use.idx == 0 and use.node.inputs[1] is not None:
-                yield use.node.inputs[1]
-            elif use.node.op_type == "Mul" and _is_summed(use.node.outputs[0]):
-                yield from (value for value in use.node.inputs if value is not None and value not in values)
-        onward = ("Cast", "Dropout", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Where")
-        values = [output for use in readers if use.node.op_type in onward for output in use.node.outputs]
-
-
-def _is_summed(product: ir.Value) -> bool:
-    return any(use.node.op_type == "ReduceSum" for use in product.uses())

@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from htp_export.model.graph_facts import GraphFacts
 
-__all__ = ["Stem", "convolutions", "skip_concatenations", "stem_of"]
+__all__ = ["convolutions", "kernel_and_strides"]
 
-_KEEPING_SIZE = ("Add", "BatchNormalization", "Conv", "Gelu", "Identity", "Mul", "Relu", "Sigmoid")
 _CONVOLUTIONS = ("Conv", "ConvInteger", "QLinearConv", "ConvTranspose")
-
-
-@dataclass(frozen=True)
-class Stem:
-    """The first convolution behind an input.
-
-    Attributes:
-        kernel: Its size along each dimension.
-        strides: How far it goes at each step.
-    """
-
-    kernel: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def patches(self) -> bool:
-        """Whether it cuts its input in patches that do not overlap."""
-        return self.kernel == self.strides and min(self.kernel, default=1) > 1
 
 
 def convolutions(facts: GraphFacts) -> Counter[int]:
@@ -46,25 +26,7 @@ def convolutions(facts: GraphFacts) -> Counter[int]:
     return counts
 
 
-def stem_of(facts: GraphFacts, node: ir.Node) -> Stem | None:
-    """The kernel and strides of a convolution."""
-    weight = facts.shape(node.inputs[1])
-    kernel = tuple(size for size in (weight or ())[2:] if isinstance(size, int))
-    if not kernel:
-        return None
-    strides = tuple(node.attributes.get_ints("strides") or (1,) * len(kernel))
-    return Stem(kernel, strides)
-
-
-def skip_concatenations(facts: GraphFacts) -> int:
-    """How often something that was made larger is put beside what was there before: the skips of a U-Net."""
-    grown: set[ir.Value] = set()
-    count = 0
-    for node in facts.nodes:
-        if node.op_type in ("Resize", "Upsample", "ConvTranspose", "DepthToSpace"):
-            grown.update(node.outputs)
-        elif node.op_type == "Concat" and any(value in grown for value in node.inputs):
-            count += any(value not in grown and not facts.is_constant(value) for value in node.inputs)
-        elif node.op_type in _KEEPING_SIZE and node.inputs and node.inputs[0] in grown:
-            grown.update(node.outputs)
-    return count
+def kernel_and_strides(facts: GraphFacts, node: ir.Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The size of a convolution's kernel along each dimension, and how far it goes at each step."""
+    kernel = tuple(size for size in (facts.shape(node.inputs[1]) or ())[2:] if isinstance(size, int))
+    return (kernel, tuple(node.attributes.get_ints("strides") or (1,) * len(kernel))) if kernel else None

@@ -35,13 +35,11 @@ class ModelInput:
             ``"sound"``, a signal or a spectrum over time that enters a convolution; ``"features"``, other numbers; or
             ``"control"``: masks, positions, scalars.
         convolution: The first convolution that it enters, with only reshapes and scalings before.
-        in_patches: Whether it is an image that reshapes cut into patches, which enter a linear layer.
     """
 
     value: ir.Value
     kind: str
     convolution: ir.Node | None = None
-    in_patches: bool = False
 
     @property
     def name(self) -> str:
@@ -81,7 +79,7 @@ class ModelInputs:
 def _model_input(facts: GraphFacts, value: ir.Value) -> ModelInput:
     rank, dtype = facts.rank(value), facts.dtype(value)
     floating = dtype is not None and dtype.is_floating_point()
-    looked_up, convolution, in_patches = _what_follows(facts, value)
+    looked_up, convolution = _what_follows(facts, value)
     if not floating and looked_up:
         return ModelInput(value, "tokens")
     if convolution is not None and rank is not None:
@@ -90,22 +88,15 @@ def _model_input(facts: GraphFacts, value: ir.Value) -> ModelInput:
             return ModelInput(value, "image", convolution)
         if floating and rank in (2, 3):
             return ModelInput(value, "sound", convolution)
-    if floating and in_patches and convolution is None:
-        return ModelInput(value, "image", in_patches=True)
     if floating and rank is not None and rank >= 2 and value.uses():
         return ModelInput(value, "features")
     return ModelInput(value, "control")
 
 
-def _what_follows(facts: GraphFacts, value: ir.Value) -> tuple[bool, ir.Node | None, bool]:
-    """Return whether an input indexes a table, the first convolution that it enters, and whether it becomes patches.
-
-    Patches are the result of splitting and reordering two spatial dimensions; they enter a linear layer.
-    """
+def _what_follows(facts: GraphFacts, value: ir.Value) -> tuple[bool, ir.Node | None]:
+    """Return whether an input indexes a table, and the first convolution that it enters."""
     pending, seen = deque([value]), {value}
     convolution: ir.Node | None = None
-    split: set[ir.Value] = set()
-    in_patches = False
     for _ in range(_NEAREST_VALUES):
         if not pending:
             break
@@ -113,27 +104,16 @@ def _what_follows(facts: GraphFacts, value: ir.Value) -> tuple[bool, ir.Node | N
         for use in current.uses():
             node = use.node
             if node.op_type in _LOOK_UP and use.idx == 1 and _is_table(facts, node.inputs[0]):
-                return True, convolution, in_patches
+                return True, convolution
             if is_standard(node, "Conv") and use.idx == 0 and convolution is None:
                 convolution = node
-            if is_standard(node, "MatMul", "Gemm") and use.idx == 0 and current in split:
-                in_patches = in_patches or facts.is_constant(node.inputs[1])
             if node.op_type in _MIXING or is_standard(node, *SIZES_ONLY) or _counts(facts, node, current):
                 continue
-            splits = is_standard(node, "Reshape") and _splits_space(facts, current, node.outputs[0])
             for output in node.outputs:
-                if splits or current in split:
-                    split.add(output)
                 if output not in seen:
                     seen.add(output)
                     pending.append(output)
-    return False, convolution, in_patches
-
-
-def _splits_space(facts: GraphFacts, whole: ir.Value, parts: ir.Value) -> bool:
-    """Return whether a reshape splits at least two dimensions of an image."""
-    before, after = facts.rank(whole), facts.rank(parts)
-    return before is not None and after is not None and before >= 4 and after >= before + 2
+    return False, convolution
 
 
 def _counts(facts: GraphFacts, node: ir.Node, value: ir.Value) -> bool:

@@ -1,29 +1,21 @@
-"""Recurrence: operators for it, loops that carry a state, loops that an exporter unrolled, and all steps at once."""
+"""Recurrence: operators for it, loops that carry a state, and loops that an exporter unrolled."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export.findings.attention_steps import MaskUse
-from htp_export.fingerprints.detectors.masks import CausalMasks
 from htp_export.model.graph_facts import GraphFacts
-from htp_export.model.operators import LAYOUT, is_standard
 
-__all__ = ["linear_recurrences", "recurrent_operators", "unrolled_loops"]
+__all__ = ["recurrent_operators", "unrolled_loops"]
 
 _CELLS = ("LSTM", "GRU", "RNN")
 _SHORTEST = 4
 """Steps that an unrolled loop has at least: two or three equal slices also occur elsewhere (queries, keys, values)."""
 _ENTRY_NODES = 11
 """Nodes between a slice of the input and the state that it meets: the input projection and gates of a cell."""
-
-_BETWEEN_STEPS = (LAYOUT - {"Flatten"}) | {"Cast", "Gather", "Identity", "Pad", "Slice", "Split"}
-_ELEMENTWISE = frozenset(("Add", "Clip", "Div", "Exp", "Min", "Mul", "Neg", "Sub", "Trilu", "Where"))
-_SUMMING = ("Einsum", "Gemm", "MatMul")
 
 
 def recurrent_operators(facts: GraphFacts) -> Counter[str]:
@@ -105,105 +97,3 @@ def _entry(depth: dict[ir.Value, int], piece: ir.Value) -> int:
             return min(deeper)
         value = readers[0].outputs[0]
     return depth.get(piece, 0)
-
-
-@dataclass(frozen=True)
-class _Decayed:
-    """Cumulative sums of decays, and the operations on them so far.
-
-    Attributes:
-        decays: What is summed, each step's own.
-        between: Whether it is the sum between two steps, and not from the beginning.
-        lower: Whether only what comes after each step is left of it.
-        shares: Whether it is the share that is left, and no logarithm any more.
-        mixed: Whether data is multiplied by it.
-    """
-
-    decays: ir.Value
-    between: bool = False
-    lower: bool = False
-    shares: bool = False
-    mixed: bool = False
-
-    def and_also(self, other: _Decayed) -> _Decayed:
-        """The operations on both."""
-        return _Decayed(
-            self.decays,
-            self.between or other.between,
-            self.lower or other.lower,
-            self.shares or other.shares,
-            self.mixed or other.mixed,
-        )
-
-
-def linear_recurrences(facts: GraphFacts, masks: CausalMasks) -> list[ir.Value]:
-    """The decays of linear recurrences that are computed for all steps at once, those of one recurrence together.
-
-    ``state[t] = decay[t] * state[t-1] + x[t]`` is a product of all ``x`` with a lower triangle: what is left of step
-    *s* at step *t* is the exponential of the sum of the logarithms of the decays between them. So cumulative sums,
-    their differences (or sums of a triangle), ``Exp`` and a lower triangle lie before a product, in any order in which
-    a triangle can be made (`Dao and Gu <https://arxiv.org/abs/2405.21060>`_, listing 1; `Yang et al.
-    <https://arxiv.org/abs/2312.06635>`_).
-    """
-    known: dict[ir.Value, _Decayed] = {}
-    decays: dict[ir.Value, None] = {}
-    for node in facts.nodes:
-        if is_standard(node, "CumSum"):
-            known.update(_summed(facts, node))
-            continue
-        inputs = [(value, known[value]) for value in node.inputs if value is not None and value in known]
-        if not inputs:
-            continue
-        so_far = inputs[0][1]
-        for _, second_operand in inputs[1:]:
-            so_far = so_far.and_also(second_operand)
-        whole = so_far.between and so_far.lower and so_far.shares
-        if whole and (node.op_type in _SUMMING or (node.op_type == "ReduceSum" and so_far.mixed)):
-            decays[so_far.decays] = None
-        elif is_standard(node) and node.op_type in _BETWEEN_STEPS | _ELEMENTWISE:
-            after = _one_step(facts, masks, node, so_far, {value for value, _ in inputs})
-            known.update(dict.fromkeys(node.outputs, after))
-    return list(decays)
-
-
-def _summed(facts: GraphFacts, node: ir.Node) -> dict[ir.Value, _Decayed]:
-    """What a ``CumSum`` of computed numbers gives; whole numbers are counted, and do not decay."""
-    value, between = node.inputs[0], False
-    if facts.is_constant(value) or not (facts.dtype(value) or ir.DataType.FLOAT).is_floating_point():
-        return {}
-    while value is not None and (maker := value.producer()) is not None:
-        masked = is_standard(maker, "Trilu", "Where")
-        if not masked and not (
-            is_standard(maker, "CumSum") or (is_standard(maker) and maker.op_type in _BETWEEN_STEPS)
-        ):
-            break
-        between = between or masked  # each column sums from another step on
-        varying = [operand for operand in maker.inputs if operand is not None and not facts.is_constant(operand)]
-        floating = [operand for operand in varying if (facts.dtype(operand) or ir.DataType.FLOAT).is_floating_point()]
-        if not floating:
-            break
-        value = floating[0]
-    return {} if value is None else {node.outputs[0]: _Decayed(value, between)}
-
-
-def _one_step(facts: GraphFacts, masks: CausalMasks, node: ir.Node, so_far: _Decayed, ours: set[ir.Value]) -> _Decayed:
-    """The state of decays after one operator."""
-    others = [value for value in node.inputs if value is not None and value not in ours]
-    between, lower, mixed = so_far.between, so_far.lower, so_far.mixed
-    if node.op_type in ("Add", "Sub") and not so_far.shares:
-        between = between or not others  # also written as a sum with what was negated before
-    elif node.op_type == "Mul" and so_far.shares:
-        mixed = mixed or any(not facts.is_constant(value) for value in others)
-    if not lower:
-        lower = _is_lower(masks, node, ours, others)
-    return _Decayed(so_far.decays, between, lower, so_far.shares or node.op_type == "Exp", mixed)
-
-
-def _is_lower(masks: CausalMasks, node: ir.Node, ours: set[ir.Value], others: list[ir.Value]) -> bool:
-    """Whether an operator leaves a lower triangle of its input."""
-    if node.op_type == "Trilu":
-        return not node.attributes.get_int("upper", 1)
-    if node.op_type == "Where" and node.inputs[0] is not None:
-        return bool(masks.is_causal(MaskUse(node.inputs[0], "kept" if node.inputs[1] in ours else "dropped")))
-    role = {"Add": "added", "Mul": "kept"}.get(node.op_type)
-    return role is not None and any(masks.is_causal(MaskUse(value, role)) for value in others)
