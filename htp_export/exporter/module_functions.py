@@ -84,7 +84,9 @@ class ModuleFunctions:
             return None
         listed = {path: reason for path, reason in nested.skipped.items() if _is_missed(tagged.hierarchy[path])}
         if listed:
-            first = "; ".join(f"{path!r} is no function: {reason}" for path, reason in list(listed.items())[:_MOST_SAID])
+            first = "; ".join(
+                f"{path!r} is no function: {reason}" for path, reason in list(listed.items())[:_MOST_SAID]
+            )
             more = f"; nor are {len(listed) - _MOST_SAID} more modules" if len(listed) > _MOST_SAID else ""
             _log.warning("%s%s", first, more)
         return nested

@@ -24,7 +24,13 @@ from htp_export.exporter.capture.guarded import Guarded
 from htp_export.exporter.capture.onnx_graph import STAMP, copy_stamps, describe, reads_of, values_of
 from htp_export.exporter.capture.record import Operation, Record
 from htp_export.exporter.capture.reshapes import equal_tensors
-from htp_export.exporter.capture.torch_internals import changes_of, computes_a_size, fx_node_of, fx_tracer, without_export_root
+from htp_export.exporter.capture.torch_internals import (
+    changes_of,
+    computes_a_size,
+    fx_node_of,
+    fx_tracer,
+    without_export_root,
+)
 from htp_export.format.reasons import Reason
 from htp_export.model.operators import SIZES_ONLY, is_standard
 
@@ -198,7 +204,11 @@ class DynamoCapture(Guarded):
         self._graph = model.graph
         self._first = [
             Operation(
-                self._call_of(source), reads_of(node), tuple(node.outputs), is_standard(node, *SIZES_ONLY), computes_a_size(source)
+                self._call_of(source),
+                reads_of(node),
+                tuple(node.outputs),
+                is_standard(node, *SIZES_ONLY),
+                computes_a_size(source),
             )
             for node in every_node(model.graph)
             for source in [node.meta.get("node")]
