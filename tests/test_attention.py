@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 
 import htp_export
 from htp_export import decomposed_attention
@@ -191,6 +193,50 @@ def test_a_call_of_sdpa_in_any_module_runs_in_steps(exact: bool) -> None:
     torch.testing.assert_close(result, expected, rtol=0, atol=0 if exact else 1e-5)
     assert not expected.isnan().any()  # the first query sees no key
     assert [name for name, _ in model.named_modules()] == ["", "0", "1", "1.softmax"]
+
+
+class Masked(nn.Module):
+    """Layers that call `scaled_dot_product_attention` with one mask."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        for layer in self.layers:
+            heads = layer(x).view(2, 5, 2, 4).transpose(1, 2)
+            x = F.scaled_dot_product_attention(heads, heads, heads, mask).transpose(1, 2).reshape(2, 5, 8)
+        return x
+
+
+_FLAGS = torch.ones(5, 5, dtype=torch.bool).tril()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("mask", [None, _FLAGS, torch.zeros(5, 5).masked_fill(~_FLAGS, -torch.inf)])
+def test_steps_take_no_more_nodes_with_any_mask(mask: torch.Tensor | None, exporter: str, tmp_path: Path) -> None:
+    model, args = Masked().eval(), (torch.randn(2, 5, 8),) if mask is None else (torch.randn(2, 5, 8), mask)
+    whole, steps = tmp_path / "whole.onnx", tmp_path / "steps.onnx"
+    htp_export.export(model, args, whole, dynamo=exporter == "dynamo", verbose=False)
+    with decomposed_attention(model):
+        htp_export.export(model, args, steps, dynamo=exporter == "dynamo", verbose=False)
+    assert len(htp_export.load(steps).nodes) <= len(htp_export.load(whole).nodes)
+    assert htp_export.verify(model, steps, args).ok
+
+
+def test_what_dynamo_compiles_stays_as_it_is() -> None:
+    class Flexible(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            attended: torch.Tensor = flex_attention(x, x, x)
+            return attended
+
+    model, x = Flexible().eval(), torch.randn(1, 2, 5, 8)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # that it is slow without torch.compile
+        expected = model(x)
+        with decomposed_attention(model):
+            torch.testing.assert_close(model(x), expected)
 
 
 class Vision(nn.Module):

@@ -90,6 +90,8 @@ class StepsOfCalls(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # true where Dynamo traces this: what it compiles stays as it is
+            return func(*args, **(kwargs or {}))
         call, stack = Call(func, args, kwargs or {}), self._stack
         if not stack or isinstance(stack[-1].module, Step):
             return call()

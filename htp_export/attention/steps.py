@@ -69,8 +69,7 @@ class Projection(Step):
         return self.product(tensor) if packed is None else tensor[packed]
 
     def product(self, tensor: Tensor) -> Tensor:
-        exporting = torch.jit.is_tracing() or torch.compiler.is_exporting()  # type: ignore[attr-defined,no-untyped-call]
-        weight, bias = (self.weight, self.bias) if exporting else self._with_gradients
+        weight, bias = (self.weight, self.bias) if _is_exporting() else self._with_gradients
         return functional.linear(tensor, weight, bias)
 
 
@@ -99,7 +98,7 @@ class Scores(Step):
         if causal:
             mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
         if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
+            mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
         if arithmetic is _Arithmetic.BADDBMM:
             scaled, turned = query * scale, key.transpose(-2, -1)
             return torch.bmm(scaled, turned) if mask is None else torch.baddbmm(mask, scaled, turned)
@@ -124,7 +123,9 @@ class Softmax(Step):
                 the softmax's NaN.
         """
         weights = functional.softmax(scores, dim=-1)
-        if empty_rows:
+        if empty_rows and _is_exporting():  # the nodes that exporters write for a mask of flags
+            weights = weights.masked_fill(weights.isnan(), 0.0)
+        elif empty_rows:
             weights = weights.masked_fill((scores == -math.inf).all(dim=-1, keepdim=True), 0.0)
         return functional.dropout(weights, dropout) if dropout > 0 else weights
 
@@ -201,7 +202,8 @@ class SeparateSteps:
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
         arithmetic = _Arithmetic.SDPA if self._exact else _Arithmetic.SHORT
         scores = self.scores(query, key, mask, _scale(call), arithmetic, causal)
-        context: Tensor = self.context(self.softmax(scores, dropout, mask is not None), value)
+        empty_rows = mask is not None and (mask.dtype == torch.bool or not _is_exporting())
+        context: Tensor = self.context(self.softmax(scores, dropout, empty_rows), value)
         return context
 
     def attend_with_weights(self, call: SdpaCall) -> tuple[Tensor, Tensor]:
@@ -253,6 +255,10 @@ class KernelSteps:
         for step in reversed(self.modules.values()):
             kernel = functools.partial(step, kernel)
         return kernel()
+
+
+def _is_exporting() -> bool:
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()  # type: ignore[attr-defined,no-untyped-call]
 
 
 def _scale(call: SdpaCall) -> float:
