@@ -245,7 +245,7 @@ class _Foreign:
         base = base_op(node.op)
         if base not in IN_PLACE:
             return base == "DynamicQuantizeLinear"
-        kinds = {self._after.shape(value)[1] for value in (node.inputs[0], node.outputs[0])}
+        kinds = {self._after.shape(value)[1] for value in (node.inputs[0], node.outputs[0]) if value != NOTHING}
         return base.endswith("Linear") or (base == "Cast" and len(kinds) > 1 and kinds <= FLOATS)
 
     def _makers_paths(self, found: Sequence[Owned], index: int) -> list[str]:
@@ -291,6 +291,27 @@ class _Foreign:
 
     # --- several nodes for one original ---
 
+    def _has_a_loose_neighbour(self, index: int) -> bool:
+        """Whether a node next to one moves numbers, and is none of the original: it may be a part of a fused one."""
+        node = self._after.nodes[index]
+        makers = {self._after.maker[v] for v in node.inputs if v != NOTHING and self._after.live[v]} - {NOTHING}
+        return any(
+            not self._works[k].nodes and moves(other.op, views=True) and not self._changes_precision(other)
+            for k in (*makers, *self._readers(index))
+            if self._lives(other := self._after.nodes[k])
+        )
+
+    def _misses_producer(self, index: int) -> bool:
+        """Whether a node gives an original tensor, and does not replace the node that computes it."""
+        node, numbers, work = self._after.nodes[index], self._known.numbers, set(self._works[index].nodes)
+        for value in node.outputs if work and not moves(node.op) else ():
+            if value != NOTHING and self._known.exact[value]:
+                number = numbers.current(self._known.counterpart[value])
+                makers = {self._before.maker[member] for member in numbers.members.get(number, ())} - {NOTHING}
+                if makers and makers.isdisjoint(work):
+                    return True
+        return False
+
     def _movers(self) -> tuple[dict[int, int], Counter[int]]:
         """Layout operator → the number of its result; number → original ones for it, less those of the other file."""
         numbers, moved = self._known.numbers, dict[int, int]()
@@ -326,10 +347,12 @@ class _Foreign:
             if number is not None and movers[number] < 0 and (len(entry.paths) > 1 or not self._agrees(found, index)):
                 found[index] = Owned((common_ancestor([*entry.paths, *self._around(found, index)]),), Reason.UNKNOWN)
                 continue
+            if self._misses_producer(index):
+                found[index] = Owned((common_ancestor([*entry.paths, *self._candidates(index)]),), Reason.UNKNOWN)
             if len(entry.paths) < 2:
                 continue
             alone = {path for old in self._works[index].nodes if claims[old] == 1 for path in self._owners(old)}
-            if not alone.issuperset(entry.paths):
+            if not alone.issuperset(entry.paths) or self._has_a_loose_neighbour(index):
                 found[index] = Owned((common_ancestor(entry.paths),), Reason.UNKNOWN)
 
     # --- work that the original does once ---
