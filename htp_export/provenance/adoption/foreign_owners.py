@@ -191,19 +191,17 @@ class _Foreign:
         """Only an operator that keeps its input's numbers serves its consumers; other nodes are not known."""
         for index in range(len(found) - 1, -1, -1):
             entry, node = found[index], self._after.nodes[index]
-            if entry.reason != Reason.INSERTED:
+            if entry.reason != Reason.INSERTED or not self._known.parts.keys().isdisjoint(node.inputs):
                 continue
             repeated = self._repeated(index)
             if repeated is not None:
                 found[index] = repeated
             elif not self._serves(found, index):
-                around = [*entry.paths, *(self._makers_paths(found, index) or [""])]
-                named = names.module(self._scopes[index])
-                moved = base_op(node.op) in LAYOUT and self._lives(node) and named in around
-                near = named is not None and all(_is_near(named, (path,)) for path in around)
-                known = moved and near
-                certain = str(named) if known else common_ancestor(around)
-                found[index] = Owned((certain,), Reason.NODE if known else Reason.UNKNOWN)
+                around, named = [*entry.paths, *self._around(found, index)], names.module(self._scopes[index])
+                if base_op(node.op) in LAYOUT and self._lives(node) and named in around:
+                    found[index] = Owned((str(named),), Reason.NODE)
+                else:
+                    found[index] = Owned((common_ancestor(around),), Reason.UNKNOWN)
 
     def _lives(self, node: SummaryNode) -> bool:
         return any(v != NOTHING and self._after.live[v] for v in node.outputs)
@@ -331,7 +329,7 @@ class _Foreign:
 
     def _around(self, found: Sequence[Owned], index: int) -> list[str]:
         consumers = [path for reader in self._readers(index) for path in found[reader].paths]
-        return [*self._makers_paths(found, index), *(consumers or [""])]
+        return [*(self._makers_paths(found, index) or [""]), *(consumers or [""])]
 
     def _check_shares(self, found: list[Owned]) -> None:
         """A node that may do only a part of what several modules compute has owners that are not known.
@@ -349,8 +347,9 @@ class _Foreign:
                 continue
             if self._misses_producer(index):
                 found[index] = Owned((common_ancestor([*entry.paths, *self._candidates(index)]),), Reason.UNKNOWN)
-            if len(entry.paths) < 2:
-                continue
+            node = self._after.nodes[index]
+            if len(entry.paths) < 2 or not self._known.parts.keys().isdisjoint((*node.inputs, *node.outputs)):
+                continue  # what is joined has all its owners
             alone = {path for old in self._works[index].nodes if claims[old] == 1 for path in self._owners(old)}
             if not alone.issuperset(entry.paths) or self._has_a_loose_neighbour(index):
                 found[index] = Owned((common_ancestor(entry.paths),), Reason.UNKNOWN)

@@ -349,7 +349,7 @@ def _error_in_any_layout(array: Array, entry: _Original, limit: float) -> tuple[
         places = np.ravel_multi_index([entry.places[k] for k in order], [entry.shape[k] for k in order])
         if entry.sampled(flat[places]) <= sampled:
             best = min(best, relative_error(flat, entry.load().transpose(order).reshape(-1)))
-    if best <= limit or (array.ndim == len(entry.shape) == 2):
+    if best <= limit or array.shape == entry.shape or (array.ndim == len(entry.shape) == 2):
         return best, False
     error = relative_error(np.sort(flat), np.sort(entry.load(), axis=None))
     return (error if error <= min(limit, _SORTED) else math.inf), False
