@@ -21,9 +21,9 @@ from htp_export.errors import FileError, InputError, UntaggedModelError
 from htp_export.format import tags
 from htp_export.huggingface.models import spread_parameters
 from htp_export.provenance.adoption.feeds import pair_names
-from htp_export.provenance.adoption.name_scopes import NameScopes
 from htp_export.provenance.adoption.gathering import rounded_weight
 from htp_export.provenance.adoption.likenesses import EXACT, Originals, largest_error
+from htp_export.provenance.adoption.name_scopes import NameScopes
 
 SIZE = 16
 
@@ -251,6 +251,137 @@ def test_a_layout_between_two_modules_is_of_the_one_that_its_name_says(name: str
     found = [(node.metadata_props["htp.reason"], node.metadata_props["htp.module"]) for node in adopted.model.graph]
     assert [module for _, module in found[1::2]] == ["0", "1"]
     assert found[2] == said
+
+
+class Positions(nn.Module):
+    """A parent computes what an embedding reads, and a child pads nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first, self.last = nn.Embedding(12, SIZE), nn.Linear(SIZE, SIZE), Pads()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.gather(torch.arange(12).expand(2, -1), 1, torch.arange(5).flip(0).repeat(2, 1))
+        return self.last(torch.tanh(self.first(x + self.table(places))))
+
+
+class Pads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(nn.functional.pad(x, (0, 0, 0, 0)))
+
+
+@pytest.mark.parametrize("original_by", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("foreign_by", ["dynamo", "torchscript"])
+def test_work_of_a_parent_and_no_ops_have_no_wrong_owner(
+    original_by: str, foreign_by: str, example: torch.Tensor, tmp_path: Path
+) -> None:
+    net = Positions().eval()
+    spread_parameters(net, torch.Generator().manual_seed(0), scale=0.3)
+    for exporter in {original_by, foreign_by}:
+        file = tmp_path / f"{exporter}.onnx"
+        htp_export.export(net, (example,), file, dynamo=exporter == "dynamo", verbose=False)
+    truth = htp_export.load(tmp_path / f"{foreign_by}.onnx").model
+    adopted = htp_export.adopt(tmp_path / f"{original_by}.onnx", renamed(foreign_of(tmp_path / f"{foreign_by}.onnx")))
+    for found, true in zip(adopted.model.graph.all_nodes(), truth.graph.all_nodes(), strict=True):
+        if found.op_type != "Constant" and found.metadata_props["htp.reason"] != "unknown":
+            assert tags.owners_of(found.metadata_props) == tags.owners_of(true.metadata_props), true.name
+
+
+def test_equal_work_of_two_modules_is_of_the_one_that_reads_it_or_unknown() -> None:
+    net, example = nn.Sequential(Masks(), Masks()), torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
+    spread_parameters(net, torch.Generator().manual_seed(0), scale=0.3)
+    original = htp_export.load(htp_export.export(net.eval(), (example,), verbose=False, optimize=False))
+    foreign = renamed(_untagged(original.model))
+    adopted = htp_export.adopt(original, foreign, inputs={str(original.model.graph.inputs[0].name): example})
+    for found, true in zip(adopted.model.graph.all_nodes(), original.model.graph.all_nodes(), strict=True):
+        if found.op_type != "Constant" and found.metadata_props["htp.reason"] != "unknown":
+            assert tags.owners_of(found.metadata_props) == tags.owners_of(true.metadata_props)
+
+
+class Masks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.where(torch.arange(6) % 3 == 1, torch.arange(6) * 0.5, -1.0)
+        return self.linear(x) + mask
+
+
+def _untagged(model: ir.Model) -> ir.Model:
+    copy = model.clone()
+    copy.metadata_props.clear()
+    for node in copy.graph.all_nodes():
+        node.metadata_props.clear()
+    return copy
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp16", "int8-weights"])
+def test_a_quantized_file_is_an_original_too(
+    precision: str, original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor
+) -> None:
+    quantized = htp_export.load(htp_export.quantize(original, {"*": precision}, data={"x": example.numpy()}).model)
+    same = htp_export.adopt(quantized, _untagged(quantized.model), inputs={"x": example})
+    for found, true in zip(same.model.graph.all_nodes(), quantized.model.graph.all_nodes(), strict=True):
+        if found.metadata_props["htp.reason"] != "unknown":
+            assert tags.owners_of(found.metadata_props) == tags.owners_of(true.metadata_props)
+    assert same.share_known > 0.9
+    assert htp_export.adopt(quantized, foreign_of(torchscript), inputs={"x": example}, require=0).nodes
+
+
+def test_a_file_of_another_model_is_refused_and_not_written(
+    original: htp_export.TaggedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = nn.Sequential(nn.Linear(SIZE, 9), nn.Sigmoid(), nn.Linear(9, 7)).eval()
+    htp_export.export(other, (torch.randn(2, 5, SIZE),), tmp_path / "other.onnx", verbose=False)
+    foreign, output = foreign_of(tmp_path / "other.onnx"), tmp_path / "t.onnx"
+    with pytest.raises(InputError, match="seems to be no file of this model"):
+        htp_export.adopt(original, foreign, output)
+    original.save(tmp_path / "original.onnx")
+    htp_export.load(foreign).save(tmp_path / "foreign.onnx")
+    command = ["adopt", str(tmp_path / "original.onnx"), str(tmp_path / "foreign.onnx"), "-o", str(output)]
+    assert main(command) == 1
+    assert "was not written" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_weights_of_a_data_file_take_one_open_file(net: Net, example: torch.Tensor, tmp_path: Path) -> None:
+    htp_export.export(net, (example,), tmp_path / "a.onnx", verbose=False)
+    htp_export.load(tmp_path / "a.onnx").save(tmp_path / "b.onnx", external_data="b.data")
+    model = htp_export.load(tmp_path / "b.onnx").model
+    before = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
+    held = [value.const_value.numpy() for value in model.graph.initializers.values() if value.const_value is not None]
+    assert len(held) > 8
+    if before:
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
+
+
+def test_weights_are_compared_in_full_only_where_hashes_and_samples_do_not_decide() -> None:
+    many = [GENERATOR.normal(size=(24, 16)).astype(np.float32) for _ in range(20)]
+    reads = 0
+
+    def load(array: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        return array
+
+    originals = Originals(weights=True)
+    for index, array in enumerate(many):
+        originals.add(index, array, lambda array=array: load(array))
+    for index, array in enumerate(many):
+        same = originals.find(array.T.copy())
+        assert same is not None
+        assert same.originals == (index,)
+    assert reads == 0
+    for index, array in enumerate(many):
+        rounded = originals.find(np.round(array * 3) / 3)
+        assert rounded is not None
+        assert rounded.originals == (index,)
+    assert reads <= 2 * len(many)
 
 
 def _with_output(model: ir.Model) -> bytes:

@@ -51,6 +51,9 @@ class DataFile:
         if state is None:
             self.note()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mapped": None}  # another process maps the file itself
+
     def note(self) -> None:
         """Record the identity of the existing file."""
         self._state = None

@@ -34,9 +34,7 @@ class Counterparts:
 
     by_consumers = False
 
-    def __init__(
-        self, before: GraphSummary, after: GraphSummary, idle: Mapping[int, int] | None = None
-    ) -> None:
+    def __init__(self, before: GraphSummary, after: GraphSummary, idle: Mapping[int, int] | None = None) -> None:
         self.before, self.after = before, after
         self.numbers = Numbering(before, idle)
         self.counterpart = [NOTHING] * len(after.values)

@@ -307,7 +307,10 @@ class _Division:
     def _makers_of_equal(self, value: int) -> set[int]:
         """The original nodes that compute a tensor or equal ones; none where a node gives back its input."""
         number = self.known.numbers.current(self.known.counterpart[value])
-        if any(v != NOTHING and self.known.counterpart[v] == number for v in self.after.nodes[self.after.maker[value]].inputs):
+        if any(
+            v != NOTHING and self.known.counterpart[v] == number
+            for v in self.after.nodes[self.after.maker[value]].inputs
+        ):
             return set()
         makers = {self.before.maker[member] for member in self.known.numbers.members.get(number, ())} - {NOTHING}
         return {maker for maker in makers if not self.known.numbers.idle[maker]}

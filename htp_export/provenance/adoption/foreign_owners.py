@@ -220,7 +220,9 @@ class _Foreign:
             return self._is_weight(node.inputs[0])
         makers = self._makers_paths(found, index)
         if self._changes_precision(node):
-            return not self._ends_quantized(index) or set(makers) == paths
+            number = self._known.numbers.current(self._known.counterpart[node.outputs[0]])
+            idle = {path for old in self._idle(number) for path in self._owners(old)}
+            return idle <= paths and (not self._ends_quantized(index) or set(makers) == paths)
         consumed = {path for consumer in consumers for path in consumer.paths}
         ends = any(v in self._after.outputs for v in node.outputs)
         return set(makers) == paths and (consumed == paths or not consumed) and not ends
@@ -268,16 +270,17 @@ class _Foreign:
             return None
         number = numbers.current(self._known.counterpart[node.outputs[0]])
         mine = [k for k in self._passing.get(number, ()) if base_op(self._after.nodes[k].op) == base_op(node.op)]
-        theirs = [
-            old
-            for value in numbers.members.get(number, ())
-            if (old := self._before.maker[value]) != NOTHING and numbers.idle[old]
-            if base_op(self._before.nodes[old].op) == base_op(node.op)
-        ]
+        theirs = [old for old in self._idle(number) if base_op(self._before.nodes[old].op) == base_op(node.op)]
         if not theirs or len(theirs) != len(mine):
             return None
         old = self._before.nodes[theirs[mine.index(index)]]
         return Owned(old.owners, Reason.VALUES, old.call)
+
+    def _idle(self, number: int) -> list[int]:
+        """The original nodes that give back a tensor."""
+        numbers = self._known.numbers
+        makers = (self._before.maker[value] for value in numbers.members.get(number, ()))
+        return [old for old in makers if old != NOTHING and numbers.idle[old]]
 
     def _gives_back(self, index: int) -> bool:
         node, known = self._after.nodes[index], self._known
@@ -315,11 +318,9 @@ class _Foreign:
         numbers, moved = self._known.numbers, dict[int, int]()
         for index, node in enumerate(self._after.nodes):
             number = self._known.counterpart[node.outputs[0]] if node.outputs else NOTHING
-            if base_op(node.op) in LAYOUT and self._lives(node) and number != NOTHING:
-                moved[index] = numbers.current(number)
-        movers = Counter(
-            numbers.number[node.outputs[0]] for node in self._before.nodes if base_op(node.op) in LAYOUT
-        )
+            if base_op(node.op) in LAYOUT and self._lives(node):
+                moved[index] = numbers.current(number)  # those between tensors that are not known are in doubt, too
+        movers = Counter(numbers.number[node.outputs[0]] for node in self._before.nodes if base_op(node.op) in LAYOUT)
         movers.subtract(moved.values())
         return moved, movers
 

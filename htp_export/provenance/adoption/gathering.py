@@ -140,7 +140,9 @@ def rounded_weight(original: Array, index: int, uses: Iterable[_Use]) -> Array |
         array = load()
         if not like.parts:
             numbers = (array.astype(np.float32) - like.offset) / like.scale
-            layouts = [numbers.reshape(original.shape)] if array.shape != original.shape[::-1] or like.same_shape else []
+            layouts = (
+                [numbers.reshape(original.shape)] if array.shape != original.shape[::-1] or like.same_shape else []
+            )
             layouts += [numbers.T] if numbers.T.shape == original.shape else []
             return min(layouts, key=lambda layout: relative_error(layout, original))
         for part in (part for part in like.parts if part.original == index):
