@@ -206,7 +206,7 @@ class Originals:
     def _equal(self, array: Array) -> Likeness | None:
         """Originals with exactly the same numbers in the same order, or transposed."""
         key = _is_whole(array), array_hash(array)
-        equal = self._by_hash.get(key) or self._by_hash.get((*key, "turned"), ())
+        equal = self._by_hash.get(key) or self._by_hash.get((*key, "turned"), [])
         same = [entry for entry in equal if entry.shape == array.shape and key in self._by_hash]
         chosen = tuple(entry.index for entry in same or equal)
         return Likeness(chosen, bool(same)) if chosen else None
