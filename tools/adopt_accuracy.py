@@ -8,8 +8,8 @@
 
 ``torch``: files of both exporters are adopted from an export by dynamo: the very same file, and one whose graph has
 other operators, names and constants. The truth are the tags that htp_export writes when it exports the same file, and
-`carry` after a tool. The tags are removed; with ``--no-names`` the names of nodes and tensors, too. ``genai``: the truth is written
-down below, by the names that the builder gives; `adopt` runs with and without these names.
+`carry` after a tool. The tags are removed; with ``--no-names`` the names of nodes and tensors, too. ``genai``:
+the truth is written down below, by the names that the builder gives; `adopt` runs with and without these names.
 """
 
 from __future__ import annotations
