@@ -6,10 +6,10 @@
     python tools/adopt_accuracy.py genai            # files of ONNX Runtime GenAI's builder; needs onnxruntime-genai
     python tools/adopt_accuracy.py torch --only BERT-base --show 20
 
-``torch``: a file of the TorchScript exporter is adopted from an export by dynamo, whose graph has other operators,
-names and constants. The truth are the tags that htp_export writes when it exports the same file, and `carry` after a
-tool. The tags are removed; with ``--no-names`` the names of nodes and tensors, too. ``genai``: the truth is written
-down below, by the names that the builder gives; `adopt` runs with and without these names.
+``torch``: files of both exporters are adopted from an export by dynamo: the very same file, and one whose graph has
+other operators, names and constants. The truth are the tags that htp_export writes when it exports the same file, and
+`carry` after a tool. The tags are removed; with ``--no-names`` the names of nodes and tensors, too. ``genai``:
+the truth is written down below, by the names that the builder gives; `adopt` runs with and without these names.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ TORCH_MODELS = (
     "ResNet-50",
     "MobileNetV2",
     "Whisper-tiny encoder",
+    "T5-small encoder",
+    "CLIP",
 )
 Truth = Callable[[ir.Node], set[frozenset[str]] | None]
 """Node → the sets of owners that are true of it; None for a node that no module computes."""
@@ -59,14 +61,18 @@ class Score:
     Attributes:
         exact: Nodes whose owners are the true ones.
         unknown: Nodes that `adopt` calls unknown.
-        wrong: Other nodes.
+        too_many: Nodes that have the true owners, and others.
+        disjoint: Nodes that have none of the true owners.
+        fewer: Nodes that have some of the true owners.
         inserted: Nodes that no module computes: constants, and what a builder adds.
         seen: The wrong and unknown nodes, a line each.
     """
 
     exact: int = 0
     unknown: int = 0
-    wrong: int = 0
+    too_many: int = 0
+    disjoint: int = 0
+    fewer: int = 0
     inserted: int = 0
     seen: list[str] = field(default_factory=list)
 
@@ -82,24 +88,31 @@ def score(adopted: htp_export.Adopted, truth: Truth) -> Score:
         elif expected is None or node.op_type == "Constant":
             result.inserted += 1
         else:
-            unknown = reason == "unknown"
-            result.unknown += unknown
-            result.wrong += not unknown
+            kind = _kind(said, expected) if reason != "unknown" else "unknown"
+            setattr(result, kind, getattr(result, kind) + 1)
             listed = " or ".join(str(sorted(owners)) for owners in expected)
-            result.seen.append(
-                f"{'unknown' if unknown else 'WRONG  '} {node.op_type} {node.name}: {sorted(said)} ({reason}), "
-                f"not {listed}"
-            )
+            result.seen.append(f"{kind:8} {node.op_type} {node.name}: {sorted(said)} ({reason}), not {listed}")
     return result
+
+
+def _kind(said: frozenset[str], expected: set[frozenset[str]]) -> str:
+    if any(said > owners for owners in expected):
+        return "too_many"
+    return "fewer" if any(said & owners for owners in expected) else "disjoint"
+
+
+COUNTS = ("exact", "unknown", "too_many", "disjoint", "fewer", "inserted")
 
 
 def line(name: str, found: Score) -> str:
     """A line of the table."""
-    total = found.exact + found.unknown + found.wrong
-    return f"| {name} | {total + found.inserted} | {found.exact} | {found.unknown} | {found.wrong} | {found.inserted} |"
+    counts = [getattr(found, count) for count in COUNTS]
+    return "| " + " | ".join(map(str, (name, sum(counts), *counts))) + " |"
 
 
-HEADER = "| file | nodes | exact | unknown | wrong | of no module |\n|---|---|---|---|---|---|"
+HEADER = (
+    "| file | nodes | exact | unknown | too many owners | disjoint | fewer owners | of no module |\n" + "|---" * 8 + "|"
+)
 
 
 # --- files of torch.onnx.export ---
@@ -112,6 +125,7 @@ def tools() -> dict[str, Callable[[Any], Any]]:
         "as exported": lambda model: model,
         "OnnxSlim": lambda model: made.onnxslim(model).model,
         "onnxsim": lambda model: made.onnxsim(model).model,
+        "onnxscript": lambda model: made.onnxscript(model).model,
         "ONNX Runtime, extended": lambda model: made.onnxruntime(model, level="extended").model,
         "float16": lambda model: made.float16(model, keep_io_types=True).model,
         "int8, dynamic": lambda model: made.quantize_dynamic(model).model,
@@ -147,13 +161,14 @@ def torch_rows(only: str | None, names: bool) -> Iterator[tuple[str, Score]]:
             original, file = Path(folder) / "original.onnx", Path(folder) / "file.onnx"
             htp_export.export(model, (), original, kwargs=inputs, verbose=False)
             htp_export.export(model, (), file, kwargs=inputs, dynamo=False, opset_version=17, verbose=False)
-            for tool, run in tools().items():
+            for source, tool in ((source, tool) for source in (original, file) for tool in tools()):
                 try:
-                    tagged = htp_export.load(run(file))
+                    tagged = htp_export.load(tools()[tool](source))
                 except htp_export.HtpExportError as error:
                     print(f"{name}, {tool}: {error}", file=sys.stderr)
                     continue
-                yield f"{name}, {tool}", _torch_score(tagged, original, inputs, names)
+                exporter = "dynamo" if source == original else "TorchScript"
+                yield f"{name}, {exporter}, {tool}", _torch_score(tagged, original, inputs, names)
 
 
 def _torch_score(tagged: htp_export.TaggedModel, original: Path, inputs: dict[str, Any], names: bool) -> Score:
@@ -168,7 +183,7 @@ def _torch_score(tagged: htp_export.TaggedModel, original: Path, inputs: dict[st
         node.metadata_props.clear()
     foreign.metadata_props.clear()
     arguments = dict(zip((v.name for v in htp_export.load(original).model.graph.inputs), inputs.values(), strict=True))
-    adopted = htp_export.adopt(original, foreign, inputs=arguments)
+    adopted = htp_export.adopt(original, foreign, inputs=arguments, require=0)
     for note in adopted.notes:
         print(note, file=sys.stderr)
     expected = dict(zip(adopted.model.graph.all_nodes(), truths, strict=True))
@@ -323,7 +338,7 @@ def _genai_score(file: Path, original: Path, inputs: Any, joined: dict[str, tupl
     truths = [genai_truth(node.name or "", 2, joined) for node in foreign.graph.all_nodes()]
     if not names:
         anonymous(foreign)
-    adopted = htp_export.adopt(original, foreign, inputs=inputs)
+    adopted = htp_export.adopt(original, foreign, inputs=inputs, require=0)
     for note in adopted.notes:
         print(note, file=sys.stderr)
     expected = dict(zip(adopted.model.graph.all_nodes(), truths, strict=True))
@@ -348,10 +363,10 @@ def main() -> None:
     print(HEADER)
     for name, found in rows:
         print(line(name, found), flush=True)
-        total.update(exact=found.exact, unknown=found.unknown, wrong=found.wrong, inserted=found.inserted)
+        total.update({count: getattr(found, count) for count in COUNTS})
         for seen in found.seen[: options.show]:
             print("   ", seen)
-    print(line("all", Score(total["exact"], total["unknown"], total["wrong"], total["inserted"])))
+    print(line("all", Score(**total)))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from htp_export.cli.sizes import read_sizes
 from htp_export.cli.sources import Call
 from htp_export.cli.terminal import CheckFailed, Steps
 from htp_export.errors import InputError
+from htp_export.provenance.adoption import LEAST_KNOWN
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -34,16 +35,18 @@ def adopt_command(
     ] = None,
     dims: FeedDimsOption = None,
     require: Annotated[
-        float, typer.Option(min=0, max=1, help="Fail if a smaller share of the nodes has known owners.")
-    ] = 0.0,
+        float,
+        typer.Option(min=0, max=1, help="Fail, and write nothing, if a smaller share of the nodes has known owners."),
+    ] = LEAST_KNOWN,
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Tag a file that someone else exported from a model.
 
     SOURCE is a tagged ONNX file, or a model as export takes it.
-    Exit status 1 where fewer nodes have known owners than --require asks for.
+    Exit status 1 where fewer nodes have known owners than --require asks for; then nothing is written.
     """
+    from htp_export.files.model_files import write_model
     from htp_export.provenance.adoption.adopting import adopt
 
     if model.entry is not None and foreign is None and model.source is not None:
@@ -61,10 +64,14 @@ def adopt_command(
             else (original, _values(original, model.inputs, dims, model.seed))
         )
     with steps.step("adopting"):
-        result = adopt(source, foreign, output, inputs=inputs, seed=model.seed, share_weights=share_weights)
-    report(result, as_json, output=output, file=str(output))
-    if result.share_known < require:
-        raise CheckFailed(f"{result.share_known:.1%} of the nodes have known owners, less than --require {require}")
+        result = adopt(source, foreign, inputs=inputs, seed=model.seed, require=0)
+        enough = result.share_known >= require
+        if enough:
+            write_model(result.model, output, share_weights=share_weights)
+    report(result, as_json, output=output if enough else None, file=str(output) if enough else None)
+    if not enough:
+        known = f"{result.share_known:.1%} of the nodes have known owners, less than --require {require}"
+        raise CheckFailed(f"{known}: {output} was not written")
 
 
 def _values(file: Path, inputs: Path | None, dims: list[str] | None, seed: int) -> Mapping[str, Any] | None:

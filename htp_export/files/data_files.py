@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import stat
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from htp_export.errors import FileError
@@ -44,8 +47,12 @@ class DataFile:
         self.path, self.model, self._shown = path, model, shown or path
         self.needed = 0
         self._state = state
+        self._mapped: weakref.ref[mmap.mmap] | None = None
         if state is None:
             self.note()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mapped": None}  # another process maps the file itself
 
     def note(self) -> None:
         """Record the identity of the existing file."""
@@ -90,6 +97,19 @@ class DataFile:
             yield file
             self._check(file)
 
+    def mapped(self) -> mmap.mmap:
+        """The file in memory, mapped once for all its tensors that are in use.
+
+        Raises:
+            FileError: As `check`.
+        """
+        held = None if self._mapped is None else self._mapped()
+        with self.opened() as file:
+            if held is None:
+                held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._mapped = weakref.ref(held)
+        return held
+
     def _check(self, file: IO[bytes]) -> None:
         status = os.fstat(file.fileno())
         if status.st_size < self.needed:
@@ -113,7 +133,7 @@ class DataTensor(ir.ExternalTensor):
         location: Its path relative to that folder.
     """
 
-    __slots__ = ("_file", "_plain")
+    __slots__ = ("_file", "_numbers")
 
     def __init__(
         self, tensor: ir.ExternalTensor, file: DataFile, base_dir: str | os.PathLike[str], location: str
@@ -130,7 +150,7 @@ class DataTensor(ir.ExternalTensor):
             base_dir=os.fspath(base_dir),
         )
         self._file = file
-        self._plain: ir.ExternalTensor | None = None
+        self._numbers: np.ndarray[Any, Any] | None = None
         file.need(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -144,14 +164,28 @@ class DataTensor(ir.ExternalTensor):
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Return the values, mapped from the file; read-only."""
-        return self._opened().numpy()
+        self._file.check()
+        if self._numbers is None:
+            shape = tuple(self.shape.numpy())
+            if self.dtype.bitwidth < 8:  # several in a byte
+                header = onnx.TensorProto(data_type=int(self.dtype), dims=shape, raw_data=self.tobytes())
+                self._numbers = ir.TensorProtoTensor(header).numpy()
+            else:
+                plain = self.dtype.numpy().newbyteorder("<")
+                self._numbers = self._bytes().view(plain).reshape(shape)
+        return self._numbers
 
     def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
-        return self._opened().__array__(dtype)
+        return self.numpy().__array__(dtype)
 
     def tobytes(self) -> bytes:
         """Return the bytes of the values in the file."""
-        return self._opened().tobytes()
+        return self._bytes().tobytes()
+
+    def _bytes(self) -> np.ndarray[Any, Any]:
+        if not self.nbytes:  # nothing can be mapped
+            return np.empty(0, np.uint8)
+        return np.frombuffer(self._file.mapped(), np.uint8, self.nbytes, self.offset or 0)
 
     def tofile(self, file: IO[bytes]) -> None:
         """Copy the values to another file, in parts."""
@@ -166,23 +200,8 @@ class DataTensor(ir.ExternalTensor):
                 left -= len(part)
 
     def release(self) -> None:
-        """Close the file."""
-        if self._plain is not None:
-            self._plain.release()
-            self._plain = None
-
-    def _opened(self) -> ir.ExternalTensor:
-        """Return the tensor as one of onnx_ir without a folder, which onnx_ir does not check; mapped from the file."""
-        self._file.check()
-        if self._plain is None:
-            shape = ir.Shape(self.shape.numpy())
-            plain = ir.ExternalTensor(
-                self.path, self.offset, self.length, self.dtype, shape=shape, name=self.name or ""
-            )
-            plain.numpy()
-            self._file.check()  # it was opened by its name again
-            self._plain = plain
-        return self._plain
+        """Forget the values; the file is closed when no array of them is in use."""
+        self._numbers = None
 
 
 def _tensor_again(

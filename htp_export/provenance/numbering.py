@@ -52,7 +52,7 @@ class Numbering:
             self._add(index, node)
 
     def _add(self, index: int, node: SummaryNode) -> None:
-        same = node.inputs[0] if self._passes_on(node) else self._known_idle.get(index, NOTHING)
+        same = node.inputs[0] if self.passes_on(self.summary, node) else self._known_idle.get(index, NOTHING)
         if same != NOTHING:
             self.idle[index] = True
             self.number[node.outputs[0]] = self.number[same]
@@ -66,14 +66,16 @@ class Numbering:
                 if mine != NOTHING and theirs != NOTHING:
                     self.number[mine] = self.number[theirs]
 
-    def _passes_on(self, node: SummaryNode) -> bool:
+    @staticmethod
+    def passes_on(summary: GraphSummary, node: SummaryNode) -> bool:
+        """Whether a node gives back its first input, as its operator, shapes and element types tell."""
         if not node.inputs or node.inputs[0] == NOTHING or len(node.outputs) != 1 or node.outputs[0] == NOTHING:
             return False
         if repeats(node):
             return True
         if node.op not in _KEEPS_ORDER:
             return False
-        (shape, dtype), result = self.summary.shape(node.inputs[0]), self.summary.shape(node.outputs[0])
+        (shape, dtype), result = summary.shape(node.inputs[0]), summary.shape(node.outputs[0])
         return shape is not None and dtype != 0 and "?" not in shape and (shape, dtype) == result
 
     @staticmethod

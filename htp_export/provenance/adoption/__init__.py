@@ -1,1 +1,4 @@
 """Module tags for files that others exported: evidence by weights, values and names, for the engine of `carry`."""
+
+LEAST_KNOWN = 0.25
+"""The share of nodes with known owners below which a file is refused: of unrelated models, about none are known."""

@@ -20,8 +20,9 @@ from htp_export.format.tags import below
 from htp_export.model.fates import find_fates
 from htp_export.model.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource, TaggedModel, load, model_of
+from htp_export.model.tagged import ModelSource, TaggedModel, load, model_of, name_of
 from htp_export.process.garbage_collection import no_collection
+from htp_export.provenance.adoption import LEAST_KNOWN
 from htp_export.provenance.adoption.adopted import Adopted, AdoptedModule
 from htp_export.provenance.adoption.feeds import inputs_in_order
 from htp_export.provenance.adoption.foreign_alignment import ForeignAlignment, without_names
@@ -49,6 +50,7 @@ def adopt(
     kwargs: Mapping[str, Any] | None = None,
     inputs: Mapping[str, Any] | None = None,
     seed: int = 0,
+    require: float = LEAST_KNOWN,
     share_weights: bool = False,
 ) -> Adopted:
     """Tag a file that someone else exported from a PyTorch model.
@@ -73,13 +75,16 @@ def adopt(
         kwargs: Example keyword inputs of an ``nn.Module``.
         inputs: For a tagged model: input name → array, on which both models run. None for random inputs.
         seed: Of random inputs.
+        require: The share of nodes whose owners have to be known, from 0 to 1: with fewer, the models are not the same,
+            or the file is too different.
         share_weights: Leave external weights in the data file of another model in the folder of ``output``.
 
     Returns:
         The file with tags, the evidence for them, and the nodes whose owners are not known.
 
     Raises:
-        InputError: The inputs are not those of the original; or a model is invalid.
+        InputError: The inputs are not those of the original; fewer owners are known than ``require`` asks for; or a
+            model is invalid.
         UntaggedModelError: ``model`` is a file without tags of htp_export.
         FileError: A file cannot be read or written.
         Exception: Errors of the export of an ``nn.Module``.
@@ -99,6 +104,11 @@ def adopt(
         if not isinstance(foreign, str | os.PathLike | onnx.ModelProto):  # those were read into a model of our own
             after = after.clone()
         result = _adopted(tagged, after, inputs, seed)
+    if result.share_known < require:
+        raise InputError(
+            f"{result.share_known:.1%} of the nodes of {name_of(foreign, 'the file')} have known owners, less than "
+            f"require={require}: it seems to be no file of this model, or one with other weights; nothing was written"
+        )
     if output is not None:
         write_model(after, output, share_weights=share_weights)
     return result

@@ -70,6 +70,13 @@ class ForeignAlignment(Alignment):
         for index, like in self._evidence.weights.items():
             self._take(index, like, Reason.INITIALIZER)
 
+    def _forward(self, node: SummaryNode) -> None:
+        if self.numbers.passes_on(self.after, node) and self.counterpart[node.outputs[0]] == NOTHING:
+            source = node.inputs[0]
+            self.match(node.outputs[0], self.counterpart[source], self.exact[source])
+        else:
+            super()._forward(node)
+
     def _by_values(self, equal: Mapping[int, Sequence[int]]) -> bool:
         added = super()._by_values({value: originals for value, originals in equal.items() if value != NOTHING})
         for value, like in self._evidence.values.items():

@@ -191,19 +191,17 @@ class _Foreign:
         """Only an operator that keeps its input's numbers serves its consumers; other nodes are not known."""
         for index in range(len(found) - 1, -1, -1):
             entry, node = found[index], self._after.nodes[index]
-            if entry.reason != Reason.INSERTED:
+            if entry.reason != Reason.INSERTED or not self._known.parts.keys().isdisjoint(node.inputs):
                 continue
             repeated = self._repeated(index)
             if repeated is not None:
                 found[index] = repeated
             elif not self._serves(found, index):
-                around = [*entry.paths, *(self._makers_paths(found, index) or [""])]
-                named = names.module(self._scopes[index])
-                moved = base_op(node.op) in LAYOUT and self._lives(node) and named in around
-                near = named is not None and all(_is_near(named, (path,)) for path in around)
-                known = moved and near
-                certain = str(named) if known else common_ancestor(around)
-                found[index] = Owned((certain,), Reason.NODE if known else Reason.UNKNOWN)
+                around, named = [*entry.paths, *self._around(found, index)], names.module(self._scopes[index])
+                if base_op(node.op) in LAYOUT and self._lives(node) and named in around:
+                    found[index] = Owned((str(named),), Reason.NODE)
+                else:
+                    found[index] = Owned((common_ancestor(around),), Reason.UNKNOWN)
 
     def _lives(self, node: SummaryNode) -> bool:
         return any(v != NOTHING and self._after.live[v] for v in node.outputs)
@@ -222,7 +220,9 @@ class _Foreign:
             return self._is_weight(node.inputs[0])
         makers = self._makers_paths(found, index)
         if self._changes_precision(node):
-            return not self._ends_quantized(index) or set(makers) == paths
+            number = self._known.numbers.current(self._known.counterpart[node.outputs[0]])
+            idle = {path for old in self._idle(number) for path in self._owners(old)}
+            return idle <= paths and (not self._ends_quantized(index) or set(makers) == paths)
         consumed = {path for consumer in consumers for path in consumer.paths}
         ends = any(v in self._after.outputs for v in node.outputs)
         return set(makers) == paths and (consumed == paths or not consumed) and not ends
@@ -245,7 +245,7 @@ class _Foreign:
         base = base_op(node.op)
         if base not in IN_PLACE:
             return base == "DynamicQuantizeLinear"
-        kinds = {self._after.shape(value)[1] for value in (node.inputs[0], node.outputs[0])}
+        kinds = {self._after.shape(value)[1] for value in (node.inputs[0], node.outputs[0]) if value != NOTHING}
         return base.endswith("Linear") or (base == "Cast" and len(kinds) > 1 and kinds <= FLOATS)
 
     def _makers_paths(self, found: Sequence[Owned], index: int) -> list[str]:
@@ -270,16 +270,17 @@ class _Foreign:
             return None
         number = numbers.current(self._known.counterpart[node.outputs[0]])
         mine = [k for k in self._passing.get(number, ()) if base_op(self._after.nodes[k].op) == base_op(node.op)]
-        theirs = [
-            old
-            for value in numbers.members.get(number, ())
-            if (old := self._before.maker[value]) != NOTHING and numbers.idle[old]
-            if base_op(self._before.nodes[old].op) == base_op(node.op)
-        ]
+        theirs = [old for old in self._idle(number) if base_op(self._before.nodes[old].op) == base_op(node.op)]
         if not theirs or len(theirs) != len(mine):
             return None
         old = self._before.nodes[theirs[mine.index(index)]]
         return Owned(old.owners, Reason.VALUES, old.call)
+
+    def _idle(self, number: int) -> list[int]:
+        """The original nodes that give back a tensor."""
+        numbers = self._known.numbers
+        makers = (self._before.maker[value] for value in numbers.members.get(number, ()))
+        return [old for old in makers if old != NOTHING and numbers.idle[old]]
 
     def _gives_back(self, index: int) -> bool:
         node, known = self._after.nodes[index], self._known
@@ -291,13 +292,34 @@ class _Foreign:
 
     # --- several nodes for one original ---
 
+    def _has_a_loose_neighbour(self, index: int) -> bool:
+        """Whether a node next to one moves numbers, and is none of the original: it may be a part of a fused one."""
+        node = self._after.nodes[index]
+        makers = {self._after.maker[v] for v in node.inputs if v != NOTHING and self._after.live[v]} - {NOTHING}
+        return any(
+            not self._works[k].nodes and moves(other.op, views=True) and not self._changes_precision(other)
+            for k in (*makers, *self._readers(index))
+            if self._lives(other := self._after.nodes[k])
+        )
+
+    def _misses_producer(self, index: int) -> bool:
+        """Whether a node gives an original tensor, and does not replace the node that computes it."""
+        node, numbers, work = self._after.nodes[index], self._known.numbers, set(self._works[index].nodes)
+        for value in node.outputs if work and not moves(node.op) else ():
+            if value != NOTHING and self._known.exact[value]:
+                number = numbers.current(self._known.counterpart[value])
+                makers = {self._before.maker[member] for member in numbers.members.get(number, ())} - {NOTHING}
+                if makers and makers.isdisjoint(work):
+                    return True
+        return False
+
     def _movers(self) -> tuple[dict[int, int], Counter[int]]:
         """Layout operator → the number of its result; number → original ones for it, less those of the other file."""
         numbers, moved = self._known.numbers, dict[int, int]()
         for index, node in enumerate(self._after.nodes):
             number = self._known.counterpart[node.outputs[0]] if node.outputs else NOTHING
-            if base_op(node.op) in LAYOUT and self._lives(node) and number != NOTHING:
-                moved[index] = numbers.current(number)
+            if base_op(node.op) in LAYOUT and self._lives(node):
+                moved[index] = numbers.current(number)  # those between tensors that are not known are in doubt, too
         movers = Counter(numbers.number[node.outputs[0]] for node in self._before.nodes if base_op(node.op) in LAYOUT)
         movers.subtract(moved.values())
         return moved, movers
@@ -308,7 +330,7 @@ class _Foreign:
 
     def _around(self, found: Sequence[Owned], index: int) -> list[str]:
         consumers = [path for reader in self._readers(index) for path in found[reader].paths]
-        return [*self._makers_paths(found, index), *(consumers or [""])]
+        return [*(self._makers_paths(found, index) or [""]), *(consumers or [""])]
 
     def _check_shares(self, found: list[Owned]) -> None:
         """A node that may do only a part of what several modules compute has owners that are not known.
@@ -324,10 +346,13 @@ class _Foreign:
             if number is not None and movers[number] < 0 and (len(entry.paths) > 1 or not self._agrees(found, index)):
                 found[index] = Owned((common_ancestor([*entry.paths, *self._around(found, index)]),), Reason.UNKNOWN)
                 continue
-            if len(entry.paths) < 2:
-                continue
+            if self._misses_producer(index):
+                found[index] = Owned((common_ancestor([*entry.paths, *self._candidates(index)]),), Reason.UNKNOWN)
+            node = self._after.nodes[index]
+            if len(entry.paths) < 2 or not self._known.parts.keys().isdisjoint((*node.inputs, *node.outputs)):
+                continue  # what is joined has all its owners
             alone = {path for old in self._works[index].nodes if claims[old] == 1 for path in self._owners(old)}
-            if not alone.issuperset(entry.paths):
+            if not alone.issuperset(entry.paths) or self._has_a_loose_neighbour(index):
                 found[index] = Owned((common_ancestor(entry.paths),), Reason.UNKNOWN)
 
     # --- work that the original does once ---

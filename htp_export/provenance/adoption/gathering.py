@@ -31,7 +31,7 @@ from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
 from htp_export.runtime.runner import Runner
 from htp_export.runtime.sessions import SessionSettings
 
-__all__ = ["gather"]
+__all__ = ["gather", "rounded_weight"]
 
 Model: TypeAlias = tuple[ir.Model, GraphSummary]
 _Use: TypeAlias = tuple[Likeness, Callable[[], Array]]
@@ -125,7 +125,7 @@ def _with_weights_of(before: Model, found: Iterable[tuple[StoredWeight, Likeness
     plain = {before[1].find(str(each.values[0].name)): each for each in stored_weights(before[0].graph) if each.plain}
     model = before[0].clone() if uses else before[0]
     for original, entries in uses.items():
-        changed = _replaced(plain[original].load(), original, entries) if original in plain else None
+        changed = rounded_weight(plain[original].load(), original, entries) if original in plain else None
         if changed is not None:
             value = model.graph.initializers[before[1].values[original].name]
             assert value.dtype is not None
@@ -133,7 +133,7 @@ def _with_weights_of(before: Model, found: Iterable[tuple[StoredWeight, Likeness
     return model
 
 
-def _replaced(original: Array, index: int, uses: Iterable[_Use]) -> Array | None:
+def rounded_weight(original: Array, index: int, uses: Iterable[_Use]) -> Array | None:
     """An original weight with the numbers that the other file has in its place; None if it has not all of them."""
     filled: dict[bool, Array] = {}
     for like, load in uses:

@@ -206,7 +206,7 @@ class Originals:
     def _equal(self, array: Array) -> Likeness | None:
         """Originals with exactly the same numbers in the same order, or transposed."""
         key = _is_whole(array), array_hash(array)
-        equal = self._by_hash.get(key) or self._by_hash.get((*key, "turned"), ())
+        equal = self._by_hash.get(key) or self._by_hash.get((*key, "turned"), [])
         same = [entry for entry in equal if entry.shape == array.shape and key in self._by_hash]
         chosen = tuple(entry.index for entry in same or equal)
         return Likeness(chosen, bool(same)) if chosen else None
@@ -349,7 +349,7 @@ def _error_in_any_layout(array: Array, entry: _Original, limit: float) -> tuple[
         places = np.ravel_multi_index([entry.places[k] for k in order], [entry.shape[k] for k in order])
         if entry.sampled(flat[places]) <= sampled:
             best = min(best, relative_error(flat, entry.load().transpose(order).reshape(-1)))
-    if best <= limit or (array.ndim == len(entry.shape) == 2):
+    if best <= limit or array.shape == entry.shape or (array.ndim == len(entry.shape) == 2):
         return best, False
     error = relative_error(np.sort(flat), np.sort(entry.load(), axis=None))
     return (error if error <= min(limit, _SORTED) else math.inf), False
