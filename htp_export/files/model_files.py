@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ import onnx_ir as ir
 from htp_export.errors import FileError, InputError
 from htp_export.files.data_files import DataFile, DataTensor, check_data, find_data, place_data
 from htp_export.files.data_notes import Place, check_notes, describe_own, describe_shared, put_notes, shared_files
-from htp_export.files.data_plan import DataPlan, in_safe_order, plan_data
+from htp_export.files.data_plan import DataPlan, in_safe_order, is_named_by_us, plan_data
 from htp_export.files.filesystem import is_special, why_not_writable
 from htp_export.files.parsing import first_line, is_protobuf, parsed, put_in_order
 from htp_export.files.replacing import Move, real_path, replace_file, work_folder
@@ -34,6 +34,7 @@ __all__ = [
     "check_target",
     "external_files",
     "has_external_data",
+    "obsolete_files",
     "own_files",
     "places_of",
     "read_model",
@@ -170,8 +171,8 @@ def write_model(
                 return
             target = real_path(target)
             choose = functools.partial(
-                plan_data, [slot for slot, _ in places], target, external_data, own_files(target),
-                most_inside=_LARGE_BYTES, share=share_weights,
+                plan_data, [slot for slot, _ in places], target, external_data,
+                lambda: own_files(target), most_inside=_LARGE_BYTES, share=share_weights,
             )  # fmt: skip
             try:
                 moved = _write_files(copy, places, choose())
@@ -210,6 +211,16 @@ def own_files(target: Path) -> set[Path]:
     return {file.resolve() for file in external_files(model)} - others
 
 
+def obsolete_files(target: Path, needed: Collection[Path]) -> list[Path]:
+    """Return the data files of the ONNX file that is there now, as far as htp_export named them and no one needs them.
+
+    Args:
+        target: The ONNX file, which will be replaced.
+        needed: The data files of the new model, resolved.
+    """
+    return [file for file in sorted(own_files(target)) if is_named_by_us(target, file.name) and file not in needed]
+
+
 def _write_files(copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan) -> list[tuple[Slot, DataTensor]]:
     """Write a model, and a file with the weights that need a new place.
 
@@ -237,9 +248,16 @@ def _write_files(copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan
             own[plan.data.name] = describe_own(new_data, places_of(tensor for _, tensor in moved), plan.data)
         put_notes(copy.metadata_props, own, shared)
         _write(copy, new_file)
-        gone = {plan.data.resolve(), *plan.obsolete}
+        gone = {plan.data.resolve()}
+
+        def obsolete() -> list[Path]:
+            check_data(slot.tensor for slot, _ in plan.staying)
+            files = obsolete_files(plan.target, plan.needed)
+            gone.update(files)
+            return files
+
         data = [Move(new_data, plan.data, plan.free, like=plan.target)] if moved else []
-        work.commit(in_safe_order(Move(new_file, plan.target), data), plan.obsolete)
+        work.commit(in_safe_order(Move(new_file, plan.target), data), obsolete)
     if moved and plan.data.is_symlink():  # it may have been copied to another file system
         moved[0][1].file.note()
     return moved if any(slot.external and Path(slot.path).resolve() in gone for slot, _ in moved) else []

@@ -1,0 +1,39 @@
+"""Several processes that write one target: it is whole afterwards, and no data file of a replaced model is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from htp_export.files.model_files import external_files, read_model
+from tests.handmade import encoder
+
+ROOT = Path(__file__).parents[1]
+WRITES = """
+import sys
+import numpy as np
+import onnx_ir as ir
+from htp_export.files.model_files import write_model
+from tests.handmade import encoder
+
+model = encoder(16)
+for number in range(30):
+    for value in model.graph.initializers.values():
+        value.const_value = ir.tensor(np.full((16, 16), number, np.float32), name=value.name)
+    write_model(model, sys.argv[1], True)
+"""
+
+
+def test_processes_that_write_one_target_leave_one_model_and_its_data(tmp_path: Path) -> None:
+    target = tmp_path / "net.onnx"
+    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, "-c", WRITES, str(target)]
+    running = [subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}) for _ in range(3)]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    model = read_model(target)
+    assert sorted(tmp_path.iterdir()) == sorted([target, *external_files(model)])
+    values = {float(value.const_value.numpy().flat[0]) for value in model.graph.initializers.values()}
+    assert values == {29.0}
+    assert [node.op_type for node in model.graph] == [node.op_type for node in encoder(16).graph]
