@@ -111,11 +111,15 @@ def check_target(path: str | os.PathLike[str] | None) -> None:
         path: The file; None if nothing is written.
 
     Raises:
-        FileError: If its folder does not exist, or no file can be created there.
+        FileError: If its folder does not exist, no file can be created there, or it is a link to itself.
     """
     target = Path(path) if path is not None else None
     if target is None or is_special(target):
         return
+    try:
+        real_path(target)
+    except OSError as error:
+        raise FileError(target, f"cannot be written: {error.strerror}") from error
     if target.is_dir():
         raise FileError(target, "is a folder")
     error = why_not_writable(target.absolute().parent)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -256,7 +257,10 @@ def real_path(path: Path) -> Path:
     Raises:
         OSError: If the links form a cycle.
     """
-    return path.resolve() if path.is_symlink() else path.absolute()
+    real = Path(os.path.realpath(path)) if path.is_symlink() else path.absolute()
+    if real.is_symlink():  # Path.resolve raises a RuntimeError, or nothing, as Python's version has it
+        raise OSError(errno.ELOOP, "the symbolic links form a cycle", os.fspath(path))
+    return real
 
 
 @contextlib.contextmanager
