@@ -118,8 +118,8 @@ def check_target(path: str | os.PathLike[str] | None) -> None:
         return
     try:
         real_path(target)
-    except OSError as error:
-        raise FileError(target, f"cannot be written: {error.strerror}") from error
+    except OSError as cycle:
+        raise FileError(target, f"cannot be written: {cycle.strerror}") from cycle
     if target.is_dir():
         raise FileError(target, "is a folder")
     error = why_not_writable(target.absolute().parent)
