@@ -214,7 +214,7 @@ def test_the_page_works_as_it_does_from_the_disk(page: Page) -> None:
 
 def test_connections_that_say_nothing_take_a_bounded_number_of_threads(server: PageServer) -> None:
     before = threading.active_count()
-    waiting = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(150)]
+    waiting = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(100)]
     for connection in waiting:
         connection.sendall(b"GET /")
     assert ask(server).status == 200

@@ -54,6 +54,7 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     """
 
     daemon_threads = True  # a client that stays connected does not keep the program from ending
+    request_queue_size = 128  # more than connect while a thread starts; the system makes those wait for seconds
     allow_reuse_address = os.name == "posix"  # elsewhere, that lets another program take the port over
 
     def __init__(self, port: int = 0) -> None:
