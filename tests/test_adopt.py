@@ -459,7 +459,7 @@ def test_wrong_arguments_are_refused(
     net: Net, original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor
 ) -> None:
     foreign = foreign_of(torchscript)
-    with pytest.raises(UntaggedModelError, match="no module tags"):
+    with pytest.raises(UntaggedModelError, match="not exact enough for this; export it"):
         htp_export.adopt(foreign, foreign)
     with pytest.raises(InputError, match="for a tagged model, give inputs"):
         htp_export.adopt(original, foreign, args=(example,))

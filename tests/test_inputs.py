@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from pathlib import Path
+
 import numpy as np
 import onnx_ir as ir
 import pytest
 
-from htp_export.errors import InputError, OpenDimensionError
+from htp_export.errors import FileError, InputError, OpenDimensionError
+from htp_export.files.npz_file import read_npz
 from htp_export.runtime.inputs import Inputs
 
 
@@ -73,3 +77,31 @@ def test_booleans_are_true_as_often_as_asked_for() -> None:
     given = Inputs.of(ir.Model(ir.Graph([ir.val("m", ir.DataType.BOOL, [999])], [], nodes=[]), ir_version=10))
     assert given.random().arrays["m"].all()
     assert 400 < np.count_nonzero(given.random(true=0.5).arrays["m"]) < 600
+
+
+def test_arrays_of_a_file_are_unpacked_after_their_shape_was_compared(tmp_path: Path) -> None:
+    size = 20_000_000
+    np.savez_compressed(tmp_path / "x.npz", x=np.zeros(size, np.float32), y=np.ones((2, 4), np.float32))
+    assert (tmp_path / "x.npz").stat().st_size < 100_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match=rf"'x': is float \[{size}\], and the model wants float \[2, 4\]"):
+            inputs(y=["batch", 4], x=[2, 4]).feed(read_npz(tmp_path / "x.npz"))
+        with pytest.raises(InputError, match="no input 'x' in this model"):
+            inputs(y=["batch", 4]).feed(read_npz(tmp_path / "x.npz"))
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
+    arrays = read_npz(tmp_path / "x.npz")
+    np.testing.assert_array_equal(arrays["y"], np.ones((2, 4), np.float32))
+    assert (list(arrays), arrays["y"] is arrays["y"], arrays.headers["x"].shape) == (["x", "y"], True, (size,))
+    np.testing.assert_array_equal(inputs(y=["batch", 4], x=[size]).feed(arrays).arrays["x"], np.zeros(size))
+
+
+def test_a_file_whose_values_are_cut_off_is_refused_when_they_are_used(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", x=np.arange(1000))
+    content = bytearray((tmp_path / "x.npz").read_bytes())
+    content[500] ^= 255
+    (tmp_path / "x.npz").write_bytes(content)
+    with pytest.raises(FileError, match=r"x\.npz: is no \.npz file of plain arrays"):
+        read_npz(tmp_path / "x.npz")["x"]

@@ -97,7 +97,7 @@ class TestNames:
         model = read_model(save(tmp_path / "a.onnx"))
         commit = replacing.WorkFolder.commit
 
-        def taken(self: Any, moves: Any, obsolete: Any = ()) -> None:
+        def taken(self: Any, moves: Any, obsolete: Any = list) -> None:
             if not (tmp_path / "b.onnx.data").exists():
                 (tmp_path / "b.onnx.data").write_bytes(b"theirs")
             commit(self, moves, obsolete)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -245,6 +246,71 @@ def test_names_that_are_not_utf8_are_refused_and_metadata_that_is_not_is_read(tm
     tagged = htp_export.load(tmp_path / "metadata.onnx")
     assert "bl\ufffdck" in tagged
     tagged.save(tmp_path / "saved.onnx")
+
+
+def texts(message: Any, place: str = "") -> Iterator[tuple[str, Any, str, int | None]]:
+    """Every text of a message and of those in it, with its place."""
+    for field, value in message.ListFields():
+        for number, each in enumerate(value if field.is_repeated else [value]):
+            where = f"{place}.{field.name}"
+            if field.type == field.TYPE_STRING:
+                yield where, message, field.name, number if field.is_repeated else None
+            elif field.type == field.TYPE_MESSAGE:
+                yield from texts(each, where)
+
+
+def with_every_text() -> onnx.ModelProto:
+    model = net()
+    graph, function = model.graph, model.functions[0]
+    del graph.node[0].metadata_props[:]
+    branches = (node for attribute in graph.node[4].attribute for node in attribute.g.node)
+    for each in (*graph.node, *branches, *function.node):
+        each.metadata_props.add(key="htp.module", value="block")
+    graph.value_info.append(helper.make_tensor_value_info("a", TensorProto.FLOAT, ["n", 4]))
+    for each in (model, graph, *graph.node, *graph.input, *graph.value_info, *graph.initializer, function):
+        each.doc_string = "documented"
+        each.metadata_props.add(key="key", value="value")
+    for each in (*graph.input, *graph.value_info):
+        each.type.denotation = "TENSOR"
+        each.type.tensor_type.shape.dim.add(dim_value=1, denotation="DATA_BATCH")
+        del each.type.tensor_type.shape.dim[0]
+    model.producer_name, model.producer_version, model.domain = "tool", "1", "org"
+    graph.node[1].attribute[0].doc_string = function.node[0].doc_string = "documented"
+    function.node[0].overload = function.overload = next(n for n in graph.node if n.domain == "pkg").overload = "one"
+    return model
+
+
+PLACES = sorted({place for place, *_ in texts(with_every_text())})
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_text_that_is_not_utf8_is_refused_by_load_or_harms_nothing(place: str, tmp_path: Path) -> None:
+    model = with_every_text()
+    _, message, name, number = next(each for each in texts(model) if each[0] == place)
+    if number is None:
+        setattr(message, name, "ZZZZ")
+    else:
+        getattr(message, name)[number] = "ZZZZ"
+    (tmp_path / "net.onnx").write_bytes(model.SerializeToString().replace(b"ZZZZ", b"Z\xff\xfeZ"))
+    try:
+        tagged = htp_export.load(tmp_path / "net.onnx")
+    except htp_export.InputError:
+        assert not re.search("doc_string|denotation|producer|model_domain", place) or "initializer" in place
+        return
+    tagged.save(tmp_path / "saved.onnx")
+    assert b"\xff\xfe" not in (tmp_path / "saved.onnx").read_bytes()
+    if "metadata_props" in place:  # a node may have lost its module
+        return
+    assert main(["names", str(tmp_path / "net.onnx"), "-o", str(tmp_path / "named.onnx")]) == 0
+    assert main(["optimize", str(tmp_path / "net.onnx"), "-o", str(tmp_path / "small.onnx")]) == 0
+
+
+def test_a_function_that_gives_an_input_back_is_refused(tmp_path: Path) -> None:
+    model = net()
+    model.functions[0].output[0] = model.functions[0].input[0]
+    onnx.save(model, tmp_path / "net.onnx")
+    with pytest.raises(htp_export.InputError, match="function 'Act' has its input 'u' as an output; put an Identity"):
+        htp_export.load(tmp_path / "net.onnx")
 
 
 def test_an_error_in_the_work_on_a_model_names_the_node_where_the_model_is_at_fault(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ class Sizes:
         shapes: Input name → shape.
     """
 
-    inputs: dict[str, Any]
+    inputs: Mapping[str, Any]
     dims: dict[str, int]
     shapes: dict[str, Any]
 
@@ -44,7 +45,7 @@ def read_sizes(inputs: Path | None, dims: list[str] | None) -> Sizes:
         FileError: If the file cannot be read.
         InputError: If a size cannot be read.
     """
-    arrays = read_npz(inputs) if inputs is not None and inputs.suffix == ".npz" else {}
+    arrays: Mapping[str, Any] = read_npz(inputs) if inputs is not None and inputs.suffix == ".npz" else {}
     shapes = read_shapes(inputs) if inputs is not None and inputs.suffix != ".npz" else {}
     if inputs is not None and not arrays and not shapes:
         raise FileError(inputs, "holds no shapes")

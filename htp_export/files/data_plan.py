@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -33,7 +33,6 @@ class DataPlan:
         moving: The places in the model whose tensors are written there.
         staying: The other places with external tensors → names of their files, relative to the folder of the target.
         shared: The names of those among these files that are not the target's own.
-        obsolete: Data files of the model that is there now, which nobody needs any more.
     """
 
     target: Path
@@ -42,14 +41,18 @@ class DataPlan:
     moving: list[Slot]
     staying: list[tuple[Slot, str]]
     shared: set[str]
-    obsolete: list[Path]
+
+    @property
+    def needed(self) -> set[Path]:
+        """The data files of the model that is written, resolved."""
+        return {self.data.resolve(), *(Path(slot.path).resolve() for slot, _ in self.staying)}
 
 
 def plan_data(
     places: list[Slot],
     target: Path,
     external_data: str | Literal[True] | None,
-    own: Collection[Path],
+    own: Callable[[], Collection[Path]],
     *,
     most_inside: int,
     share: bool,
@@ -62,7 +65,7 @@ def plan_data(
         target: The ONNX file to write.
         external_data: Name of the data file for all weights; True to choose it here; None to keep external what is
             external.
-        own: The data files of the model that is replaced, without shared ones.
+        own: Returns the data files of the model that is replaced, without shared ones.
         most_inside: How many bytes of weights in memory may go into the ONNX file.
         share: Whether external weights stay where they are, in whatever file.
         serial: Whether the plain name, ``<name>.data``, is not to be chosen.
@@ -75,9 +78,8 @@ def plan_data(
     large = [slot for slot in movable if slot.initializer and not slot.external and slot.tensor.nbytes > _SMALL_BYTES]
     data = _free_name(target, serial=serial) if external_data in (None, True) else target.with_name(str(external_data))
     free = external_data in (None, True)
-    obsolete = [file for file in sorted(own) if is_named_by_us(target, file.name) and file != data.resolve()]
     if external_data is not None:
-        return DataPlan(target, data, free, [*external, *large], [], set(), obsolete)
+        return DataPlan(target, data, free, [*external, *large], [], set())
     if sum({id(slot.tensor): slot.tensor.nbytes for slot in large}.values()) <= most_inside:
         large = []
     home = target.parent.resolve()
@@ -87,14 +89,13 @@ def plan_data(
             if name is None:
                 raise FileError(target, f"cannot share the weights in {path}, as they lie in another folder")
     usual = _usual_name(target).resolve()
-    ours = {usual} if share else {usual, *own}
+    ours = {usual} if share or not names else {usual, *own()}
     stays = all(name is not None and (share or Path(path).resolve() in ours) for path, name in names.items())
     if not stays or (large and any(Path(path).resolve() == usual for path in names)):
-        return DataPlan(target, data, free, [*external, *large], [], set(), obsolete)
-    kept = {Path(path).resolve() for path in names}
+        return DataPlan(target, data, free, [*external, *large], [], set())
     shared = {name for path, name in names.items() if name and Path(path).resolve() not in ours}
     staying = [(slot, names[slot.path] or "") for slot in external]
-    return DataPlan(target, data, free, large, staying, shared, [file for file in obsolete if file not in kept])
+    return DataPlan(target, data, free, large, staying, shared)
 
 
 def _usual_name(target: Path) -> Path:

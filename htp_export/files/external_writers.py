@@ -13,9 +13,9 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.files.data_notes import describe_own, put_notes
-from htp_export.files.data_plan import in_safe_order, is_named_by_us
+from htp_export.files.data_plan import in_safe_order
 from htp_export.files.filesystem import is_special
-from htp_export.files.model_files import own_files, places_of, read_model, write_model
+from htp_export.files.model_files import obsolete_files, places_of, read_model, write_model
 from htp_export.files.parsing import is_protobuf
 from htp_export.files.replacing import Move, work_folder
 from htp_export.files.slots import slots
@@ -52,8 +52,7 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         if data:
             _note(new, {move.new.name: move.target for move in data})
         places = {move.target.resolve() for move in data}
-        obsolete = [file for file in own_files(target) if is_named_by_us(target, file.name) and file not in places]
-        work.commit(in_safe_order(Move(new, target), data), obsolete)
+        work.commit(in_safe_order(Move(new, target), data), lambda: obsolete_files(target, places))
 
 
 @contextlib.contextmanager

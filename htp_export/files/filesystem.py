@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ __all__ = [
     "Lock",
     "is_special",
     "keep_owner_and_mode",
+    "one_at_a_time",
     "place_new",
     "remove",
     "sync_file",
@@ -126,6 +128,24 @@ class Lock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait until no other process and no other thread is in such a block for this folder.
+
+    The folder itself is locked, so that no file is left. On Windows, and on file systems without locks, nobody waits.
+    """
+    descriptor: int | None = None
+    try:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def is_special(path: Path) -> bool:

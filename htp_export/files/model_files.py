@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,9 @@ from htp_export.files.data_notes import Place, check_notes, describe_own, descri
 from htp_export.files.data_plan import DataPlan, in_safe_order, plan_data
 from htp_export.files.filesystem import is_special
 from htp_export.files.parsing import is_protobuf, parsed, put_in_order
+from htp_export.files.data_plan import DataPlan, in_safe_order, is_named_by_us, plan_data
+from htp_export.files.filesystem import is_special, why_not_writable
+from htp_export.files.parsing import first_line, is_protobuf, parsed, put_in_order
 from htp_export.files.replacing import Move, real_path, replace_file, work_folder
 from htp_export.files.slots import Slot, slots
 from htp_export.files.stored import Marks, write_filled
@@ -35,6 +38,7 @@ from htp_export.format import tags
 __all__ = [
     "external_files",
     "has_external_data",
+    "obsolete_files",
     "own_files",
     "places_of",
     "read_model",
@@ -105,6 +109,9 @@ def places_of(tensors: Iterable[ir.ExternalTensor]) -> list[Place]:
     return [(tensor.offset or 0, tensor.length or tensor.nbytes) for tensor in tensors]
 
 
+from htp_export.files.data_plan import DataPlan, in_safe_order, is_named_by_us, plan_data
+from htp_export.files.filesystem import is_special
+from htp_export.files.parsing import is_protobuf, parsed, put_in_order
 def write_model(
     model: ir.Model,
     path: str | os.PathLike[str],
@@ -168,8 +175,8 @@ def _write_model(
                 return
             target = real_path(target)
             choose = functools.partial(
-                plan_data, [slot for slot, _ in places], target, external_data, own_files(target),
-                most_inside=_LARGE_BYTES, share=share_weights,
+                plan_data, [slot for slot, _ in places], target, external_data,
+                lambda: own_files(target), most_inside=_LARGE_BYTES, share=share_weights,
             )  # fmt: skip
             try:
                 moved = _write_files(copy, places, choose(), checked=checked)
@@ -208,9 +215,6 @@ def own_files(target: Path) -> set[Path]:
     return {file.resolve() for file in external_files(model)} - others
 
 
-def _write_files(
-    copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan, *, checked: bool
-) -> list[tuple[Slot, DataTensor]]:
     """Write a model, and a file with the weights that need a new place.
 
     Args:
@@ -237,10 +241,21 @@ def _write_files(
         if moved:
             own[plan.data.name] = describe_own(new_data, places_of(tensor for _, tensor in moved), plan.data)
         put_notes(copy.metadata_props, own, shared)
-        _write(copy, new_file, plan.target if checked else None)
-        gone = {plan.data.resolve(), *plan.obsolete}
+def obsolete_files(target: Path, needed: Collection[Path]) -> list[Path]:
+    """Return the data files of the ONNX file that is there now, as far as htp_export named them and no one needs them.
+
+    Args:
+        target: The ONNX file, which will be replaced.
+        needed: The data files of the new model, resolved.
+    """
+    return [file for file in sorted(own_files(target)) if is_named_by_us(target, file.name) and file not in needed]
+
+
+def _write_files(
+    copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan, *, checked: bool
+) -> list[tuple[Slot, DataTensor]]:
         data = [Move(new_data, plan.data, plan.free, like=plan.target)] if moved else []
-        work.commit(in_safe_order(Move(new_file, plan.target), data), plan.obsolete)
+        work.commit(in_safe_order(Move(new_file, plan.target), data), obsolete)
     if moved and plan.data.is_symlink():  # it may have been copied to another file system
         moved[0][1].file.note()
     return moved if any(slot.external and Path(slot.path).resolve() in gone for slot, _ in moved) else []

@@ -2,35 +2,114 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from htp_export.errors import FileError
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["read_npz"]
+__all__ = ["ArrayHeader", "NpzArrays", "read_npz"]
 
 
-def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
+@dataclass(frozen=True)
+class ArrayHeader:
+    """What an ``.npz`` file says of an array before its values.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its element type.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+class NpzArrays(Mapping[str, "np.ndarray[Any, Any]"]):
+    """The arrays of an ``.npz`` file by name; each is unpacked when it is used: a small file may hold large ones.
+
+    Args:
+        file: The file.
+
+    Attributes:
+        headers: Name → shape and element type; nothing is unpacked for them.
+
+    Raises:
+        FileError: If it cannot be read, or has other contents.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._arrays: dict[str, np.ndarray[Any, Any]] = {}
+        with _opened(file) as archive:
+            self.headers = {name.removesuffix(".npy"): _header(archive, name) for name in archive.namelist()}
+        if not self.headers:
+            raise FileError(file, "holds no arrays")
+
+    def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
+        import numpy as np
+
+        if name not in self.headers:
+            raise KeyError(name)
+        if name not in self._arrays:
+            with _opened(self._file) as archive, _member(archive, name) as stream:
+                self._arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
+        return self._arrays[name]
+
+    def __contains__(self, name: object) -> bool:  # that of Mapping gets the value
+        return name in self.headers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.headers)
+
+    def __len__(self) -> int:
+        return len(self.headers)
+
+
+def read_npz(path: str | os.PathLike[str]) -> NpzArrays:
     """Read the arrays of an ``.npz`` file. Pickles in it are not loaded, because they may run code.
 
     Raises:
         FileError: If it cannot be read, or has other contents.
     """
-    import numpy as np
+    return NpzArrays(Path(path))
 
-    file = Path(path)
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[zipfile.ZipFile]:
+    """The archive; whatever is wrong with it becomes a `FileError`."""
     try:
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-            inputs = {name: arrays[name] for name in arrays.files}
+        with zipfile.ZipFile(file) as archive:
+            yield archive
     except OSError as error:
         raise FileError(file, f"cannot be read: {error.strerror or error}") from error
-    except (ValueError, AttributeError, zipfile.BadZipFile, EOFError) as error:  # numpy advises to load pickles
+    except (ValueError, zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, NotImplementedError, zlib.error) as error:
         raise FileError(file, "is no .npz file of plain arrays; write one with numpy.savez") from error
-    if not inputs:
-        raise FileError(file, "holds no arrays")
-    return inputs
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
+    return archive.open(name if name in archive.namelist() else f"{name}.npy")
+
+
+def _header(archive: zipfile.ZipFile, name: str) -> ArrayHeader:
+    """The header of an array.
+
+    Raises:
+        ValueError: If it is no array, or holds objects of Python.
+    """
+    from numpy.lib import format as npy
+
+    with archive.open(name) as stream:
+        version = npy.read_magic(stream)
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, _, dtype = read(stream)
+    if dtype.hasobject:
+        raise ValueError("objects are pickles")
+    return ArrayHeader(tuple(shape), dtype)

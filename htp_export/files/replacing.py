@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,21 +104,23 @@ class WorkFolder:
             self._lock.release()
             self._lock = None
 
-    def commit(self, moves: Sequence[Move], obsolete: Iterable[Path] = ()) -> None:
+    def commit(self, moves: Sequence[Move], obsolete: Callable[[], Iterable[Path]] = list) -> None:
         """Rename the new files to their targets, directly one after the other: all of them, or none.
+
+        Processes that write into one folder do this one at a time.
 
         Args:
             moves: The files and their targets, in this order.
-            obsolete: Files that are removed afterwards.
+            obsolete: Returns files that are removed afterwards; called when no other process replaces the target.
 
         Raises:
             FileExistsError: If a target exists that must not exist.
             OSError: If a file cannot be renamed. All targets are unchanged; a note names a target that cannot be
                 restored, and the file that has its contents.
         """
-        with contextlib.ExitStack() as others:
+        with filesystem.one_at_a_time(self.path.parent), contextlib.ExitStack() as others:
             steps = [self._prepared(move, others) for move in moves]
-            removed = [_Removal.of(path) for path in obsolete]
+            removed = [_Removal.of(path) for path in obsolete()]
             replaces = bool(removed) or any(step.old is not None for step in steps)
             if replaces:  # without that, a crash of the machine could lose the old files and the new ones
                 for step in steps:
@@ -254,7 +257,10 @@ def real_path(path: Path) -> Path:
     Raises:
         OSError: If the links form a cycle.
     """
-    return path.resolve() if path.is_symlink() else path.absolute()
+    real = Path(os.path.realpath(path)) if path.is_symlink() else path.absolute()
+    if real.is_symlink():  # Path.resolve raises a RuntimeError, or nothing, as Python's version has it
+        raise OSError(errno.ELOOP, "the symbolic links form a cycle", os.fspath(path))
+    return real
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ runs is not refused. One pass over the graph; no weights are read.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -60,10 +60,25 @@ def check_structure(model: ir.Model) -> None:
         ValueError: node 'act' (Relu) reads 'nowhere', which nothing produces
     """
     _decode(model.metadata_props)
+    _decode_texts(model, "producer_name", "producer_version", "domain", "doc_string")
     called = {(domain, name) for domain, name, _ in model.functions}
+    _check_names(lambda: "the model imports", model.opset_imports)
     _check_graphs(model.graph, model.opset_imports, called)
     for function in model.functions.values():
+        _check_function(function)
         _check_graphs(function.graph, function.opset_imports, called)
+
+
+def _check_function(function: ir.Function) -> None:
+    """Check what a function has besides its graph. It may not pass an input on: ONNX Runtime does not load it."""
+    _check_names(lambda: "a function has", (function.domain, function.name, function.overload))
+    _check_names(lambda: f"function {_short(function.name)} imports", function.opset_imports)
+    _decode_texts(function, "doc_string")
+    _decode(function.metadata_props)
+    passed_on = next((value for value in function.outputs if value.is_graph_input()), None)
+    if passed_on is not None:
+        problem = f"has its input {_short(passed_on.name or '')} as an output; put an Identity between"
+        raise ValueError(f"function {_short(function.name)} {problem}")
 
 
 def _check_graphs(graph: ir.Graph, imports: Mapping[str, int], called: Collection[tuple[str, str]]) -> None:
@@ -72,6 +87,8 @@ def _check_graphs(graph: ir.Graph, imports: Mapping[str, int], called: Collectio
     waiting = [graph]
     while waiting:
         graph = waiting.pop()
+        _decode_texts(graph, "name", "doc_string")
+        _decode(graph.metadata_props)
         _check_ends(graph)
         for name, value in graph.initializers.items():
             if isinstance(name, bytes):
@@ -84,6 +101,7 @@ def _check_graphs(graph: ir.Graph, imports: Mapping[str, int], called: Collectio
             if node.domain in _STANDARD and (node.domain, node.op_type) not in called:
                 _check_operator(node, version)
             for attribute in node.attributes.data.values():
+                _check_texts(node, attribute)
                 if attribute.value is None:
                     continue
                 match attribute.type:
@@ -164,11 +182,20 @@ def _is_dangling(value: ir.Value) -> bool:
 
 
 def _check_value(value: ir.Value) -> None:
-    """Make an invalid type unknown."""
+    """Make an invalid type unknown, and decode texts."""
+    _decode_texts(value, "doc_string")
+    _decode(value.metadata_props)
+    if value.type is not None:
+        _decode_texts(value.type, "denotation")
     if value.type is not None and value.dtype == ir.DataType.UNDEFINED:
         value.type = None
     shape = value.shape
-    if shape is not None and any(isinstance(dim, int) and dim < 0 for dim in shape):
+    if shape is None:
+        return
+    for axis in range(len(shape)):
+        if isinstance(text := shape.get_denotation(axis), bytes):
+            shape.set_denotation(axis, _text(text))
+    if any(isinstance(dim, int) and dim < 0 for dim in shape):
         value.shape = ir.Shape([None if isinstance(dim, int) and dim < 0 else dim for dim in shape])
 
 
@@ -182,6 +209,20 @@ def _decode(metadata: MutableMapping[str, str]) -> None:
                 break
 
 
+def _decode_texts(owner: Any, *names: str) -> None:
+    """Decode documentation that is not UTF-8."""
+    for name in names:
+        if isinstance(text := getattr(owner, name), bytes):
+            setattr(owner, name, _text(text))
+
+
+def _check_names(whose: Callable[[], str], names: Iterable[str | bytes | None]) -> None:
+    """Refuse names that are not UTF-8: they say what belongs together."""
+    for name in names:
+        if isinstance(name, bytes):
+            raise ValueError(f"{whose()} a name that is not UTF-8: {name!r}")  # noqa: TRY004 - it is a bad value
+
+
 def _text(text: str | bytes) -> str:
     return text.decode(errors="replace") if isinstance(text, bytes) else text
 
@@ -189,17 +230,21 @@ def _text(text: str | bytes) -> str:
 def _check_node(node: ir.Node) -> None:
     if not node.op_type:
         raise ValueError(f"{node_text(node)} names no operator")
-    for name in (node.op_type, node.domain, node.name, *(value.name for value in node.outputs)):
-        if isinstance(name, bytes):
-            raise ValueError(f"{node_text(node)} has a name that is not UTF-8: {name!r}")  # noqa: TRY004
+    names = (node.op_type, node.domain, node.overload, node.name, *(value.name for value in node.outputs))
+    _check_names(lambda: f"{node_text(node)} has", names)
+    _decode_texts(node, "doc_string")
     if node.metadata_props:
         _decode(node.metadata_props)
     for value in node.inputs:
         if value is not None and _is_dangling(value):
             raise ValueError(f"{node_text(node)} reads {_short(value.name or '')}, which nothing produces")
     for value in node.outputs:
-        if value.type is not None or value.shape is not None:
-            _check_value(value)
+        _check_value(value)
+
+
+def _check_texts(node: ir.Node, attribute: ir.Attr) -> None:
+    _check_names(lambda: f"attribute {attribute.name!r} of {node_text(node)} refers to", (attribute.ref_attr_name,))
+    _decode_texts(attribute, "doc_string")
 
 
 @dataclass(frozen=True)
@@ -266,6 +311,8 @@ def _how_many(node: ir.Node, what: str, count: int, fewest: int, most: int) -> s
 
 def _check_tensor(tensor: ir.TensorProtocol) -> None:
     """Check the type and the number of values of a tensor."""
+    entries = (text for entry in tensor.metadata_props.items() for text in entry)
+    _check_names(lambda: f"{_tensor_text(tensor.name)} has", (tensor.name, tensor.doc_string, *entries))
     if type(tensor) is ir.TensorProtoTensor:
         _check_proto(tensor.raw)
         return

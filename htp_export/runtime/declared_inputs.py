@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import InputError
+from htp_export.files.npz_file import ArrayHeader
 from htp_export.runtime.arrays import Array, from_torch
 
 __all__ = ["Input", "array_for", "check_array", "is_float", "random_array"]
@@ -75,8 +76,8 @@ def array_for(wanted: Input, value: Any) -> Array:
         raise InputError(f"input {wanted.name!r}: cannot be made {wanted}: {error}") from error
 
 
-def check_array(wanted: Input, array: Array) -> None:
-    """Refuse an array with another type or shape than an input has.
+def check_array(wanted: Input, array: Array | ArrayHeader) -> None:
+    """Refuse an array, or the header of one, with another type or shape than an input has.
 
     Raises:
         InputError: If it has.
@@ -92,7 +93,7 @@ def check_array(wanted: Input, array: Array) -> None:
         raise InputError(f"input {wanted.name!r}: is {actual}, and the model wants {wanted}")
 
 
-def _type_name(array: Array) -> str:
+def _type_name(array: Array | ArrayHeader) -> str:
     try:
         return ir.DataType.from_numpy(array.dtype).name.lower()
     except TypeError:

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError, OpenDimensionError
 from htp_export.process.bounds import MOST_SEED, check_whole
+from htp_export.files.npz_file import NpzArrays
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input, array_for, check_array, is_float, random_array
 
@@ -160,6 +161,9 @@ class Inputs:
         missing = [f"{name!r} ({declared})" for name, declared in self._by_name.items() if name not in arrays_by_name]
         if missing:
             raise InputError(f"no value for input {', '.join(missing)}")
+        if isinstance(arrays_by_name, NpzArrays):
+            for declared in self:  # before anything is unpacked
+                check_array(declared, arrays_by_name.headers[declared.name])
         arrays = {declared.name: array_for(declared, arrays_by_name[declared.name]) for declared in self}
         for declared in self:
             check_array(declared, arrays[declared.name])

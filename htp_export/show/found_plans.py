@@ -68,7 +68,7 @@ def write_plans(search: Search, folder: Path, data: Sequence[Path] = ()) -> None
         with work_folder(folder / _FRONT) as work:
             for name, text in texts.items():
                 (work.new / name).write_text(text, encoding="utf-8")
-            work.commit([Move(work.new / name, folder / name) for name in texts], old)
+            work.commit([Move(work.new / name, folder / name) for name in texts], lambda: old)
     except OSError as error:
         raise FileError(folder, f"cannot be written: {error.strerror or error}") from error
 

@@ -131,7 +131,7 @@ def saturates() -> bool:
 
 def _runs(inputs: Iterable[Mapping[str, Any]] | str | os.PathLike[str] | None) -> list[Mapping[str, Any]]:
     if isinstance(inputs, str | os.PathLike):
-        return [read_npz(inputs)]
+        return [dict(read_npz(inputs))]
     runs = list(inputs or ())
     if not runs:
         raise InputError("quantize_static needs inputs to see activations on: inputs=[{name: array}, ...]")

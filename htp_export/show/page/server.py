@@ -8,11 +8,14 @@ and there is nothing else to ask for: no file is read after the start, and nothi
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import os
 import secrets
+import socket
 import socketserver
+import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -23,6 +26,8 @@ __all__ = ["PageServer"]
 
 _LOGGER = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
+_MOST_CONNECTIONS = 32
+"""Each has a thread. A browser opens six; whoever opens more and says nothing loses the oldest."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",  # browsers pass it over in the page's own policy
@@ -49,11 +54,14 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     """
 
     daemon_threads = True  # a client that stays connected does not keep the program from ending
+    request_queue_size = 128  # more than connect while a thread starts; the system makes those wait for seconds
     allow_reuse_address = os.name == "posix"  # elsewhere, that lets another program take the port over
 
     def __init__(self, port: int = 0) -> None:
         self.page = b""
         self.path = f"/{secrets.token_urlsafe(32)}/"
+        self._connections: list[socket.socket] = []
+        self._lock = threading.Lock()
         try:
             super().__init__((_LOOPBACK, port), _Request)
         except OSError as error:
@@ -75,6 +83,23 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self.serve_forever()
         except KeyboardInterrupt:
             return
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread; if there are too many connections, the oldest one ends, which wakes its thread."""
+        with self._lock:
+            self._connections.append(request)
+            oldest = self._connections.pop(0) if len(self._connections) > _MOST_CONNECTIONS else None
+        if oldest is not None:
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection, and forget it."""
+        with self._lock:
+            if request in self._connections:
+                self._connections.remove(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log what failed: a client that goes away while it is answered is no fault of ours."""
