@@ -290,6 +290,8 @@ def broken(folder: Path, model: nn.Module) -> dict[str, Path]:
         "cut": adapter(folder, "cut", layers, 6),
         "alpha": adapter(folder, "alpha", layers, 6, lora_alpha=None),
         "empty": folder / "empty",
+        "nan": adapter(folder, "nan", {"up": (layers["up"][0] * float("nan"), layers["up"][1])}, 6),
+        "infinite": adapter(folder, "infinite", {"up": (layers["up"][0], layers["up"][1] / 0)}, 6),
     }
     (folder / "empty").mkdir()
     tensors = {"base_model.model.up.lora_A.weight": layers["up"][0], "base_model.model.up.bias": x(8)}
@@ -311,6 +313,8 @@ BROKEN = {
     "cut": "cannot be read",
     "alpha": "has no lora_alpha for module 'up'",
     "empty": "adapter_config.json: cannot be read",
+    "nan": r"has values in 'base_model\.model\.up\.lora_A\.weight' that are not finite",
+    "infinite": r"has values in 'base_model\.model\.up\.lora_B\.weight' that are not finite",
 }
 
 
