@@ -320,7 +320,7 @@ def _empty(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> dict[tuple[int 
         value.name: value.type.tensor_type.shape.dim for value in (*inferred.graph.value_info, *inferred.graph.output)
     }
     found: dict[tuple[int | str, ...], Fault] = {}
-    for node, name in ((node, name) for node in proto.graph.node for name in node.output):
+    for node, name in ((maker, name) for maker in proto.graph.node for name in maker.output):
         dims = shapes.get(name, ())
         if any(dim.HasField("dim_value") and dim.dim_value == 0 for dim in dims):
             shape = tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims)

@@ -138,7 +138,7 @@ def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
     """The one node that reads a tensor, if it is such an operator."""
     if value.is_graph_output() or len(value.uses()) != 1:
         return None
-    node = value.uses()[0].node
+    [node] = {use.node for use in value.uses()}
     return node if node.op_type == op_type else None
 
 
