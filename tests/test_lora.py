@@ -470,3 +470,30 @@ class TestCommands:
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@BOTH
+@pytest.mark.parametrize("chosen", ["**", "class:Linear"])
+def test_the_result_of_a_layer_in_eight_bits_is_not_clipped_to_the_range_without_an_adapter(
+    chosen: str, exporter: str, tmp_path: Path
+) -> None:
+    model, file = made(exporter, tmp_path)
+    name = onnx.load(file).graph.input[0].name
+    quantized = tmp_path / "int8.onnx"
+    htp_export.quantize(file, {chosen: "int8"}, quantized, data={name: feeds()["x"].numpy()})
+    layers = {path: (0.5 * a, 0.5 * b) for path, (a, b) in factors(model, ["head"], 4, seed=5).items()}
+    arrays = {
+        f"{path}.lora_{factor}.weight": tensor.numpy()
+        for path, pair in layers.items()
+        for factor, tensor in zip("AB", pair, strict=True)
+    }
+    wanted = merged(model, layers, 1.0)(**feeds()).detach().numpy()
+    without = model(**feeds()).detach().numpy()
+    errors = {}
+    for each in (file, quantized):
+        htp_export.insert_lora(each, "head", 4, 4, tmp_path / "lora.onnx")
+        found = run(tmp_path / "lora.onnx", arrays)
+        errors[each.stem] = np.abs(found - wanted).max() / np.abs(wanted).max()
+    assert np.abs(without - wanted).max() / np.abs(wanted).max() > 0.5
+    assert errors["net"] < 1e-5
+    assert errors["int8"] < 0.02
