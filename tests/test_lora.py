@@ -481,7 +481,7 @@ def test_the_result_of_a_layer_in_eight_bits_is_not_clipped_to_the_range_without
     name = onnx.load(file).graph.input[0].name
     quantized = tmp_path / "int8.onnx"
     htp_export.quantize(file, {chosen: "int8"}, quantized, data={name: feeds()["x"].numpy()})
-    layers = {path: (0.5 * a, 0.5 * b) for path, (a, b) in factors(model, ["head"], 4, seed=5).items()}
+    layers = {path: (0.8 * a, 0.8 * b) for path, (a, b) in factors(model, ["head"], 4, seed=5).items()}
     arrays = {
         f"{path}.lora_{factor}.weight": tensor.numpy()
         for path, pair in layers.items()
