@@ -496,4 +496,4 @@ def test_the_result_of_a_layer_in_eight_bits_is_not_clipped_to_the_range_without
         errors[each.stem] = np.abs(found - wanted).max() / np.abs(wanted).max()
     assert np.abs(without - wanted).max() / np.abs(wanted).max() > 0.5
     assert errors["net"] < 1e-5
-    assert errors["int8"] < 0.02
+    assert errors["int8"] < 0.05
