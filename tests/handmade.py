@@ -81,7 +81,10 @@ def encoder(width: int = 4) -> ir.Model:
         ModuleInfo("layer.1.fc", "torch.nn.modules.linear.Linear", 1, "computed"),
         ModuleInfo("dropout", "torch.nn.modules.dropout.Dropout", 1, "identity"),
     ]
-    return model([x], [mask, turned, fc0, layer0, fc1, layer1, out], [w0, w1], modules)
+    nodes = [mask, turned, fc0, layer0, fc1, layer1, out]
+    for node in nodes:
+        node.outputs[0].shape = ir.Shape([width if node is turned else 2, width])
+    return model([x], nodes, [w0, w1], modules)
 
 
 def called_twice() -> ir.Model:

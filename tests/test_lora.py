@@ -290,6 +290,8 @@ def broken(folder: Path, model: nn.Module) -> dict[str, Path]:
         "cut": adapter(folder, "cut", layers, 6),
         "alpha": adapter(folder, "alpha", layers, 6, lora_alpha=None),
         "empty": folder / "empty",
+        "nan": adapter(folder, "nan", {"up": (layers["up"][0] * float("nan"), layers["up"][1])}, 6),
+        "infinite": adapter(folder, "infinite", {"up": (layers["up"][0], layers["up"][1] / 0)}, 6),
     }
     (folder / "empty").mkdir()
     tensors = {"base_model.model.up.lora_A.weight": layers["up"][0], "base_model.model.up.bias": x(8)}
@@ -311,6 +313,8 @@ BROKEN = {
     "cut": "cannot be read",
     "alpha": "has no lora_alpha for module 'up'",
     "empty": "adapter_config.json: cannot be read",
+    "nan": r"has values in 'base_model\.model\.up\.lora_A\.weight' that are not finite",
+    "infinite": r"has values in 'base_model\.model\.up\.lora_B\.weight' that are not finite",
 }
 
 
@@ -466,3 +470,30 @@ class TestCommands:
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@BOTH
+@pytest.mark.parametrize("chosen", ["**", "class:Linear"])
+def test_the_result_of_a_layer_in_eight_bits_is_not_clipped_to_the_range_without_an_adapter(
+    chosen: str, exporter: str, tmp_path: Path
+) -> None:
+    model, file = made(exporter, tmp_path)
+    name = onnx.load(file).graph.input[0].name
+    quantized = tmp_path / "int8.onnx"
+    htp_export.quantize(file, {chosen: "int8"}, quantized, data={name: feeds()["x"].numpy()})
+    layers = {path: (0.8 * a, 0.8 * b) for path, (a, b) in factors(model, ["head"], 4, seed=5).items()}
+    arrays = {
+        f"{path}.lora_{factor}.weight": tensor.numpy()
+        for path, pair in layers.items()
+        for factor, tensor in zip("AB", pair, strict=True)
+    }
+    wanted = merged(model, layers, 1.0)(**feeds()).detach().numpy()
+    without = model(**feeds()).detach().numpy()
+    errors = {}
+    for each in (file, quantized):
+        htp_export.insert_lora(each, "head", 4, 4, tmp_path / "lora.onnx")
+        found = run(tmp_path / "lora.onnx", arrays)
+        errors[each.stem] = np.abs(found - wanted).max() / np.abs(wanted).max()
+    assert np.abs(without - wanted).max() / np.abs(wanted).max() > 0.5
+    assert errors["net"] < 1e-5
+    assert errors["int8"] < 0.05

@@ -295,6 +295,16 @@ def test_a_share_of_all_channels_leaves_one_of_each_and_random_ones_are_seeded(t
     assert rows(1) == rows(1) != rows(2)
 
 
+@pytest.mark.parametrize(("scope", "left"), [("local", ["1 of 16", "1 of 16"]), ("global", ["2 of 32"])])
+def test_a_share_that_cannot_be_reached_is_said(scope: Any, left: list[str], tmp_path: Path) -> None:
+    file = export(spread(Layers(2)).eval(), words(), "dynamo", tmp_path)
+    result = htp_export.prune(file, {"layers.*.up": "channels:1.0"}, scope=scope)
+    said = [f"channels:1 leaves {count} channels, as one of each has to stay" for count in left]
+    assert list(result.short.values()) == said
+    assert all(any(note.endswith(each) for note in result.notes) for each in said)
+    assert htp_export.prune(file, {"layers.*.up": "channels:0.9"}, scope=scope).short == {}
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [

@@ -234,12 +234,32 @@ def _examined(proto: onnx.ModelProto) -> tuple[list[Fault], dict[tuple[int | str
         onnx.checker.check_model(data)
     except Exception as error:  # onnx's errors share no base but this
         found.append(_located(proto, _checked_fault(str(error)), onnx.checker.check_model))
+    known = _without_unknown(proto)
     try:
-        inferred = onnx.shape_inference.infer_shapes(data, check_type=True, strict_mode=True, data_prop=True)
+        inferred = onnx.shape_inference.infer_shapes(known, check_type=True, strict_mode=True, data_prop=True)
     except Exception as error:
         faults = _inferred_faults(str(error)) or [_fault(str(error))]
-        return [*found, *(_located(proto, fault, _infer) for fault in faults)], {}
-    return found, _empty(inferred, proto)
+        return [*found, *(_located(known, fault, _infer) for fault in faults)], {}
+    return found, _empty(inferred, known)
+
+
+def _without_unknown(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """A model without nodes of other domains: onnx excuses all faults of a graph that has one.
+
+    What they make becomes inputs of the types that the model says. Where it does not say one, they all stay.
+    """
+    known = {"", "ai.onnx", "ai.onnx.ml", *(function.domain for function in proto.functions)}
+    places = [place for place, node in enumerate(proto.graph.node) if node.domain not in known]
+    said = {value.name: value for value in proto.graph.value_info if _has_shape(value)}
+    names = [name for place in places for name in proto.graph.node[place].output if name]
+    if not places or any(name not in said for name in names):
+        return proto
+    part = onnx.ModelProto()
+    part.CopyFrom(proto)
+    for place in reversed(places):
+        del part.graph.node[place]
+    part.graph.input.extend(said[name] for name in names)
+    return part
 
 
 def _infer(data: bytes) -> None:
@@ -320,7 +340,7 @@ def _empty(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> dict[tuple[int 
         value.name: value.type.tensor_type.shape.dim for value in (*inferred.graph.value_info, *inferred.graph.output)
     }
     found: dict[tuple[int | str, ...], Fault] = {}
-    for node, name in ((each, name) for each in proto.graph.node for name in each.output):
+    for node, name in ((maker, name) for maker in proto.graph.node for name in maker.output):
         dims = shapes.get(name, ())
         if any(dim.HasField("dim_value") and dim.dim_value == 0 for dim in dims):
             shape = tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims)

@@ -86,6 +86,7 @@ def adapted(name: str, tool: Tool, model: ModelSource, output: str | os.PathLike
             raise ToolError(name, f"made a model of this one that is not valid: {message}") from error
         result = carry_in_place(before, after)
         for node in result.model.graph.all_nodes():
+            result.model.graph.opset_imports.setdefault(node.domain, 1)  # some tools do not say what they use
             if node.name in names:
                 node.name = names[node.name]
         for weight, value in result.model.graph.initializers.items():

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from htp_export.errors import FileError, InputError
 from htp_export.files.json_file import read_json
 from htp_export.files.replacing import replace_file
@@ -74,7 +76,7 @@ def read_adapter(source: str | os.PathLike[str]) -> Adapter:
 
     Raises:
         FileError: If it cannot be read, is a pickle, or has anything besides LoRA factors of linear layers, such as
-            DoRA magnitudes, biases or whole modules.
+            DoRA magnitudes, biases or whole modules, or values that are not finite.
     """
     path = Path(source)
     if path.is_dir():
@@ -183,6 +185,8 @@ def _layers(file: Path, tensors: Mapping[str, Array], scaling: Any) -> dict[str,
             raise FileError(file, f"has {name!r}, which is no LoRA factor of a linear layer")
         if array.ndim != 2:
             raise FileError(file, f"has {name!r} of the shape {array.shape}; only linear layers have two dimensions")
+        if not np.isfinite(array.astype(np.float32)).all():
+            raise FileError(file, f"has values in {name!r} that are not finite")
         factors.setdefault(match[1] or "", {})[match[2]] = array
     layers = {}
     for path, pair in sorted(factors.items(), key=lambda item: tags.path_order(item[0])):

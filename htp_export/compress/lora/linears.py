@@ -11,7 +11,7 @@ from htp_export.format.hierarchy import Fate
 from htp_export.model.operators import operator_of
 from htp_export.model.tagged import Region, TaggedModel
 
-__all__ = ["Linear", "linear_paths", "linears_of"]
+__all__ = ["Linear", "linear_paths", "linears_of", "unquantized"]
 
 _PRODUCTS = frozenset(
     (
@@ -33,7 +33,8 @@ class Linear:
         call: The number of the call.
         product: The node that multiplies with the weight.
         x: What is multiplied, of the shape (..., inputs).
-        y: What the product gives, of the shape (..., outputs); with the bias or before it is added.
+        y: What the product gives, of the shape (..., outputs); with the bias or before it is added; behind the
+            quantization of the layer's result, whose range knows nothing of an adapter.
         inputs: Size of the last dimension of ``x``.
         outputs: Size of the last dimension of ``y``.
     """
@@ -95,6 +96,7 @@ def _linear(tagged: TaggedModel, path: str, region: Region, call: int) -> Linear
         path,
     ):  # layers were merged: the part of this one begins behind the product
         y = _result(tagged, path, region, call)
+    y = _behind_quantization(tagged, path, y)
     sizes = [shape[-1] if (shape := tagged.inferred.shape(value)) else None for value in (x, y)]
     inputs, outputs = sizes
     if product.attributes.get_int("transA", 0) or tagged.inferred.rank(x) != tagged.inferred.rank(y):
@@ -102,6 +104,45 @@ def _linear(tagged: TaggedModel, path: str, region: Region, call: int) -> Linear
     if not isinstance(inputs, int) or not isinstance(outputs, int):
         raise InputError(f"module {path!r}: the sizes of {x.name!r} and {y.name!r} are not known")
     return Linear(path, call, product, x, y, inputs, outputs)
+
+
+def unquantized(value: ir.Value) -> ir.Value:
+    """What a tensor was before it was quantized and dequantized; else the tensor itself."""
+    dequantize = value.producer()
+    if dequantize is None or dequantize.op_type != "DequantizeLinear" or dequantize.inputs[0] is None:
+        return value
+    quantize = dequantize.inputs[0].producer()
+    if quantize is None or quantize.op_type != "QuantizeLinear" or quantize.inputs[0] is None:
+        return value
+    return quantize.inputs[0]
+
+
+def _behind_quantization(tagged: TaggedModel, path: str, y: ir.Value) -> ir.Value:
+    """The last tensor that is ``y``, quantized and dequantized, possibly with the bias of the module."""
+    add = None
+    if (first := _dequantized(y)) is not None:
+        add = _only_reader(first, "Add")
+    elif (add := _only_reader(y, "Add")) is None:
+        return y
+    end = first or y
+    if add is None or tagged.owners_of(add) != (path,):
+        return end
+    has_bias = any(value is not None and _is_constant(tagged, value) for value in add.inputs)
+    return (_dequantized(add.outputs[0]) if has_bias else None) or end
+
+
+def _dequantized(value: ir.Value) -> ir.Value | None:
+    quantize = _only_reader(value, "QuantizeLinear")
+    dequantize = quantize and _only_reader(quantize.outputs[0], "DequantizeLinear")
+    return dequantize.outputs[0] if dequantize else None
+
+
+def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
+    """The one node that reads a tensor, if it is such an operator."""
+    if value.is_graph_output() or len(value.uses()) != 1:
+        return None
+    [node] = {use.node for use in value.uses()}
+    return node if node.op_type == op_type else None
 
 
 def _result(tagged: TaggedModel, path: str, region: Region, call: int) -> ir.Value:

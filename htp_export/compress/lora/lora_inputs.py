@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.compress.lora.adapters import factor_name
-from htp_export.compress.lora.linears import Linear, linear_paths, linears_of
+from htp_export.compress.lora.linears import Linear, linear_paths, linears_of, unquantized
 from htp_export.compress.lora.lora_layers import lora_layers
 from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
@@ -149,7 +149,7 @@ def insert_lora(
     if again := [path for path in paths if path in known]:
         raise InputError(f"module {again[0]!r} takes adapters already")
     linears = {path: linears_of(tagged, path) for path in paths}
-    insertion = _Insertion(tagged, scaling)
+    insertion = _Insertion(tagged, scaling, {linear.y for calls in linears.values() for linear in calls})
     for path in counted(paths, "layers"):
         insertion.add(path, linears[path])
     insertion.describe()
@@ -197,10 +197,11 @@ class _Insertion:
     Args:
         tagged: The model; it is changed in place.
         scaling: The factor of the products.
+        results: What the layers give.
     """
 
-    def __init__(self, tagged: TaggedModel, scaling: float) -> None:
-        self._tagged, self._scaling = tagged, scaling
+    def __init__(self, tagged: TaggedModel, scaling: float, results: Container[ir.Value]) -> None:
+        self._tagged, self._scaling, self._given = tagged, scaling, results
         self._graph = tagged.model.graph
         names = [str(value.name) for graph in tagged.model.graphs() for value in all_values(graph)]
         self._values, self._nodes = UsedNames(names), UsedNames(str(node.name) for node in tagged.nodes)
@@ -255,7 +256,7 @@ class _Insertion:
     ) -> list[ir.Value]:
         """Add the product for one call; what goes in, is between the factors, and comes out."""
         base, uses = linear.y, list(linear.y.uses())
-        x = self._results.get(linear.x, linear.x)
+        x = self._results.get(linear.x, linear.x if linear.x in self._given else unquantized(linear.x))
         number = str(linear.call) if calls > 1 else ""
         nodes: list[ir.Node] = []
 

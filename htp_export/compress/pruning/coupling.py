@@ -95,8 +95,12 @@ class Coupling:
     @cached_property
     def groups(self) -> list[int]:
         """The channels that can be cut: a label for each group, without those that are all of an axis."""
-        roots = {self.root(label) for label in range(len(self._joined))}
-        return sorted(roots - {root for axis in self.axes if len(axis) == 1 for root in axis})
+        return sorted(self.roots_of_all - {root for axis in self.axes if len(axis) == 1 for root in axis})
+
+    @cached_property
+    def roots_of_all(self) -> frozenset[int]:
+        """A label for each group of channels, those that cannot be cut included."""
+        return frozenset(self.root(label) for label in range(len(self._joined)))
 
     @property
     def is_joined(self) -> bool:

@@ -80,6 +80,7 @@ class Pruned(HoldsModel, ModuleTable):
         cut: Weight → its shape before and after, for weights that became smaller.
         ranks: Weight → its rank, for weights that became products of two matrices.
         whole: Weight → why it stays as it is, for those that the plan gives a rank.
+        short: Weight → what stays of its channels or heads, where the share of the plan cannot be reached.
         model: The pruned model.
     """
 
@@ -91,6 +92,7 @@ class Pruned(HoldsModel, ModuleTable):
     cut: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     ranks: Mapping[str, int] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
+    short: Mapping[str, str] = field(default_factory=dict)
     model: ir.Model = field(repr=False, kw_only=True)
 
     @cached_property
@@ -122,6 +124,7 @@ class Pruned(HoldsModel, ModuleTable):
         notes = [f"removed: {', '.join(self.removed)}"] if self.removed else []
         if self.cut:
             notes.append(f"{len(self.cut)} weights are smaller, such as {_changed(*next(iter(self.cut.items())))}")
+        notes += [f"{name}: {what}" for name, what in self.short.items()]
         if self.ranks:
             name, rank = next(iter(self.ranks.items()))
             notes.append(f"{len(self.ranks)} weights are products of two matrices, such as {name}, of rank {rank}")

@@ -132,7 +132,7 @@ def _pruned(
     left = {weight for weight in weights if tagged.model.graph.initializers.get(weight.name) is weight.value}
     structured = {weight: value for weight, value in values.items() if value.kind in ("channels", "heads")}
     structured = {weight: value for weight, value in structured.items() if weight in left}
-    cut = cut_channels(tagged, structured, scores, together=together) if structured else {}
+    cut, short = cut_channels(tagged, structured, scores, together=together) if structured else ({}, {})
     elementwise = {weight: value for weight, value in values.items() if value.is_elementwise and weight in left}
     masks = _masks(elementwise, scores, together=together)
     for weight, mask in masks.items():
@@ -150,7 +150,7 @@ def _pruned(
     said = {path: str(value) for path, value in wanted.modules.items()}
     ranks = {weight.name: found.rank for weight, found in factors.items()}
     kept = {weight.name: reason for weight, reason in whole.items()}
-    return Pruned(rows, said, removed, cut, ranks, kept, model=tagged.model)
+    return Pruned(rows, said, removed, cut, ranks, kept, short, model=tagged.model)
 
 
 def _outermost_blocks(wanted: Assigned[Sparsity], named: Set[str]) -> tuple[str, ...]:

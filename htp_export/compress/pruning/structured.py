@@ -30,19 +30,23 @@ class _Cuttable:
     """Channels that are chosen among: those of weights that are coupled.
 
     Attributes:
+        weight: The weight from which they were found.
         coupling: Everything that has these channels.
         value: What the plan says.
         groups: The labels of the groups that can be cut.
         scores: Label → mean score of the elements that compute its channels.
     """
 
+    weight: str
     coupling: Coupling
     value: Sparsity
     groups: Sequence[int]
     scores: Mapping[int, float]
 
 
-def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool) -> Shapes:
+def cut_channels(
+    tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool
+) -> tuple[Shapes, dict[str, str]]:
     """Cut the least important channels and heads out of a model, in place.
 
     Args:
@@ -52,7 +56,8 @@ def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores:
         together: Whether the shares are of all channels with the same value together.
 
     Returns:
-        Weight → its shape before and after, for all initializers that became smaller.
+        Weight → its shape before and after, for all initializers that became smaller; and weight → what stays, where
+        the share cannot be reached.
 
     Raises:
         InputError: If channels cannot be cut, or weights with the same channels have several values.
@@ -65,7 +70,8 @@ def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores:
             names = ", ".join(repr(weight.name) for weight, other in values.items() if other == value)
             raise InputError(f"there are no attention heads to cut: no channels of {names} are split into heads")
     kept: dict[Axis, Array] = {}
-    for each, gone in _chosen(found, together=together):
+    chosen = _chosen(found, together=together)
+    for each, gone in chosen:
         for axis in each.coupling.labels:
             stays = ~np.isin(each.coupling.roots(axis), list(gone))
             kept[axis] = kept[axis] & stays if axis in kept else stays
@@ -77,7 +83,7 @@ def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores:
     after = {str(value.name): _shape(value.const_value) for value in weights}
     shapes = {name: (before[name], after[name]) for name in before}
     change_parameters(tagged, ((name, old, readers[name], {"": new}) for name, (old, new) in shapes.items()))
-    return shapes
+    return shapes, _short(chosen, together=together)
 
 
 def _shape(tensor: object) -> Shape:
@@ -98,7 +104,9 @@ def _add(
     if coupling is None:
         return
     alike = [other for other, each in values.items() if each == value]
-    found.append(_Cuttable(coupling, value, coupling.groups, _group_scores(coupling, alike, weight, scores)))
+    found.append(
+        _Cuttable(weight.name, coupling, value, coupling.groups, _group_scores(coupling, alike, weight, scores))
+    )
 
 
 def coupling_of(tagged: TaggedModel, weight: Weight, value: Sparsity) -> Coupling | None:
@@ -137,6 +145,19 @@ def _group_scores(coupling: Coupling, weights: Iterable[Weight], seed: Weight, s
     return {root: sums[root] / max(counts[root], 1) for root in sums}
 
 
+def _short(chosen: Sequence[tuple[_Cuttable, set[int]]], *, together: bool) -> dict[str, str]:
+    """Weight → what stays, for those of which the plan says to cut more than can be cut."""
+    short: dict[str, str] = {}
+    for value in dict.fromkeys(each.value for each, _ in chosen):
+        alike = [(each, gone) for each, gone in chosen if each.value == value]
+        for pool in [alike] if together else [[one] for one in alike]:
+            total = sum(len(each.coupling.roots_of_all) for each, _ in pool)
+            left = total - sum(len(gone) for _, gone in pool)
+            if left > total - round(value.amount * total):
+                short[pool[0][0].weight] = f"{value} leaves {left} of {total} {value.kind}, as one of each has to stay"
+    return short
+
+
 def _chosen(found: Sequence[_Cuttable], *, together: bool) -> list[tuple[_Cuttable, set[int]]]:
     """The groups that are cut: those with the smallest scores; at least one of each stays."""
     pools: dict[object, list[_Cuttable]] = {}
@@ -147,7 +168,7 @@ def _chosen(found: Sequence[_Cuttable], *, together: bool) -> list[tuple[_Cuttab
         ordered = sorted(
             ((each.scores[group], at, group) for at, each in enumerate(pool) for group in each.groups),
         )
-        left = round(pool[0].value.amount * len(ordered))
+        left = round(pool[0].value.amount * sum(len(each.coupling.roots_of_all) for each in pool))
         gone: list[set[int]] = [set() for _ in pool]
         for _, at, group in ordered:
             empty = (axis <= gone[at] | {group} for axis in pool[at].coupling.axes if group in axis)

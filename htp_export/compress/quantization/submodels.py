@@ -215,6 +215,8 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
     _name_nodes(part, new_nodes, names)
     for domain, version in made.graph.opset_imports.items():
         whole.graph.opset_imports.setdefault(domain, version)
+    for node in new_nodes:  # some algorithms of ONNX Runtime do not say that they use its operators
+        whole.graph.opset_imports.setdefault(node.domain, 1)
     return new_nodes
 
 
