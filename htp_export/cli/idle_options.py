@@ -65,7 +65,7 @@ def check_options(
         if any(isinstance(value, str) and not value.strip(" ,") for value in values):
             raise InputError(f"{_shown(option, given)} is empty: give a value, or leave it out")
     for rule in (*(each for each in _ALWAYS if {*each.options} & {*options}), *idle):
-        found = next((name for name in rule.options if name in times), None)
+        found = next((name for name in rule.options if name in times and given[name] not in (None, [], ())), None)
         if found is not None and rule.when(given):
             shown = _shown(options[found], given) if found in options else found.upper()
             raise InputError(f"{shown} has no effect: {rule.why}; leave it out")
