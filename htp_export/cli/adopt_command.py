@@ -56,6 +56,8 @@ def adopt_command(
         raise InputError("name two models: the original, and the file that someone else exported from it")
     named = Path(model.source or "")
     original = named if named.is_file() else None
+    if original is not None:
+        model.check_file()
     steps = Steps(quiet=as_json, count=2)
     with steps.step(f"loading {model.name}"):
         source, inputs = (

@@ -15,8 +15,9 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
+from htp_export.cli.idle_options import check_options
 from htp_export.cli.outputs import FORCE, IN_PLACE, Writes, check_output, reading
 from htp_export.discovery import names_in
 
@@ -38,6 +39,17 @@ def command_names() -> list[str]:
     return sorted(_all_names(), key=lambda name: getattr(_module(name), "PLACE", _LAST))
 
 
+class _Command(TyperCommand):
+    """A command that refuses options without effect; its file may say in ``IDLE`` which these are."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        """Read what was typed."""
+        _, _, typed = self.make_parser(context).parse_args(args=list(arguments))
+        rest: list[str] = super().parse_args(context, arguments)
+        check_options(self.params, typed, context.params, getattr(_module(str(self.name)), "IDLE", ()))
+        return rest
+
+
 class _Commands(MutableMapping[str, Any]):
     """Name → command, which is made when it is asked for."""
 
@@ -51,7 +63,7 @@ class _Commands(MutableMapping[str, Any]):
                 raise KeyError(name)
             app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
             module = _module(name)
-            app.command(name, epilog=f"Example: htp-export {name} {module.EXAMPLE}")(
+            app.command(name, cls=_Command, epilog=f"Example: htp-export {name} {module.EXAMPLE}")(
                 flattened(getattr(module, f"{name.replace('-', '_')}_command"))
             )
             self._made[name] = typer.main.get_command(app)

@@ -9,11 +9,13 @@ import typer
 
 from htp_export.cli.comparisons import AllOption, ToleranceOption, parse_tolerances, report_comparison
 from htp_export.cli.file_options import FeedDimsOption, FeedOption, JsonOption, SelectOption, seed_option
+from htp_export.cli.idle_options import Idle
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps
 
 EXAMPLE = "bert.onnx int8.onnx --dims batch=1,sequence=16"
 PLACE = 70
+IDLE = (Idle(("seed",), lambda given: str(given["inputs"]).endswith(".npz"), "the inputs are those of --inputs"),)
 
 
 def compare_command(

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.file_options import FeedDimsOption, FeedOption, TableOptions
-from htp_export.cli.looking import LookOptions
+from htp_export.cli.idle_options import JSON_HAS_ALL, Idle
+from htp_export.cli.looking import FILE_IDLE, LookOptions
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps, split_names
 from htp_export.costs.columns import COST_COLUMNS, FUSED
@@ -16,6 +17,17 @@ from htp_export.show.costs import cost_csv, nodes_csv, render_cost
 
 EXAMPLE = "bert.onnx --dims batch=1,sequence=16"
 PLACE = 40
+IDLE = (
+    Idle(("nodes",), lambda given: not given["as_csv"], "it is for --csv"),
+    Idle(("fused",), lambda given: given["columns"], "--columns names the columns"),
+    Idle(("fused", "depth", "select"), lambda given: given["as_json"], JSON_HAS_ALL),
+    Idle(
+        ("fused", "columns", "sort", "depth", "select"),
+        lambda given: given["nodes"],
+        "--nodes writes a line for each node",
+    ),
+    FILE_IDLE,
+)
 
 
 def cost_command(

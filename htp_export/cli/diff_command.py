@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.file_options import DepthOption, JsonOption
+from htp_export.cli.idle_options import JSON_HAS_ALL, Idle
 from htp_export.cli.outputs import Kind, Writes, report, show_written, written_page
 from htp_export.cli.terminal import Steps, show
 
 EXAMPLE = "bert.onnx small.onnx"
 PLACE = 80
+IDLE = (Idle(("depth", "only_changed"), lambda given: given["as_json"], JSON_HAS_ALL),)
 
 
 def diff_command(

@@ -13,6 +13,7 @@ from htp_export.cli.deploy_options import DeployOptions
 from htp_export.cli.file_exports import FileExports
 from htp_export.cli.file_options import JsonOption
 from htp_export.cli.graph_options import GraphOptions
+from htp_export.cli.idle_options import Idle
 from htp_export.cli.model_options import ModelOptions
 from htp_export.cli.outputs import Kind, Writes, check_output
 from htp_export.cli.sources import Call
@@ -24,6 +25,10 @@ __all__ = ["export_command"]
 
 EXAMPLE = "bert --random-weights -o bert.onnx --verify"
 PLACE = 10
+IDLE = (
+    Idle(("js_dtypes",), lambda given: given["transformers_js"] is None, "it is for --transformers-js"),
+    Idle(("as_json",), lambda given: given["quiet"], "--quiet shows nothing"),
+)
 
 
 def export_command(
@@ -38,8 +43,8 @@ def export_command(
         typer.Option("--two-files/--one-file", help="A decoder for prefill and one with a cache, or one for both."),
     ] = None,
     cache_names: Annotated[
-        str, typer.Option(help="Names of a cache's tensors: optimum's or transformers'.")
-    ] = "optimum",
+        str | None, typer.Option(help="Names of a cache's tensors: optimum or transformers.", show_default="optimum")
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Check every module against PyTorch.")] = False,
     as_json: JsonOption = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing but errors.")] = False,
@@ -51,9 +56,10 @@ def export_command(
     graph.check()
     steps = Steps(quiet, count=2 + verify + (deploy.transformers_js is not None))
     with steps.step(f"loading {model.name}"):
-        calls = _calls(model, graph, deploy, two_files, cache_names)
+        calls = _calls(model, graph, deploy, two_files, cache_names or "optimum")
+    _check_cache(calls, {"--two-files/--one-file": two_files, "--cache-names": cache_names})
     deploy.check_files(calls)
-    exports = FileExports(model, deploy, graph, steps, verify, as_json, quiet)
+    exports = FileExports(model, deploy, graph, steps, verify, as_json, quiet, len(calls))
     with _targets(calls, output, deploy) as targets:
         for target in targets.values():
             check_output(target, Kind.MODEL)
@@ -100,6 +106,16 @@ def _calls(
         )
     # With one example, exporters take the batch for a constant.
     return calls or {"model": model.call(batch=2 if "batch" in graph.axes else 1, stream_weights=streamed)}
+
+
+def _check_cache(calls: Mapping[str, Call], given: Mapping[str, object]) -> None:
+    """Refuse options for a key-value cache, where no file has one."""
+    from htp_export.huggingface.tasks import split_task
+
+    has_cache = any(call.example is not None and split_task(call.example.task)[1] for call in calls.values())
+    for option, value in given.items():
+        if value is not None and not has_cache:
+            raise InputError(f"{option} is for a task with a key-value cache (-with-past), and without --dynamic")
 
 
 @contextlib.contextmanager

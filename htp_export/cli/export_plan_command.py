@@ -8,12 +8,16 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.file_options import FileArgument, JsonOption
+from htp_export.cli.idle_options import Idle
 from htp_export.cli.outputs import Kind, Writes, report, show_written, written_page
 from htp_export.cli.plan_options import DataOption, EntryOption, PlanArgument, RuleOption, read_data, read_rules
 from htp_export.cli.terminal import Steps
 
 EXAMPLE = "bert.onnx int8 --rule pooler=fp32 --to nncf -o nncf.json"
 PLACE = 143
+IDLE = (
+    Idle(("data", "entry"), lambda given: given["to"] not in ("qnn", "aimet"), "it is for --to qnn and --to aimet"),
+)
 
 
 def export_plan_command(

@@ -36,6 +36,7 @@ class FileExports:
         verify: Whether each file is compared with PyTorch.
         as_json: Whether the result is JSON.
         quiet: Whether nothing is shown but errors.
+        count: How many files there are.
     """
 
     model: ModelOptions
@@ -45,6 +46,8 @@ class FileExports:
     verify: bool
     as_json: bool
     quiet: bool
+    count: int
+    _idle: set[str] = field(default_factory=lambda: {"--decompose-attention", "--keep-attention"})
     _records: dict[str, dict[str, Any]] = field(default_factory=dict)
     _failures: list[str] = field(default_factory=list)
 
@@ -117,6 +120,12 @@ class FileExports:
                 if call.checkpoint is not None:
                     call.checkpoint.check()
                 _check_written(target, self.graph.wanted_opset)
+                if not said:
+                    self._idle &= self.graph.idle_attention(target)
+                    if self._idle and len(self._records) == self.count - 1:
+                        raise InputError(
+                            f"{min(self._idle)}: no attention was exported to which it applies; leave it out"
+                        )
                 if self.graph.with_map and not said:
                     from htp_export.provenance.carrying import embed_map
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from htp_export.cli.file_options import DepthOption, FileArgument, JsonOption, SelectOption
+from htp_export.cli.idle_options import JSON_HAS_ALL, Idle
 from htp_export.cli.outputs import report
 from htp_export.cli.terminal import Steps
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
 EXAMPLE = "bert.onnx --depth 2"
 PLACE = 170
+IDLE = (
+    Idle(("depth", "every"), lambda given: given["as_json"], JSON_HAS_ALL),
+    Idle(("depth",), lambda given: given["every"], "--list writes a line for each finding"),
+)
 
 
 def forensics_command(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -96,6 +97,20 @@ class GraphOptions:
         from htp_export.attention import decomposed_attention
 
         return decomposed_attention(model, keep_kernel=self.keep_attention)
+
+    def idle_attention(self, file: Path) -> set[str]:
+        """The options for attention that had no effect on an exported file."""
+        if not (self.decompose_attention or self.keep_attention):
+            return set()
+        from htp_export.model.tagged import load
+
+        tagged = load(file)
+        found = {
+            "--decompose-attention": any(info.synthetic for info in tagged.hierarchy.values()),
+            "--keep-attention": any(node.op_type == "Attention" for node in tagged.nodes),
+        }
+        given = {"--decompose-attention": self.decompose_attention, "--keep-attention": self.keep_attention}
+        return {option for option, wanted in given.items() if wanted and not found[option]}
 
     def for_torch(self, call: Call) -> dict[str, Any]:
         """The keyword arguments of ``torch.onnx.export``.

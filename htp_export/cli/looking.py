@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from htp_export.cli.file_options import seed_option
+from htp_export.cli.idle_options import Idle
 from htp_export.cli.model_options import Dtype, ModelOptions
 from htp_export.cli.terminal import Steps, notice_line
 from htp_export.errors import InputError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from htp_export.inspection.inspected import Inspected
     from htp_export.model.tagged import ModelSource
 
-__all__ = ["LookOptions", "Looked"]
+__all__ = ["FILE_IDLE", "LookOptions", "Looked"]
 
 
 _MODEL_NAME = r"(?=.{1,96}$)([\w.-]+/)?[\w.-]+"  # a hub id or a model type
@@ -121,6 +122,14 @@ class LookOptions:
         for name, value in given.items():
             if value:
                 raise InputError(f"{name} is for a model without a file; {self.file} is one")
+
+
+def _names_file(given: Mapping[str, Any]) -> bool:
+    fields = {name: given[name] for name in ("file", "entry", "random_weights")}
+    return LookOptions(**fields).is_file
+
+
+FILE_IDLE = Idle(("seed", "revision", "trust_remote_code"), _names_file, "it is for a model without a file")
 
 
 def _inspected(options: ModelOptions) -> Inspected:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from htp_export.cli.file_options import FileArgument, JsonOption, SelectOption
+from htp_export.cli.idle_options import Idle
 from htp_export.cli.terminal import Steps, print_json, print_text, show
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = 'bert.onnx --select "encoder.layer.0.**"'
 PLACE = 25
+IDLE = (Idle(("table",), lambda given: given["as_json"], "--json writes all tables"),)
 
 
 def map_command(

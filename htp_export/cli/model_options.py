@@ -87,16 +87,35 @@ class ModelOptions:
             raise InputError(f"{self.source}: a factory is named with --entry {self.source}")
         if stream_weights and (self.entry is not None or self.random_weights):
             raise InputError("--stream-weights is for a SOURCE with weights in safetensors files")
-        ours = {
+        ours = {**self._changes, "--inputs": self.inputs}
+        for name, value in ours.items():
+            if self.entry is not None and value:
+                raise InputError(f"{name} is for a SOURCE; with --entry, the factory decides")
+        if self.revision is not None and Path(str(self.source)).is_dir():
+            raise InputError(f"--revision is for a hub id, and {self.source} is a folder")
+
+    @property
+    def _changes(self) -> dict[str, object]:
+        """The options that choose or change a model of transformers."""
+        return {
             "--task": self.task,
             "--random-weights": self.random_weights,
             "--set": self.settings,
             "--dtype": self.dtype,
-            "--inputs": self.inputs,
+            "--attention": self.attention,
+            "--revision": self.revision,
+            "--trust-remote-code": self.trust_remote_code,
         }
-        for name, value in ours.items():
-            if self.entry is not None and value:
-                raise InputError(f"{name} is for a SOURCE; with --entry, the factory decides")
+
+    def check_file(self) -> None:
+        """Refuse options that choose or change a model, where SOURCE is an ONNX file.
+
+        Raises:
+            InputError: If there is such an option.
+        """
+        for name, value in self._changes.items():
+            if value:
+                raise InputError(f"{name} is for a model without a file; {self.source} is one")
 
     def call(self, *, batch: int = 1, shapes: Mapping[str, Any] | None = None, stream_weights: bool = False) -> Call:
         """The model, and example inputs.

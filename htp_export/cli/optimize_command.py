@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from htp_export.cli.file_options import JsonOption, ShareOption
+from htp_export.cli.idle_options import JSON_HAS_ALL, Idle
 from htp_export.cli.outputs import Kind, Writes, check_output, show_next, show_written, written_files
 from htp_export.cli.terminal import Steps, print_json, print_text, show
 
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
 
 EXAMPLE = "bert.onnx -o small.onnx --level tolerant"
 PLACE = 140
+IDLE = (
+    Idle(
+        ("files", "output", "passes", "level", "verify", "keep_exact", "attribution", "depth", "share_weights"),
+        lambda given: given["list_passes"],
+        "--list shows the passes, and ends",
+    ),
+    Idle(("attribution", "depth"), lambda given: given["as_json"], JSON_HAS_ALL),
+    Idle(("depth",), lambda given: not given["attribution"], "it is for --attribution"),
+)
 
 
 def optimize_command(

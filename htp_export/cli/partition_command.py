@@ -9,11 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from htp_export.cli.file_options import FileArgument, JsonOption
+from htp_export.cli.idle_options import Idle
 from htp_export.cli.outputs import Writes, show_next, show_written, written_folder
 from htp_export.cli.terminal import Steps, print_json, show
 
 EXAMPLE = "bert.onnx 4 -o stages/"
 PLACE = 130
+IDLE = (
+    Idle(("genai_config",), lambda given: given["serve"] != "genai", "it is for --serve genai"),
+    Idle(("balance", "slack"), lambda given: not _is_count(given["stages"]), "the stages begin at the named modules"),
+)
 
 
 class _Engine(enum.StrEnum):
@@ -57,7 +62,7 @@ def partition_command(
 
     check_folder(output)
     weights: Any = balance if balance in ("parameters", "flops") else read_weights(balance)
-    wanted = int(stages[0]) if len(stages) == 1 and stages[0].isdecimal() else stages
+    wanted = int(stages[0]) if _is_count(stages) else stages
     with Steps(quiet=as_json).step(f"cutting {file}"):
         result = partition(
             file,
@@ -74,3 +79,8 @@ def partition_command(
         show(str(result))
         show_written(written_folder(output))
         show_next("htp-export", "view", result.stages[0].file or output)
+
+
+def _is_count(stages: list[str]) -> bool:
+    """Whether the stages are a number of them, and no modules."""
+    return len(stages) == 1 and stages[0].isdecimal()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from htp_export.cli.file_options import JsonOption
+from htp_export.cli.idle_options import Idle
 from htp_export.cli.outputs import Kind, Writes, report
 from htp_export.cli.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
 
 EXAMPLE = "steps.yaml -m bert.onnx -o small.onnx"
 PLACE = 190
+IDLE = (
+    Idle(
+        ("fresh", "folder"),
+        lambda given: given["file"].suffix.lower() == ".onnx" and given["model"] is None and given["output"] is None,
+        "the steps of the file are shown, and not run",
+    ),
+)
 
 
 def pipeline_command(

@@ -15,12 +15,17 @@ from htp_export.cli.file_options import (
     ShareOption,
     TableOptions,
 )
+from htp_export.cli.idle_options import JSON_HAS_ALL, Idle
 from htp_export.cli.outputs import show_next, show_written, written_files
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps
 
 EXAMPLE = "bert.onnx .=cpu encoder=gpu -o placed.onnx"
 PLACE = 132
+IDLE = (
+    Idle(("slack",), lambda given: not given["budget"], "it is for --budget"),
+    Idle(("depth", "select"), lambda given: given["as_json"], JSON_HAS_ALL),
+)
 
 _PLANS = (".yaml", ".yml", ".json")
 

@@ -7,12 +7,14 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.file_options import FeedDimsOption, FeedOption, FileArgument, TableOptions
+from htp_export.cli.idle_options import JSON_HAS_ALL, Idle
 from htp_export.cli.providers import provider_named
 from htp_export.cli.sizes import read_sizes
 from htp_export.cli.terminal import Steps
 
 EXAMPLE = "placed.onnx --provider cuda --provider cpu"
 PLACE = 134
+IDLE = (Idle(("depth", "select"), lambda given: given["as_json"], JSON_HAS_ALL),)
 
 
 def placement_command(

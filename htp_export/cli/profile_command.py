@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from htp_export.cli.file_options import DepthOption, FeedDimsOption, FeedOption, FileArgument, JsonOption
+from htp_export.cli.idle_options import JSON_HAS_ALL, Idle
 from htp_export.cli.outputs import report
 from htp_export.cli.providers import provider_named
 from htp_export.cli.quiet import quiet_runtime
@@ -19,6 +20,14 @@ from htp_export.process.bounds import MOST_RUNS, check_whole, most_threads
 
 EXAMPLE = "bert.onnx --runs 50"
 PLACE = 50
+IDLE = (
+    Idle(("sort", "depth", "fold"), lambda given: given["as_json"], JSON_HAS_ALL),
+    Idle(
+        ("runs", "warmup", "memory", "timing", "optimization", "engine"),
+        lambda given: given["tensorrt"],
+        "--tensorrt runs nothing",
+    ),
+)
 
 
 class _Sort(enum.StrEnum):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from htp_export.cli.file_options import FileArgument, JsonOption, OutputOption, seed_option
+from htp_export.cli.idle_options import Idle
 from htp_export.cli.outputs import report
 from htp_export.cli.plan_options import read_prune_rules
 from htp_export.cli.terminal import Steps
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = 'bert.onnx --rule "encoder.**=0.5" --rule "encoder.layer.*.output=2:4" -o sparse.onnx'
 PLACE = 144
+IDLE = (Idle(("seed",), lambda given: given["method"] != "random", "it is for --method random"),)
 
 
 def prune_command(

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.file_options import FeedDimsOption, FileArgument, ShareOption, TableOptions, seed_option
+from htp_export.cli.idle_options import JSON_HAS_ALL, Idle
 from htp_export.cli.outputs import Kind, Writes, show_next, show_written, written_files
 from htp_export.cli.plan_options import (
     DataOption,
@@ -24,6 +25,16 @@ from htp_export.cli.terminal import Steps
 
 EXAMPLE = "bert.onnx plan.yaml -o mixed.onnx --data inputs.npz"
 PLACE = 142
+IDLE = (
+    Idle(
+        ("output", "data", "entry", "metric", "validation", "dims", "seed", "share_weights", "in_place", "force"),
+        lambda given: given["dry_run"],
+        "--dry-run runs and writes nothing",
+    ),
+    Idle(("depth", "select"), lambda given: given["as_json"], JSON_HAS_ALL),
+    Idle(("seed", "dims"), lambda given: given["data"], "the inputs are those of --data"),
+    Idle(("dims",), lambda given: given["entry"], "the inputs are those of --entry"),
+)
 
 
 def quantize_command(

@@ -67,6 +67,8 @@ def _settings(options: Sequence[str]) -> dict[str, Any]:
         name, equals, value = option.partition("=")
         if not equals or not name.isidentifier():
             raise InputError(f"--set {option!r}: write name=value")
+        if name in settings:
+            raise InputError(f"--set {option}: {name} is set twice")
         try:
             settings[name] = json.loads(value)
         except ValueError:

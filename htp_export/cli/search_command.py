@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.file_options import DepthOption, FeedDimsOption, FileArgument, JsonOption, SelectOption, seed_option
+from htp_export.cli.idle_options import Idle
 from htp_export.cli.outputs import Writes, show_next, show_written, written_folder
 from htp_export.cli.plan_options import DataOption, EntryOption, MetricOption, read_data, read_metric
 from htp_export.cli.sizes import parse_dims
@@ -16,6 +17,11 @@ from htp_export.process.bounds import MOST_RUNS
 
 EXAMPLE = "bert.onnx --choices int8,int4,fp16 --data inputs.npz -o found/"
 PLACE = 145
+IDLE = (
+    Idle(("study", "grace"), lambda given: given["storage"] is None, "it is for --storage"),
+    Idle(("runs",), lambda given: "latency" not in ",".join(given["objective"] or ()), "it is for --objective latency"),
+    Idle(("dims",), lambda given: given["data"] or given["entry"], "the inputs are given"),
+)
 
 
 def search_command(

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from htp_export.cli.file_options import DepthOption, FeedDimsOption, FileArgument, JsonOption, SelectOption, seed_option
+from htp_export.cli.idle_options import Idle
 from htp_export.cli.plan_options import DataOption, EntryOption, MetricOption, read_data, read_metric
 from htp_export.cli.sizes import parse_dims
 from htp_export.cli.terminal import Steps, print_json, print_text, show, split_names
@@ -15,6 +16,16 @@ from htp_export.process.bounds import MOST_RUNS
 
 EXAMPLE = "bert.onnx --precision int8,int4 --data inputs.npz --depth 3"
 PLACE = 144
+IDLE = (
+    Idle(
+        ("runs", "all_but", "by_module", "metric", "results"),
+        lambda given: given["estimate"],
+        "--estimate quantizes nothing",
+    ),
+    Idle(("by_module",), lambda given: not given["as_json"], "it is for --json"),
+    Idle(("seed", "dims"), lambda given: given["data"], "the inputs are those of --data"),
+    Idle(("dims",), lambda given: given["entry"], "the inputs are those of --entry"),
+)
 
 
 def sensitivity_command(

@@ -70,5 +70,7 @@ def parse_dims(settings: list[str]) -> dict[str, int]:
         name, equals, size = setting.partition("=")
         if not (equals and name.strip() and size.strip().isdecimal()):
             raise InputError(f"--dims {setting}: write name=size, such as batch=1")
+        if name.strip() in sizes:
+            raise InputError(f"--dims {setting}: {name.strip()} is given twice")
         sizes[name.strip()] = int(size)
     return sizes

@@ -160,6 +160,8 @@ def parse_overrides(settings: Sequence[str]) -> dict[str, object]:
         key, equals, value = setting.partition("=")
         if not equals or not key.strip():
             raise InputError(f"--set {setting}: write key=value")
+        if key.strip() in overrides:
+            raise InputError(f"--set {setting}: {key.strip()} is set twice")
         try:
             overrides[key.strip()] = json.loads(value)
         except ValueError:

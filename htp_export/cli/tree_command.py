@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from htp_export.cli.file_options import FeedDimsOption, FeedOption, TableOptions
-from htp_export.cli.looking import LookOptions
+from htp_export.cli.looking import FILE_IDLE, LookOptions
 from htp_export.cli.measurements import read_measured
 from htp_export.cli.sizes import Sizes, read_sizes
 from htp_export.cli.terminal import split_names
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "bert.onnx --depth 3"
 PLACE = 20
+IDLE = (FILE_IDLE,)
 
 
 def tree_command(

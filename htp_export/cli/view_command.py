@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from htp_export.cli.file_options import JsonOption
+from htp_export.cli.idle_options import Idle
 from htp_export.cli.interrupts import accept_interrupt
-from htp_export.cli.looking import Looked, LookOptions
+from htp_export.cli.looking import FILE_IDLE, Looked, LookOptions
 from htp_export.cli.outputs import Kind, Writes, check_output, show_written, written_page
 from htp_export.cli.terminal import Steps, print_json, show
 from htp_export.errors import InputError
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 
 EXAMPLE = "bert.onnx -o bert.html"
 PLACE = 30
+IDLE = (
+    Idle(("port",), lambda given: not given["serve"], "it is for --serve"),
+    Idle(("graph", "weights"), lambda given: given["netron"] or given["overlay"], "it is for the page"),
+    FILE_IDLE,
+)
 
 
 class _Overlay(enum.StrEnum):

@@ -86,8 +86,8 @@ def check_parent(target: Path) -> None:
             target.stat()
     except FileNotFoundError:
         pass  # a link to a file that will be made
-    except (OSError, RuntimeError) as error:  # Python 3.12 and earlier raise a RuntimeError for links in a circle
-        raise FileError(target, f"cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    except (OSError, RuntimeError) as circle:  # Python 3.12 and earlier raise a RuntimeError for links in a circle
+        raise FileError(target, f"cannot be written: {getattr(circle, 'strerror', None) or circle}") from circle
     folder = target.parent if target.name else target.absolute().parent
     error = why_not_writable(folder)
     if isinstance(error, FileNotFoundError):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from htp_export.errors import InputError, described
+from htp_export import errors
+from htp_export.errors import InputError
 from htp_export.huggingface.caches import emptied, empty_cache
 from htp_export.huggingface.example_calls import CacheNames, ExampleCall, example_of_runs, run
 from htp_export.huggingface.inputs import example_inputs, named_parameters
@@ -94,7 +96,7 @@ class CallMaker:
         try:
             run(self.model, {**first, "past_key_values": cache})
         except Exception as error:  # whatever a model raises that has a cache of its own
-            problem = f"cannot be called with a {type(cache).__name__} ({described(error)})"
+            problem = f"cannot be called with a {type(cache).__name__} ({errors.described(error)})"
             raise InputError(f"{type(self.model).__name__} {problem}; choose a task without -with-past") from error
         return self._ordered(first, emptied(cache)), self._ordered(rest, cache)
 

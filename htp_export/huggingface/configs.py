@@ -72,12 +72,27 @@ def apply_overrides(source: str, config: Any, overrides: Mapping[str, object]) -
         return config
     for key in overrides:
         _check_key(source, config, key)
+        _check_sign(source, config, key, overrides[key])
     values = _with(config, overrides)
     values.pop("model_type", None)
     try:
         return type(config)(**values)
     except Exception as error:  # configs check themselves, each in its way
         raise ModelSourceError(source, f"its config refuses {_shown(overrides)}: {in_one_line(error)}") from error
+
+
+def _check_sign(source: str, config: Any, key: str, value: object) -> None:
+    """Refuse a negative number in place of a count or a size: Python makes an empty loop of it.
+
+    Ids of tokens and labels may be negative, and mean none.
+    """
+    *levels, name = key.split(".")
+    for level in levels:
+        config = getattr(config, level, None)
+    before = getattr(config, name, None)
+    numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (before, value))
+    if numbers and not name.endswith(("_id", "_ids", "_index")) and value < 0 < before:  # type: ignore[operator]
+        raise ModelSourceError(source, f"its config has {key}={before}, and {value} is negative")
 
 
 def nearest(name: str, known: Iterable[str], what: str) -> str:

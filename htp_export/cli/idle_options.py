@@ -1,0 +1,77 @@
+"""Options that have no effect are refused: given twice, empty, or beside others with which nothing reads them.
+
+A command says in ``IDLE`` when which of its options have none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from htp_export.errors import InputError
+
+__all__ = ["JSON_HAS_ALL", "Idle", "check_options"]
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Options that have no effect in some calls.
+
+    Attributes:
+        options: The names of their parameters.
+        when: Whether that is so, by the values of all parameters.
+        why: Why, for the message.
+    """
+
+    options: tuple[str, ...]
+    when: Callable[[Mapping[str, Any]], object]
+    why: str
+
+
+JSON_HAS_ALL = "--json writes everything, in the order of the model"
+
+_ALWAYS = (
+    Idle(("as_csv",), lambda given: given["as_json"], "--json writes another form of the result"),
+    Idle(("sort", "fold", "columns"), lambda given: given.get("as_json"), JSON_HAS_ALL),
+)
+
+
+def check_options(
+    parameters: Iterable[Any], typed: Sequence[Any], given: Mapping[str, Any], idle: Sequence[Idle]
+) -> None:
+    """Refuse options without effect.
+
+    Args:
+        parameters: The parameters of the command, as typer made them.
+        typed: Those that were typed, in order, one entry each time.
+        given: Name of a parameter → its value.
+        idle: What the command says of its options.
+
+    Raises:
+        InputError: If there is such an option.
+    """
+    options = {each.name: each for each in parameters if each.param_type_name == "option"}
+    times = Counter(each.name for each in typed)
+    for name, count in times.items():
+        option = options.get(name)
+        if option is None:
+            continue
+        switch = option.is_flag and not option.secondary_opts
+        if count > 1 and not option.multiple and not switch:
+            raise InputError(f"{_shown(option, given)} is given {count} times, and one value counts: give it once")
+        values = given[name] if isinstance(given[name], list | tuple) else [given[name]]
+        if any(isinstance(value, str) and not value.strip(" ,") for value in values):
+            raise InputError(f"{_shown(option, given)} is empty: give a value, or leave it out")
+    for rule in (*(each for each in _ALWAYS if {*each.options} & {*options}), *idle):
+        found = next((name for name in rule.options if name in times and given[name] not in (None, [], ())), None)
+        if found is not None and rule.when(given):
+            shown = _shown(options[found], given) if found in options else found.upper()
+            raise InputError(f"{shown} has no effect: {rule.why}; leave it out")
+
+
+def _shown(option: Any, given: Mapping[str, Any]) -> str:
+    """The option as it is typed; of a pair of switches the one that was."""
+    names = option.secondary_opts if option.secondary_opts and given[option.name] is False else option.opts
+    return str(max(names, key=len))
