@@ -13,6 +13,7 @@ import torch
 
 from htp_export.exporter.capture import patches, running
 from htp_export.exporter.capture.dynamo_internals import (
+    Broken,
     break_of,
     dynamo_frames,
     leave_dynamo_as_it_was,
@@ -65,7 +66,7 @@ class BrokenRun:
 
     Attributes:
         runs: The runs of the graphs, in order.
-        breaks: Where graphs ended.
+        breaks: Where graphs ended, or would have ended in functions of which Dynamo made none.
     """
 
     runs: list[GraphRun] = field(default_factory=list)
@@ -106,8 +107,12 @@ def run_with_breaks(
 
         return run
 
+    def lost(frame: Any, found: Broken) -> None:
+        path = module_of_frame(frame, path_by_id)
+        broken.breaks.append(GraphBreak(found.reason, _running(path_by_id) if path is None else path, found.frames))
+
     with _prepared(), torch.no_grad():
-        dynamo_frames(model, compiled)(*args, **kwargs)
+        dynamo_frames(model, compiled, lost)(*args, **kwargs)
     return broken
 
 
