@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -134,6 +136,9 @@ def _prepared() -> Iterator[None]:
         running.wait_alone(changes)
         patches.DYNAMO_FRAMES.hold(changes)
         turn_attention_fast_path_off(changes)
+        logger = logging.getLogger("torch._dynamo")  # it warns of what is listed in the result
+        changes.will_undo(functools.partial(logger.setLevel, logger.level))
+        logger.setLevel(logging.ERROR)
         set_variable(changes, running.wants_frames_of_layers, True)
 
     with restored(make), settings_for_breaks():
