@@ -10,7 +10,11 @@ from typing import Any, NamedTuple
 from htp_export.process.restoring import Changes
 
 _VALUES, _SIZES = "capture_scalar_outputs", "capture_dynamic_output_shape_ops"
-_SYMBOLS_FOR_DATA = ({_VALUES: True, _SIZES: True}, {_VALUES: False, _SIZES: True}, {_VALUES: False, _SIZES: False})
+_SYMBOLS_FOR_DATA: tuple[dict[str, Any], ...] = (
+    {_VALUES: True, _SIZES: True},
+    {_VALUES: False, _SIZES: True},
+    {_VALUES: False, _SIZES: False},
+)
 """Settings of Dynamo, in the order in which they are tried for a frame: symbols stand for values, and for sizes, that
 depend on data, so that the graph goes on."""
 
