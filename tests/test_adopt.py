@@ -13,8 +13,6 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from htp_export.provenance.adoption.near_values import OriginalTensors
-from htp_export.provenance.adoption.same_weights import OriginalWeights, replaced
 from torch import nn
 
 import htp_export
@@ -26,7 +24,6 @@ from htp_export.provenance.adoption.feeds import pair_names
 from htp_export.provenance.adoption.gathering import rounded_weight
 from htp_export.provenance.adoption.likenesses import EXACT, Originals, largest_error
 from htp_export.provenance.adoption.name_scopes import NameScopes
-from htp_export.runtime.arrays import ArrayStore
 
 SIZE = 16
 

@@ -282,6 +282,60 @@ def test_a_detector_with_non_maximum_suppression_is_got_by_dynamo():
         htp_export.load(inspected.graphs["graph_2"]).save("model.onnx")
 
 
+def compiled_operators(model: nn.Module, x: torch.Tensor) -> int:
+    """The number of operators in the graphs of torch.compile."""
+    found = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        found.extend(node for node in graph.graph.nodes if node.op.startswith("call") and "getitem" not in node.name)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(x)
+    torch._dynamo.reset()
+    return len(found)
+
+
+def test_a_loop_over_numbers_breaks_a_graph_and_loses_none():
+    model, x = spread(traceless.Counting()), torch.rand(2, 4)
+    inspected = htp_export.inspect(model, x)
+    assert inspected.way == "dynamo"
+    ops = [node.op_type for node in inspected.model.graph]
+    assert ops[:5] == ["exp", "linear", "tanh", "abs", "sum"]
+    assert ops[-1] == "sigmoid"
+    assert [(stop.module, stop.line) for stop in inspected.breaks] == [("", line_of(traceless.Counting, ".tolist()"))]
+    check_tree(inspected, model)
+
+
+def test_a_detector_whose_forward_goes_through_its_boxes_has_all_that_torch_compile_has():
+    model, x = spread(traceless.CountingDetector()), torch.randn(1, 3, 16, 16)
+    inspected = htp_export.inspect(model, x)
+    assert inspected.way == "dynamo"
+    assert [stop.line for stop in inspected.breaks] == [
+        line_of(traceless.CountingDetector, text) for text in (".tolist()", "if all(")
+    ]
+    assert len(list(inspected.model.graph)) >= compiled_operators(model, x) > 8
+    check_tree(inspected, model)
+
+
+def test_a_function_that_runs_and_is_in_no_graph_is_a_break(capfd: pytest.CaptureFixture[str]):
+    model = spread(traceless.SearchingDetector())
+    inspected = htp_export.inspect(model, torch.randn(1, 3, 16, 16))
+    assert inspected.way == "dynamo"
+    assert {node.metadata_props["htp.module"].partition(".")[0] for node in inspected.model.graph} == {
+        "backbone",
+        "head",
+    }
+    (stop,) = inspected.breaks
+    assert (stop.module, stop.file, stop.line) == (
+        "",
+        traceless.__file__,
+        line_of(traceless.SearchingDetector, "int(order[0])"),
+    )
+    assert str(stop) in str(inspected)
+    assert "TORCHDYNAMO" not in capfd.readouterr().err
+
+
 @torch.library.custom_op("htp_export_tests::trimmed", mutates_args=())
 def trimmed(x: torch.Tensor) -> torch.Tensor:
     return x[: int((x.sum(1) > 0).sum())].clone()

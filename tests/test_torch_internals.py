@@ -596,14 +596,16 @@ def test_names_and_arguments_of_operators_are_read_from_their_schemas() -> None:
 def test_dynamos_graphs_say_where_they_end_and_in_which_modules_their_nodes_are() -> None:
     model = traceless.spread(traceless.WithChoosing())
     graphs: list[Any] = []
+    lost: list[Any] = []
 
     def backend(graph: Any, _: Any) -> Any:
+        assert torch._dynamo.config.capture_scalar_outputs
         graphs.append(graph)
         return graph.forward
 
     with restored(dynamo_internals.leave_dynamo_as_it_was), dynamo_internals.settings_for_breaks():
-        assert torch._dynamo.config.capture_scalar_outputs
-        dynamo_internals.dynamo_frames(model, backend)(torch.ones(2, 4))
+        dynamo_internals.dynamo_frames(model, backend, lambda *found: lost.append(found))(torch.ones(2, 4))
+    assert lost == []
     assert not torch._dynamo.config.capture_scalar_outputs
     found = dynamo_internals.break_of(graphs[1])
     assert found is not None

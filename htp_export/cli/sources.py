@@ -119,10 +119,12 @@ def call_factory(entry: str, seed: int = 0) -> Any:
 def _call(entry: str, made: Any) -> Call:
     import torch
 
+    from htp_export.exporter.capture.modules import set_eval_mode
+
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], torch.nn.Module):
         raise ModelSourceError(entry, "must return (model, example inputs), the model an nn.Module")
     model, inputs = made
-    model.eval()
+    set_eval_mode(model)
     if isinstance(inputs, torch.Tensor):
         inputs = (inputs,)
     if not isinstance(inputs, (tuple, list, Mapping)):

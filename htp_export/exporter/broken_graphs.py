@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +15,7 @@ import torch
 
 from htp_export.exporter.capture import patches, running
 from htp_export.exporter.capture.dynamo_internals import (
+    Broken,
     break_of,
     dynamo_frames,
     leave_dynamo_as_it_was,
@@ -65,7 +68,7 @@ class BrokenRun:
 
     Attributes:
         runs: The runs of the graphs, in order.
-        breaks: Where graphs ended.
+        breaks: Where graphs ended, or would have ended in functions of which Dynamo made none.
     """
 
     runs: list[GraphRun] = field(default_factory=list)
@@ -106,8 +109,12 @@ def run_with_breaks(
 
         return run
 
+    def lost(frame: Any, found: Broken) -> None:
+        path = module_of_frame(frame, path_by_id)
+        broken.breaks.append(GraphBreak(found.reason, _running(path_by_id) if path is None else path, found.frames))
+
     with _prepared(), torch.no_grad():
-        dynamo_frames(model, compiled)(*args, **kwargs)
+        dynamo_frames(model, compiled, lost)(*args, **kwargs)
     return broken
 
 
@@ -129,6 +136,9 @@ def _prepared() -> Iterator[None]:
         running.wait_alone(changes)
         patches.DYNAMO_FRAMES.hold(changes)
         turn_attention_fast_path_off(changes)
+        logger = logging.getLogger("torch._dynamo")  # it warns of what is listed in the result
+        changes.will_undo(functools.partial(logger.setLevel, logger.level))
+        logger.setLevel(logging.ERROR)
         set_variable(changes, running.wants_frames_of_layers, True)
 
     with restored(make), settings_for_breaks():

@@ -67,6 +67,30 @@ class ModuleInfo:
         """
         return self.class_name.rpartition(".")[2]
 
+    @property
+    def is_generated(self) -> bool:
+        """Whether torch made the class when it traced a model: it says nothing of what was traced.
+
+        Examples:
+            >>> ModuleInfo("", "torch.fx.graph_module.GraphModule").is_generated
+            True
+        """
+        return self.class_name.startswith(_GENERATED)
+
+    def may_be(self, other: ModuleInfo) -> bool:
+        """Whether two entries of a path can be one module, by their classes; unknown and generated ones fit any.
+
+        Examples:
+            >>> net, relu = ModuleInfo("", "nets.Net"), ModuleInfo("", "torch.nn.modules.activation.ReLU")
+            >>> net.may_be(ModuleInfo("", "moved.Net")), net.may_be(relu), net.may_be(ModuleInfo("", ""))
+            (True, False, True)
+        """
+        known = all(each.class_name and not each.is_generated for each in (self, other))
+        return not known or self.simple_class == other.simple_class
+
+
+_GENERATED = ("torch.fx.graph_module.", "torch.export.", "torch.nn.modules.module.Module")
+
 
 class Hierarchy(Mapping[str, ModuleInfo]):
     """Module path → module, in the order of ``named_modules()``; never changed once made.

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from htp_export.errors import InputError, described
 from htp_export import errors
 from htp_export.errors import InputError
 from htp_export.huggingface.caches import emptied, empty_cache

@@ -54,7 +54,8 @@ class Inspected(HoldsModel):
             ``torch.fx``: the same, by symbolic tracing. ``dynamo``: the graphs between graph breaks. ``parts``: modules
             that were exported one by one, side by side.
         stopped: Where each better way ended, the best one first.
-        breaks: Where Dynamo's graphs end before ``forward`` does (``dynamo``).
+        breaks: Where Dynamo's graphs end before ``forward`` does, and where Dynamo gave up a function that is in none
+            (``dynamo``).
         graphs: Name of each of Dynamo's graphs → the graph by itself, the largest first (``dynamo``). The names of its
             nodes in ``model`` begin with its name. A graph that runs several times in one module is there once.
         failures: Module path → error, for modules that could not be exported (``parts``).

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from htp_export.run.file_run import FileRun
 from htp_export.run.pairing import Pair, PairedCall
+from htp_export.run.precisions import half_precisions
 from htp_export.run.results import TensorResult
 from htp_export.runtime.arrays import Array, StoredArray
 from htp_export.runtime.comparing import Difference, Tolerance, difference
@@ -20,7 +21,7 @@ __all__ = ["CheckedCall", "Tolerances", "check_calls", "excesses"]
 Tolerances = Callable[[str], Tolerance | None]
 """Module path → tolerance; None for the entry of ``TOLERANCES`` for the dtype."""
 
-_Key = tuple[StoredArray, ir.Value, Tolerance | None]
+_Key = tuple[StoredArray, ir.Value, Tolerance | None, str]
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,13 @@ class CheckedCall:
         return bool(self.failed) or any(not result.difference.agrees for _, result in self.outputs)
 
 
-def check_calls(
-    run: FileRun, calls: Sequence[PairedCall], tolerances: Tolerances, *, across_dtypes: bool = False
-) -> list[CheckedCall]:
+def check_calls(run: FileRun, calls: Sequence[PairedCall], tolerances: Tolerances) -> list[CheckedCall]:
     """Run a file, and compare the tensors of calls.
 
     Args:
         run: The file.
         calls: The calls, with the tensors of the file that belong to them.
         tolerances: The tolerance of each module.
-        across_dtypes: Whether floats of different widths may be compared.
 
     Raises:
         InputError: If ONNX Runtime cannot run the file.
@@ -68,19 +66,21 @@ def check_calls(
     for paired in calls:
         for pair in (*paired.outputs, *paired.inputs):
             for value in pair.candidates:
-                wanted[value][pair.expected, value, tolerances(paired.call.path)] = None
+                wanted[value][_key(pair, value, tolerances(paired.call.path))] = None
     sizes = {str(value.name): max(key[0].nbytes for key in keys) for value, keys in wanted.items()}
     by_name = {str(value.name): value for value in wanted}
     differences: dict[_Key, Difference] = {}
+    halves = half_precisions(run.tagged)
 
     def compare(name: str, array: Array) -> None:
         for key in wanted[by_name[name]]:
-            differences[key] = difference(key[0].array, array, key[2], across_dtypes=across_dtypes)
+            computed_in = filter(None, (key[3], halves.get(name)))
+            differences[key] = difference(key[0].array, array, key[2], computed_in)
 
     run.fetch(sizes, compare)
 
     def best(pair: Pair, tolerance: Tolerance | None) -> tuple[ir.Value, TensorResult]:
-        options = ((value, differences[pair.expected, value, tolerance]) for value in pair.candidates)
+        options = ((value, differences[_key(pair, value, tolerance)]) for value in pair.candidates)
         value, nearest = min(options, key=lambda option: _rank(option[1]))
         return value, TensorResult(pair.name, str(value.name), nearest)
 
@@ -94,6 +94,10 @@ def check_calls(
     return checked
 
 
+def _key(pair: Pair, value: ir.Value, tolerance: Tolerance | None) -> _Key:
+    return pair.expected, value, tolerance, pair.computed_in
+
+
 def _each_once(paired: PairedCall, tolerance: Tolerance | None, differences: Mapping[_Key, Difference]) -> PairedCall:
     """For a call whose tensors the file does not name, match each tensor with one output, the nearest pairs first.
 
@@ -101,10 +105,10 @@ def _each_once(paired: PairedCall, tolerance: Tolerance | None, differences: Map
     dtype differs, which may only be known after the run, is no match.
     """
     options = [
-        (_rank(differences[pair.expected, value, tolerance]), pair.name, value)
+        (_rank(differences[_key(pair, value, tolerance)]), pair.name, value)
         for pair in paired.outputs
         for value in pair.candidates
-        if differences[pair.expected, value, tolerance].comparable
+        if differences[_key(pair, value, tolerance)].comparable
     ]
     chosen: dict[str, ir.Value] = {}
     for _, name, value in sorted(options, key=lambda option: option[0]):

@@ -10,6 +10,7 @@ from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
 from htp_export.run.file_run import FileRun
 from htp_export.run.pairing import leaving_tensors
+from htp_export.run.precisions import half_precisions
 from htp_export.run.pytorch_calls import ModuleCall
 from htp_export.runtime.arrays import Array, ArrayStore, StoredArray
 from htp_export.runtime.bound_shapes import infer_bound
@@ -32,11 +33,12 @@ def calls_in_file(run: FileRun, store: ArrayStore) -> list[ModuleCall]:
         arrays[name] = store.keep(array)
 
     run.fetch({str(value.name): known.bytes_of(value) or 0 for value in wanted}, keep)
-    calls = []
+    calls, halves = [], half_precisions(run.tagged)
     for path, number, entered, back in tensors:
         outputs = tuple(arrays[str(value.name)] if value is not None else None for value in back)
         inputs = {argument: arrays[str(value.name)] for argument, value in entered.items()}
-        calls.append(ModuleCall(path, number, inputs, outputs))
+        computed_in = tuple(halves.get(str(value.name), "") if value is not None else "" for value in back)
+        calls.append(ModuleCall(path, number, inputs, outputs, computed_in=computed_in))
     return calls
 
 

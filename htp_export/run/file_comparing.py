@@ -19,6 +19,7 @@ from htp_export.run.pairing import pair_call
 from htp_export.run.pytorch_calls import ModuleCall
 from htp_export.run.reporting import module_results, tolerance_of
 from htp_export.run.results import NOT_COMPARED, Comparison, ModuleResult
+from htp_export.run.stable_sorting import with_sorted_results
 from htp_export.run.taken_branches import with_taken_branches
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
 from htp_export.runtime.inputs import Feed, Inputs
@@ -91,13 +92,13 @@ def compare(
     feed = known.random(dims, shapes, seed) if inputs is None else known.feed(inputs, dims)
     other_feed = _other_feed(ours, theirs, feed, second_name)
     settings = SessionSettings(tuple(providers), session_options)
-    first = with_taken_branches(FileRun(ours, first_name, feed.arrays, settings, portion_bytes))
-    second = with_taken_branches(FileRun(theirs, second_name, other_feed, settings, portion_bytes))
+    runs = (ours, first_name, feed.arrays), (theirs, second_name, other_feed)
+    first, second = (with_taken_branches(with_sorted_results(FileRun(*run, settings, portion_bytes))) for run in runs)
     with ArrayStore.opened(portion_bytes) as store:
         calls = calls_in_file(first, store)
         wanted = [call for call in calls if call.path in chosen and call.path in second.tagged]
         paired = [pair_call(second.tagged, call) for call in wanted]
-        checked = check_calls(second, paired, allowed, across_dtypes=True)
+        checked = check_calls(second, paired, allowed)
     blame = blame_by_graph(second.tagged, checked)
     results = module_results(first.tagged, chosen, checked, blame, {}, isolated=False)
     modules = _with_reasons(results, calls, checked, first, second)
@@ -109,7 +110,7 @@ def _check_one_model(ours: TaggedModel, theirs: TaggedModel, first_name: str, se
     shared = [path for path in ours if path in theirs]
     for path in shared:
         first, second = ours.hierarchy[path], theirs.hierarchy[path]
-        if first.class_name and second.class_name and first.simple_class != second.simple_class:
+        if not first.may_be(second):
             problem = (
                 f"module {path or '(root)'!r} is a {first.simple_class} in one and a {second.simple_class} in the other"
             )

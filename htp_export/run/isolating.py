@@ -18,6 +18,8 @@ from htp_export.run.file_run import FileRun
 from htp_export.run.pairing import Pair, PairedCall, pair_call
 from htp_export.run.pytorch_calls import ModuleCall
 from htp_export.runtime.arrays import Array, ArrayStore, StoredArray
+from htp_export.runtime.declared_inputs import in_precision_of
+from htp_export.runtime.inputs import Inputs
 
 __all__ = ["check_isolated"]
 
@@ -151,7 +153,8 @@ def _check(run: FileRun, task: _Task, outside: Mapping[str, StoredArray], tolera
     """Run one cut, and compare its outputs with the results of the module."""
     tagged, inputs = run.tagged, task.cut.inputs.items()
     part = TaggedModel(cut_model(tagged, task.cut), tagged.hierarchy, tagged.source)
-    feed = {name: (task.expected.get(name) or outside[str(value.name)]).array for name, value in inputs}
+    known = {name: (task.expected.get(name) or outside[str(value.name)]).array for name, value in inputs}
+    feed = {wanted.name: in_precision_of(wanted, known[wanted.name]) for wanted in Inputs.of(part.model)}
     name = f"module {task.paired.call.path!r} alone"
     # The cut has the same tensors, perhaps under other names.
     counterparts = dict(zip(dict.fromkeys(task.cut.outputs.values()), part.model.graph.outputs, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import statistics
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from htp_export.process.bounds import MOST_RUNS, check_whole
 from htp_export.run.kernels import Kernel
 from htp_export.run.latency_results import Profile
 from htp_export.run.measured_memory import memory_by_module
+from htp_export.run.measurements import Measurement, consistent
 from htp_export.run.module_times import device_of, times_of_modules
 from htp_export.run.openvino_kernels import openvino_kernels
 from htp_export.run.tensorrt_files import read_engine
@@ -166,18 +167,25 @@ def _run_onnxruntime(
     options: _EngineOptions,
     folder: Path,
 ) -> Profile:
-    session = ProfiledSession(runnable, options.settings, folder)
-    session.run(feed, warmup)
-    profiled = session.run(feed, runs)
-    trace = session.end_profiling(runs)
-    plain = session.run(feed, runs)
-    if trace.runs < runs:
-        _log.warning("ONNX Runtime's profile is full: it has %d of %d runs; ask for fewer", trace.runs, runs)
-    kernels, timing, notes = trace_kernels(trace, tagged, session.optimized), trace.timing, feed.notes
+
+    def measure() -> Measurement:
+        session = ProfiledSession(runnable, options.settings, Path(tempfile.mkdtemp(dir=folder)))
+        session.run(feed, warmup)
+        profiled = session.run(feed, runs)
+        trace = session.end_profiling(runs)
+        plain = session.run(feed, runs)
+        if trace.runs < runs:
+            _log.warning("ONNX Runtime's profile is full: it has %d of %d runs; ask for fewer", trace.runs, runs)
+        kernels, at_once = trace_kernels(trace, tagged, session.optimized), options.settings.at_once
+        return Measurement(kernels, profiled, plain, session.providers, trace.timing, at_once)
+
+    measured, contradictions = consistent(measure)
+    timing, providers = measured.timing, measured.providers
+    kernels, notes = measured.kernels, (*contradictions, *feed.notes)
     if options.timing == "modules" or (
-        options.timing == "auto" and timing == "launches" and not _explain(kernels, statistics.median(plain))
+        options.timing == "auto" and timing == "launches" and not _explain(kernels, measured.end_to_end_ms)
     ):
-        device = device_of(session.providers)
+        device = device_of(providers)
         alone = times_of_modules(tagged, feed, options.settings, device, runs, warmup, folder)
         kernels, timing = alone.kernels, "modules"
         notes = (*(f"{path or '(root)'} did not run alone: {why}" for path, why in alone.reasons.items()), *notes)
@@ -186,10 +194,10 @@ def _run_onnxruntime(
         kernels,
         timing=timing,
         memory=memory_by_module(runnable, options.settings, feed, tagged, folder) if options.memory else None,
-        end_to_end_ms=statistics.median(plain),
-        profiled_ms=statistics.median(profiled),
+        end_to_end_ms=measured.end_to_end_ms,
+        profiled_ms=measured.profiled_ms,
         runs=runs,
-        providers=session.providers,
+        providers=providers,
         assumed=notes,
     )
 
@@ -204,15 +212,21 @@ def _run_openvino(
     tagged: TaggedModel, name: str, feed: Feed, runs: int, warmup: int, options: Mapping[str, Any], folder: Path
 ) -> Profile:
     session = OpenvinoSession(tagged.model, name, options, folder)
-    profiled, nodes = session.run_counting(feed, warmup, runs)
+
+    def measure() -> Measurement:
+        profiled, nodes = session.run_counting(feed, warmup, runs)
+        kernels, plain = openvino_kernels(nodes, session.device, tagged), session.run(feed, warmup, runs)
+        return Measurement(kernels, profiled, plain, (f"OpenVINO {session.device}",))
+
+    measured, contradictions = consistent(measure)
     return Profile.of(
         tagged,
-        openvino_kernels(nodes, session.device, tagged),
-        end_to_end_ms=statistics.median(session.run(feed, warmup, runs)),
-        profiled_ms=statistics.median(profiled),
+        measured.kernels,
+        end_to_end_ms=measured.end_to_end_ms,
+        profiled_ms=measured.profiled_ms,
         runs=runs,
-        providers=(f"OpenVINO {session.device}",),
-        assumed=feed.notes,
+        providers=measured.providers,
+        assumed=(*contradictions, *feed.notes),
         engine="openvino",
     )
 

@@ -97,7 +97,8 @@ class Profile(ModuleTable):
         kernels: All kernels, in the order of their first run.
         runs: Number of measured runs.
         providers: The execution providers that were used.
-        assumed: A line for each open dimension whose size was not given, with the size that was used.
+        assumed: A line for each open dimension whose size was not given, with the size that was used, and for what the
+            measured times do not say.
         tags: The tags of the model: source, reasons, untagged nodes.
         memory: What ONNX Runtime allocated; None if it was not measured.
         engine: What ran the model: ``onnxruntime``, ``openvino`` or ``tensorrt``.

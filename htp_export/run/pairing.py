@@ -14,6 +14,7 @@ from htp_export.format.signatures import Signature
 from htp_export.model.tagged import Region, TaggedModel
 from htp_export.run.pytorch_calls import ModuleCall
 from htp_export.runtime.arrays import StoredArray
+from htp_export.runtime.declared_inputs import is_float
 from htp_export.runtime.inputs import Inputs
 
 __all__ = ["Pair", "PairedCall", "input_arguments", "leaving_tensors", "pair_call", "unmatched_calls"]
@@ -29,11 +30,13 @@ class Pair:
         name: The argument, or the position among the outputs.
         expected: Its values.
         candidates: One tensor if the file names it; otherwise all tensors with its type and shape.
+        computed_in: As of `ModuleCall`; ``""`` if it is not known.
     """
 
     name: str
     expected: StoredArray
     candidates: tuple[ir.Value, ...]
+    computed_in: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,13 @@ def _of_tensors(call: ModuleCall, listed: Sequence[_Listed]) -> Sequence[_Listed
 
 
 def _in_order(call: ModuleCall, values: Sequence[ir.Value | None], inputs: tuple[Pair, ...]) -> PairedCall:
-    known = zip(call.outputs, values, strict=True)
-    pairs = [Pair(str(k), array, (value,)) for k, (array, value) in enumerate(known) if array and value is not None]
+    known = enumerate(zip(call.outputs, values, strict=True))
+    pairs = [_pair(call, k, array, (value,)) for k, (array, value) in known if array and value is not None]
     return PairedCall(call, tuple(pairs), inputs, len(values) - len(pairs))
+
+
+def _pair(call: ModuleCall, place: int, array: StoredArray, candidates: tuple[ir.Value, ...]) -> Pair:
+    return Pair(str(place), array, candidates, call.computed_in[place] if call.computed_in else "")
 
 
 def _inputs(tagged: TaggedModel, call: ModuleCall, signature: Signature) -> Iterable[Pair]:
@@ -124,7 +131,7 @@ def _by_region(tagged: TaggedModel, call: ModuleCall, inputs: tuple[Pair, ...]) 
             continue
         fitting = tuple(value for value in leaving if _fits(tagged, value, array))  # in the order of computation
         if fitting:
-            pairs.append(Pair(str(place), array, fitting))
+            pairs.append(_pair(call, place, array, fitting))
     reason = "its tensors are those that leave its nodes: the file does not name them"
     if not pairs:
         reason = _why_none(tagged, region)
@@ -151,10 +158,16 @@ def _is_of_others(tagged: TaggedModel, path: str, node: ir.Node | None) -> bool:
 
 
 def _fits(tagged: TaggedModel, value: ir.Value, stored: StoredArray) -> bool:
-    """Whether the known or inferred type and shape of a tensor match an array; others are compared after the run."""
+    """Whether the known or inferred type and shape of a tensor match an array; others are compared after the run.
+
+    Floats of any width match: a tool may have changed it.
+    """
     if value.dtype is None or value.shape is None:
         value = tagged.typed.get(str(value.name), value)
-    if value.dtype is not None and value.dtype != ir.DataType.STRING and value.dtype.numpy() != stored.array.dtype:
+    dtype = value.dtype
+    known = dtype is not None and dtype != ir.DataType.STRING
+    floats = known and dtype.is_floating_point() and is_float(stored.array)  # type: ignore[union-attr]
+    if known and not floats and dtype.numpy() != stored.array.dtype:  # type: ignore[union-attr]
         return False
     shape = stored.array.shape
     if value.shape is None:
@@ -184,7 +197,9 @@ def unmatched_calls(tagged: TaggedModel, ran: Mapping[str, int], in_branches: Ma
             continue
         known = in_branches.get(path, known)
         if not now and known and info.fate != "uncalled":
-            reasons[path] = "its calls cannot be seen: it runs in a branch, or its forward is called directly"
+            reasons[path] = (
+                "its calls cannot be seen: it runs in a branch, its forward is called directly, or the model is traced"
+            )
         elif now != known and known and info.fate != "uncalled":
             reasons[path] = f"it ran {_times(now)} now and {_times(known)} in the export"
     return reasons

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from htp_export.errors import InputError, described
 from htp_export.exporter.capture import running
 from htp_export.exporter.capture.calls import arguments_by_name
-from htp_export.exporter.capture.modules import keep_training_modes
+from htp_export.exporter.capture.modules import keep_training_modes, set_eval_mode
 from htp_export.exporter.capture.torch_internals import turn_compilation_off
 from htp_export.format.leaves import named_leaves, named_tensors_in
 from htp_export.format.module_paths import module_paths
@@ -42,6 +42,8 @@ class ModuleCall:
             inside this one.
         tensors: For each tensor and number that ``forward`` returned, in order, whether it is a tensor. The TorchScript
             exporter represents sizes by tensors, and lists them among the results.
+        computed_in: For each output the type of half precision in which a file computes it; ``""`` for none. Empty for
+            calls of PyTorch.
     """
 
     path: str
@@ -50,6 +52,7 @@ class ModuleCall:
     outputs: tuple[StoredArray | None, ...]
     began: int = 0
     tensors: tuple[bool, ...] = ()
+    computed_in: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager
@@ -70,7 +73,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             turn_attention_fast_path_off(changes)
             changes.will_undo(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
             torch.set_grad_enabled(False)
-            model.eval()
+            set_eval_mode(model)
             turn_compilation_off(changes)
             yield
         finally:
@@ -165,7 +168,8 @@ class _Recorder:
             number = self._counts[path]
             self._counts[path] += 1
             named = named_tensors_in(arguments_by_name(module.forward, args, kwargs))
-            inputs = {name: self._hold(tensor) for name, tensor in named if self._wanted(path, number, name)}
+            held = {name: self._hold(tensor) for name, tensor in named if self._wanted(path, number, name)}
+            inputs = {name: stored for name, stored in held.items() if stored is not None}
             self._open.append((path, number, self._begun, inputs))
             self._begun += 1
 
@@ -183,15 +187,22 @@ class _Recorder:
         yield module.register_forward_pre_hook(enter, with_kwargs=True)
         yield module.register_forward_hook(leave, with_kwargs=True)
 
-    def _hold(self, tensor: torch.Tensor) -> StoredArray:
-        """Store the current values of a tensor, unless it was stored before and has not changed."""
+    def _hold(self, tensor: torch.Tensor) -> StoredArray | None:
+        """Store the current values of a tensor, unless it was stored before and has not changed; None if it has none.
+
+        A tensor inside of ``torch.vmap`` stands for a part of another, and a sparse one is no array.
+        """
         try:
             version = tensor._version
         except RuntimeError:  # made in inference mode: nobody counts its changes
-            return self._store.keep(from_torch(tensor))
+            version = -1
         seen = self._known.get(id(tensor))
-        if seen is not None and seen[0]() is tensor and seen[1] == version:
+        if seen is not None and seen[0]() is tensor and seen[1] == version >= 0:
             return seen[2]
-        stored = self._store.keep(from_torch(tensor))
+        try:
+            array = from_torch(tensor)
+        except (RuntimeError, TypeError):
+            return None
+        stored = self._store.keep(array)
         self._known[id(tensor)] = (weakref.ref(tensor), version, stored)
         return stored

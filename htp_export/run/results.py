@@ -323,10 +323,17 @@ class Comparison(ModuleTable):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How many modules were not compared and why, and assumed sizes, a line each."""
+        """How many modules were not compared and why, in which precision others were, and assumed sizes."""
         fates = Counter(module.status for module in self.modules.values() if not module.compared)
         listed = ", ".join(f"{count} {_FATE_WORDS.get(fate, fate)}" for fate, count in fates.items())
-        return (*([f"not compared: {listed}"] if listed else []), *self.assumed)
+        return (*([f"not compared: {listed}"] if listed else []), *self._precisions, *self.assumed)
+
+    @property
+    def _precisions(self) -> tuple[str, ...]:
+        """How modules whose precision differs were compared, a line each way."""
+        modules = [{each.note for each in module.differences if each.note} for module in self.modules.values()]
+        counts = Counter(note for notes in modules for note in notes)
+        return tuple(f"{note}: {count} module{'s' * (count != 1)}" for note, count in sorted(counts.items()))
 
     def tag_lines(self) -> tuple[str, ...]:
         """The tags of the compared files, a line each."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import InputError
+from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.lora import lora_modules
 from htp_export.format.module_paths import module_paths
@@ -39,22 +39,27 @@ def check_same_model(tagged: TaggedModel, model: nn.Module, name: str) -> None:
     exact = tagged.source != "torch"  # torch's own scopes name modules wrongly, and do not tell what was fused
     inserted = lora_modules(tagged.model.metadata_props)
     for path, info in tagged.hierarchy.items() if exact else ():
-        if path not in modules and path in inserted:
+        if path not in modules and (path in inserted or _is_in_traced(modules, path)):
             continue
         if path not in modules:
             _refuse(name, model, f"it has a module {path!r}, and the model has none")
         ours = modules[path]
-        if info.class_name and info.simple_class != ours.simple_class:
+        if not info.may_be(ours):
             _refuse(name, model, f"its module {path or '(root)'!r} is a {info.simple_class}, not a {ours.simple_class}")
     parameters = dict(named_tensors(model))
     shared = [(value, parameters[key]) for key, value in _initializers(tagged) if key in parameters]
     for value, tensor in shared:
-        shape, wanted = list(value.const_value.shape.numpy()), list(tensor.shape)  # type: ignore[union-attr]
+        shape = list(value.const_value.shape.numpy())  # type: ignore[union-attr]
+        wanted = [*tensor.shape, *([2] * tensor.is_complex())]  # real and imaginary parts
         if shape != wanted:
             _refuse(name, model, f"its {value.name!r} has the shape {shape}, and the model's has {wanted}")
-    _check_dtypes(tagged, shared, name, model)
     if exact:
         _check_values(tagged, shared, name, model)
+
+
+def _is_in_traced(modules: Hierarchy, path: str) -> bool:
+    """Whether torch made the modules around a path when it traced a model: it leaves out those without parameters."""
+    return any(modules[up].is_generated for up in tags.ancestors(path) if up in modules)
 
 
 def check_same_modules_ran(tagged: TaggedModel, model: nn.Module, ran: Mapping[str, int], name: str) -> None:
@@ -85,50 +90,21 @@ def _initializers(tagged: TaggedModel) -> Iterator[tuple[str, ir.Value]]:
             yield key, value
 
 
-def _check_dtypes(
-    tagged: TaggedModel, shared: list[tuple[ir.Value, torch.Tensor]], name: str, model: nn.Module
-) -> None:
-    """Refuse a file whose weights are mostly of another type of floats, and none of whose inputs and outputs has it.
-
-    A file in which modules got another precision takes and gives what the model does.
-    """
-    graph = tagged.model.graph
-    passed = {str(value.dtype.numpy()) for value in (*graph.inputs, *graph.outputs) if value.dtype is not None}
-    floats = [(value, tensor) for value, tensor in shared if tensor.is_floating_point()]
-    different = [
-        (value, tensor) for value, tensor in floats if _dtype(value) != str(tensor.dtype).removeprefix("torch.")
-    ]
-    if len(different) > len(floats) / 2:
-        value, tensor = different[0]
-        ours = str(tensor.dtype).removeprefix("torch.")
-        if ours in passed:
-            return
-        _refuse(
-            name,
-            model,
-            f"its {value.name!r} is {_dtype(value)}, and the model's is {ours}; give the model as it was exported, "
-            "or compare(...) the file with one in the model's precision",
-        )
-
-
-def _dtype(value: ir.Value) -> str:
-    return str(np.dtype(value.const_value.dtype.numpy()))  # type: ignore[union-attr] # see _initializers
-
-
 def _check_values(
     tagged: TaggedModel, shared: list[tuple[ir.Value, torch.Tensor]], name: str, model: nn.Module
 ) -> None:
-    """Refuse a file most of whose weights have other values."""
+    """Refuse a file most of whose weights have other values; a tool may have made them narrower."""
     different = looked_at = 0
     for value, tensor in shared:
         owner = str(value.name).rpartition(".")[0]
         fused = owner in tagged and tagged.hierarchy[owner].fate == "fused"  # then a neighbour's were worked into it
-        if fused or not tensor.is_floating_point() or _dtype(value) != str(tensor.dtype).removeprefix("torch."):
+        floats = value.const_value.dtype.is_floating_point()  # type: ignore[union-attr] # see _initializers
+        if fused or not floats or not tensor.is_floating_point():
             continue
         looked_at += 1
         try:
-            stored = value.const_value.numpy()  # type: ignore[union-attr] # see _initializers
-            different += not _alike(_sample(stored), from_torch(_sample(tensor)))
+            stored = _sample(value.const_value.numpy())  # type: ignore[union-attr] # see _initializers
+            different += not _alike(stored, from_torch(_sample(tensor)).astype(stored.dtype))
         except (OSError, ValueError) as error:
             raise InputError(f"{name}: its weight {value.name!r} cannot be read: {error}") from error
     if different >= _FEWEST and different > looked_at / 2:

@@ -28,8 +28,10 @@ from htp_export.run.readers import parameter_readers
 from htp_export.run.reporting import module_results, tolerance_of
 from htp_export.run.results import Verification
 from htp_export.run.same_model import check_same_model, check_same_modules_ran
+from htp_export.run.stable_sorting import with_sorted_results
 from htp_export.run.taken_branches import numbered_as_in_file, with_taken_branches
 from htp_export.runtime.arrays import PORTION_BYTES, ArrayStore
+from htp_export.runtime.declared_inputs import array_for
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.sessions import SessionSettings
 
@@ -103,6 +105,7 @@ def verify(
         check_same_model(tagged, model, name)
         feed = feed_of_call(tagged, model, args, kwargs, name)
         run = FileRun(tagged, name, feed, SessionSettings(tuple(providers), session_options), portion_bytes)
+        run = with_sorted_results(run)
         return _verified(run, model, args, kwargs, chosen, tolerance_of(tagged, tolerances or {}), isolated=isolated)
 
 
@@ -128,6 +131,7 @@ def _verified(
         calls, calls_taken = numbered_as_in_file(tagged, taken.tagged, calls)
         unmatched = unmatched_calls(tagged, ran, calls_taken)
         compared = [call for call in calls if call.path in chosen and call.path not in unmatched]
+        unmatched |= dict.fromkeys((call.path for call in compared if None in call.outputs), _NO_VALUES)
         checked, blame, reasons = _check(taken, compared, store, allowed, isolated=isolated)
     blame = with_contradictions(tagged, with_missing_outputs(tagged, blame, calls[-1]), chosen)
     known = known_parameters(tagged, model) if exact else {}
@@ -172,6 +176,9 @@ def _check(
     return checked, blame_by_graph(run.tagged, checked), {}
 
 
+_NO_VALUES = "some of its tensors have no values of their own in PyTorch: torch.vmap runs it, or they are sparse"
+
+
 def feed_of_call(
     tagged: TaggedModel, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> dict[str, npt.NDArray[Any]]:
@@ -194,7 +201,9 @@ def feed_of_call(
             raise InputError(f"{name}: takes {len(inputs)} inputs, and the call has {len(values)} tensors")
         names = dict(zip(names, values, strict=True))
     try:
-        fed = inputs.feed({key: values[argument] for key, argument in names.items()}).arrays
+        wanted = {each.name: each for each in inputs}
+        given = {key: array_for(wanted[key], values[argument]) for key, argument in names.items()}
+        fed = inputs.feed_again(given).arrays
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
     return {key: array.copy() for key, array in fed.items()}  # a model may change its arguments in place

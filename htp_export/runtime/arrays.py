@@ -29,18 +29,24 @@ _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 
 
 def from_torch(tensor: torch.Tensor) -> Array:
-    """Return the values of a tensor, which may share its memory; for a quantized tensor, its integers.
+    """Return the values of a tensor, which may share its memory, as an exported file has them.
+
+    Of a quantized tensor, these are its integers; of a complex tensor its real and imaginary parts, in a last dimension
+    (``torch.view_as_real``), because ONNX Runtime has no complex numbers.
 
     Examples:
         >>> import torch
         >>> from_torch(torch.ones(2, dtype=torch.bfloat16)).dtype
         dtype(bfloat16)
+        >>> from_torch(torch.tensor([1 + 2j])).tolist()
+        [[1.0, 2.0]]
     """
     import ml_dtypes
     import torch
 
     tensor = tensor.int_repr() if tensor.is_quantized else tensor
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     narrow = {torch.bfloat16: (torch.int16, ml_dtypes.bfloat16)}  # numpy has none of its own
     for name in _FLOAT8:
         narrow[getattr(torch, name)] = (torch.uint8, getattr(ml_dtypes, name))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,18 +85,18 @@ _NAN = float("nan")
 
 
 def difference(
-    expected: Array, actual: Array, tolerance: Tolerance | None = None, *, across_dtypes: bool = False
+    expected: Array, actual: Array, tolerance: Tolerance | None = None, computed_in: Iterable[str] = ()
 ) -> Difference:
-    """Compare two arrays, element by element, without broadcasting or casting.
+    """Compare two arrays, element by element, without broadcasting.
 
-    NaN only agrees with NaN, and an infinity with the same infinity.
+    NaN only agrees with NaN, and an infinity with the same infinity. Floats of different widths are compared in double
+    precision, with the tolerance of the narrowest one, and with a note.
 
     Args:
         expected: The expected array.
         actual: The actual array.
         tolerance: The tolerance; None for the entry of ``TOLERANCES`` for the dtype.
-        across_dtypes: Whether floats of different widths may be compared: in double precision, with the tolerance of
-            the narrower, and with a note.
+        computed_in: Dtypes of floats in which one of the arrays was computed, ``"float16"``.
 
     Examples:
         >>> difference(np.float32([1, np.nan, np.inf]), np.float32([1, np.nan, np.inf])).agrees
@@ -107,15 +107,19 @@ def difference(
         'shape [3], not [1, 3]'
         >>> difference(np.float32([2, 4]), np.float32([2, 5])).max_abs
         1.0
+        >>> difference(np.float32([2]), np.float32([2.001]), computed_in=["float16"]).note
+        'float16 against float32, with the tolerance of float16'
     """
     if expected.shape != actual.shape:
         return _incomparable(f"shape {list(actual.shape)}, not {list(expected.shape)}")
     note, dtype = "", str(expected.dtype)
-    if expected.dtype != actual.dtype:
-        if not (across_dtypes and str(expected.dtype) in _DIGITS and str(actual.dtype) in _DIGITS):
-            return _incomparable(f"dtype {actual.dtype}, not {expected.dtype}")
-        dtype = min(str(expected.dtype), str(actual.dtype), key=_DIGITS.__getitem__)
-        note = f"{actual.dtype} against {expected.dtype}, with the tolerance of {dtype}"
+    if dtype in _DIGITS and str(actual.dtype) in _DIGITS:
+        dtype = min(dtype, str(actual.dtype), *computed_in, key=_DIGITS.__getitem__)
+        other = dtype if expected.dtype == actual.dtype else str(actual.dtype)  # computed in it, and cast
+        if other != str(expected.dtype):
+            note = f"{other} against {expected.dtype}, with the tolerance of {dtype}"
+    elif expected.dtype != actual.dtype:
+        return _incomparable(f"dtype {actual.dtype}, not {expected.dtype}")
     allowed = tolerance or TOLERANCES.get(dtype, Tolerance(0.0, 0.0))
     if expected.dtype.kind not in "biufcV":  # text: equal or not
         unequal = int(np.count_nonzero(expected != actual))

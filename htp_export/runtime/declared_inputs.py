@@ -76,6 +76,14 @@ def array_for(wanted: Input, value: Any) -> Array:
         raise InputError(f"input {wanted.name!r}: cannot be made {wanted}: {error}") from error
 
 
+def in_precision_of(wanted: Input, array: Array) -> Array:
+    """An array of floats in the precision of an input; other arrays as they are."""
+    kind = wanted.type
+    if kind is None or not kind.is_floating_point() or not is_float(array) or array.dtype == kind.numpy():
+        return array
+    return array.astype(kind.numpy())
+
+
 def check_array(wanted: Input, array: Array | ArrayHeader) -> None:
     """Refuse an array, or the header of one, with another type or shape than an input has.
 

@@ -12,10 +12,10 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import InputError, OpenDimensionError
-from htp_export.process.bounds import MOST_SEED, check_whole
 from htp_export.files.npz_file import NpzArrays
+from htp_export.process.bounds import MOST_SEED, check_whole
 from htp_export.runtime.arrays import Array
-from htp_export.runtime.declared_inputs import Input, array_for, check_array, is_float, random_array
+from htp_export.runtime.declared_inputs import Input, array_for, check_array, in_precision_of, random_array
 
 __all__ = ["Bound", "Feed", "Inputs"]
 
@@ -192,9 +192,7 @@ class Inputs:
             array = arrays_by_name.get(declared.name, places[place] if places else None)
             if array is None:
                 raise InputError(f"takes an input {declared.name!r}, and the other file has none of that name")
-            kind = declared.type
-            wanted = kind.numpy() if kind is not None and kind.is_floating_point() else array.dtype
-            feed[declared.name] = array.astype(wanted) if array.dtype != wanted and is_float(array) else array
+            feed[declared.name] = in_precision_of(declared, array)
         return self.feed(feed)
 
     def random(

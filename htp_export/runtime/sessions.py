@@ -64,6 +64,15 @@ class SessionSettings:
     providers: Sequence[Any] = ("CPUExecutionProvider",)
     options: Any = None
 
+    @property
+    def at_once(self) -> int:
+        """How many kernels may run at the same time: one, unless the options say otherwise."""
+        import onnxruntime
+
+        if self.options is None or self.options.execution_mode != onnxruntime.ExecutionMode.ORT_PARALLEL:
+            return 1
+        return int(self.options.inter_op_num_threads) or os.cpu_count() or 1
+
     def check(self) -> None:
         """Refuse execution providers that are not available, see `check_providers`."""
         check_providers(self.providers)

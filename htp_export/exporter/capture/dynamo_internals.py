@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from htp_export.process.restoring import Changes
 
-_SYMBOLS_FOR_DATA = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
-"""Settings of Dynamo: symbols stand for values, and for sizes, that depend on data, so that the graph goes on."""
+_VALUES, _SIZES = "capture_scalar_outputs", "capture_dynamic_output_shape_ops"
+_SYMBOLS_FOR_DATA: tuple[dict[str, Any], ...] = (
+    {_VALUES: True, _SIZES: True},
+    {_VALUES: False, _SIZES: True},
+    {_VALUES: False, _SIZES: False},
+)
+"""Settings of Dynamo, in the order in which they are tried for a frame: symbols stand for values, and for sizes, that
+depend on data, so that the graph goes on."""
 
 
 class Broken(NamedTuple):
@@ -30,51 +36,63 @@ def break_of(module: Any) -> Broken | None:
     found = getattr(module, "compile_subgraph_reason", None)
     if found is None or not found.graph_break:
         return None
-    frames = tuple((str(frame.filename), int(frame.lineno or 0)) for frame in found.user_stack)
-    lines = [line.strip() for line in str(found.reason).splitlines() if line.strip()]
-    return Broken(lines[0] if lines else "graph break", frames)
+    return _broken(str(found.reason), [(str(frame.filename), int(frame.lineno or 0)) for frame in found.user_stack])
 
 
-def dynamo_frames(model: Any, backend: Callable[[Any, Any], Callable[..., Any]]) -> Callable[..., Any]:
+def _broken(said: str, frames: Sequence[tuple[str, int]]) -> Broken:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return Broken(lines[0] if lines else "graph break", tuple(frames))
+
+
+def dynamo_frames(
+    model: Any, backend: Callable[[Any, Any], Callable[..., Any]], lost: Callable[[Any, Broken], None]
+) -> Callable[..., Any]:
     """Return a function that runs a model by Dynamo, frame by frame, with breaks.
 
-    If Dynamo fails while it traces a frame, it makes no graph of the frame at all. Symbols for values that depend on
-    data can be the cause: for ``x[index, :2]`` with a tensor as index, torch 2.15 makes two of them and then does not
-    find one of them in the result (``PendingUnbackedSymbolNotFound``). Such a frame is traced once more without these
-    symbols: the graph then breaks where a value is needed, and the graphs before and after the break are kept.
+    If Dynamo gives up a frame, it makes no graph of the frame at all. Symbols for values that depend on data can be the
+    cause. For ``x[index, :2]`` with a tensor as index, torch 2.15 makes two of them and then does not find one of them
+    in the result (``PendingUnbackedSymbolNotFound``). For ``range(n)`` in a loop, where ``n`` is such a symbol, the
+    graph would break inside the loop, which Dynamo does not do. Such a frame is traced again with fewer symbols: the
+    graph then breaks where a value is needed, before the loop, and the graphs before and after the break are kept.
 
     Args:
         model: The module.
         backend: Given each graph module and its example inputs; returns what runs in its place.
+        lost: Given a frame that runs and is in no graph, and why.
     """
     import torch._dynamo
 
     context: Any = torch._dynamo.optimize(backend)  # type: ignore[no-untyped-call,unused-ignore]
     converter = context.callback._torchdynamo_orig_backend
-    converter._inner_convert = _TriedTwice(converter._inner_convert)
+    converter._inner_convert = _TriedAgain(converter._inner_convert, lost)
     run: Callable[..., Any] = context(model)
     return run
 
 
-class _TriedTwice:
-    """Dynamo's tracer of a frame; after an internal error it runs again, without symbols for data."""
+class _TriedAgain:
+    """Dynamo's tracer of a frame; where it gives up, it runs again with fewer symbols for data."""
 
-    def __init__(self, convert: Callable[..., Any]) -> None:
-        self._convert = convert
+    def __init__(self, convert: Callable[..., Any], lost: Callable[[Any, Broken], None]) -> None:
+        self._convert, self._lost = convert, lost
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._convert, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo import config
-        from torch._dynamo.exc import InternalTorchDynamoError
 
-        without: dict[str, Any] = dict.fromkeys(_SYMBOLS_FOR_DATA, False)
-        try:
-            return self._convert(*args, **kwargs)
-        except InternalTorchDynamoError:
-            with config.patch(**without):
-                return self._convert(*args, **kwargs)
+        errors: list[Exception] = []
+        for symbols in _SYMBOLS_FOR_DATA:
+            try:
+                with config.patch(**symbols):
+                    return self._convert(frame, *args, **kwargs)
+            except Exception as error:  # Dynamo catches it, and runs the frame as it is
+                errors.append(error)
+        # The last one is of a trace without symbols: it names the line that needs the value of a tensor.
+        stack = [(str(each.filename), int(each.lineno or 0)) for each in getattr(errors[-1], "real_stack", None) or ()]
+        code = frame.f_code
+        self._lost(frame, _broken(str(errors[-1]), stack or [(code.co_filename, code.co_firstlineno)]))
+        raise errors[-1]
 
 
 def is_forward_of_layer(code: Any) -> bool:
@@ -90,7 +108,6 @@ def settings_for_breaks() -> Any:
     import torch._dynamo.config as config
 
     wanted: dict[str, Any] = {
-        **dict.fromkeys(_SYMBOLS_FOR_DATA, True),
         "suppress_errors": True,
         "recompile_limit": 10_000,
         "accumulated_recompile_limit": 10_000,

@@ -164,13 +164,13 @@ class _Matching:
             for number, old in zip(step.inputs, node.inputs, strict=False):
                 if number in self._was and self._was[number] != old:
                     return False
-                producers = self._made_by.get(number), self._made_at.get(old)
-                if number in self._was or producers[0] is None:  # known, or a constant
+                producer, at = self._made_by.get(number), self._made_at.get(old)
+                if number in self._was or producer is None:  # known, or a constant
                     continue
-                if producers[1] is None:
+                if at is None:
                     return False
-                if producers not in seen:
-                    waiting.append(producers)
+                if (producer, at) not in seen:
+                    waiting.append((producer, at))
         return True
 
 

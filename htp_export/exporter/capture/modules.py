@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -78,6 +79,12 @@ def keep_training_modes(changes: Changes, model: Any) -> None:
                 module.training = mode
 
     changes.will_undo(put_back)
+
+
+def set_eval_mode(model: Any) -> None:
+    """Put a model into eval mode; the module of an ``ExportedProgram`` refuses it, as its mode is fixed."""
+    with contextlib.suppress(NotImplementedError):
+        model.eval()
 
 
 def refused_modules(model: Any, *, dynamo: bool) -> Iterator[str]:

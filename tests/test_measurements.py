@@ -1,0 +1,92 @@
+"""Times of profile that contradict each other are measured again, and said; runs are injected, nothing is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from htp_export.run import latency
+from htp_export.run.kernels import Kernel
+from htp_export.run.measurements import Measurement, consistent
+from htp_export.runtime.profiling import ProfiledSession
+
+
+def measurement(kernels: float, profiled: float, plain: float, launches: int = 1, **facts: Any) -> Measurement:
+    kernel = Kernel("k", "Gemm", "CPUExecutionProvider", kernels, launches, ("fc",), (frozenset({"", "fc"}),))
+    return Measurement([kernel], [profiled] * 3, [plain] * 3, **facts)
+
+
+GOOD = measurement(0.9, 1.2, 1.0)
+BAD, WORSE = measurement(30, 40, 1.0), measurement(59, 60, 1.0)
+
+
+def measured(*runs: Measurement) -> tuple[Measurement, tuple[str, ...], int]:
+    """What is taken of several measurements, what is said, and how many were made."""
+    left: Iterator[Measurement] = iter(runs)
+    found, said = consistent(lambda: next(left))
+    return found, said, len(runs) - len(list(left))
+
+
+def test_one_measurement_is_enough_if_its_times_fit() -> None:
+    assert measured(GOOD, BAD) == (GOOD, (), 1)
+
+
+def test_it_is_measured_again_until_the_times_fit() -> None:
+    assert measured(WORSE, BAD, GOOD, BAD) == (GOOD, (), 3)
+
+
+def test_a_contradiction_that_stays_is_said_with_the_smallest() -> None:
+    found, (said,), count = measured(WORSE, BAD, WORSE, GOOD)
+    assert (found, count) == (BAD, 3)
+    assert "contradict each other in each of 3 measurements: 30.000 ms in kernels, 1.000 ms a run" in said
+
+
+@pytest.mark.parametrize(
+    ("times", "contradict"),
+    [
+        (measurement(0.9, 1.2, 1.0), False),
+        (measurement(59, 60, 1.0), True),
+        (measurement(0.9, 1.2, 59), True),  # without the profiler, it takes longer than with it
+        (measurement(0.4, 0.9, 0.1, launches=40), False),  # most of it is the profiler
+        (measurement(3.5, 1.2, 1.0), True),
+        (measurement(3.5, 1.2, 1.0, at_once=4), False),  # kernels run in parallel
+    ],
+)
+def test_what_contradicts(times: Measurement, contradict: bool) -> None:
+    assert bool(measured(times, times, times)[1]) is contradict
+
+
+@pytest.mark.parametrize(("busy", "sessions", "said"), [(0, 1, False), (1, 2, False), (5, 3, True)])
+def test_profile_measures_again_in_a_new_session(
+    monkeypatch: pytest.MonkeyPatch, busy: int, sessions: int, said: bool
+) -> None:
+    opened = []
+
+    class Session(ProfiledSession):
+        """Its runs take as long as the test says: without the profiler a thousand times longer where it is busy."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            opened.append(self)
+            self.ended = False
+
+        def end_profiling(self, runs: int) -> Any:
+            self.ended = True
+            return super().end_profiling(runs)
+
+        def run(self, feed: Any, runs: int) -> list[float]:
+            super().run(feed, runs)
+            return [1e9 if self.ended and len(opened) <= busy else 1e6] * runs
+
+    monkeypatch.setattr(latency, "ProfiledSession", Session)
+    program = htp_export.export(nn.Sequential(nn.Linear(4, 4)).eval(), (torch.ones(1, 4),), verbose=False)
+    report = htp_export.profile(program, runs=2)
+    assert len(opened) == sessions
+    assert any("contradict" in note for note in report.notes) is said
+    assert ("contradict" in str(report)) is said
+    assert report.end_to_end_ms == (1e9 if said else 1e6)

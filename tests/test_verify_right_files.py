@@ -1,0 +1,214 @@
+"""verify raises no alarm on right files: what PyTorch or torch.onnx.export leaves open, or has in another form."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import htp_export
+from tests import faults
+from tests.nets import EXPORTERS, spread, x
+
+BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
+Tensor = torch.Tensor
+
+
+def file_of(model: Any, args: tuple[Any, ...], folder: Path, exporter: str = "dynamo") -> Path:
+    file = folder / "model.onnx"
+    htp_export.export(model, args, file, dynamo=exporter == "dynamo", verbose=False)
+    return file
+
+
+# --- complex numbers: real and imaginary parts in a last dimension ---------------------------------------------------
+
+
+class Frequencies(nn.Module):
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.polar(torch.ones(5, 4), x(5, 4)))
+
+    def forward(self, y: Tensor) -> Tensor:
+        return self.table * torch.polar(torch.ones(5, 4), y.mean((0, 2))[:, None] + torch.arange(4.0))
+
+
+class Rotary(nn.Module):
+    def forward(self, y: Tensor, frequencies: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(y.reshape(*y.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * frequencies).flatten(-2)
+
+
+class Rotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frequencies, self.rotary, self.fc = Frequencies(), Rotary(), nn.Linear(8, 8)
+
+    def forward(self, y: Tensor) -> Tensor:
+        result: Tensor = self.fc(self.rotary(y, self.frequencies(y)))
+        return result
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_modules_that_take_and_return_complex_tensors(tmp_path: Path, isolated: bool) -> None:
+    model, args = spread(Rotated()).eval(), (x(3, 5, 8),)
+    file = file_of(model, args, tmp_path)
+    result = htp_export.verify(model, file, args, isolated=isolated)
+    assert result.ok, str(result)
+    assert {module.status for module in result.modules.values()} == {"agrees"}
+    model.frequencies.table[2, 3] *= 1.5  # type: ignore[index, operator]
+    assert htp_export.verify(model, file, args, isolated=isolated).wrong == ("frequencies",)
+
+
+def test_complex_inputs_are_fed_as_torch_exports_them(tmp_path: Path) -> None:
+    model, args = Rotary().eval(), (x(3, 5, 8), torch.polar(torch.ones(5, 4), x(5, 4)))
+    assert htp_export.verify(model, file_of(model, args, tmp_path), args).ok
+
+
+# --- an order that is open ---------------------------------------------------
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 16)
+
+    def forward(self, y: Tensor) -> Any:
+        weights, experts = torch.topk(self.gate(y).softmax(-1), 6, dim=-1, sorted=False)
+        return weights / weights.sum(-1, keepdim=True), experts
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = Router(), nn.Parameter(x(16, 8))
+
+    def forward(self, y: Tensor) -> Tensor:
+        weights, experts = self.router(y)
+        return (self.experts[experts] * weights[..., None]).sum(-2) + y
+
+
+@BOTH
+@pytest.mark.parametrize("isolated", [False, True])
+def test_the_best_of_a_router_in_any_order(tmp_path: Path, exporter: str, isolated: bool) -> None:
+    model, args = spread(Mixture()).eval(), (x(4, 5, 8),)
+    file = file_of(model, args, tmp_path, exporter)
+    before = file.read_bytes()
+    result = htp_export.verify(model, file, args, isolated=isolated)
+    assert result.ok, str(result)
+    assert result.modules["router"].status == "agrees"
+    with torch.no_grad():
+        model.router.gate.bias[3] += 9  # type: ignore[index, operator]
+    assert htp_export.verify(model, file, args, isolated=isolated).first_wrong == "router.gate"
+    assert htp_export.compare(file, file).ok
+    assert file.read_bytes() == before
+
+
+class Best(nn.Module):
+    def forward(self, y: Tensor) -> Any:
+        best = y.topk(k=7, dim=1)
+        return best.values, best.indices, torch.topk(y, 5, 0, False)[1]
+
+
+@BOTH
+def test_the_best_of_equal_elements_are_those_that_come_first(tmp_path: Path, exporter: str) -> None:
+    model, args = Best().eval(), ((x(30, 40) > 0).float(),)
+    result = htp_export.verify(model, file_of(model, args, tmp_path, exporter), args)
+    assert result.ok, str(result)
+
+
+# --- modules without calls, or without tensors, of their own ---------------------------------------------------
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, y: Tensor) -> Tensor:
+        rows = torch.vmap(self.fc)(y) + torch.vmap(lambda row: row.tanh() * row.sum())(y)
+        result: Tensor = self.out(rows)
+        return result
+
+
+@BOTH
+def test_modules_that_vmap_runs_are_not_compared_and_the_others_are(tmp_path: Path, exporter: str) -> None:
+    model, args = spread(Mapped()).eval(), (x(3, 5, 8),)
+    result = htp_export.verify(model, file_of(model, args, tmp_path, exporter), args)
+    assert result.ok, str(result)
+    assert {path: module.status for path, module in result.modules.items()} == {
+        "": "agrees",
+        "fc": "not compared",
+        "out": "agrees",
+    }
+    assert "torch.vmap" in result.modules["fc"].reason
+
+
+def stack() -> nn.Module:
+    return spread(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))).eval()
+
+
+def test_the_module_of_an_exported_program(tmp_path: Path) -> None:
+    model, args = spread(Mixture()).eval(), (x(4, 5, 8),)
+    program = torch.export.export(model, args)
+    file = file_of(program, args, tmp_path)
+    result = htp_export.verify(program.module(), file, args)
+    assert result.ok, str(result)
+    assert (result.modules[""].status, result.modules["router"].status) == ("agrees", "not compared")
+    assert htp_export.verify(model, file, args).ok
+
+
+def test_a_graph_module_and_its_copy_stand_for_the_model(tmp_path: Path) -> None:
+    args = (x(3, 8),)
+    model = stack()
+    traced = torch.fx.symbolic_trace(model)
+    for exported in (model, traced, copy.deepcopy(traced)):
+        file = file_of(exported, args, tmp_path)
+        for verified in (model, traced, copy.deepcopy(traced)):
+            result = htp_export.verify(verified, file, args)
+            assert result.ok, str(result)
+            assert result.score == "4 of 4"
+        with pytest.raises(htp_export.InputError, match="is a ReLU, not a Tanh"):
+            htp_export.verify(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), file, args)
+
+
+# --- half precision ---------------------------------------------------
+
+
+def test_files_in_half_precision_are_compared_with_its_tolerance_which_is_said_once(tmp_path: Path) -> None:
+    model, args = stack(), (x(3, 8),)
+    file = file_of(model, args, tmp_path)
+    half = tmp_path / "half.onnx"
+    for make in (
+        lambda: htp_export.quantize(file, {"**": "fp16"}, half),  # takes and gives float32
+        lambda: htp_export.quantize(file, {"0": "fp16"}, half),
+        lambda: htp_export.tools.float16(file, half),
+        lambda: htp_export.export(copy.deepcopy(model).half(), (args[0].half(),), half, verbose=False),
+    ):
+        make()
+        for isolated in (False, True):
+            result = htp_export.verify(model, half, args, isolated=isolated)
+            assert result.ok, str(result)
+            assert 1e-4 < result.modules["0"].max_abs < 1e-2  # type: ignore[operator]
+            said = [line for line in result.notes if "float16" in line]
+            assert len(said) == 1
+            assert said[0].startswith("float16 against float32, with the tolerance of float16: ")
+        assert htp_export.compare(half, file).ok
+        assert htp_export.compare(file, half).ok
+        tagged = htp_export.load(half)
+        faults.change(tagged, faults.weights(tagged, "2")[0], lambda array: (array * 1.5).astype(array.dtype))
+        assert htp_export.verify(model, tagged, args).wrong == ("2",)
+
+
+def test_other_weights_are_refused_in_half_precision_too(tmp_path: Path) -> None:
+    model, args = stack(), (x(3, 8),)
+    htp_export.tools.float16(file_of(model, args, tmp_path), tmp_path / "half.onnx")
+    with pytest.raises(htp_export.InputError, match="it has other weights"):
+        htp_export.verify(spread(copy.deepcopy(model), seed=5), tmp_path / "half.onnx", args)
+    assert np.float16 == htp_export.load(tmp_path / "half.onnx").model.graph.inputs[0].dtype.numpy()  # type: ignore[union-attr]
