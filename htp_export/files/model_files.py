@@ -22,12 +22,9 @@ import onnx_ir as ir
 from htp_export.errors import FileError, InputError, ResultError, first_line
 from htp_export.files.data_files import DataFile, DataTensor, check_data, find_data, place_data
 from htp_export.files.data_notes import Place, check_notes, describe_own, describe_shared, put_notes, shared_files
-from htp_export.files.data_plan import DataPlan, in_safe_order, plan_data
+from htp_export.files.data_plan import DataPlan, in_safe_order, is_named_by_us, plan_data
 from htp_export.files.filesystem import is_special
 from htp_export.files.parsing import is_protobuf, parsed, put_in_order
-from htp_export.files.data_plan import DataPlan, in_safe_order, is_named_by_us, plan_data
-from htp_export.files.filesystem import is_special, why_not_writable
-from htp_export.files.parsing import first_line, is_protobuf, parsed, put_in_order
 from htp_export.files.replacing import Move, real_path, replace_file, work_folder
 from htp_export.files.slots import Slot, slots
 from htp_export.files.stored import Marks, write_filled
@@ -109,9 +106,6 @@ def places_of(tensors: Iterable[ir.ExternalTensor]) -> list[Place]:
     return [(tensor.offset or 0, tensor.length or tensor.nbytes) for tensor in tensors]
 
 
-from htp_export.files.data_plan import DataPlan, in_safe_order, is_named_by_us, plan_data
-from htp_export.files.filesystem import is_special
-from htp_export.files.parsing import is_protobuf, parsed, put_in_order
 def write_model(
     model: ir.Model,
     path: str | os.PathLike[str],
@@ -215,6 +209,19 @@ def own_files(target: Path) -> set[Path]:
     return {file.resolve() for file in external_files(model)} - others
 
 
+def obsolete_files(target: Path, needed: Collection[Path]) -> list[Path]:
+    """Return the data files of the ONNX file that is there now, as far as htp_export named them and no one needs them.
+
+    Args:
+        target: The ONNX file, which will be replaced.
+        needed: The data files of the new model, resolved.
+    """
+    return [file for file in sorted(own_files(target)) if is_named_by_us(target, file.name) and file not in needed]
+
+
+def _write_files(
+    copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan, *, checked: bool
+) -> list[tuple[Slot, DataTensor]]:
     """Write a model, and a file with the weights that need a new place.
 
     Args:
@@ -241,19 +248,15 @@ def own_files(target: Path) -> set[Path]:
         if moved:
             own[plan.data.name] = describe_own(new_data, places_of(tensor for _, tensor in moved), plan.data)
         put_notes(copy.metadata_props, own, shared)
-def obsolete_files(target: Path, needed: Collection[Path]) -> list[Path]:
-    """Return the data files of the ONNX file that is there now, as far as htp_export named them and no one needs them.
+        _write(copy, new_file, plan.target if checked else None)
+        gone = {plan.data.resolve()}
 
-    Args:
-        target: The ONNX file, which will be replaced.
-        needed: The data files of the new model, resolved.
-    """
-    return [file for file in sorted(own_files(target)) if is_named_by_us(target, file.name) and file not in needed]
+        def obsolete() -> list[Path]:
+            check_data(slot.tensor for slot, _ in plan.staying)
+            files = obsolete_files(plan.target, plan.needed)
+            gone.update(files)
+            return files
 
-
-def _write_files(
-    copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan, *, checked: bool
-) -> list[tuple[Slot, DataTensor]]:
         data = [Move(new_data, plan.data, plan.free, like=plan.target)] if moved else []
         work.commit(in_safe_order(Move(new_file, plan.target), data), obsolete)
     if moved and plan.data.is_symlink():  # it may have been copied to another file system
