@@ -287,7 +287,7 @@ class TestInputs:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"runs": 0}, "0 runs"),
+            ({"runs": 0}, "runs 0"),
             ({"providers": ["NoSuchProvider"]}, "no NoSuchProvider, only"),
             ({"dims": {"batch": 2}}, "no open dimensions?, and so none named 'batch'"),
             ({"shapes": {"z": [2]}}, "no input 'z'"),

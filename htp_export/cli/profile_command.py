@@ -93,7 +93,7 @@ def profile_command(
     from htp_export.show.latency import render_profile
 
     if threads is not None:
-        check_whole(f"--threads, on {os.cpu_count()} cores,", threads, 1, most_threads())
+        check_whole(f"--threads, on {os.cpu_count()} cores:", threads, 1, most_threads())
     sizes = read_sizes(inputs, dims)
     with Steps(quiet=as_json).step(f"profiling {file}"), quiet_runtime():  # it warns of options that are set again
         result = profile(

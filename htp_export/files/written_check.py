@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -25,6 +26,8 @@ from htp_export.files.stored import Marks
 from htp_export.format import tags
 
 __all__ = ["Fault", "check_written", "faults_of", "hollow_proto", "made_from"]
+
+_log = logging.getLogger(__name__)
 
 _Sources = Callable[[], Iterable[ir.Model]]
 
@@ -77,6 +80,8 @@ def made_from(sources: Callable[[], Iterable[ir.Model]]) -> Iterator[None]:
 def check_written(proto: onnx.ModelProto, marks: Marks, target: Path) -> None:
     """Refuse a model that is not valid, unless the models that it was made of had the same faults.
 
+    Where nobody has said what it was made of (`made_from`), its faults are logged.
+
     Args:
         proto: The model as `hollow_proto` makes it; used up.
         marks: The marks in it.
@@ -96,8 +101,11 @@ def check_written(proto: onnx.ModelProto, marks: Marks, target: Path) -> None:
         known.update(its_faults)
         empty_before.update(its_empty)
     new = [fault for fault in found if fault not in known]
-    if sources is not None:
-        new += [fault for shape, fault in empty.items() if shape not in empty_before]
+    if sources is None:
+        if new:  # a model that somebody else made in memory
+            _log.warning("%s: the model is not valid, and is written as it is: %s", target, new[0])
+        return
+    new += [fault for shape, fault in empty.items() if shape not in empty_before]
     if new:
         raise ResultError(target, str(new[0]), new[0].node, new[0].modules)
 

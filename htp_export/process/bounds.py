@@ -32,8 +32,8 @@ def check_whole(name: str, value: int, least: int, most: int) -> int:
         >>> check_whole("seed", -1, 0, 9)
         Traceback (most recent call last):
         ...
-        htp_export.errors.InputError: seed is a whole number from 0 to 9, not -1
+        htp_export.errors.InputError: seed -1: it is a whole number from 0 to 9
     """
     if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= value <= most:
-        raise InputError(f"{name} is a whole number from {least} to {most}, not {value!r}")
+        raise InputError(f"{name} {value!r}: it is a whole number from {least} to {most}")
     return int(value)

@@ -99,8 +99,6 @@ def prune(
         raise InputError(f"method {method!r}: there are {' and '.join(map(repr, _METHODS))}")
     if scope not in _SCOPES:
         raise InputError(f"scope {scope!r}: there are {' and '.join(map(repr, _SCOPES))}")
-    if not isinstance(seed, int) or seed < 0:
-        raise InputError(f"seed {seed!r}: it is a whole number, 0 or more")
     rules = sparsities_of(plan)
     read = read_flat(model, others=False)
     tagged = read if isinstance(model, str | os.PathLike) else read.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -163,7 +164,7 @@ def _compare(original: ir.Model, before: GraphSummary, after: Model, feed: Mappi
         known, compared, results, repeated = Originals(), set[int](), list[Array](), dict[int, int]()
         for index, array in tensors_of_run(original, before, feed, "the original model", PORTION_BYTES):
             held = store.keep(array)
-            repeated |= _repeats(before, index, known.add(index, array, lambda held=held: held.array))
+            repeated |= _repeats(before, index, known.add(index, array, functools.partial(getattr, held, "array")))
             compared.add(index)
             results += [array] if index in before.outputs else []
         outputs = [str(value.name) for value in model.graph.outputs]
