@@ -271,7 +271,7 @@ class TaggedModel:
 
         Raises:
             FileError: If it cannot be written; what was there before is untouched.
-            ResultError: If the graph of a file was changed to one that is not valid ONNX; of another model, that is logged.
+            ResultError: If the graph of a file was changed to one that is not valid; of other models, that is logged.
         """
         file = self._file
         with contextlib.nullcontext() if file is None else made_from(lambda: [read_model(file)]):
